@@ -1,0 +1,19 @@
+"""Tree speculative decoding for Hugging Face Llama-family models."""
+
+from heavypath.speculative.decoder import Generation, SpeculativeDecoder
+from heavypath.speculative.demo import load_demo_pair
+from heavypath.speculative.methods import METHODS
+from heavypath.speculative.planning import expected_tokens, greedy_tree
+from heavypath.speculative.statistics import Statistics
+from heavypath.speculative.tree import TokenTree
+
+__all__ = [
+    "METHODS",
+    "Generation",
+    "SpeculativeDecoder",
+    "Statistics",
+    "TokenTree",
+    "expected_tokens",
+    "greedy_tree",
+    "load_demo_pair",
+]

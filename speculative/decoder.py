@@ -1,0 +1,351 @@
+"""Decode a Hugging Face Llama-family model through drafted token trees.
+
+One step, for a batch of sequences that each accept their own number of tokens:
+
+    draft the tree level by level -> target forward on all its nodes -> verify -> compact both caches -> commit
+
+Between steps a sequence is its committed tokens: `length` of them in the target's cache, then the root, which is
+committed but not yet cached.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from heavypath.kernels.cache_compaction import compact_cache
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.tree_attention import attention_bias
+from heavypath.kernels.verification import verify_tree
+from heavypath.speculative.drafting import draft_tree, tree_shape
+from heavypath.speculative.llama import KeyValueCache, LlamaForward
+from heavypath.speculative.methods import METHODS
+from heavypath.speculative.statistics import Statistics
+from heavypath.speculative.tree import TokenTree
+
+# Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
+DEFAULT_ACCEPTANCE = (0.539, 0.121, 0.061, 0.038, 0.027, 0.021, 0.016, 0.013)
+_PREFILL_CHUNK = 512  # bounds the attention mask of a prompt
+
+
+class Streamer(Protocol):
+    """What transformers' streamers have."""
+
+    def put(self, value: Tensor) -> None: ...  # noqa: D102
+    def end(self) -> None: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Generation:
+    """sequences: LongTensor[B, T + new], the prompt as given, the new tokens, padding. stats: see `Statistics`."""
+
+    sequences: Tensor
+    stats: Statistics
+
+
+class SpeculativeDecoder:
+    """Generates a target model's own text, through trees that a draft model proposes.
+
+    target, draft: transformers models (Llama, Mistral, Qwen2, Qwen3) with one vocabulary, on one device, in eval mode.
+        draft may be None for method "autoregressive".
+    method: one of `METHODS`: autoregressive, chain, specinfer, rsd-c, sequoia, ersd, top-k, naive.
+    tree_size: nodes of the drafted tree, root included; shapes that cannot have so many take the next smaller.
+    tree: a TokenTree to use instead.
+    acceptance: [child] probability that child j of an accepted node is accepted, by which trees are planned.
+    draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft samples; None takes the target's.
+
+    Text follows the target's distribution exactly, whatever the method, tree and draft. Raises TypeError or ValueError
+    for models or options that do not fit.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None,
+        method: str = "sequoia",
+        *,
+        tree_size: int = 12,
+        tree: TokenTree | None = None,
+        acceptance: Sequence[float] | Tensor = DEFAULT_ACCEPTANCE,
+        draft_temperature: float | None = None,
+        draft_top_k: int | None = None,
+        draft_top_p: float | None = None,
+        draft_min_p: float | None = None,
+    ):
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        if tree_size < 2:
+            raise ValueError(f"tree_size counts the root and must be at least 2, got {tree_size}")
+        self.method = method
+        self._method = METHODS[method]
+        self.tree = tree if tree is not None else self._method.shape(tree_size, torch.as_tensor(acceptance).tolist())
+        self.tree = self.tree.reordered("heavy_path")[0]
+        if len(self.tree) > 4096:
+            raise ValueError(f"a tree may have at most 4096 nodes, got {len(self.tree)}")
+        self._draft_filters = (draft_temperature, draft_top_k, draft_top_p, draft_min_p)
+
+        self._target = LlamaForward(target, "target")
+        self._draft: LlamaForward | None = None
+        if draft is not None:
+            self._draft = LlamaForward(draft, "draft")
+            if self._draft.vocab_size != self._target.vocab_size:
+                raise ValueError(
+                    f"target and draft must share one vocabulary, "
+                    f"got {self._target.vocab_size} and {self._draft.vocab_size} tokens"
+                )
+            if self._draft.device != self._target.device:
+                raise ValueError(
+                    f"target and draft must be on one device, got {self._target.device} and {self._draft.device}"
+                )
+        elif len(self.tree) > 1:
+            raise ValueError(f"method {method!r} needs a draft model, got None")
+        for model in (self._target, self._draft):
+            for name, weight in model.weights() if model is not None else ():
+                if not weight.sum(dtype=torch.float32).isfinite():
+                    raise ValueError(f"{model.name} has NaN or infinite weights in {name}")
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int = 0,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        attention_mask: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+        streamer: Streamer | None = None,
+    ) -> Generation:
+        """Continue each prompt of input_ids LongTensor[B, T] by up to max_new_tokens tokens.
+
+        temperature, top_k, top_p, min_p: how the target is sampled; temperature 0 is greedy and ignores the filters.
+        seed: the same seed gives the same text, for each sequence on its own.
+        eos_token_id: end of sequence, one or several; None never stops early. pad_token_id fills what follows (default:
+            the first eos_token_id).
+        attention_mask: [B, T], zeros for left padding.
+        sequence_ids: LongTensor[B] in 0 .. 2**27 - 1 (default 0 .. B - 1) names each sequence's noise: a sequence decoded
+            alone under its id gives its text of the batch.
+        streamer: a transformers streamer; batch 1.
+
+        Raises ValueError before any work for arguments that do not fit, prompt + new tokens beyond the models'
+        positions included, and during it for NaN logits.
+        """
+        begin = time.perf_counter()
+        filters = Filters(temperature, top_k, top_p, min_p).check()
+        draft_filters = self._drafting_filters(filters)
+        prompt, lengths = self._checked_prompt(input_ids, attention_mask, max_new_tokens)
+        batch, device = len(prompt), prompt.device
+        eos, pad = _stop_tokens(eos_token_id, pad_token_id)
+        sequence_ids = _checked_sequence_ids(sequence_ids, batch, device)
+        if streamer is not None and batch > 1:
+            raise ValueError(f"a streamer takes one sequence, got a batch of {batch}")
+        verify_options = {
+            "method": "greedy" if temperature == 0 else self._method.verify,
+            **filters._asdict(),
+            **{f"draft_{name}": value for name, value in draft_filters._asdict().items()},
+            "seed": seed,
+        }
+        stats = Statistics(self.tree)
+
+        rows = prompt.shape[1] + max_new_tokens + len(self.tree)
+        target_cache = self._target.new_cache(batch, rows)
+        draft_cache = self._draft.new_cache(batch, rows) if self._draft is not None else None
+        with stats.phase("prefill"):
+            logits = _prefill(self._target, target_cache, prompt, lengths)
+            if self._draft is not None and draft_cache is not None:
+                _prefill(self._draft, draft_cache, prompt, lengths)
+
+        # The prompt's last token is the first root; verifying a tree of it alone draws the first new token.
+        output = torch.full((batch, max_new_tokens), pad, device=device)
+        produced = torch.zeros(batch, dtype=torch.long, device=device)
+        active = torch.ones(batch, dtype=torch.bool, device=device)
+        previous = root = prompt.gather(1, lengths[:, None] - 1)[:, 0]
+        lengths = lengths - 1
+        shape = tree_shape(self.tree, 0, device)
+        tokens, draft_logits = root[:, None], None
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+
+        while True:
+            with stats.phase("verify"):
+                noise_rows = self._noise_rows(sequence_ids, lengths, shape.tree.depths, shape.kept)
+                verified = verify_tree(
+                    tokens,
+                    shape.tree.parents.to(device),
+                    logits,
+                    draft_logits if draft_logits is not None else logits,
+                    ranks=shape.tree.ranks.to(device),
+                    max_depth=shape.tree.depth,
+                    rows=noise_rows,
+                    **verify_options,
+                )
+                stats.count(shape.tree.parents, shape.kept, tokens, verified, active)
+                stats.steps += int(active.sum())
+
+            with stats.phase("compact"):
+                for cache in (target_cache, draft_cache):
+                    if cache is not None and len(shape.tree) > 1:
+                        compact_cache([cache.keys], [cache.values], verified.path, verified.length, lengths)
+
+            with stats.phase("commit"):
+                emitted = tokens.gather(1, verified.path.clamp(min=0)).roll(-1, 1)  # accepted tokens, then
+                emitted.scatter_(1, verified.length[:, None], verified.next_token[:, None])  # the token after them
+                place = torch.arange(emitted.shape[1], device=device)
+                fresh = (place <= verified.length[:, None]) & (place < (max_new_tokens - produced)[:, None])
+                fresh &= active[:, None]
+                stops = torch.isin(emitted, eos) & fresh
+                fresh &= stops.cumsum(1) - stops.long() == 0  # nothing after the first end-of-sequence token
+                sequence, column = fresh.nonzero(as_tuple=True)
+                output[sequence, produced[sequence] + column] = emitted[fresh]
+                produced += fresh.sum(1)
+                if streamer is not None:
+                    streamer.put(emitted[fresh].cpu())
+
+                advance = active.long() * (verified.length + 1)
+                committed = torch.cat([root[:, None], emitted], 1)
+                previous = committed.gather(1, verified.length[:, None])[:, 0].where(active, previous)
+                root = verified.next_token.where(active, root)
+                lengths = lengths + advance
+                active = active & ~(stops & fresh).any(1) & (produced < max_new_tokens)
+            if not active.any():
+                break
+
+            # A node at depth d is the d-th token after the root: deeper than a sequence can still emit, it is absent.
+            room = max_new_tokens - produced - 1
+            shape = tree_shape(self.tree, int(room[active].max()), device)
+            tokens, draft_logits = root[:, None], None
+            if len(shape.tree) > 1:
+                assert self._draft is not None
+                assert draft_cache is not None
+                with stats.phase("draft"):
+                    noise_rows = self._noise_rows(sequence_ids, lengths, shape.tree.depths, shape.kept)
+                    tokens, draft_logits = draft_tree(
+                        self._draft,
+                        draft_cache,
+                        shape,
+                        root,
+                        previous,
+                        lengths,
+                        noise_rows,
+                        self._method,
+                        draft_filters if temperature > 0 else draft_filters._replace(temperature=0.0),
+                        seed,
+                    )
+                    tokens = tokens.masked_fill(shape.tree.depths.to(device) > room.clamp(min=0)[:, None], -1)
+            with stats.phase("target"):
+                logits = self._target(
+                    tokens.clamp(min=0),
+                    lengths[:, None] + shape.tree.depths.to(device),
+                    lengths[:, None] + torch.arange(len(shape.tree), device=device),
+                    target_cache,
+                    _tree_bias(shape.mask, lengths, self._target.dtype),
+                )
+
+        if streamer is not None:
+            streamer.end()
+        stats.new_tokens = int(produced.sum())
+        stats.total_seconds = time.perf_counter() - begin
+        return Generation(torch.cat([input_ids, output[:, : int(produced.max())]], 1), stats)
+
+    def _drafting_filters(self, target: Filters) -> Filters:
+        """The draft's filters; drawing the draft's most likely tokens is what temperature 0 means."""
+        given = zip(self._draft_filters, target, strict=True)
+        return Filters(*(own if own is not None else other for own, other in given)).check("draft_")
+
+    def _noise_rows(self, sequence_ids: Tensor, lengths: Tensor, depths: Tensor, kept: Tensor) -> Tensor:
+        """Noise rows LongTensor[B, N]: (sequence, root position, node), never used twice.
+
+        A race keys its noise by (sequence, the node's own position), so that it does not depend on the tree.
+        """
+        if self._method.verify == "race":
+            position, node = lengths[:, None] + depths.to(lengths.device), torch.zeros_like(kept)
+        else:
+            position, node = lengths[:, None], kept
+        return (sequence_ids[:, None] << 36) | (position << 12) | node
+
+    def _checked_prompt(
+        self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """The prompts moved to the left of LongTensor[B, T], and their lengths LongTensor[B]."""
+        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype != torch.long:
+            got = (
+                f"{input_ids.dtype} {[*input_ids.shape]}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            )
+            raise ValueError(f"input_ids must be a LongTensor [B, T], got {got}")
+        if 0 in input_ids.shape:
+            raise ValueError(f"the prompt must have at least one token, got input_ids of shape {[*input_ids.shape]}")
+        if input_ids.device != self._target.device:
+            raise ValueError(f"input_ids must be on {self._target.device} like the models, got {input_ids.device}")
+        if input_ids.min() < 0 or input_ids.max() >= self._target.vocab_size:
+            raise ValueError(
+                f"input_ids must be in 0 .. {self._target.vocab_size - 1}, "
+                f"got {int(input_ids.min())} .. {int(input_ids.max())}"
+            )
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)
+        if mask.shape != input_ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all():
+            raise ValueError("attention_mask must have the shape of input_ids, zeros (left padding) then ones")
+        lengths = mask.ne(0).sum(1)
+        longest = int(lengths.max()) + max_new_tokens
+        for model in (self._target, self._draft):
+            if model is not None and longest > min(model.max_positions, model.window or longest):
+                raise ValueError(
+                    f"prompt and new tokens need {longest} positions ({int(lengths.max())} + {max_new_tokens}), "
+                    f"but {model.name} has {min(model.max_positions, model.window or model.max_positions)}"
+                )
+        pad = input_ids.shape[1] - lengths[:, None]
+        place = torch.arange(int(lengths.max()), device=input_ids.device) + pad
+        return input_ids.gather(1, place.clamp(max=input_ids.shape[1] - 1)), lengths
+
+
+def _checked_sequence_ids(sequence_ids: Tensor | None, batch: int, device: torch.device) -> Tensor:
+    if sequence_ids is None:
+        return torch.arange(batch, device=device)
+    if sequence_ids.dtype != torch.long or sequence_ids.shape != (batch,):
+        raise ValueError(
+            f"sequence_ids must be a LongTensor [{batch}], got {sequence_ids.dtype} {[*sequence_ids.shape]}"
+        )
+    if sequence_ids.min() < 0 or sequence_ids.max() >= 1 << 27:
+        raise ValueError(f"sequence_ids must be in 0 .. {(1 << 27) - 1}, got {sequence_ids.tolist()}")
+    return sequence_ids.to(device)
+
+
+def _stop_tokens(eos_token_id: int | Sequence[int] | None, pad_token_id: int | None) -> tuple[Tensor, int]:
+    eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
+    return torch.tensor(eos, dtype=torch.long), pad
+
+
+def _prefill(model: LlamaForward, cache: KeyValueCache, prompt: Tensor, lengths: Tensor) -> Tensor:
+    """Cache the prompts LongTensor[B, T] in chunks; logits [B, 1, V] after the last token of each."""
+    batch, longest = prompt.shape
+    logits = torch.empty(0)
+    for start in range(0, longest, _PREFILL_CHUNK):
+        rows = torch.arange(start, min(start + _PREFILL_CHUNK, longest), device=prompt.device)
+        causal = torch.ones(len(rows), len(rows), dtype=torch.bool, device=prompt.device).tril()
+        bias = attention_bias(causal, rows[0], int(rows[-1]) + 1, model.dtype)
+        position = rows.expand(batch, -1)
+        last = (lengths - 1 - start).clamp(0, len(rows) - 1)
+        after = model(prompt[:, rows], position, position, cache, bias, last)
+        logits = (
+            after.where(((lengths - 1) // _PREFILL_CHUNK * _PREFILL_CHUNK == start)[:, None, None], logits)
+            if start
+            else after
+        )
+    return logits
+
+
+def _tree_bias(mask: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Additive mask of a tree's nodes; none needed for one node below equally long prefixes."""
+    if len(mask) == 1 and len(lengths) == 1:
+        return None
+    return attention_bias(mask, lengths, int(lengths.max()) + len(mask), dtype)

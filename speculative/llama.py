@@ -1,0 +1,168 @@
+"""The forward pass of a Llama-family model over tree nodes, from the modules of the transformers model itself.
+
+transformers' own forward spends a fifth of a small model's time on masks, cache objects and keyword plumbing, and it
+asks the host questions that a CUDA graph can't answer. This one is the same arithmetic, on the same modules:
+
+    x = embed(tokens)
+    for each layer:  x += o_proj(attention(rotary(q), rotary(k), v));  x += down(act(gate(x)) * up(x))
+    logits = lm_head(norm(x))
+
+with keys and values written to given rows of a preallocated cache, and attention under an additive mask.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+from transformers import PreTrainedModel
+
+from heavypath.kernels.tree_attention import attend
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+class KeyValueCache:
+    """Keys and values of all layers, [B, layers * Hkv, rows, D] each: layers side by side, so that one gather moves all.
+
+    Rows are written in any order; nothing is counted here. Zeroed at first, so that rows never written can be masked.
+    """
+
+    def __init__(self, batch: int, layers: int, kv_heads: int, rows: int, head_dim: int, like: Tensor):
+        self.keys = like.new_zeros(batch, layers * kv_heads, rows, head_dim)
+        self.values = torch.zeros_like(self.keys)
+        self._kv_heads = kv_heads
+
+    def write(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
+        """Store key and value [B, N, Hkv, D] at cache rows LongTensor[B, N]."""
+        for cache, new in ((self.keys, key), (self.values, value)):
+            own = cache[:, layer * self._kv_heads : (layer + 1) * self._kv_heads]
+            if len(own) == 1:
+                own.index_copy_(2, rows[0], new.transpose(1, 2))
+            else:
+                own.transpose(1, 2)[torch.arange(len(own), device=rows.device)[:, None], rows] = new
+
+    def read(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hkv, rows, D] of the first `rows` rows."""
+        heads = slice(layer * self._kv_heads, (layer + 1) * self._kv_heads)
+        return self.keys[:, heads, :rows], self.values[:, heads, :rows]
+
+
+class LlamaForward:
+    """A transformers Llama, Mistral, Qwen2 or Qwen3 causal language model, called on tree nodes.
+
+    Raises TypeError for something that is not such a model, ValueError for one with an attention or rotary embedding
+    that depends on more than token positions.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str = "model"):
+        config = getattr(model, "config", None)
+        if not isinstance(model, nn.Module) or getattr(config, "model_type", None) not in MODEL_TYPES:
+            kind = getattr(config, "model_type", None) or type(model).__name__
+            raise TypeError(
+                f"{name} must be a transformers causal language model of type {', '.join(MODEL_TYPES)}; got {kind!r}"
+            )
+        if not hasattr(model, "lm_head"):
+            raise TypeError(f"{name} must have a language-model head (…ForCausalLM), got {type(model).__name__}")
+        assert config is not None
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope not in _STATIC_ROPE:
+            raise ValueError(f"{name} has rope type {rope!r}; supported are {', '.join(_STATIC_ROPE)}")
+        if model.training:
+            raise ValueError(f"{name} is in training mode; call {name}.eval() first")
+        if model.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device, it has no weights; load it first")
+
+        self.name = name
+        self.config = config
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int = config.max_position_embeddings
+        windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+        windowed |= config.model_type == "mistral" and config.sliding_window is not None
+        self.window: int | None = config.sliding_window if windowed else None
+        self._model = model
+        self._embed: nn.Embedding = model.get_input_embeddings()  # pyright: ignore[reportAttributeAccessIssue]
+        self._layers = list(model.model.layers)
+        self._norm = model.model.norm
+        self._head_dim: int = self._layers[0].self_attn.head_dim
+        self._kv_heads: int = config.num_key_value_heads
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights, activations and cache."""
+        return self._embed.weight.dtype
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and parameters of the model."""
+        return self._model.named_parameters()
+
+    def new_cache(self, batch: int, rows: int) -> KeyValueCache:
+        """An empty cache of `rows` rows for `batch` sequences."""
+        return KeyValueCache(batch, len(self._layers), self._kv_heads, rows, self._head_dim, self._embed.weight)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        cache: KeyValueCache,
+        bias: Tensor | None,
+        last: Tensor | None = None,
+    ) -> Tensor:
+        """fp32 logits [B, N, V] after each token.
+
+        tokens, positions, rows: LongTensor[B, N]; token n's key and value go to cache row rows[:, n].
+        bias: additive attention mask [B or 1, 1, N, R] over the first R cache rows; None for one token that sees them
+            all up to its own, which then must be the same row for each sequence.
+        last: LongTensor[B]; if given, only the logits after token last[b] of each sequence are computed, [B, 1, V].
+        """
+        batch, nodes = tokens.shape
+        visible = bias.shape[-1] if bias is not None else int(rows[0, -1]) + 1
+        cos_table, sin_table = self._rotary(int(positions.max()) + 1)
+        cos, sin = cos_table[positions][:, :, None], sin_table[positions][:, :, None]  # [B, N, 1, D]
+
+        hidden = self._embed(tokens)  # [B, N, hidden]
+        for index, layer in enumerate(self._layers):
+            attention = layer.self_attn
+            normed = _normed(layer.input_layernorm, hidden)
+            query = attention.q_proj(normed).view(batch, nodes, -1, self._head_dim)
+            key = attention.k_proj(normed).view(batch, nodes, -1, self._head_dim)
+            value = attention.v_proj(normed).view(batch, nodes, -1, self._head_dim)
+            if self.config.model_type == "qwen3":
+                query, key = _normed(attention.q_norm, query), _normed(attention.k_norm, key)
+            cache.write(index, _rotated(key, cos, sin), value, rows)
+            keys, values = cache.read(index, visible)
+            mixed = attend(_rotated(query, cos, sin).transpose(1, 2), keys, values, bias, attention.scaling)
+            hidden = hidden + attention.o_proj(mixed.transpose(1, 2).reshape(batch, nodes, -1))
+            mlp = layer.mlp
+            normed = _normed(layer.post_attention_layernorm, hidden)
+            hidden = hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed))
+        if last is not None:
+            hidden = hidden[torch.arange(batch, device=last.device), last][:, None]
+        return self._model.lm_head(_normed(self._norm, hidden)).float()
+
+    def _rotary(self, positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions or more, D] by transformers' own module; sin with rotate_half's sign folded in."""
+        if self._tables is None or len(self._tables[0]) < positions:
+            index = torch.arange(max(positions, self.max_positions), device=self.device)
+            cos, sin = self._model.model.rotary_emb(self._embed.weight, index[None])
+            half = self._head_dim // 2
+            self._tables = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+        return self._tables
+
+
+def _normed(norm: nn.Module, hidden: Tensor) -> Tensor:
+    weight: Tensor = norm.weight  # pyright: ignore[reportAssignmentType]
+    return rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)  # pyright: ignore[reportArgumentType]
+
+
+def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of [B, N, H, D]: x cos + rotate_half(x) sin, where rotate_half is a roll with signs."""
+    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
