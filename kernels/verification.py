@@ -301,7 +301,7 @@ def _residual_chain(
                 target = target.where(~restart | undrawn, 0)
                 target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
                 residual, total = target.where(restart, residual), target.sum(-1, keepdim=True).where(restart, total)
-                uniform = -left.sum(-1, keepdim=True).log().double()
+                uniform = -left.sum(-1, keepdim=True).double().log()
                 draft = torch.where(restart, uniform.where(left, -torch.inf), draft)
                 log_lambda, log_mass = log_lambda.where(~restart, -torch.inf), log_mass.where(~restart, 0)
 

@@ -1,0 +1,64 @@
+"""The joint law of three tokens over consecutive steps is the target's, for every way of drawing and verifying."""
+
+import pytest
+import torch
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from toy_language import ToyLanguage, decode
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.tree import TokenTree
+
+SEQUENCES = 60_000
+PLAIN = Filters()
+COOL, HOT = Filters(temperature=0.7), Filters(temperature=1.4)
+
+# name: (verification, tree, target filters, draft filters, replacement, uniform fill)
+SETTINGS = {
+    "one child": ("without_replacement", TokenTree.chain(2), PLAIN, PLAIN, False, False),
+    "no draft": ("without_replacement", TokenTree([-1]), PLAIN, PLAIN, False, False),
+    "two children": ("without_replacement", TokenTree.k_ary(2, 2), PLAIN, PLAIN, False, False),
+    "ragged tree": ("without_replacement", TokenTree([-1, 0, 1, 1, 0, 4, 0]), PLAIN, PLAIN, False, False),
+    "siblings out of index order": (
+        "without_replacement", TokenTree([-1, 0, 1, 1, 0, 4], [0, 1, 0, 1, 0, 0]), PLAIN, PLAIN, False, False,
+    ),
+    "other draft temperature": ("without_replacement", TokenTree.k_ary(2, 2), COOL, HOT, False, False),
+    "filtered target": ("without_replacement", TokenTree.k_ary(2, 2), Filters(1.2, 3, 0.8), PLAIN, False, False),
+    "truncated draft": ("without_replacement", TokenTree.k_ary(3, 2), PLAIN, Filters(top_k=2), False, False),
+    "truncated draft, filled": ("without_replacement", TokenTree.k_ary(3, 2), PLAIN, Filters(top_k=1), False, True),
+    "draft's top-k as point masses": ("without_replacement", TokenTree.k_ary(2, 2), PLAIN, Filters(0.0), False, False),
+    "independent draws": ("with_replacement", TokenTree.k_ary(2, 2), PLAIN, PLAIN, True, False),
+    "independent sequences": ("with_replacement", TokenTree.independent(3, 2), COOL, HOT, True, False),
+    "race": ("race", TokenTree.k_ary(2, 2), PLAIN, PLAIN, False, False),
+    "race, other draft temperature": ("race", TokenTree.k_ary(2, 2), COOL, HOT, False, False),
+    "naive": ("target_sample", TokenTree.k_ary(2, 2), PLAIN, PLAIN, False, False),
+    "naive, independent draws": ("target_sample", TokenTree.k_ary(2, 2), PLAIN, PLAIN, True, False),
+    "top-k": ("target_sample", TokenTree.k_ary(2, 2), COOL, Filters(0.0), False, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab_size", [3, 6])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_law_of_three_tokens_over_steps_is_the_targets(name, vocab_size):
+    method, tree, target_filters, draft_filters, replacement, fill = SETTINGS[name]
+    language = ToyLanguage(vocab_size, seed=vocab_size)
+    text = decode(
+        language, tree, method=method, sequences=SEQUENCES, target_filters=target_filters, draft_filters=draft_filters,
+        replacement=replacement, uniform_fill=fill, seed=7,
+    )  # fmt: skip
+    counts = joint_counts(text, vocab_size)
+    assert chi_square_p_value(counts, language.law(target_filters)) > SIGNIFICANCE
+
+
+def test_a_race_writes_the_same_text_with_any_draft_and_any_tree():
+    texts = []
+    for draft_seed, tree in enumerate([TokenTree([-1]), TokenTree.chain(3), TokenTree.k_ary(2, 2), TokenTree.k_ary(3, 1)]):
+        language = ToyLanguage(5, seed=1)
+        language.draft = torch.randn(5, 5, generator=torch.Generator().manual_seed(draft_seed))
+        texts.append(decode(language, tree, method="race", sequences=2_000, length=6, seed=3))
+    assert all(torch.equal(text, texts[0]) for text in texts)
+
+
+def test_noise_reused_in_every_step_is_found():
+    language = ToyLanguage(3, seed=3)
+    text = decode(language, TokenTree.chain(1), method="without_replacement", sequences=SEQUENCES, stale=True)
+    assert chi_square_p_value(joint_counts(text, 3), language.law(PLAIN)) < SIGNIFICANCE
