@@ -45,7 +45,18 @@ def compact_cache(
     for cache in (*keys, *values):
         if cache.dim() != 4 or cache.shape[0] != batch:
             raise ValueError(f"keys and values must be [{batch}, Hkv, S, D], got {[*cache.shape]}")
+    if path.device.type == "cpu" and batch:
+        _check_rows(path, length, prefix_length, min(cache.shape[2] for cache in (*keys, *values)))
     _compact_reference(keys, values, path, length, prefix_length)
+
+
+def _check_rows(path: Tensor, length: Tensor, prefix_length: Tensor, rows: int) -> None:
+    if length.min() < 0 or length.max() >= path.shape[1]:
+        raise ValueError(f"length must be in 0 .. {path.shape[1] - 1} for path {[*path.shape]}, got {length.tolist()}")
+    accepted = torch.arange(path.shape[1]) <= length[:, None]
+    used = (prefix_length[:, None] + path)[accepted]
+    if used.min() < 0 or used.max() >= rows:
+        raise ValueError(f"prefix_length + path must lie in the cache's rows 0 .. {rows - 1}, got {used.tolist()}")
 
 
 def _compact_reference(

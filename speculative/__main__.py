@@ -1,0 +1,8 @@
+"""`python -m heavypath.speculative` is the `heavypath` command."""
+
+import sys
+
+from heavypath.speculative.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""The `heavypath` command: `demo`, `generate`, `info`.
+
+Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, said in one line;
+2 for wrong usage; 130 for Ctrl-C.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.comparison import PLAIN, Row, compare
+from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.loading import Pair, load_pair
+from heavypath.speculative.methods import METHODS
+from heavypath.speculative.statistics import Statistics
+from heavypath.speculative.text_stream import TextStream
+
+KERNELS = ("tree_attention", "gumbel_topk", "verify_tree", "compact_cache")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")
+
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; > 0 samples.")]
+TopK = Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens; 0 for all.")]
+TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that reach this probability.")]
+TreeSize = Annotated[int, typer.Option(min=2, help="Nodes of the drafted tree, the root included.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command()
+def demo(
+    max_new_tokens: MaxNewTokens = 64,
+    prompts: Annotated[int, typer.Option(min=1, help="How many of the shipped prompts to continue.")] = 3,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    tree_size: TreeSize = 12,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Continue real prompts with the shipped pair, then compare all methods with transformers."""
+    Filters(temperature, top_k, top_p).check()
+    texts = demo_prompts()
+    if prompts > len(texts):
+        raise ValueError(f"--prompts must be at most {len(texts)}, the number of shipped prompts, got {prompts}")
+    pair = _load()
+    assert pair.draft is not None
+    inputs = [_encode(pair, text) for text in texts[:prompts]]
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    if not as_json:
+        decoder = SpeculativeDecoder(pair.target, pair.draft, tree_size=tree_size)
+        for text, ids in zip(texts, inputs, strict=False):
+            _stream_demo_text(decoder, pair, text, ids, {**sampling, "max_new_tokens": max_new_tokens})
+    with _progress("comparing the methods") as report:
+        rows = compare(
+            pair.target,
+            pair.draft,
+            inputs,
+            max_new_tokens=max_new_tokens,
+            tree_size=tree_size,
+            on_progress=report,
+            **sampling,
+        )
+    settings = {"prompts": prompts, "max_new_tokens": max_new_tokens, "tree_size": tree_size, **sampling}
+    if as_json:
+        _print_json({"settings": settings, "environment": environment(), "rows": [asdict(row) for row in rows]})
+    else:
+        _print_table(rows, settings)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue, or - for standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(help="File with the text to continue (UTF-8).")] = None,
+    target: Annotated[str | None, typer.Option(help="Folder, or name in the Hugging Face cache.")] = None,
+    draft: Annotated[str | None, typer.Option(help="The same for the draft model.")] = None,
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "sequoia",
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    tree_size: TreeSize = 12,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a text. Without --target and --draft the shipped pair does it, which knows Python source."""
+    text = _read_prompt(prompt, file)
+    Filters(temperature, top_k, top_p).check()
+    if method not in METHODS:
+        raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
+    pair = _load(target, draft)
+    decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree_size=tree_size)
+    ids = _encode(pair, text)
+    pieces: list[str] = []
+    out = decoder.generate(
+        ids,
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        seed=seed,
+        eos_token_id=pair.eos_token_ids,
+        streamer=TextStream(pair.tokenizer, pieces.append if as_json else _write),
+    )
+    if as_json:
+        tokens = out.sequences[0, ids.shape[1] :].tolist()
+        _print_json({"text": "".join(pieces), "token_ids": tokens, "stats": _summary(out.stats)})
+    else:
+        _write("\n")
+        typer.echo(f"{out.stats}", err=True)
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """Show versions, the device, and what would run on it."""
+    facts = environment()
+    if as_json:
+        _print_json(facts)
+        return
+    kernels = facts.pop("kernels")
+    for name, value in facts.items():
+        typer.echo(f"{name:<16}{value}")
+    for name, implementation in kernels.items():
+        typer.echo(f"{name:<16}{implementation}")
+
+
+def environment() -> dict:
+    """Versions, device, threads and which implementation each kernel runs with here."""
+    cuda = torch.cuda.is_available()
+    return {
+        **{name: _version(name) for name in ("heavypath", "torch", "triton", "transformers")},
+        "python": platform.python_version(),
+        "device": f"cuda ({torch.cuda.get_device_name()})" if cuda else "cpu",
+        "threads": torch.get_num_threads(),
+        "kernels": dict.fromkeys(KERNELS, "PyTorch reference"),  # none has a Triton version yet
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, sys.argv's unless given; returns the exit code."""
+    try:
+        code = app(args=arguments, prog_name="heavypath", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads the rest
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, TypeError, OSError) as error:
+        return _fail(str(error), 1)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        return _fail_usage(error)
+    return code or 0
+
+
+def _fail(message: str, code: int) -> int:
+    typer.echo(f"heavypath: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _fail_usage(error: Exception) -> int:
+    """Typer's own errors; their classes are click's or typer's, depending on its version."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "heavypath"
+    return _fail(f"{error.format_message()} (see {command} --help)", 2)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _load(target: str | None = None, draft: str | None = None) -> Pair:
+    """Load without the libraries' chatter: what matters is raised."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    with _progress("loading the models"):
+        return load_pair(target, draft)
+
+
+def _encode(pair: Pair, text: str) -> torch.Tensor:
+    """LongTensor[1, T] on the target's device."""
+    ids = pair.tokenizer(text, return_tensors="pt")["input_ids"]
+    assert isinstance(ids, torch.Tensor)
+    return ids.to(pair.target.device)
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise typer.BadParameter("give one of PROMPT, - (standard input) and --file")
+    try:
+        text = file.read_text(encoding="utf-8") if file else sys.stdin.read() if prompt == "-" else prompt
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt in {str(file or 'standard input')!r} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise OSError(f"cannot read the prompt from {str(file)!r}: {error.strerror}") from error
+    if not text:
+        raise ValueError(f"the prompt {f'in {str(file)!r} ' if file else ''}is empty; expected some text to continue")
+    return text
+
+
+def _stream_demo_text(decoder: SpeculativeDecoder, pair: Pair, text: str, ids: torch.Tensor, options: dict) -> None:
+    Console(highlight=False).print(Text(text, style="dim"), end="")
+    stream = TextStream(pair.tokenizer, _write)
+    out = decoder.generate(ids, eos_token_id=pair.eos_token_ids, streamer=stream, **options)
+    typer.echo(f"\n\n[{_speed(out.stats)}]\n", err=True)
+
+
+def _speed(stats: Statistics) -> str:
+    return f"{stats.tokens_per_step:.2f} tokens per target forward, {stats.tokens_per_second:.0f} tokens/s"
+
+
+def _print_table(rows: list[Row], settings: dict) -> None:
+    table = Table("method", title="All methods on the same prompts", title_justify="left")
+    for heading in ("tokens per\ntarget forward", "tokens/s", f"times\n{PLAIN}", "(range)"):
+        table.add_column(heading, justify="right")
+    table.add_column("text")
+    for row in rows:
+        gap = f" (logits {row.logit_gap:.0e} apart)" if row.logit_gap is not None else ""
+        numbers = f"{row.tokens_per_forward:.2f}", f"{row.tokens_per_second:.0f}", f"{row.ratio:.2f}"
+        low, high = row.ratio_range
+        table.add_row(row.method, *numbers, f"{low:.2f} - {high:.2f}", row.text + gap)
+    console = Console()
+    console.print(table)
+    device = environment()["device"]
+    note = f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens each, on {device}, "
+    note += f"{torch.get_num_threads()} threads. Ratios are paired by prompt: median, then least and largest. "
+    if settings["temperature"] == 0:
+        note += f"text: compared with {PLAIN}, greedy; a tie parts between two equally likely tokens."
+    else:
+        note += "text: ersd must have autoregressive's under one seed; the others draw other tokens from the same "
+        note += "distribution, which the test suite checks and this table does not."
+    console.print(note, highlight=False, style="dim")
+
+
+def _summary(stats: Statistics) -> dict:
+    return {
+        "steps": stats.steps,
+        "new_tokens": stats.new_tokens,
+        "tokens_per_step": stats.tokens_per_step,
+        "tokens_per_second": stats.tokens_per_second,
+        "acceptance_by_rank": stats.acceptance_by_rank,
+        "acceptance_by_depth": stats.acceptance_by_depth,
+        "seconds": stats.seconds,
+        "total_seconds": stats.total_seconds,
+    }
+
+
+def _progress(text: str) -> AbstractContextManager[Callable[[str], object]]:
+    """A status line on standard error while the block runs, if that is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return nullcontext(lambda line: None)
+    return _Status(console, text)
+
+
+class _Status(AbstractContextManager):
+    def __init__(self, console: Console, text: str):
+        self._status = console.status(text)
+
+    def __enter__(self) -> Callable[[str], object]:
+        self._status.start()
+        return self._status.update
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _print_json(content: dict) -> None:
+    typer.echo(json.dumps(content, indent=2))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,214 @@
+"""Every method on the same prompts in one run: tokens per target forward, speed, and whether the text is the target's.
+
+Speed is paired: on each prompt all methods run one after the other, and ratios are taken prompt by prompt against
+transformers' own `generate` on the same target.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.methods import METHODS
+
+PLAIN, ASSISTED = "transformers generate", "transformers assisted"
+TIE = 1e-4  # two candidates whose target logits are closer than this are equally right
+_WARM_UP_TOKENS = 8
+
+Verdict = Literal["equal", "tie", "differs", "same distribution"]
+Runner = Callable[[Tensor, int], tuple[Tensor, int]]  # prompt [1, T], new tokens -> sequence [1, T + new], forwards
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method over all prompts.
+
+    tokens_per_forward: new tokens / forward passes of the target, the prefill of each prompt included
+    tokens_per_second:  new tokens / seconds, all prompts together
+    ratio:              tokens per second over those of transformers' generate: median over the prompts, and
+    ratio_range:        the least and the largest
+    text:               at temperature 0, against transformers' greedy text: "equal", "tie" (they part where the two
+                        candidates' target logits are within 1e-4), or "differs". At temperature > 0 "ersd" must have
+                        the text of "autoregressive" under the same seed: "equal" or "differs"; the others draw other
+                        tokens from the "same distribution", which is a property of the method, not measured here.
+    logit_gap:          the largest gap between the two candidates' target logits where greedy texts part; None if
+                        they don't, or if one only ends before the other
+    """
+
+    method: str
+    tokens_per_forward: float
+    tokens_per_second: float
+    ratio: float
+    ratio_range: tuple[float, float]
+    text: Verdict
+    logit_gap: float | None = None
+
+
+@dataclass(frozen=True)
+class _Run:
+    sequence: Tensor  # [1, T + new]
+    new_tokens: int
+    forwards: int
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        return self.new_tokens / self.seconds
+
+
+def compare(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    *,
+    methods: Sequence[str] = tuple(METHODS),
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    tree_size: int = 12,
+    seed: int = 0,
+    on_progress: Callable[[str], object] | None = None,
+) -> list[Row]:
+    """Decode each prompt LongTensor[1, T] by transformers' generate, plain and assisted, and by each method.
+
+    Texts end at the target's own end-of-sequence token (its generation_config) or after max_new_tokens. Each method
+    makes a short run first that is not timed. on_progress is called with a line before each prompt and method.
+
+    Returns a row per method, transformers' two first. Raises ValueError or TypeError as SpeculativeDecoder does.
+    """
+    if not prompts:
+        raise ValueError("expected at least one prompt, got none")
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    runners: dict[str, Runner] = {
+        PLAIN: _stock(target, None, sampling, seed),
+        ASSISTED: _stock(target, draft, sampling, seed),
+    }
+    for method in methods:
+        decoder = SpeculativeDecoder(target, draft, method, tree_size=tree_size)
+        runners[method] = _speculative(decoder, target, sampling, seed)
+    if temperature > 0 and "ersd" in methods and "autoregressive" not in methods:
+        raise ValueError("at temperature > 0 the text of 'ersd' is compared with 'autoregressive'; add it to methods")
+
+    report = on_progress or (lambda line: None)
+    for name, runner in runners.items():
+        report(f"warm-up: {name}")
+        runner(prompts[0], min(_WARM_UP_TOKENS, max_new_tokens))
+    runs: dict[str, list[_Run]] = {name: [] for name in runners}
+    for number, prompt in enumerate(prompts, start=1):
+        for name, runner in runners.items():
+            report(f"prompt {number} of {len(prompts)}: {name}")
+            runs[name].append(_timed(runner, prompt, max_new_tokens))
+    return [_row(name, runs, target, temperature) for name in runners]
+
+
+def _stock(target: PreTrainedModel, draft: PreTrainedModel | None, sampling: dict, seed: int) -> Runner:
+    """transformers' generate, assisted if there is a draft."""
+    options = {"do_sample": False, "repetition_penalty": 1.0, "num_beams": 1, "pad_token_id": _pad_token(target)}
+    if sampling["temperature"] > 0:
+        filters = {"top_k": sampling["top_k"] or 0, "top_p": sampling["top_p"] or 1.0}  # None would mean its defaults
+        options |= {"do_sample": True, "temperature": sampling["temperature"], **filters}
+    if draft is not None:
+        options["assistant_model"] = draft
+
+    def run(prompt: Tensor, max_new_tokens: int) -> tuple[Tensor, int]:
+        forwards = 0
+
+        def count(*_: object) -> None:
+            nonlocal forwards
+            forwards += 1
+
+        hook = target.register_forward_hook(count)
+        try:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                sequence = target.generate(  # pyright: ignore[reportCallIssue]
+                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, **options
+                )
+        finally:
+            hook.remove()
+        return sequence, forwards
+
+    return run
+
+
+def _speculative(decoder: SpeculativeDecoder, target: PreTrainedModel, sampling: dict, seed: int) -> Runner:
+    config = target.generation_config
+    eos = config.eos_token_id if config is not None else None
+
+    def run(prompt: Tensor, max_new_tokens: int) -> tuple[Tensor, int]:
+        out = decoder.generate(prompt, max_new_tokens, **sampling, seed=seed, eos_token_id=eos)
+        return out.sequences, out.stats.steps
+
+    return run
+
+
+def _timed(runner: Runner, prompt: Tensor, max_new_tokens: int) -> _Run:
+    _synchronize(prompt.device)
+    begin = time.perf_counter()
+    sequence, forwards = runner(prompt, max_new_tokens)
+    _synchronize(prompt.device)
+    return _Run(sequence, sequence.shape[1] - prompt.shape[1], forwards, time.perf_counter() - begin)
+
+
+def _row(name: str, runs: dict[str, list[_Run]], target: PreTrainedModel, temperature: float) -> Row:
+    own = runs[name]
+    ratios = [run.speed / plain.speed for run, plain in zip(own, runs[PLAIN], strict=True)]
+    tokens = sum(run.new_tokens for run in own)
+    text, gap = "same distribution", None
+    if temperature == 0:
+        text, gap = _greedy_verdict(target, own, runs[PLAIN])
+    elif name == "ersd":
+        same = all(torch.equal(a.sequence, b.sequence) for a, b in zip(own, runs["autoregressive"], strict=True))
+        text = "equal" if same else "differs"
+    return Row(
+        name,
+        tokens / sum(run.forwards for run in own),
+        tokens / sum(run.seconds for run in own),
+        median(ratios),
+        (min(ratios), max(ratios)),
+        text,
+        gap,
+    )
+
+
+def _greedy_verdict(target: PreTrainedModel, own: list[_Run], plain: list[_Run]) -> tuple[Verdict, float | None]:
+    """The worst verdict over all prompts, and the largest gap where texts part."""
+    pairs = [
+        (a.sequence, b.sequence) for a, b in zip(own, plain, strict=True) if not torch.equal(a.sequence, b.sequence)
+    ]
+    if not pairs:
+        return "equal", None
+    gaps = [_parting_gap(target, sequence, reference) for sequence, reference in pairs]
+    known = [gap for gap in gaps if gap is not None]
+    tie = all(gap is not None and gap < TIE for gap in gaps)
+    return "tie" if tie else "differs", max(known, default=None)
+
+
+@torch.no_grad()
+def _parting_gap(target: PreTrainedModel, sequence: Tensor, reference: Tensor) -> float | None:
+    """Gap between the target's logits of the first tokens that differ, [1, L] each; None if one ends before that."""
+    shorter = min(sequence.shape[1], reference.shape[1])
+    differing = (sequence[0, :shorter] != reference[0, :shorter]).nonzero()
+    if not len(differing):
+        return None
+    place = int(differing[0])
+    logits = target(input_ids=reference[:, :place], use_cache=False).logits[0, -1].float()
+    return abs(float(logits[sequence[0, place]] - logits[reference[0, place]]))
+
+
+def _pad_token(target: PreTrainedModel) -> int:
+    config = target.generation_config
+    eos = config.eos_token_id if config is not None else None
+    return eos if isinstance(eos, int) else eos[0] if eos else 0
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

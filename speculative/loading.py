@@ -1,0 +1,126 @@
+"""Load a target, its draft and their tokenizer from local folders or the Hugging Face cache.
+
+Nothing is downloaded, no code that comes with a model is run, and weights must be safetensors.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from heavypath.speculative.demo import load_demo_pair
+from heavypath.speculative.llama import MODEL_TYPES
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+class Pair(NamedTuple):
+    """Models in eval mode on one device, and the target's tokenizer. Without a draft, only plain decoding works."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end a text: those of the target's generation config, else the tokenizer's."""
+        config = self.target.generation_config
+        eos = config.eos_token_id if config is not None else None
+        if eos is None:
+            eos = self.tokenizer.eos_token_id
+        return [] if eos is None else [eos] if isinstance(eos, int) else [int(token) for token in eos]
+
+
+def load_pair(target: str | None = None, draft: str | None = None, device: torch.device | str | None = None) -> Pair:
+    """The models in two folders, or of two names in the Hugging Face cache; the shipped pair if neither is given.
+
+    device: default a GPU where there is one. Models keep the precision they were saved in, the shipped pair is float32.
+
+    Raises ValueError, TypeError or OSError, in one line, for a missing folder, a model type that is not supported,
+    files that don't fit together, and tokenizers with different vocabularies.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if target is None:
+        if draft is not None:
+            raise ValueError(f"a draft ({draft!r}) needs its target; only the shipped pair loads without one")
+        return Pair(*load_demo_pair(device=device))
+    folders = {role: _folder(role, name) for role, name in (("target", target), ("draft", draft)) if name is not None}
+    for role, folder in folders.items():
+        _check_type(role, folder)
+    tokenizer = _load_tokenizer("target", folders["target"])
+    if "draft" in folders and any((folders["draft"] / name).is_file() for name in _TOKENIZER_FILES):
+        _check_vocabularies(tokenizer, _load_tokenizer("draft", folders["draft"]))
+    models = {role: _load_model(role, folder, device) for role, folder in folders.items()}
+    return Pair(models["target"], models.get("draft"), tokenizer)
+
+
+def _folder(role: str, name: str) -> Path:
+    """Where the model's files are."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(
+                f"the {role} folder {name!r} has no config.json; give a folder that save_pretrained or hf download made"
+            )
+        return folder
+    try:
+        config = cached_file(name, "config.json", local_files_only=True)
+    except (OSError, ValueError):
+        config = None
+    if config is None:
+        raise FileNotFoundError(
+            f"the {role} {name!r} is neither a folder nor a model in the Hugging Face cache; "
+            "give a folder with config.json and safetensors weights, or fetch the model first with `hf download`"
+        )
+    return Path(config).parent
+
+
+def _check_type(role: str, folder: Path) -> None:
+    try:
+        model_type = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
+    except Exception as error:
+        raise ValueError(f"cannot read the {role}'s config in {str(folder)!r}: {error}") from error
+    if model_type not in MODEL_TYPES:
+        raise TypeError(
+            f"the {role} in {str(folder)!r} is of type {model_type!r}; "
+            f"expected a causal language model of type {', '.join(MODEL_TYPES)}"
+        )
+
+
+def _load_tokenizer(role: str, folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"cannot load the {role}'s tokenizer from {str(folder)!r}: {error}") from error
+
+
+def _check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
+    if target_vocab == draft_vocab:
+        return
+    target_tokens, draft_tokens = ({index: text for text, index in v.items()} for v in (target_vocab, draft_vocab))
+    index = min(i for i in {*target_tokens, *draft_tokens} if target_tokens.get(i) != draft_tokens.get(i))
+    raise ValueError(
+        f"target and draft must share one vocabulary, got tokenizers of {len(target_vocab)} and {len(draft_vocab)} "
+        f"tokens; the first difference is token {index}, {target_tokens.get(index)!r} and {draft_tokens.get(index)!r}"
+    )
+
+
+def _load_model(role: str, folder: Path, device: torch.device | str) -> PreTrainedModel:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype="auto",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise ValueError(f"cannot load the {role} from {str(folder)!r}: {error}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ValueError(f"the {role}'s weights in {str(folder)!r} lack {len(missing)} tensors, first {missing[0]!r}")
+    return model.to(device).eval()

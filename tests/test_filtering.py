@@ -1,0 +1,44 @@
+"""Filters against transformers' own logits processors."""
+
+import pytest
+import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from heavypath.kernels.filtering import Filters, filtered_logprobs
+
+
+@pytest.mark.parametrize("filters", [
+    Filters(), Filters(0.3), Filters(1.7, top_k=1), Filters(top_k=5), Filters(top_k=500), Filters(top_p=0.3), Filters(top_p=1e-6),
+    Filters(top_p=1.0), Filters(min_p=0.2), Filters(min_p=1.0), Filters(0.8, 20, 0.9, 0.05), Filters(1.3, 0, 0.95, 0.0),
+])  # fmt: skip
+def test_filters_keep_what_transformers_keeps(filters):
+    logits = 3 * torch.randn(40, 97)
+    logits[0] = 0  # ties stay in top-k
+    logits[1, 5:] = -torch.inf
+    expected = TemperatureLogitsWarper(filters.temperature)(None, logits)
+    if filters.top_k:
+        expected = TopKLogitsWarper(filters.top_k)(None, expected)
+    if filters.top_p is not None and filters.top_p < 1:
+        expected = TopPLogitsWarper(filters.top_p)(None, expected)
+    if filters.min_p:
+        expected = MinPLogitsWarper(filters.min_p)(None, expected)
+    if filters.top_p is not None and filters.top_p < 1:
+        expected, logits = expected[1:], logits[1:]  # which of equal tokens top-p keeps is the sort's choice
+    logprobs = filtered_logprobs(logits, filters)
+    assert torch.equal(logprobs > -torch.inf, expected > -torch.inf)
+    torch.testing.assert_close(logprobs, expected.double().log_softmax(-1))
+    torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(len(logits)).double())
+
+
+@pytest.mark.parametrize(("filters", "message"), [
+    (Filters(temperature=-0.1), "temperature must be a finite number >= 0, got -0.1"),
+    (Filters(temperature=float("nan")), "temperature must be .* got nan"),
+    (Filters(top_k=-1), "top_k must be .* got -1"),
+    (Filters(top_k=2.5), "top_k must be .* got 2.5"),
+    (Filters(top_p=0.0), r"top_p must be .* \(0, 1\], got 0.0"),
+    (Filters(top_p=1.01), "top_p must be .* got 1.01"),
+    (Filters(min_p=1.01), "min_p must be .* got 1.01"),
+])  # fmt: skip
+def test_a_filter_outside_its_range_is_refused(filters, message):
+    with pytest.raises(ValueError, match=message):
+        filters.check()

@@ -1,0 +1,63 @@
+"""Philox against its published answers; noise that depends on nothing but its key."""
+
+import torch
+from statistical import SIGNIFICANCE, chi_square_p_value
+
+from heavypath.kernels.noise import Stream, coins, exponential_noise, gumbel_noise, philox, random_bits
+
+
+def test_philox_gives_the_known_answers_of_random123():
+    def words(seed: int, *counter: int) -> list[int]:
+        return [int(word) for word in philox(seed, *(torch.tensor(c) for c in counter))]
+
+    assert words(0, 0, 0, 0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert words(2**64 - 1, *[2**32 - 1] * 4) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    key = 0xA4093822 | (0x299F31D0 << 32)
+    counter = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert words(key, *counter) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+def test_token_v_takes_word_v_mod_4_of_counter_v_div_4():
+    row = (5 << 32) + 7
+    bits = random_bits(11, Stream.TARGET, torch.tensor([row]), 10)[0]
+    for token in range(10):
+        counter = [torch.tensor(c) for c in (token // 4, 7, 5, int(Stream.TARGET))]
+        assert bits[token] == philox(11, *counter)[token % 4]
+
+
+def test_noise_of_a_row_does_not_depend_on_batch_or_vocabulary():
+    rows = torch.tensor([3, 900, 1 << 40])
+    whole = gumbel_noise(5, Stream.DRAFT, rows, 101)
+    for index, row in enumerate(rows):
+        assert torch.equal(gumbel_noise(5, Stream.DRAFT, row[None], 60)[0], whole[index, :60])
+
+
+def test_seeds_streams_rows_and_draws_are_different():
+    rows = torch.tensor([0, 1, 1 << 32])
+    seen = [random_bits(seed, stream, rows, 64, draws=2) for seed in (0, 1, 1 << 32, -1) for stream in Stream]
+    assert len(torch.stack(seen).unique()) > 0.999 * len(seen) * 3 * 2 * 64
+
+
+def test_exponentials_are_exponential_and_coins_uniform():
+    rows = torch.arange(2_000)
+    quantile = -torch.expm1(-exponential_noise(1, Stream.DRAFT, rows, 100)).flatten()
+    for uniform in (quantile, coins(1, rows, 100).flatten()):
+        counts = (uniform * 64).long().clamp(max=63).bincount(minlength=64)
+        assert chi_square_p_value(counts, torch.full((64,), 1 / 64)) > SIGNIFICANCE
+
+
+def test_extreme_bits_give_finite_noise(monkeypatch):
+    extremes = torch.tensor([[0, 1, 2**31, 2**32 - 129, 2**32 - 2, 2**32 - 1]])
+    monkeypatch.setattr("heavypath.kernels.noise.random_bits", lambda *_: extremes)
+    noise = gumbel_noise(0, Stream.DRAFT, torch.tensor([0]), 6)[0]
+    assert noise.isfinite().all()
+    assert (noise.diff() <= 0).all()
+    assert coins(0, torch.tensor([0]), 6).max() < 1
+
+
+def test_the_tail_that_lets_improbable_tokens_win_is_resolved(monkeypatch):
+    """A token 18 logits down wins where u is about 2 ** -26: 24-bit uniforms would have no such values."""
+    bits = torch.arange(4096)[None]
+    monkeypatch.setattr("heavypath.kernels.noise.random_bits", lambda *_: bits)
+    exact = -(-torch.log1p(-(bits.double() + 0.5) * 2.0**-32)).log()
+    torch.testing.assert_close(gumbel_noise(0, Stream.DRAFT, bits[0], 4096).double(), exact, rtol=0, atol=4e-6)

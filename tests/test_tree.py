@@ -1,0 +1,123 @@
+"""TokenTree: a tree by hand, its orders and mask, and random trees against plain loops."""
+
+import pytest
+import torch
+
+from heavypath.speculative import TokenTree
+
+#      0
+#    / | \
+#   1  2  5      node 2 has the largest subtree
+#     / \
+#    3   4
+HAND = TokenTree([-1, 0, 0, 2, 2, 0])
+
+
+def random_tree(nodes: int, seed: int) -> TokenTree:
+    generator = torch.Generator().manual_seed(seed)
+    return TokenTree([-1, *(int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, nodes))])
+
+
+def test_a_tree_by_hand():
+    assert len(HAND) == 6
+    assert HAND.parents.tolist() == [-1, 0, 0, 2, 2, 0]
+    assert HAND.ranks.tolist() == [0, 0, 1, 0, 1, 2]
+    assert HAND.depths.tolist() == [0, 1, 1, 2, 2, 1]
+    assert HAND.depth == 2
+    assert HAND.is_depth_first
+    assert HAND.subtree_end.tolist() == [6, 2, 5, 4, 5, 6]
+    assert HAND.mask().int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [1, 0, 1, 1, 0, 0],
+        [1, 0, 1, 0, 1, 0],
+        [1, 0, 0, 0, 0, 1],
+    ]
+    assert str(HAND) == "6 nodes, depth 2\n0\n├─ 1\n├─ 2\n│  ├─ 3\n│  └─ 4\n└─ 5"
+
+
+def test_orders_by_hand():
+    tree, permutation = HAND.reordered("heavy_path")
+    assert permutation.tolist() == [0, 2, 3, 4, 1, 5]
+    assert tree.parents.tolist() == [-1, 0, 1, 1, 0, 0]
+    assert tree.ranks.tolist() == [0, 1, 0, 1, 0, 2]
+    tree, permutation = HAND.reordered("breadth_first")
+    assert permutation.tolist() == [0, 1, 2, 5, 3, 4]
+    assert not tree.is_depth_first
+    assert tree.reordered("depth_first")[0] == HAND
+
+
+def test_constructors():
+    assert TokenTree.chain(3).parents.tolist() == [-1, 0, 1, 2]
+    assert len(TokenTree.chain(0)) == 1
+    assert TokenTree.independent(2, 2).parents.tolist() == [-1, 0, 1, 0, 3]
+    assert TokenTree.k_ary(2, 2).parents.tolist() == [-1, 0, 1, 1, 0, 4, 4]
+    assert TokenTree.from_branching([3, 2, 1]).depths.bincount().tolist() == [1, 3, 6, 6]
+    assert TokenTree(torch.tensor([-1, 0])) == TokenTree([-1, 0])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_trees_keep_their_meaning_in_every_order(seed):
+    tree = random_tree(40, seed)
+    ancestors = [{node} for node in range(40)]
+    for node in range(1, 40):
+        ancestors[node] |= ancestors[int(tree.parents[node])]
+    for order in ("breadth_first", "depth_first", "heavy_path"):
+        new, permutation = tree.reordered(order)
+        assert sorted(permutation.tolist()) == list(range(40))
+        mask = new.mask()
+        for i in range(40):
+            seen = {int(permutation[j]) for j in mask[i].nonzero()[:, 0]}
+            assert seen == ancestors[int(permutation[i])]
+        assert torch.equal(new.ranks, tree.ranks[permutation])
+        assert torch.equal(new.depths, tree.depths[permutation])
+        assert new.is_depth_first or order == "breadth_first"
+        for block in (1, 7, 64):
+            blocks = {(int(i) // block, int(j) // block) for i, j in mask.nonzero()}
+            assert new.occupied_blocks(block) == len(blocks)
+
+
+def test_heavy_path_order_visits_the_largest_subtree_first():
+    tree, _ = random_tree(60, 3).reordered("heavy_path")
+    sizes, parents = tree.subtree_size, tree.parents
+    for node in range(60):
+        children = (parents == node).nonzero()[:, 0]
+        assert (sizes[children].diff() <= 0).all()
+        if len(children):
+            assert children[0] == node + 1
+
+
+def test_truncated_keeps_the_top_levels_and_their_names():
+    tree, kept = HAND.truncated(1)
+    assert tree.parents.tolist() == [-1, 0, 0, 0]
+    assert kept.tolist() == [0, 1, 2, 5]
+    assert HAND.truncated(9)[0] == HAND
+    assert len(HAND.truncated(0)[0]) == 1
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (([],), "must begin with -1"),
+    (([0, 0],), "must begin with -1"),
+    (([-1, 1],), r"parents\[1\] must be in 0 .. 0, got 1"),
+    (([-1, 0, -1],), r"parents\[2\] must be in 0 .. 1, got -1"),
+    (([-1, 0.5],), "flat sequence of integers"),
+    ((torch.zeros(2, 2).long(),), "flat sequence of integers"),
+    (([-1, 0, 0], [0, 0]), "ranks must hold 3 values"),
+    (([-1, 0, 0], [0, 0, 0]), r"children of node 0 must have ranks 0, 1, 2, ..., got \[0, 0\]"),
+    (([-1, 0, 0], [0, 0, 2]), "children of node 0"),
+])  # fmt: skip
+def test_what_is_no_tree_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TokenTree(*arguments)
+
+
+def test_bad_requests_are_refused():
+    with pytest.raises(ValueError, match="depth-first order, but node 4"):
+        _ = TokenTree([-1, 0, 0, 0, 1]).subtree_end
+    with pytest.raises(ValueError, match="order must be 'breadth_first'"):
+        HAND.reordered("random")
+    with pytest.raises(ValueError, match="branching factors must be at least 1"):
+        TokenTree.from_branching([2, 0])
+    with pytest.raises(ValueError, match="block_size must be at least 1"):
+        HAND.occupied_blocks(0)
