@@ -1,0 +1,266 @@
+"""SpeculativeDecoder: the target's own text, for every method, batch and stop; and what it refuses."""
+
+import pytest
+import torch
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
+from heavypath.speculative.demo import demo_prompts
+
+STOCHASTIC = [name for name in METHODS if METHODS[name].verify != "race"]
+SPECULATIVE = [name for name in METHODS if name != "autoregressive"]
+TIE = 1e-4  # logits closer than this may swap between two exact fp32 programs
+
+
+def tiny_llama(seed: int, vocab_size: int = 7, layers: int = 2, **changes) -> LlamaForCausalLM:
+    """A random model with opinions: the usual initial range gives nearly uniform logits."""
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": vocab_size, "hidden_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.4,
+    } | changes  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**settings)).eval()
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+def transformers_greedy(model, ids, new_tokens):
+    """transformers' own greedy text; the mask keeps it from taking prompt tokens for padding."""
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+
+
+@torch.inference_mode()
+def assert_same_text(model, ours, theirs):
+    """Equal, or parted at a tie of the target's logits."""
+    for mine, reference in zip(ours, theirs, strict=True):
+        if torch.equal(mine, reference):
+            continue
+        place = int((mine != reference).nonzero()[0])
+        logits = model(mine[None, :place]).logits[0, -1]
+        gap = abs(float(logits[mine[place]] - logits[reference[place]]))
+        assert gap < TIE, f"texts part at token {place}, where the candidates' logits differ by {gap}"
+
+
+@pytest.fixture(scope="module")
+def greedy_texts(demo_pair):
+    """20 prompts, and 64 tokens that transformers' greedy generate puts behind each."""
+    target, _, tokenizer = demo_pair
+    prompts = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in demo_prompts()[:20]]
+    assert len(prompts) == 20
+    return prompts, [transformers_greedy(target, ids, 64) for ids in prompts]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_text_is_that_of_transformers_generate(method, demo_pair, greedy_texts):
+    target, draft, _ = demo_pair
+    decoder = SpeculativeDecoder(target, draft, method)
+    for ids, expected in zip(*greedy_texts, strict=True):
+        out = decoder.generate(ids, max_new_tokens=64)
+        assert_same_text(target, out.sequences, expected)
+        assert out.stats.new_tokens == 64
+        assert method == "autoregressive" or out.stats.tokens_per_step > 1.2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+def test_ersd_writes_what_plain_sampling_writes_under_the_same_seed(temperature, demo_pair):
+    target, draft, tokenizer = demo_pair
+    plain = SpeculativeDecoder(target, None, "autoregressive")
+    racing = [
+        SpeculativeDecoder(target, draft, "ersd"),
+        SpeculativeDecoder(target, draft, "ersd", tree=TokenTree.k_ary(3, 2), draft_temperature=1.3),
+    ]
+    for seed, prompt in enumerate(demo_prompts()[:5]):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        options = {"max_new_tokens": 48, "temperature": temperature, "top_p": 0.95, "seed": seed}
+        expected = plain.generate(ids, **options).sequences
+        for decoder in racing:
+            assert torch.equal(decoder.generate(ids, **options).sequences, expected)
+
+
+@torch.inference_mode()
+def exact_law(model, prompt, filters, length):
+    """Joint probabilities [V ** length] of the next tokens after prompt LongTensor[T], by enumeration."""
+    vocab, contexts, law = model.config.vocab_size, prompt[None], torch.ones(1).double()
+    for _ in range(length):
+        step = filtered_logprobs(model(contexts).logits[:, -1].float(), filters).exp()
+        law = (law[:, None] * step).flatten()
+        contexts = torch.cat([contexts.repeat_interleave(vocab, 0), torch.arange(vocab).repeat(len(contexts))[:, None]], 1)
+    return law
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}], ids=["plain", "filtered"])
+def test_the_joint_law_of_three_tokens_is_exact(method, options, tiny_pair):
+    target, draft = tiny_pair
+    prompt, sequences = torch.tensor([3, 1, 4]), 20_000
+    decoder = SpeculativeDecoder(target, draft, method, tree_size=6)
+    out = decoder.generate(prompt.expand(sequences, -1), max_new_tokens=3, seed=11, **options)
+    counts = joint_counts(out.sequences[:, 3:], 7)
+    law = exact_law(target, prompt, Filters(**options), 3)
+    assert chi_square_p_value(counts, law) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_batch_of_different_prompts_is_decoded_as_each_alone(method, temperature, tiny_pair):
+    target, draft = tiny_pair
+    decoder = SpeculativeDecoder(target, draft, method, tree_size=8)
+    lengths, longest = [1, 5, 2, 9], 9
+    prompts = [torch.randint(0, 7, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
+    padded = torch.stack([torch.cat([torch.zeros(longest - len(p), dtype=torch.long), p]) for p in prompts])
+    mask = torch.stack([torch.arange(longest) >= longest - length for length in lengths]).long()
+    ids = torch.tensor([4, 0, 7, 2])
+    options = {"max_new_tokens": 23, "temperature": temperature, "seed": 5, "eos_token_id": 6, "pad_token_id": 0}
+    batch = decoder.generate(padded, attention_mask=mask, sequence_ids=ids, **options)
+    steps = 0
+    for b, prompt in enumerate(prompts):
+        alone = decoder.generate(prompt[None], sequence_ids=ids[b : b + 1], **options)
+        new = alone.sequences[0, len(prompt) :]
+        assert torch.equal(batch.sequences[b, longest : longest + len(new)], new)
+        assert (batch.sequences[b, longest + len(new) :] == 0).all()
+        steps += alone.stats.steps
+    assert batch.stats.steps == steps
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_text_ends_exactly_at_the_first_end_of_sequence_token(method, tiny_pair):
+    target, draft = tiny_pair
+    decoder = SpeculativeDecoder(target, draft, method, tree_size=8)
+    prompt = torch.tensor([[1, 2, 3]])
+    for seed in range(8):
+        free = decoder.generate(prompt, 24, temperature=1.0, seed=seed).sequences[0, 3:]
+        for eos in ([5], [2, 6]):
+            stopped = decoder.generate(prompt, 24, temperature=1.0, seed=seed, eos_token_id=eos)
+            hits = torch.isin(free, torch.tensor(eos)).nonzero()[:, 0]
+            end = int(hits[0]) + 1 if len(hits) else 24
+            assert stopped.sequences[0, 3:].tolist() == free[:end].tolist()
+            assert stopped.stats.new_tokens == end
+
+
+@pytest.mark.parametrize("method", SPECULATIVE)
+def test_the_last_position_can_be_used(method, tiny_pair):
+    target, draft = tiny_pair
+    prompt = torch.randint(0, 7, (1, 50))
+    out = SpeculativeDecoder(target, draft, method).generate(prompt, max_new_tokens=14)
+    expected = transformers_greedy(target, prompt, 14)
+    assert_same_text(target, out.sequences, expected)
+    assert out.sequences.shape == (1, 64)
+
+
+def test_long_prompts_are_prefilled_in_chunks_to_the_same_text(monkeypatch, tiny_pair):
+    target, draft = tiny_pair
+    decoder = SpeculativeDecoder(target, draft)
+    prompts = torch.randint(1, 7, (3, 40))
+    prompts[0, :30] = 0
+    mask = torch.ones_like(prompts)
+    mask[0, :30] = 0
+    whole = decoder.generate(prompts, 20, attention_mask=mask)
+    monkeypatch.setattr("heavypath.speculative.decoder._PREFILL_CHUNK", 7)
+    assert torch.equal(decoder.generate(prompts, 20, attention_mask=mask).sequences, whole.sequences)
+
+
+def test_a_draft_equal_to_the_target_is_always_accepted(tiny_pair):
+    target, _ = tiny_pair
+    decoder = SpeculativeDecoder(target, target, "chain", tree_size=5)
+    out = decoder.generate(torch.tensor([[1, 2]]), max_new_tokens=41, temperature=1.0)
+    assert out.stats.acceptance_by_rank == [1.0]
+    assert out.stats.acceptance_by_depth == [1.0] * 4
+    assert out.stats.steps == 1 + 8  # the prefill's token, then 5 a step
+
+
+def test_statistics_add_up(demo_pair):
+    target, draft, tokenizer = demo_pair
+    ids = tokenizer(demo_prompts()[0], return_tensors="pt").input_ids
+    stats = SpeculativeDecoder(target, draft, "sequoia").generate(ids, 40, temperature=0.7).stats
+    assert stats.new_tokens == 40
+    assert stats.tokens_per_step == pytest.approx(40 / stats.steps)
+    assert set(stats.seconds) == {"prefill", "draft", "target", "verify", "compact", "commit"}
+    assert sum(stats.seconds.values()) == pytest.approx(stats.total_seconds, rel=0.2)
+    assert "tokens per step" in str(stats)
+    plain = SpeculativeDecoder(target, None, "autoregressive").generate(ids, 12).stats
+    assert (plain.steps, plain.new_tokens, plain.acceptance_by_rank) == (12, 12, [])
+
+
+def test_a_streamer_gets_the_prompt_then_each_new_token_once(tiny_pair):
+    class Recorder:
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    recorder = Recorder()
+    out = SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 20, temperature=0.9, streamer=recorder)
+    assert recorder.tokens == out.sequences[0].tolist()
+    assert recorder.ended
+
+
+def with_nan(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    return model
+
+
+@pytest.mark.parametrize(("build", "message"), [
+    (lambda t, d: SpeculativeDecoder(t, d, "medusa"), "method must be one of autoregressive, .* got 'medusa'"),
+    (lambda t, d: SpeculativeDecoder(t, None, "sequoia"), "method 'sequoia' needs a draft model, got None"),
+    (lambda t, d: SpeculativeDecoder(t, tiny_llama(0, 9)), "share one vocabulary, got 7 and 9 tokens"),
+    (lambda t, d: SpeculativeDecoder(with_nan(tiny_llama(0)), d), r"target has NaN .* model.layers.0.mlp.up_proj.weight"),
+    (lambda t, d: SpeculativeDecoder(t, with_nan(tiny_llama(0))), "draft has NaN"),
+    (lambda t, d: SpeculativeDecoder(t, d, tree_size=1), "tree_size counts the root and must be at least 2, got 1"),
+    (lambda t, d: SpeculativeDecoder(t, d, draft_top_p=0.0).generate(torch.tensor([[1]])), "draft_top_p must be"),
+])  # fmt: skip
+def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pair):
+    with pytest.raises(ValueError, match=message):
+        build(*tiny_pair)
+
+
+def test_an_unknown_option_is_refused_by_name(tiny_pair):
+    with pytest.raises(TypeError, match="num_beams"):
+        SpeculativeDecoder(*tiny_pair, num_beams=4)
+    with pytest.raises(TypeError, match="num_beams"):
+        SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1]]), num_beams=4)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"input_ids": [[1, 2]]}, r"input_ids must be a LongTensor \[B, T\], got list"),
+    ({"input_ids": torch.tensor([1, 2])}, r"LongTensor \[B, T\], got torch.int64 \[2\]"),
+    ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "at least one token"),
+    ({"input_ids": torch.tensor([[7]])}, r"input_ids must be in 0 .. 6, got 7 .. 7"),
+    ({"max_new_tokens": 63}, r"need 65 positions \(2 \+ 63\), but target has 64"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+    ({"temperature": -0.5}, "temperature must be .* got -0.5"),
+    ({"top_p": 0.0}, r"top_p must be .* \(0, 1\], got 0.0"),
+    ({"top_p": 1.5}, "top_p must be .* got 1.5"),
+    ({"top_k": -1}, "top_k must be .* got -1"),
+    ({"attention_mask": torch.tensor([[1, 0]])}, r"attention_mask must .* \(left padding\)"),
+    ({"sequence_ids": torch.tensor([1, 2])}, r"sequence_ids must be a LongTensor \[1\]"),
+    ({"sequence_ids": torch.tensor([-1])}, "sequence_ids must be in 0 .. "),
+    ({"eos_token_id": 7}, "eos_token_id must be in 0 .. 6, got 7"),
+    ({"pad_token_id": -1}, "pad_token_id must be in 0 .. 6, got -1"),
+    ({"input_ids": torch.zeros(2, 1, dtype=torch.long), "streamer": object()}, "streamer takes one sequence, got a batch of 2"),
+])  # fmt: skip
+def test_bad_arguments_are_refused_before_any_work(options, message, tiny_pair):
+    decoder = SpeculativeDecoder(*tiny_pair)
+    with pytest.raises(ValueError, match=message):
+        decoder.generate(**{"input_ids": torch.tensor([[1, 2]]), "max_new_tokens": 4} | options)
+
+
+def test_the_models_are_left_as_they_were(tiny_pair):
+    target, draft = tiny_pair
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    implementation, config = target.config._attn_implementation, target.config.to_dict()
+    SpeculativeDecoder(target, draft).generate(torch.tensor([[1, 2]]), 10)
+    assert target.config._attn_implementation == implementation
+    assert target.config.to_dict() == config
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())

@@ -1,0 +1,131 @@
+"""The checks of losslessness can fail: each of these bugs, put into the source, is found by one of them.
+
+The list is that of published code: stale noise, the factor 1 - D dropped, draft filters ignored, draft noise used again
+for the recovered token, the recovered token drawn from the target instead of the residual, siblings tried out of draw
+order, `<=` for `<`.
+"""
+
+import importlib.util
+import inspect
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from toy_language import ToyLanguage, decode
+
+from heavypath.kernels import sampling, verification
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import SpeculativeDecoder, TokenTree, decoder
+
+
+def mutated(module: ModuleType, original: str, replacement: str) -> ModuleType:
+    """A copy of a module in which some text of its source is replaced."""
+    source = inspect.getsource(module)
+    assert original in source, f"{original!r} is not in {module.__name__}: update the mutation"
+    spec = importlib.util.spec_from_loader(f"{module.__name__}_mutated", loader=None)
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = copy  # dataclasses look their module up
+    exec(compile(source.replace(original, replacement), f"<mutated {module.__name__}>", "exec"), copy.__dict__)
+    return copy
+
+
+MUTATIONS = {
+    "the factor 1 - D is dropped": (
+        verification, "(log_mass - log_draft).exp()", "(-log_draft).exp()", {}
+    ),
+    "lambda grows without 1 / (1 - D)": (
+        verification, "total.log() - log_mass", "total.log()", {}
+    ),
+    "F is not divided by": (
+        verification, "residual.gather(1, child) / total *", "residual.gather(1, child) *", {}
+    ),
+    "the recovered token is drawn from the target": (
+        verification, "vocab_size) / weights[stop]", "vocab_size) / target_probs[stop]", {}
+    ),
+    "the recovered token uses the draft's noise": (
+        verification, "exponential_noise(seed, Stream.TARGET", "exponential_noise(seed, Stream.DRAFT",
+        {"tree": TokenTree.chain(1)},
+    ),
+    "draft filters are ignored": (
+        verification, "filtered_logprobs(draft_logits, draft_filters)", "filtered_logprobs(draft_logits, Filters())",
+        {"draft_filters": Filters(0.5)},
+    ),
+    "target filters are ignored": (
+        verification, "filtered_logprobs(target_row, target_filters).exp()", "filtered_logprobs(target_row, Filters()).exp()",
+        {"target_filters": Filters(0.5)},
+    ),
+    "siblings are tried in index order": (
+        verification, "ranks * nodes + index", "index + 0 * ranks", {"tree": TokenTree([-1, 0, 0, 2, 2], [0, 1, 0, 1, 0])}
+    ),
+    "rejected children stay in the draft": (
+        verification, "undrawn = undrawn.scatter(1, child, undrawn.gather(1, child) & ~rejected)", "pass", {}
+    ),
+    "one coin for all children": (
+        verification, "coins[:, place : place + 1] < ratio", "coins[:, :1] < ratio", {}
+    ),
+    "independent draws share their noise": (
+        sampling, "keys = logprobs[:, None] + gumbel_noise(seed, Stream.DRAFT, rows, vocab_size, draws=k)",
+        "keys = (logprobs + gumbel_noise(seed, Stream.DRAFT, rows, vocab_size))[:, None].repeat(1, k, 1)",
+        {"method": "with_replacement", "replacement": True},
+    ),
+    "a race takes its own noise": (
+        verification, 'Stream.DRAFT if method == "race" else Stream.TARGET', "Stream.TARGET", {"method": "race"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_bug_is_found(name):
+    module, original, replacement, changes = MUTATIONS[name]
+    settings = {"tree": TokenTree.k_ary(2, 2), "method": "without_replacement"} | changes
+
+    def decoded(verify_tree=verification.verify_tree, gumbel_topk=sampling.gumbel_topk, **more):
+        language = ToyLanguage(3, seed=5, spread=2.0)
+        return language, decode(language, sequences=30_000, verify_tree=verify_tree, gumbel_topk=gumbel_topk, **settings, **more)
+
+    copy = mutated(module, original, replacement)
+    language, right = decoded()
+    _, wrong = decoded(**{name: getattr(copy, name) for name in ("verify_tree", "gumbel_topk") if hasattr(copy, name)})
+    law = language.law(settings.get("target_filters", Filters()))
+    assert chi_square_p_value(joint_counts(right, 3), law) > SIGNIFICANCE
+    if settings["method"] == "race":  # still a sample of the target, but not the one that plain decoding takes
+        assert torch.equal(right, decode(language, TokenTree([-1]), method="race", sequences=30_000))
+        assert not torch.equal(wrong, right)
+    else:
+        assert chi_square_p_value(joint_counts(wrong, 3), law) < SIGNIFICANCE
+
+
+def test_accepting_at_equality_is_found():
+    copy = mutated(verification, "coins[:, place : place + 1] < ratio", "coins[:, place : place + 1] <= ratio")
+    impossible = torch.tensor([[0.0, 1.0]]).double(), torch.zeros(1, 2), Filters(), torch.tensor([[0]]), torch.zeros(1, 1), False
+    assert verification._residual_chain(*impossible)[0].tolist() == [-1]
+    assert copy._residual_chain(*impossible)[0].tolist() == [0]
+
+
+@pytest.mark.parametrize(("original", "replacement"), [
+    ("position, node = lengths[:, None], kept", "position, node = 0 * lengths[:, None], kept"),  # stale in every step
+    ("(position << 12) | node", "(position << 12) | 0 * node"),  # shared by all nodes
+    ("compact_cache([cache.keys]", "(lambda *_: None)([cache.keys]"),  # accepted rows stay where they were
+    ("previous = committed.gather", "previous = 0 * committed.gather"),  # the draft's cache holds a wrong token
+    ("lengths[:, None] + shape.tree.depths.to(device)", "lengths[:, None] + 0 * shape.tree.depths.to(device)"),  # positions
+])  # fmt: skip
+def test_a_bug_of_the_decoder_is_found(original, replacement):
+    from test_decoder import exact_law, tiny_llama
+
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    prompt, length = torch.tensor([3, 1, 4]), 5
+    law = exact_law(target, prompt, Filters(), length)
+
+    def p_value(cls):
+        decoding = cls(target, draft, "rsd-c", tree=TokenTree.k_ary(3, 2))
+        out = decoding.generate(prompt.expand(20_000, -1), max_new_tokens=length, temperature=1.0, seed=3)
+        return chi_square_p_value(joint_counts(out.sequences[:, 3:], 7), law), out.stats.tokens_per_step
+
+    copy = mutated(decoder, original, replacement)
+    right, right_speed = p_value(SpeculativeDecoder)
+    wrong, wrong_speed = p_value(copy.SpeculativeDecoder)
+    assert right > SIGNIFICANCE
+    # A wrong draft cache is no error of the text: it only makes fewer drafts fit.
+    assert wrong < SIGNIFICANCE or wrong_speed < 0.99 * right_speed
