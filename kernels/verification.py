@@ -186,43 +186,51 @@ def _verify_reference(
 ) -> Verified:
     batch, nodes = tokens.shape
     device, vocab_size = tokens.device, target_logits.shape[-1]
+    draft_aware = method in _DRAFT_AWARE
     index = torch.arange(nodes, device=device)
-    draw_order = ranks * nodes + index  # by rank, then by parent
-    has_parent = (parents >= 0) & (tokens >= 0)
+    last = torch.zeros(batch, dtype=torch.long, device=device)  # last accepted node
+    length, next_token = torch.zeros_like(last), torch.zeros_like(last)
 
-    node = torch.zeros(batch, dtype=torch.long, device=device)  # the last accepted node: its distribution decides
+    # Of the A sequences that have accepted a node at every level so far:
+    sequence = torch.arange(batch, device=device)
+    node = last  # the last accepted node: its distribution decides
     reached = (index == 0).repeat(batch, 1)  # it, and its siblings of equal token
-    length, next_token = torch.zeros_like(node), torch.zeros_like(node)
-    walking = torch.arange(batch, device=device)  # sequences, A of them, that accepted a node at every level so far
+    above = parents.clamp(min=0)
+    present = (parents >= 0) & (tokens >= 0)
+    drawn_order = ranks * nodes + index  # by rank, then by parent
+    coin = coins(seed, rows.gather(1, above), ranks) if draft_aware else None
+    state = [tokens, rows, above, present, drawn_order]
     for level in range(max_depth + 1):
-        candidate = reached[walking].gather(1, parents[walking].clamp(min=0)) & has_parent[walking]  # [A, N]
-        if level == max_depth:
-            candidate = torch.zeros_like(candidate)
+        tokens_here, rows_here, above, present, drawn_order = state
+        candidate = reached.gather(1, above) & present  # [A, N]
         count = candidate.sum(-1)
-        width = int(count.max())
-        children = draw_order[walking].masked_fill(~candidate, nodes * nodes).argsort(-1)[:, :width]  # [A, K]
-        drawn = tokens[walking].gather(1, children)
-        drawn = drawn.masked_fill(torch.arange(width, device=device) >= count[:, None], -1)
+        width = int(count.max()) if level < max_depth else 0
+        children = drawn_order.where(candidate, nodes * nodes).argsort(-1)[:, :width]  # [A, K]
+        drawn = tokens_here.gather(1, children).where(index[:width] < count[:, None], -1)
 
-        here, row = node[walking], rows[walking, node[walking]]
-        target_row = _decision_rows(target_logits, "target", walking, here)
-        if method in _DRAFT_AWARE:
+        row = rows_here.gather(1, node[:, None])[:, 0]
+        target_row = _decision_rows(target_logits, "target", sequence, node)
+        if draft_aware:
             target_probs = filtered_logprobs(target_row, target_filters).exp()
-            choice, weights = torch.full_like(here, -1), target_probs.clone()
-            inner = (count > 0).nonzero()[:, 0]
+            choice, weights = torch.full_like(node, -1), target_probs
+            inner = drawn[:, 0].ge(0).nonzero()[:, 0] if width else []
             if len(inner):
                 assert draft_logits is not None
-                choice[inner], weights[inner] = _residual_chain(
+                assert coin is not None
+                chain_choice, chain_weights = _residual_chain(
                     target_probs[inner],
-                    _decision_rows(draft_logits, "draft", walking[inner], here[inner]),
+                    _decision_rows(draft_logits, "draft", sequence[inner], node[inner]),
                     draft_filters,
                     drawn[inner],
-                    coins(seed, row[inner], width),
+                    coin[sequence[inner, None], children[inner]],
                     replacement=method == "with_replacement",
                 )
+                choice = choice.index_copy(0, inner, chain_choice)
+                weights = weights.index_copy(0, inner, chain_weights)
             stop = (choice < 0).nonzero()[:, 0]
-            race = exponential_noise(seed, Stream.TARGET, row[stop], vocab_size) / weights[stop]
-            next_token[walking[stop]] = race.argmin(-1)
+            if len(stop):
+                exponentials = exponential_noise(seed, Stream.TARGET, row[stop], vocab_size)
+                next_token[sequence[stop]] = (exponentials / weights[stop]).argmin(-1)
         else:
             if method == "greedy":
                 winner = target_row.argmax(-1)
@@ -232,22 +240,26 @@ def _verify_reference(
                 winner = (filtered_logprobs(target_row, target_filters) + gumbels).argmax(-1)
             hit = drawn == winner[:, None]
             choice = (hit.int().argmax(-1) if width else winner).where(hit.any(-1), -1)
-            next_token[walking] = winner
+            next_token[sequence] = winner
 
         accepted = (choice >= 0).nonzero()[:, 0]
         if not len(accepted):
             break
-        child = children[accepted].gather(1, choice[accepted, None])  # [A', 1]
-        walking = walking[accepted]
-        node[walking] = child[:, 0]
-        length[walking] += 1
-        reached[walking] = candidate[accepted] & (tokens[walking] == tokens[walking].gather(1, child))
+        if len(accepted) < len(choice):
+            state = [field[accepted] for field in state]
+            sequence, children, choice, candidate = (t[accepted] for t in (sequence, children, choice, candidate))
+        child = children.gather(1, choice[:, None])
+        node = child[:, 0]
+        last[sequence] = node
+        length[sequence] += 1
+        reached = candidate & (state[0] == state[0].gather(1, child))
 
     path = torch.full((batch, max_depth + 1), -1, dtype=torch.long, device=device)
-    for position in range(max_depth, -1, -1):  # from the last accepted node up to the root
-        on_path = position <= length
-        path[:, position] = node.where(on_path, -1)
-        node = parents.gather(1, node[:, None])[:, 0].where(on_path & (node > 0), node)
+    path[:, 0] = 0
+    for position in range(int(length.max()), 0, -1):  # from the last accepted node up to the root
+        on_path = length >= position
+        path[:, position] = last.where(on_path, -1)
+        last = parents.gather(1, last[:, None])[:, 0].where(on_path, last)
     return Verified(path, length, next_token)
 
 
@@ -288,14 +300,14 @@ def _residual_chain(
     log_lambda = torch.full_like(total, -torch.inf)
     log_mass = torch.zeros_like(total)  # log(1 - D)
     choice = torch.full_like(drawn[:, 0], -1)
+    pending = drawn >= 0  # [A, K], children not yet tried
+    drawn = drawn.clamp(min=0)
 
     for place in range(drawn.shape[1]):
-        child = drawn[:, place : place + 1].clamp(min=0)
-        pending = (drawn[:, place : place + 1] >= 0) & (choice[:, None] < 0)  # [A, 1]
-        if place or deterministic:
-            if not replacement or deterministic:
-                log_mass = draft.where(undrawn, -torch.inf).logsumexp(-1, keepdim=True)
-            restart = pending & (log_mass == -torch.inf)
+        child, here = drawn[:, place : place + 1], pending[:, place : place + 1]
+        if (place and not replacement) or deterministic:
+            log_mass = draft.where(undrawn, -torch.inf).logsumexp(-1, keepdim=True)
+            restart = here & (log_mass == -torch.inf)
             if restart.any():
                 left = torch.zeros_like(undrawn).scatter(1, child, True) if deterministic else undrawn
                 target = target.where(~restart | undrawn, 0)
@@ -306,11 +318,14 @@ def _residual_chain(
                 log_lambda, log_mass = log_lambda.where(~restart, -torch.inf), log_mass.where(~restart, 0)
 
         log_draft = draft.gather(1, child)
-        pending = pending & (log_draft > -torch.inf)
-        ratio = residual.gather(1, child) / total * (log_mass - log_draft).exp()
-        accept = pending & (coins[:, place : place + 1] < ratio)
+        here = here & (log_draft > -torch.inf)
+        accept = coins[:, place : place + 1] < residual.gather(1, child) / total * (log_mass - log_draft).exp()
+        rejected = here & ~accept
+        accept = here & accept
         choice = choice.where(~accept[:, 0], place)
-        rejected = pending & ~accept
+        pending = pending & ~accept
+        if not pending.any():
+            break
         if not rejected.any():
             continue
         undrawn = undrawn.scatter(1, child, undrawn.gather(1, child) & ~rejected)

@@ -42,7 +42,7 @@ MUTATIONS = {
         verification, "residual.gather(1, child) / total *", "residual.gather(1, child) *", {}
     ),
     "the recovered token is drawn from the target": (
-        verification, "vocab_size) / weights[stop]", "vocab_size) / target_probs[stop]", {}
+        verification, "exponentials / weights[stop]", "exponentials / target_probs[stop]", {}
     ),
     "the recovered token uses the draft's noise": (
         verification, "exponential_noise(seed, Stream.TARGET", "exponential_noise(seed, Stream.DRAFT",
@@ -63,7 +63,7 @@ MUTATIONS = {
         verification, "undrawn = undrawn.scatter(1, child, undrawn.gather(1, child) & ~rejected)", "pass", {}
     ),
     "one coin for all children": (
-        verification, "coins[:, place : place + 1] < ratio", "coins[:, :1] < ratio", {}
+        verification, "coins[:, place : place + 1] <", "coins[:, :1] <", {}
     ),
     "independent draws share their noise": (
         sampling, "keys = logprobs[:, None] + gumbel_noise(seed, Stream.DRAFT, rows, vocab_size, draws=k)",
@@ -98,7 +98,7 @@ def test_a_bug_is_found(name):
 
 
 def test_accepting_at_equality_is_found():
-    copy = mutated(verification, "coins[:, place : place + 1] < ratio", "coins[:, place : place + 1] <= ratio")
+    copy = mutated(verification, "coins[:, place : place + 1] <", "coins[:, place : place + 1] <=")
     impossible = torch.tensor([[0.0, 1.0]]).double(), torch.zeros(1, 2), Filters(), torch.tensor([[0]]), torch.zeros(1, 1), False
     assert verification._residual_chain(*impossible)[0].tolist() == [-1]
     assert copy._residual_chain(*impossible)[0].tolist() == [0]

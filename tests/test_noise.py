@@ -41,7 +41,8 @@ def test_seeds_streams_rows_and_draws_are_different():
 def test_exponentials_are_exponential_and_coins_uniform():
     rows = torch.arange(2_000)
     quantile = -torch.expm1(-exponential_noise(1, Stream.DRAFT, rows, 100)).flatten()
-    for uniform in (quantile, coins(1, rows, 100).flatten()):
+    flips = coins(1, rows[:, None].expand(-1, 100), torch.arange(100).expand(2_000, -1)).flatten()
+    for uniform in (quantile, flips):
         counts = (uniform * 64).long().clamp(max=63).bincount(minlength=64)
         assert chi_square_p_value(counts, torch.full((64,), 1 / 64)) > SIGNIFICANCE
 
@@ -52,7 +53,6 @@ def test_extreme_bits_give_finite_noise(monkeypatch):
     noise = gumbel_noise(0, Stream.DRAFT, torch.tensor([0]), 6)[0]
     assert noise.isfinite().all()
     assert (noise.diff() <= 0).all()
-    assert coins(0, torch.tensor([0]), 6).max() < 1
 
 
 def test_the_tail_that_lets_improbable_tokens_win_is_resolved(monkeypatch):
@@ -61,3 +61,10 @@ def test_the_tail_that_lets_improbable_tokens_win_is_resolved(monkeypatch):
     monkeypatch.setattr("heavypath.kernels.noise.random_bits", lambda *_: bits)
     exact = -(-torch.log1p(-(bits.double() + 0.5) * 2.0**-32)).log()
     torch.testing.assert_close(gumbel_noise(0, Stream.DRAFT, bits[0], 4096).double(), exact, rtol=0, atol=4e-6)
+
+
+def test_a_coin_is_word_rank_mod_4_of_counter_rank_div_4():
+    rows, ranks = torch.tensor([[7, 7, 9]]), torch.tensor([[0, 6, 6]])
+    words = random_bits(3, Stream.ACCEPT, torch.tensor([7, 9]), 8)
+    expected = (words[[0, 0, 1], [0, 6, 6]] >> 8).double() / 2**24
+    assert torch.equal(coins(3, rows, ranks)[0], expected)
