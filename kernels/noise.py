@@ -77,7 +77,7 @@ def gumbel_noise(seed: int, stream: Stream, rows: Tensor, count: int, draws: int
 
 
 def coins(seed: int, rows: Tensor, ranks: Tensor) -> Tensor:
-    """One uniform number in [0, 1), on a grid of 2**-24, for each child: of the given rank below a node of the given row.
+    """One uniform number in [0, 1), on a grid of 2**-24, for each child, by its rank and the row of the node above it.
 
     rows, ranks: LongTensors of one shape; fp64 of that shape. Accept with strict `<`.
     """

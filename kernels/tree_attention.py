@@ -48,7 +48,7 @@ def tree_attention(
             "expected query [B, Hq, N, D] and key, value [B, Hkv, S, D], "
             f"got {[*query.shape]}, {[*key.shape]} and {[*value.shape]}"
         )
-    batch, heads, nodes, head_dim = query.shape
+    batch, heads, nodes, _ = query.shape
     kv_heads, rows = key.shape[1:3]
     if heads % kv_heads:
         raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
@@ -69,11 +69,9 @@ def tree_attention(
         raise ValueError(
             f"prefix_length must be an int or a LongTensor [{batch}], got {lengths.dtype} {[*lengths.shape]}"
         )
-    if (isinstance(prefix_length, int) or lengths.device.type == "cpu") and batch:
-        if lengths.min() < 0 or lengths.max() + nodes > rows:
-            raise ValueError(
-                f"prefix_length + {nodes} nodes must lie in 0 .. {rows}, got prefix_length {prefix_length}"
-            )
+    on_host = isinstance(prefix_length, int) or lengths.device.type == "cpu"
+    if on_host and batch and (lengths.min() < 0 or lengths.max() + nodes > rows):
+        raise ValueError(f"prefix_length + {nodes} nodes must lie in 0 .. {rows}, got prefix_length {prefix_length}")
     return _tree_attention_reference(query, key, value, lengths, ancestor_mask, scale)
 
 
@@ -97,16 +95,26 @@ def attention_bias(ancestors: Tensor, lengths: Tensor, rows: int, dtype: torch.d
 
     ancestors: bool [Q, N] or [B, Q, N], for the Q nodes that ask; lengths: LongTensor[] or [B], prefix rows.
     """
-    nodes = ancestors.shape[-1]
-    # Columns: 0 the prefix, 1 .. N the tree, N + 1 whatever lies beyond it.
+    return biased_columns(bias_table(ancestors, dtype), table_columns(lengths, ancestors.shape[-1], rows))
+
+
+def bias_table(ancestors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive mask [..., Q, N + 2] by column: 0 the prefix, 1 .. N the tree's nodes, N + 1 whatever lies beyond."""
     table = torch.zeros(ancestors.shape, dtype=dtype, device=ancestors.device).masked_fill_(~ancestors, -torch.inf)
-    table = pad(pad(table, (1, 0)), (0, 1), value=-torch.inf)
-    column = (torch.arange(1, rows + 1, device=lengths.device) - lengths.reshape(-1, 1)).clamp_(
-        0, nodes + 1
-    )  # [B or 1, rows]
-    if ancestors.dim() == 2:
-        return table[:, column].transpose(0, 1)[:, None]
-    return table.gather(2, column[:, None].expand(len(table), table.shape[1], rows))[:, None]
+    return pad(pad(table, (1, 0)), (0, 1), value=-torch.inf)
+
+
+def table_columns(lengths: Tensor, nodes: int, rows: int) -> Tensor:
+    """Which of `bias_table`'s columns each cache row is: LongTensor [B or 1, rows]."""
+    row = torch.arange(1, rows + 1, device=lengths.device)
+    return (row - lengths.reshape(-1, 1)).clamp_(0, nodes + 1)
+
+
+def biased_columns(table: Tensor, columns: Tensor) -> Tensor:
+    """The additive mask [B or 1, 1, Q, rows] of a table [Q, N + 2] or [B, Q, N + 2] at columns [B or 1, rows]."""
+    if table.dim() == 2:
+        return table[:, columns].transpose(0, 1)[:, None]
+    return table.gather(2, columns[:, None].expand(len(table), table.shape[1], -1))[:, None]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None = None) -> Tensor:

@@ -75,7 +75,7 @@ def verify_tree(
     parents:       LongTensor[N] or [B, N], parents[0] = -1, parents[i] < i
     target_logits: [B, N, V]; [b, i] is the target's distribution after node i
     draft_logits:  [B, N, V], the distribution that node i's children were drawn from; leaves' rows are never read.
-                   Needed by "without_replacement" and "with_replacement", else it may be None
+                   Needed by "without_replacement" and "with_replacement" where N > 1, else it may be None
     method:        "without_replacement" | "with_replacement" | "race" | "target_sample" | "greedy"
     ranks:         LongTensor shaped as parents: a node's place among its siblings in draw order (default: index order)
     max_depth:     edges of the deepest path considered (default: the tree's depth)
@@ -109,13 +109,13 @@ def verify_tree(
     batch, nodes = tokens.shape
     parents = _per_sequence("parents", parents, batch, nodes)
     _check_logits("target_logits", target_logits, batch, nodes)
-    if method in _DRAFT_AWARE:
+    if method in _DRAFT_AWARE and nodes > 1:
         if draft_logits is None:
             raise ValueError(f"method {method!r} needs draft_logits, got None")
         _check_logits("draft_logits", draft_logits, batch, nodes)
         if draft_logits.shape != target_logits.shape:
             raise ValueError(
-                f"draft_logits must have the shape of target_logits {[*target_logits.shape]}, got {[*draft_logits.shape]}"
+                f"draft_logits must have target_logits' shape {[*target_logits.shape]}, got {[*draft_logits.shape]}"
             )
     if rows is None:
         rows = torch.arange(batch * nodes, device=tokens.device).view(batch, nodes)

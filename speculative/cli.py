@@ -10,8 +10,8 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -20,11 +20,10 @@ import torch
 import transformers
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.comparison import PLAIN, Row, compare
+from heavypath.speculative.comparison import PLAIN, TIE, Row, as_table, compare
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.loading import Pair, load_pair
@@ -106,6 +105,8 @@ def generate(
     Filters(temperature, top_k, top_p).check()
     if method not in METHODS:
         raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
+    if target is not None and draft is None and method != "autoregressive":
+        raise ValueError(f"--method {method} needs a --draft with the --target; only autoregressive works without one")
     pair = _load(target, draft)
     decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree_size=tree_size)
     ids = _encode(pair, text)
@@ -164,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, torch.OutOfMemoryError) as error:
         return _fail(str(error), 1)
     except Exception as error:
         if not hasattr(error, "format_message"):
@@ -216,37 +217,31 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def _stream_demo_text(decoder: SpeculativeDecoder, pair: Pair, text: str, ids: torch.Tensor, options: dict) -> None:
-    Console(highlight=False).print(Text(text, style="dim"), end="")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(text, style="dim"), end="")
     stream = TextStream(pair.tokenizer, _write)
-    out = decoder.generate(ids, eos_token_id=pair.eos_token_ids, streamer=stream, **options)
-    typer.echo(f"\n\n[{_speed(out.stats)}]\n", err=True)
-
-
-def _speed(stats: Statistics) -> str:
-    return f"{stats.tokens_per_step:.2f} tokens per target forward, {stats.tokens_per_second:.0f} tokens/s"
+    stats = decoder.generate(ids, eos_token_id=pair.eos_token_ids, streamer=stream, **options).stats
+    speed = f"{stats.tokens_per_step:.2f} tokens per target forward, {stats.tokens_per_second:.0f} tokens/s"
+    console.print(Text(f"\n\n[{decoder.method}: {speed}]\n", style="dim"))
 
 
 def _print_table(rows: list[Row], settings: dict) -> None:
-    table = Table("method", title="All methods on the same prompts", title_justify="left")
-    for heading in ("tokens per\ntarget forward", "tokens/s", f"times\n{PLAIN}", "(range)"):
-        table.add_column(heading, justify="right")
-    table.add_column("text")
-    for row in rows:
-        gap = f" (logits {row.logit_gap:.0e} apart)" if row.logit_gap is not None else ""
-        numbers = f"{row.tokens_per_forward:.2f}", f"{row.tokens_per_second:.0f}", f"{row.ratio:.2f}"
-        low, high = row.ratio_range
-        table.add_row(row.method, *numbers, f"{low:.2f} - {high:.2f}", row.text + gap)
-    console = Console()
-    console.print(table)
-    device = environment()["device"]
-    note = f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens each, on {device}, "
-    note += f"{torch.get_num_threads()} threads. Ratios are paired by prompt: median, then least and largest. "
-    if settings["temperature"] == 0:
-        note += f"text: compared with {PLAIN}, greedy; a tie parts between two equally likely tokens."
-    else:
-        note += "text: ersd must have autoregressive's under one seed; the others draw other tokens from the same "
-        note += "distribution, which the test suite checks and this table does not."
-    console.print(note, highlight=False, style="dim")
+    console = Console(highlight=False)
+    console.print(as_table(rows))
+    new_tokens, temperature = settings["max_new_tokens"], settings["temperature"]
+    device, threads = environment()["device"], torch.get_num_threads()
+    notes = [
+        f"prompts: {settings['prompts']}, up to {new_tokens} new tokens each, temperature {temperature:g}, on {device} "
+        f"with {threads} CPU thread{'' if threads == 1 else 's'}.",
+        "tokens/forward: new tokens for each forward pass of the target.",
+        f"ratio: tokens/s over those of {PLAIN}, prompt by prompt in this run: median and range.",
+        f"text: compared with {PLAIN}; a tie parts where two tokens' logits are less than {TIE:g} apart."
+        if temperature == 0
+        else "text: ersd must have that of autoregressive under the same seed. The others draw other tokens from the "
+        "same law, which the test suite checks and this table does not.",
+    ]
+    for note in notes:
+        console.print(note, style="dim")
 
 
 def _summary(stats: Statistics) -> dict:
@@ -262,24 +257,15 @@ def _summary(stats: Statistics) -> dict:
     }
 
 
-def _progress(text: str) -> AbstractContextManager[Callable[[str], object]]:
+@contextmanager
+def _progress(text: str) -> Iterator[Callable[[str], object]]:
     """A status line on standard error while the block runs, if that is a terminal."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        return nullcontext(lambda line: None)
-    return _Status(console, text)
-
-
-class _Status(AbstractContextManager):
-    def __init__(self, console: Console, text: str):
-        self._status = console.status(text)
-
-    def __enter__(self) -> Callable[[str], object]:
-        self._status.start()
-        return self._status.update
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield status.update
+    else:
+        yield lambda line: None
 
 
 def _version(package: str) -> str:

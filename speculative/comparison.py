@@ -11,6 +11,8 @@ from statistics import median
 from typing import Literal
 
 import torch
+from rich import box
+from rich.table import Column, Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,7 +23,7 @@ PLAIN, ASSISTED = "transformers generate", "transformers assisted"
 TIE = 1e-4  # two candidates whose target logits are closer than this are equally right
 _WARM_UP_TOKENS = 8
 
-Verdict = Literal["equal", "tie", "differs", "same distribution"]
+Verdict = Literal["equal", "tie", "differs", "same law", "reference"]
 Runner = Callable[[Tensor, int], tuple[Tensor, int]]  # prompt [1, T], new tokens -> sequence [1, T + new], forwards
 
 
@@ -33,10 +35,11 @@ class Row:
     tokens_per_second:  new tokens / seconds, all prompts together
     ratio:              tokens per second over those of transformers' generate: median over the prompts, and
     ratio_range:        the least and the largest
-    text:               at temperature 0, against transformers' greedy text: "equal", "tie" (they part where the two
-                        candidates' target logits are within 1e-4), or "differs". At temperature > 0 "ersd" must have
-                        the text of "autoregressive" under the same seed: "equal" or "differs"; the others draw other
-                        tokens from the "same distribution", which is a property of the method, not measured here.
+    text:               at temperature 0, against transformers' greedy text, the "reference": "equal", "tie" (they part
+                        where the two candidates' target logits are within 1e-4), or "differs". At temperature > 0
+                        "ersd" must have the text of "autoregressive", its "reference", under the same seed: "equal" or
+                        "differs"; the others draw other tokens from the "same law", which is a property of
+                        the method, not measured here.
     logit_gap:          the largest gap between the two candidates' target logits where greedy texts part; None if
                         they don't, or if one only ends before the other
     """
@@ -108,6 +111,20 @@ def compare(
     return [_row(name, runs, target, temperature) for name in runners]
 
 
+def as_table(rows: Sequence[Row]) -> Table:
+    """The rows for a terminal of 80 columns."""
+    table = Table(Column("\nmethod", no_wrap=True), box=box.SIMPLE_HEAD)
+    for heading in ("tokens/\nforward", "tokens/s", "ratio", "range"):
+        table.add_column(heading, justify="right", vertical="bottom")
+    table.add_column("text", vertical="bottom")
+    for row in rows:
+        low, high = row.ratio_range
+        numbers = f"{row.tokens_per_forward:.2f}", f"{row.tokens_per_second:.0f}", f"{row.ratio:.2f}"
+        gap = f" ({row.logit_gap:.0e})" if row.logit_gap is not None else ""
+        table.add_row(row.method, *numbers, f"{low:.2f} - {high:.2f}", row.text + gap)
+    return table
+
+
 def _stock(target: PreTrainedModel, draft: PreTrainedModel | None, sampling: dict, seed: int) -> Runner:
     """transformers' generate, assisted if there is a draft."""
     options = {"do_sample": False, "repetition_penalty": 1.0, "num_beams": 1, "pad_token_id": _pad_token(target)}
@@ -161,11 +178,14 @@ def _row(name: str, runs: dict[str, list[_Run]], target: PreTrainedModel, temper
     own = runs[name]
     ratios = [run.speed / plain.speed for run, plain in zip(own, runs[PLAIN], strict=True)]
     tokens = sum(run.new_tokens for run in own)
-    text, gap = "same distribution", None
-    if temperature == 0:
-        text, gap = _greedy_verdict(target, own, runs[PLAIN])
+    text, gap = "same law", None
+    reference = PLAIN if temperature == 0 else "autoregressive"
+    if name == reference:
+        text = "reference"
+    elif temperature == 0:
+        text, gap = _greedy_verdict(target, own, runs[reference])
     elif name == "ersd":
-        same = all(torch.equal(a.sequence, b.sequence) for a, b in zip(own, runs["autoregressive"], strict=True))
+        same = all(torch.equal(a.sequence, b.sequence) for a, b in zip(own, runs[reference], strict=True))
         text = "equal" if same else "differs"
     return Row(
         name,

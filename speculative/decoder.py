@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 
 from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.tree_attention import attention_bias
+from heavypath.kernels.tree_attention import attention_bias, biased_columns, table_columns
 from heavypath.kernels.verification import verify_tree
-from heavypath.speculative.drafting import draft_tree, tree_shape
+from heavypath.speculative.drafting import Shape, draft_tree, tree_shape
 from heavypath.speculative.llama import KeyValueCache, LlamaForward
 from heavypath.speculative.methods import METHODS
+from heavypath.speculative.sequences import Sequences
 from heavypath.speculative.statistics import Statistics
 from heavypath.speculative.tree import TokenTree
 
@@ -131,8 +132,8 @@ class SpeculativeDecoder:
         eos_token_id: end of sequence, one or several; None never stops early. pad_token_id fills what follows (default:
             the first eos_token_id).
         attention_mask: [B, T], zeros for left padding.
-        sequence_ids: LongTensor[B] in 0 .. 2**27 - 1 (default 0 .. B - 1) names each sequence's noise: a sequence decoded
-            alone under its id gives its text of the batch.
+        sequence_ids: LongTensor[B] in 0 .. 2**27 - 1 (default 0 .. B - 1) names each sequence's noise: a sequence
+            decoded alone under its id gives its text of the batch.
         streamer: a transformers streamer; batch 1.
 
         Raises ValueError before any work for arguments that do not fit, prompt + new tokens beyond the models'
@@ -141,13 +142,15 @@ class SpeculativeDecoder:
         begin = time.perf_counter()
         filters = Filters(temperature, top_k, top_p, min_p).check()
         draft_filters = self._drafting_filters(filters)
-        prompt, lengths = self._checked_prompt(input_ids, attention_mask, max_new_tokens)
+        prompt, prompt_lengths = self._checked_prompt(input_ids, attention_mask, max_new_tokens)
         batch, device = len(prompt), prompt.device
-        eos, pad = _stop_tokens(eos_token_id, pad_token_id)
+        stops, pad = _checked_stop_tokens(eos_token_id, pad_token_id, self._target.vocab_size, device)
         sequence_ids = _checked_sequence_ids(sequence_ids, batch, device)
-        if streamer is not None and batch > 1:
-            raise ValueError(f"a streamer takes one sequence, got a batch of {batch}")
-        verify_options = {
+        if streamer is not None:
+            if batch > 1:
+                raise ValueError(f"a streamer takes one sequence, got a batch of {batch}")
+            streamer.put(input_ids.cpu())
+        verification = {
             "method": "greedy" if temperature == 0 else self._method.verify,
             **filters._asdict(),
             **{f"draft_{name}": value for name, value in draft_filters._asdict().items()},
@@ -158,117 +161,95 @@ class SpeculativeDecoder:
         rows = prompt.shape[1] + max_new_tokens + len(self.tree)
         target_cache = self._target.new_cache(batch, rows)
         draft_cache = self._draft.new_cache(batch, rows) if self._draft is not None else None
+        caches = [cache for cache in (target_cache, draft_cache) if cache is not None]
         with stats.phase("prefill"):
-            logits = _prefill(self._target, target_cache, prompt, lengths)
-            if self._draft is not None and draft_cache is not None:
-                _prefill(self._draft, draft_cache, prompt, lengths)
+            logits = _prefill(self._target, target_cache, prompt, prompt_lengths)
+            if self._draft is not None and draft_cache is not None and max_new_tokens > 1:
+                _prefill(self._draft, draft_cache, prompt, prompt_lengths)
 
-        # The prompt's last token is the first root; verifying a tree of it alone draws the first new token.
-        output = torch.full((batch, max_new_tokens), pad, device=device)
-        produced = torch.zeros(batch, dtype=torch.long, device=device)
-        active = torch.ones(batch, dtype=torch.bool, device=device)
-        previous = root = prompt.gather(1, lengths[:, None] - 1)[:, 0]
-        lengths = lengths - 1
+        # The prompt's last token is the first root; verifying the tree of it alone draws the first new token.
+        sequences = Sequences.begin(prompt, prompt_lengths, max_new_tokens, stops, pad)
         shape = tree_shape(self.tree, 0, device)
-        tokens, draft_logits = root[:, None], None
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
-
+        tokens, draft_logits = sequences.root[:, None], None
+        noise_rows = self._noise_rows(sequence_ids, sequences.lengths, shape)
         while True:
             with stats.phase("verify"):
-                noise_rows = self._noise_rows(sequence_ids, lengths, shape.tree.depths, shape.kept)
                 verified = verify_tree(
                     tokens,
-                    shape.tree.parents.to(device),
+                    shape.parents,
                     logits,
-                    draft_logits if draft_logits is not None else logits,
-                    ranks=shape.tree.ranks.to(device),
-                    max_depth=shape.tree.depth,
+                    draft_logits,
+                    ranks=shape.ranks,
+                    max_depth=len(shape.levels),
                     rows=noise_rows,
-                    **verify_options,
+                    **verification,
                 )
-                stats.count(shape.tree.parents, shape.kept, tokens, verified, active)
-                stats.steps += int(active.sum())
-
             with stats.phase("compact"):
-                for cache in (target_cache, draft_cache):
-                    if cache is not None and len(shape.tree) > 1:
-                        compact_cache([cache.keys], [cache.values], verified.path, verified.length, lengths)
-
+                if len(shape) > 1:
+                    for cache in caches:
+                        compact_cache([cache.keys], [cache.values], verified.path, verified.length, sequences.lengths)
             with stats.phase("commit"):
-                emitted = tokens.gather(1, verified.path.clamp(min=0)).roll(-1, 1)  # accepted tokens, then
-                emitted.scatter_(1, verified.length[:, None], verified.next_token[:, None])  # the token after them
-                place = torch.arange(emitted.shape[1], device=device)
-                fresh = (place <= verified.length[:, None]) & (place < (max_new_tokens - produced)[:, None])
-                fresh &= active[:, None]
-                stops = torch.isin(emitted, eos) & fresh
-                fresh &= stops.cumsum(1) - stops.long() == 0  # nothing after the first end-of-sequence token
-                sequence, column = fresh.nonzero(as_tuple=True)
-                output[sequence, produced[sequence] + column] = emitted[fresh]
-                produced += fresh.sum(1)
+                stats.count(shape.parents, shape.kept, tokens, verified, sequences.active)
+                emitted = sequences.commit(tokens, verified)
                 if streamer is not None:
-                    streamer.put(emitted[fresh].cpu())
-
-                advance = active.long() * (verified.length + 1)
-                committed = torch.cat([root[:, None], emitted], 1)
-                previous = committed.gather(1, verified.length[:, None])[:, 0].where(active, previous)
-                root = verified.next_token.where(active, root)
-                lengths = lengths + advance
-                active = active & ~(stops & fresh).any(1) & (produced < max_new_tokens)
-            if not active.any():
+                    streamer.put(emitted.cpu())
+            if not sequences.active.any():
                 break
 
-            # A node at depth d is the d-th token after the root: deeper than a sequence can still emit, it is absent.
-            room = max_new_tokens - produced - 1
-            shape = tree_shape(self.tree, int(room[active].max()), device)
-            tokens, draft_logits = root[:, None], None
-            if len(shape.tree) > 1:
-                assert self._draft is not None
-                assert draft_cache is not None
-                with stats.phase("draft"):
-                    noise_rows = self._noise_rows(sequence_ids, lengths, shape.tree.depths, shape.kept)
+            lengths = sequences.lengths
+            shape = tree_shape(self.tree, int(sequences.room[sequences.active].max()), device)
+            columns = table_columns(lengths, len(shape), int(lengths.max()) + len(shape))
+            noise_rows = self._noise_rows(sequence_ids, lengths, shape)
+            tokens, draft_logits = sequences.root[:, None], None
+            with stats.phase("draft"):
+                if self._draft is not None and draft_cache is not None and shape.levels:
                     tokens, draft_logits = draft_tree(
                         self._draft,
                         draft_cache,
                         shape,
-                        root,
-                        previous,
+                        sequences.root,
+                        sequences.previous,
                         lengths,
+                        columns,
                         noise_rows,
                         self._method,
-                        draft_filters if temperature > 0 else draft_filters._replace(temperature=0.0),
+                        draft_filters,
                         seed,
                     )
-                    tokens = tokens.masked_fill(shape.tree.depths.to(device) > room.clamp(min=0)[:, None], -1)
+                    # Deeper than a sequence can still emit, a node is absent, whatever the rest of the batch drafts.
+                    tokens = tokens.where(shape.depths <= sequences.room[:, None], -1)
             with stats.phase("target"):
                 logits = self._target(
                     tokens.clamp(min=0),
-                    lengths[:, None] + shape.tree.depths.to(device),
-                    lengths[:, None] + torch.arange(len(shape.tree), device=device),
+                    lengths[:, None] + shape.depths,
+                    lengths[:, None] + torch.arange(len(shape), device=device),
                     target_cache,
-                    _tree_bias(shape.mask, lengths, self._target.dtype),
+                    # One node below equally long prefixes sees everything: no mask.
+                    biased_columns(shape.bias.to(self._target.dtype), columns) if len(shape) > 1 or batch > 1 else None,
                 )
 
         if streamer is not None:
             streamer.end()
-        stats.new_tokens = int(produced.sum())
+        stats.new_tokens = int(sequences.produced.sum())
         stats.total_seconds = time.perf_counter() - begin
-        return Generation(torch.cat([input_ids, output[:, : int(produced.max())]], 1), stats)
+        new = sequences.output[:, : int(sequences.produced.max())]
+        return Generation(torch.cat([input_ids, new], 1), stats)
 
     def _drafting_filters(self, target: Filters) -> Filters:
-        """The draft's filters; drawing the draft's most likely tokens is what temperature 0 means."""
+        """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""
         given = zip(self._draft_filters, target, strict=True)
-        return Filters(*(own if own is not None else other for own, other in given)).check("draft_")
+        filters = Filters(*(own if own is not None else other for own, other in given)).check("draft_")
+        return filters if target.temperature > 0 else filters._replace(temperature=0.0)
 
-    def _noise_rows(self, sequence_ids: Tensor, lengths: Tensor, depths: Tensor, kept: Tensor) -> Tensor:
+    def _noise_rows(self, sequence_ids: Tensor, lengths: Tensor, shape: Shape) -> Tensor:
         """Noise rows LongTensor[B, N]: (sequence, root position, node), never used twice.
 
         A race keys its noise by (sequence, the node's own position), so that it does not depend on the tree.
         """
         if self._method.verify == "race":
-            position, node = lengths[:, None] + depths.to(lengths.device), torch.zeros_like(kept)
+            position, node = lengths[:, None] + shape.depths, torch.zeros_like(shape.kept)
         else:
-            position, node = lengths[:, None], kept
+            position, node = lengths[:, None], shape.kept
         return (sequence_ids[:, None] << 36) | (position << 12) | node
 
     def _checked_prompt(
@@ -319,10 +300,17 @@ def _checked_sequence_ids(sequence_ids: Tensor | None, batch: int, device: torch
     return sequence_ids.to(device)
 
 
-def _stop_tokens(eos_token_id: int | Sequence[int] | None, pad_token_id: int | None) -> tuple[Tensor, int]:
+def _checked_stop_tokens(
+    eos_token_id: int | Sequence[int] | None, pad_token_id: int | None, vocab_size: int, device: torch.device
+) -> tuple[Tensor, int]:
+    """End-of-sequence tokens LongTensor[any], and the padding token."""
     eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
-    return torch.tensor(eos, dtype=torch.long), pad
+    for name, tokens in (("eos_token_id", eos), ("pad_token_id", [pad])):
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"{name} must be in 0 .. {vocab_size - 1}, got {token}")
+    return torch.tensor(eos, dtype=torch.long, device=device), pad
 
 
 def _prefill(model: LlamaForward, cache: KeyValueCache, prompt: Tensor, lengths: Tensor) -> Tensor:
@@ -342,10 +330,3 @@ def _prefill(model: LlamaForward, cache: KeyValueCache, prompt: Tensor, lengths:
             else after
         )
     return logits
-
-
-def _tree_bias(mask: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Additive mask of a tree's nodes; none needed for one node below equally long prefixes."""
-    if len(mask) == 1 and len(lengths) == 1:
-        return None
-    return attention_bias(mask, lengths, int(lengths.max()) + len(mask), dtype)

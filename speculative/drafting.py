@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.tree_attention import attention_bias
+from heavypath.kernels.tree_attention import bias_table, biased_columns
 from heavypath.speculative.llama import KeyValueCache, LlamaForward
 from heavypath.speculative.methods import Method
 from heavypath.speculative.tree import TokenTree
@@ -18,13 +18,14 @@ from heavypath.speculative.tree import TokenTree
 class Level:
     """The nodes of one depth that have children, and those children.
 
-    nodes:     LongTensor[n]
-    ancestors: bool [n, N], which of the tree's nodes they see
-    children:  LongTensor[m], parent: LongTensor[m] into nodes, rank: LongTensor[m]; width: the most children of one
+    nodes:    LongTensor[n]
+    bias:     [n, N + 2], which of the tree's nodes they see, see `bias_table`; at depth 0 the token before the root has
+              a row of its own, the first
+    children: LongTensor[m]; parent: LongTensor[m] into nodes; rank: LongTensor[m]; width: the most children of a node
     """
 
     nodes: Tensor
-    ancestors: Tensor
+    bias: Tensor
     children: Tensor
     parent: Tensor
     rank: Tensor
@@ -33,12 +34,21 @@ class Level:
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree with what each step needs of it; `kept` are its nodes' numbers in the whole tree, which key their noise."""
+    """What a step needs of a tree, on a device.
 
-    tree: TokenTree
+    parents, ranks, depths: as the tree's; kept: LongTensor[N], the nodes' numbers in the whole tree, which key their
+    noise; bias: [N, N + 2], see `bias_table`.
+    """
+
+    parents: Tensor
+    ranks: Tensor
+    depths: Tensor
     kept: Tensor
-    mask: Tensor
+    bias: Tensor
     levels: tuple[Level, ...]
+
+    def __len__(self) -> int:
+        return len(self.parents)
 
 
 @lru_cache(maxsize=256)
@@ -51,9 +61,11 @@ def tree_shape(whole: TokenTree, depth: int, device: torch.device) -> Shape:
         children = (tree.depths == level + 1).nonzero()[:, 0]
         nodes, parent = tree.parents[children].unique(return_inverse=True)
         rank = tree.ranks[children]
-        on_device = (part.to(device) for part in (nodes, mask[nodes], children, parent, rank))
-        levels.append(Level(*on_device, width=int(rank.max()) + 1))
-    return Shape(tree, kept.to(device), mask.to(device), tuple(levels))
+        sees = mask[nodes] if level else torch.cat([torch.zeros_like(mask[:1]), mask[:1]])
+        parts = (nodes, bias_table(sees, torch.float32), children, parent, rank)
+        levels.append(Level(*(part.to(device) for part in parts), width=int(rank.max()) + 1))
+    parts = (tree.parents, tree.ranks, tree.depths, kept, bias_table(mask, torch.float32))
+    return Shape(*(part.to(device) for part in parts), tuple(levels))
 
 
 def draft_tree(
@@ -63,6 +75,7 @@ def draft_tree(
     root: Tensor,
     previous: Tensor,
     lengths: Tensor,
+    columns: Tensor,
     rows: Tensor,
     method: Method,
     filters: Filters,
@@ -72,32 +85,33 @@ def draft_tree(
 
     root: LongTensor[B], the last committed token, not in the cache. previous: LongTensor[B], the token before it, whose
     cache row lengths - 1 is (re)written: it may have been an accepted leaf, which no draft forward has seen.
-    lengths: LongTensor[B] tokens before the root. rows: LongTensor[B, N] noise rows. Leaves' logits are zeros.
+    lengths: LongTensor[B], tokens before the root. columns: see `table_columns`. rows: LongTensor[B, N], noise rows.
+    Leaves' logits are zeros.
     """
-    batch, nodes = len(root), len(shape.tree)
+    batch, nodes = len(root), len(shape)
     tokens = torch.full((batch, nodes), -1, device=root.device)
     tokens[:, 0] = root
     logits = torch.zeros(batch, nodes, draft.vocab_size, device=root.device)
-    visible = int(lengths.max()) + nodes
+    likeliest = method.draw == "top_k" or filters.temperature == 0
+    drawing = (filters._replace(temperature=0.0) if likeliest else filters)._asdict()
     for depth, level in enumerate(shape.levels):
-        inputs = tokens[:, level.nodes].clamp(min=0)
-        positions = (lengths + depth)[:, None].expand_as(inputs)
-        cache_rows = lengths[:, None] + level.nodes
-        ancestors = level.ancestors
         if depth == 0:
             inputs = torch.stack([previous, root], 1)
-            cache_rows = positions = lengths[:, None] + torch.tensor([-1, 0], device=root.device)
-            ancestors = torch.cat([torch.zeros_like(ancestors), ancestors])
-        bias = attention_bias(ancestors, lengths, visible, draft.dtype)
+            positions = cache_rows = torch.stack([lengths - 1, lengths], 1)
+        else:
+            inputs = tokens[:, level.nodes].clamp(min=0)
+            positions = (lengths + depth)[:, None].expand_as(inputs)
+            cache_rows = lengths[:, None] + level.nodes
+        bias = biased_columns(level.bias.to(draft.dtype), columns)
         after = draft(inputs, positions, cache_rows, cache, bias)[:, -len(level.nodes) :]
         drawn = gumbel_topk(
             after,
             level.width,
-            **(filters._replace(temperature=0.0) if method.draw == "top_k" else filters)._asdict(),
+            **drawing,
             seed=seed,
             rows=rows[:, level.nodes],
-            replacement=method.draw == "with_replacement" and filters.temperature > 0,
-            uniform_fill=method.fill and filters.temperature > 0,
+            replacement=method.draw == "with_replacement" and not likeliest,
+            uniform_fill=method.fill and not likeliest,
         )
         tokens[:, level.children] = drawn.tokens[:, level.parent, level.rank]
         logits[:, level.nodes] = after

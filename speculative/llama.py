@@ -24,7 +24,7 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class KeyValueCache:
-    """Keys and values of all layers, [B, layers * Hkv, rows, D] each: layers side by side, so that one gather moves all.
+    """Keys and values [B, layers * Hkv, rows, D]: layers side by side, so that one gather moves a row of all.
 
     Rows are written in any order; nothing is counted here. Zeroed at first, so that rows never written can be masked.
     """
@@ -87,7 +87,7 @@ class LlamaForward:
         self._norm = model.model.norm
         self._head_dim: int = self._layers[0].self_attn.head_dim
         self._kv_heads: int = config.num_key_value_heads
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._rotary = self._rotary_tables(1)
 
     @property
     def device(self) -> torch.device:
@@ -104,7 +104,9 @@ class LlamaForward:
         return self._model.named_parameters()
 
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
-        """An empty cache of `rows` rows for `batch` sequences."""
+        """An empty cache of `rows` rows for `batch` sequences; positions below `rows` can be used with it."""
+        if rows > len(self._rotary[0]):
+            self._rotary = self._rotary_tables(rows)
         return KeyValueCache(batch, len(self._layers), self._kv_heads, rows, self._head_dim, self._embed.weight)
 
     def __call__(
@@ -125,8 +127,7 @@ class LlamaForward:
         """
         batch, nodes = tokens.shape
         visible = bias.shape[-1] if bias is not None else int(rows[0, -1]) + 1
-        cos_table, sin_table = self._rotary(int(positions.max()) + 1)
-        cos, sin = cos_table[positions][:, :, None], sin_table[positions][:, :, None]  # [B, N, 1, D]
+        cos, sin = (table[positions][:, :, None] for table in self._rotary)  # [B, N, 1, D]
 
         hidden = self._embed(tokens)  # [B, N, hidden]
         for index, layer in enumerate(self._layers):
@@ -148,14 +149,12 @@ class LlamaForward:
             hidden = hidden[torch.arange(batch, device=last.device), last][:, None]
         return self._model.lm_head(_normed(self._norm, hidden)).float()
 
-    def _rotary(self, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions or more, D] by transformers' own module; sin with rotate_half's sign folded in."""
-        if self._tables is None or len(self._tables[0]) < positions:
-            index = torch.arange(max(positions, self.max_positions), device=self.device)
-            cos, sin = self._model.model.rotary_emb(self._embed.weight, index[None])
-            half = self._head_dim // 2
-            self._tables = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
-        return self._tables
+    @torch.inference_mode()
+    def _rotary_tables(self, positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions, D] by transformers' own module; sin with rotate_half's sign folded in."""
+        cos, sin = self._model.model.rotary_emb(self._embed.weight, torch.arange(positions, device=self.device)[None])
+        half = self._head_dim // 2
+        return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
 
 
 def _normed(norm: nn.Module, hidden: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Nothing is downloaded, no code that comes with a model is run, and weights must 
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -110,7 +110,7 @@ def _check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokeni
 
 def _load_model(role: str, folder: Path, device: torch.device | str) -> PreTrainedModel:
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype="auto",
             local_files_only=True,
@@ -120,6 +120,7 @@ def _load_model(role: str, folder: Path, device: torch.device | str) -> PreTrain
         )
     except Exception as error:
         raise ValueError(f"cannot load the {role} from {str(folder)!r}: {error}") from error
+    model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ValueError(f"the {role}'s weights in {str(folder)!r} lack {len(missing)} tensors, first {missing[0]!r}")

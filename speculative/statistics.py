@@ -85,6 +85,7 @@ class Statistics:
             active, :-1
         ]  # [A, N]
         offered = reached[:, parents.clamp(min=0)] & (tokens[active] >= 0)
+        self.steps += len(reached)
         self.offered[kept] += offered.sum(0).cpu()
         self.accepted[kept] += reached.sum(0).cpu()
 

@@ -105,11 +105,11 @@ def test_accepting_at_equality_is_found():
 
 
 @pytest.mark.parametrize(("original", "replacement"), [
-    ("position, node = lengths[:, None], kept", "position, node = 0 * lengths[:, None], kept"),  # stale in every step
+    ("position, node = lengths[:, None], shape.kept", "position, node = 0 * lengths[:, None], shape.kept"),  # stale noise
     ("(position << 12) | node", "(position << 12) | 0 * node"),  # shared by all nodes
     ("compact_cache([cache.keys]", "(lambda *_: None)([cache.keys]"),  # accepted rows stay where they were
-    ("previous = committed.gather", "previous = 0 * committed.gather"),  # the draft's cache holds a wrong token
-    ("lengths[:, None] + shape.tree.depths.to(device)", "lengths[:, None] + 0 * shape.tree.depths.to(device)"),  # positions
+    ("sequences.previous,", "0 * sequences.previous,"),  # the draft's cache holds a wrong token
+    ("lengths[:, None] + shape.depths,\n", "lengths[:, None] + 0 * shape.depths,\n"),  # the target's positions
 ])  # fmt: skip
 def test_a_bug_of_the_decoder_is_found(original, replacement):
     from test_decoder import exact_law, tiny_llama

@@ -234,7 +234,7 @@ GOOD = {
     ({"top_k": -2}, "top_k must be .* got -2"),
     ({"impl": "cuda"}, "impl .* got 'cuda'"),
     ({"draft_logits": None}, "needs draft_logits"),
-    ({"draft_logits": torch.zeros(1, 2, 4)}, r"shape of target_logits \[1, 2, 3\], got \[1, 2, 4\]"),
+    ({"draft_logits": torch.zeros(1, 2, 4)}, r"target_logits' shape \[1, 2, 3\], got \[1, 2, 4\]"),
     ({"tokens": torch.tensor([[0, 3]])}, r"tokens must be in \[-1, 3\)"),
     ({"tokens": torch.tensor([0, 1])}, r"LongTensor \[B, N\]"),
     ({"parents": torch.tensor([0, 0])}, "parents must hold -1 at node 0"),
