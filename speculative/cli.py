@@ -204,7 +204,7 @@ def _encode(pair: Pair, text: str) -> torch.Tensor:
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
-        raise typer.BadParameter("give one of PROMPT, - (standard input) and --file")
+        raise typer.BadParameter("give either a text (or - for standard input) or --file", param_hint="PROMPT")
     try:
         text = file.read_text(encoding="utf-8") if file else sys.stdin.read() if prompt == "-" else prompt
     except UnicodeDecodeError as error:
@@ -276,7 +276,7 @@ def _version(package: str) -> str:
 
 
 def _print_json(content: dict) -> None:
-    typer.echo(json.dumps(content, indent=2))
+    typer.echo(json.dumps(content, ensure_ascii=False))
 
 
 def _write(text: str) -> None:

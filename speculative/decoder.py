@@ -19,18 +19,18 @@ from transformers import PreTrainedModel
 
 from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.tree_attention import attention_bias, biased_columns, table_columns
+from heavypath.kernels.tree_attention import biased_columns, table_columns
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.drafting import Shape, draft_tree, tree_shape
-from heavypath.speculative.llama import KeyValueCache, LlamaForward
+from heavypath.speculative.llama import LlamaForward
 from heavypath.speculative.methods import METHODS
+from heavypath.speculative.request import Request, checked_request
 from heavypath.speculative.sequences import Sequences
 from heavypath.speculative.statistics import Statistics
 from heavypath.speculative.tree import TokenTree
 
 # Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
 DEFAULT_ACCEPTANCE = (0.539, 0.121, 0.061, 0.038, 0.027, 0.021, 0.016, 0.013)
-_PREFILL_CHUNK = 512  # bounds the attention mask of a prompt
 
 
 class Streamer(Protocol):
@@ -87,7 +87,8 @@ class SpeculativeDecoder:
         self.tree = self.tree.reordered("heavy_path")[0]
         if len(self.tree) > 4096:
             raise ValueError(f"a tree may have at most 4096 nodes, got {len(self.tree)}")
-        self._draft_filters = (draft_temperature, draft_top_k, draft_top_p, draft_min_p)
+        self._draft_options = (draft_temperature, draft_top_k, draft_top_p, draft_min_p)
+        self._drafting_filters(Filters()).check("draft_")
 
         self._target = LlamaForward(target, "target")
         self._draft: LlamaForward | None = None
@@ -109,7 +110,6 @@ class SpeculativeDecoder:
                 if not weight.sum(dtype=torch.float32).isfinite():
                     raise ValueError(f"{model.name} has NaN or infinite weights in {name}")
 
-    @torch.inference_mode()
     def generate(
         self,
         input_ids: Tensor,
@@ -140,38 +140,56 @@ class SpeculativeDecoder:
         positions included, and during it for NaN logits.
         """
         begin = time.perf_counter()
-        filters = Filters(temperature, top_k, top_p, min_p).check()
-        draft_filters = self._drafting_filters(filters)
-        prompt, prompt_lengths = self._checked_prompt(input_ids, attention_mask, max_new_tokens)
-        batch, device = len(prompt), prompt.device
-        stops, pad = _checked_stop_tokens(eos_token_id, pad_token_id, self._target.vocab_size, device)
-        sequence_ids = _checked_sequence_ids(sequence_ids, batch, device)
+        request = checked_request(
+            self._target,
+            self._draft,
+            input_ids,
+            attention_mask,
+            max_new_tokens,
+            Filters(temperature, top_k, top_p, min_p),
+            seed,
+            sequence_ids,
+            eos_token_id,
+            pad_token_id,
+        )
+        draft_filters = self._drafting_filters(request.filters)
         if streamer is not None:
-            if batch > 1:
-                raise ValueError(f"a streamer takes one sequence, got a batch of {batch}")
+            if len(input_ids) > 1:
+                raise ValueError(f"a streamer takes one sequence, got a batch of {len(input_ids)}")
             streamer.put(input_ids.cpu())
-        verification = {
-            "method": "greedy" if temperature == 0 else self._method.verify,
-            **filters._asdict(),
-            **{f"draft_{name}": value for name, value in draft_filters._asdict().items()},
-            "seed": seed,
-        }
         stats = Statistics(self.tree)
+        with torch.inference_mode():
+            sequences = self._decode(request, draft_filters, stats, streamer)
+        if streamer is not None:
+            streamer.end()
+        stats.new_tokens = int(sequences.produced.sum())
+        stats.total_seconds = time.perf_counter() - begin
+        return Generation(torch.cat([input_ids, sequences.output[:, : int(sequences.produced.max())]], 1), stats)
 
-        rows = prompt.shape[1] + max_new_tokens + len(self.tree)
+    def _drafting_filters(self, target: Filters) -> Filters:
+        """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""
+        given = zip(self._draft_options, target, strict=True)
+        filters = Filters(*(own if own is not None else other for own, other in given))
+        return filters if target.temperature > 0 else filters._replace(temperature=0.0)
+
+    def _decode(
+        self, request: Request, draft_filters: Filters, stats: Statistics, streamer: Streamer | None
+    ) -> Sequences:
+        """The loop over steps, until every sequence has ended."""
+        batch, device = len(request.prompt), request.prompt.device
+        rows = request.prompt.shape[1] + request.max_new_tokens + len(self.tree)
         target_cache = self._target.new_cache(batch, rows)
         draft_cache = self._draft.new_cache(batch, rows) if self._draft is not None else None
-        caches = [cache for cache in (target_cache, draft_cache) if cache is not None]
         with stats.phase("prefill"):
-            logits = _prefill(self._target, target_cache, prompt, prompt_lengths)
-            if self._draft is not None and draft_cache is not None and max_new_tokens > 1:
-                _prefill(self._draft, draft_cache, prompt, prompt_lengths)
+            logits = self._target.prefill(request.prompt, request.lengths, target_cache)
+            if self._draft is not None and draft_cache is not None:
+                self._draft.prefill(request.prompt, request.lengths, draft_cache)
 
         # The prompt's last token is the first root; verifying the tree of it alone draws the first new token.
-        sequences = Sequences.begin(prompt, prompt_lengths, max_new_tokens, stops, pad)
+        sequences = Sequences.begin(request.prompt, request.lengths, request.max_new_tokens, request.stops, request.pad)
         shape = tree_shape(self.tree, 0, device)
+        noise_rows = self._noise_rows(request.sequence_ids, sequences.lengths, shape)
         tokens, draft_logits = sequences.root[:, None], None
-        noise_rows = self._noise_rows(sequence_ids, sequences.lengths, shape)
         while True:
             with stats.phase("verify"):
                 verified = verify_tree(
@@ -179,14 +197,17 @@ class SpeculativeDecoder:
                     shape.parents,
                     logits,
                     draft_logits,
+                    method="greedy" if request.filters.temperature == 0 else self._method.verify,
                     ranks=shape.ranks,
                     max_depth=len(shape.levels),
+                    **request.filters._asdict(),
+                    **{f"draft_{name}": value for name, value in draft_filters._asdict().items()},
+                    seed=request.seed,
                     rows=noise_rows,
-                    **verification,
                 )
             with stats.phase("compact"):
-                if len(shape) > 1:
-                    for cache in caches:
+                for cache in (target_cache, draft_cache):
+                    if cache is not None and len(shape) > 1:
                         compact_cache([cache.keys], [cache.values], verified.path, verified.length, sequences.lengths)
             with stats.phase("commit"):
                 stats.count(shape.parents, shape.kept, tokens, verified, sequences.active)
@@ -194,12 +215,12 @@ class SpeculativeDecoder:
                 if streamer is not None:
                     streamer.put(emitted.cpu())
             if not sequences.active.any():
-                break
+                return sequences
 
             lengths = sequences.lengths
             shape = tree_shape(self.tree, int(sequences.room[sequences.active].max()), device)
             columns = table_columns(lengths, len(shape), int(lengths.max()) + len(shape))
-            noise_rows = self._noise_rows(sequence_ids, lengths, shape)
+            noise_rows = self._noise_rows(request.sequence_ids, lengths, shape)
             tokens, draft_logits = sequences.root[:, None], None
             with stats.phase("draft"):
                 if self._draft is not None and draft_cache is not None and shape.levels:
@@ -207,39 +228,23 @@ class SpeculativeDecoder:
                         self._draft,
                         draft_cache,
                         shape,
-                        sequences.root,
-                        sequences.previous,
-                        lengths,
+                        sequences,
                         columns,
                         noise_rows,
                         self._method,
                         draft_filters,
-                        seed,
+                        request.seed,
                     )
-                    # Deeper than a sequence can still emit, a node is absent, whatever the rest of the batch drafts.
-                    tokens = tokens.where(shape.depths <= sequences.room[:, None], -1)
             with stats.phase("target"):
+                # One node below equally long prefixes sees everything: no mask.
+                masked = len(shape) > 1 or batch > 1
                 logits = self._target(
                     tokens.clamp(min=0),
                     lengths[:, None] + shape.depths,
                     lengths[:, None] + torch.arange(len(shape), device=device),
                     target_cache,
-                    # One node below equally long prefixes sees everything: no mask.
-                    biased_columns(shape.bias.to(self._target.dtype), columns) if len(shape) > 1 or batch > 1 else None,
+                    biased_columns(shape.bias.to(self._target.dtype), columns) if masked else None,
                 )
-
-        if streamer is not None:
-            streamer.end()
-        stats.new_tokens = int(sequences.produced.sum())
-        stats.total_seconds = time.perf_counter() - begin
-        new = sequences.output[:, : int(sequences.produced.max())]
-        return Generation(torch.cat([input_ids, new], 1), stats)
-
-    def _drafting_filters(self, target: Filters) -> Filters:
-        """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""
-        given = zip(self._draft_filters, target, strict=True)
-        filters = Filters(*(own if own is not None else other for own, other in given)).check("draft_")
-        return filters if target.temperature > 0 else filters._replace(temperature=0.0)
 
     def _noise_rows(self, sequence_ids: Tensor, lengths: Tensor, shape: Shape) -> Tensor:
         """Noise rows LongTensor[B, N]: (sequence, root position, node), never used twice.
@@ -251,82 +256,3 @@ class SpeculativeDecoder:
         else:
             position, node = lengths[:, None], shape.kept
         return (sequence_ids[:, None] << 36) | (position << 12) | node
-
-    def _checked_prompt(
-        self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int
-    ) -> tuple[Tensor, Tensor]:
-        """The prompts moved to the left of LongTensor[B, T], and their lengths LongTensor[B]."""
-        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype != torch.long:
-            got = (
-                f"{input_ids.dtype} {[*input_ids.shape]}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
-            )
-            raise ValueError(f"input_ids must be a LongTensor [B, T], got {got}")
-        if 0 in input_ids.shape:
-            raise ValueError(f"the prompt must have at least one token, got input_ids of shape {[*input_ids.shape]}")
-        if input_ids.device != self._target.device:
-            raise ValueError(f"input_ids must be on {self._target.device} like the models, got {input_ids.device}")
-        if input_ids.min() < 0 or input_ids.max() >= self._target.vocab_size:
-            raise ValueError(
-                f"input_ids must be in 0 .. {self._target.vocab_size - 1}, "
-                f"got {int(input_ids.min())} .. {int(input_ids.max())}"
-            )
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)
-        if mask.shape != input_ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all():
-            raise ValueError("attention_mask must have the shape of input_ids, zeros (left padding) then ones")
-        lengths = mask.ne(0).sum(1)
-        longest = int(lengths.max()) + max_new_tokens
-        for model in (self._target, self._draft):
-            if model is not None and longest > min(model.max_positions, model.window or longest):
-                raise ValueError(
-                    f"prompt and new tokens need {longest} positions ({int(lengths.max())} + {max_new_tokens}), "
-                    f"but {model.name} has {min(model.max_positions, model.window or model.max_positions)}"
-                )
-        pad = input_ids.shape[1] - lengths[:, None]
-        place = torch.arange(int(lengths.max()), device=input_ids.device) + pad
-        return input_ids.gather(1, place.clamp(max=input_ids.shape[1] - 1)), lengths
-
-
-def _checked_sequence_ids(sequence_ids: Tensor | None, batch: int, device: torch.device) -> Tensor:
-    if sequence_ids is None:
-        return torch.arange(batch, device=device)
-    if sequence_ids.dtype != torch.long or sequence_ids.shape != (batch,):
-        raise ValueError(
-            f"sequence_ids must be a LongTensor [{batch}], got {sequence_ids.dtype} {[*sequence_ids.shape]}"
-        )
-    if sequence_ids.min() < 0 or sequence_ids.max() >= 1 << 27:
-        raise ValueError(f"sequence_ids must be in 0 .. {(1 << 27) - 1}, got {sequence_ids.tolist()}")
-    return sequence_ids.to(device)
-
-
-def _checked_stop_tokens(
-    eos_token_id: int | Sequence[int] | None, pad_token_id: int | None, vocab_size: int, device: torch.device
-) -> tuple[Tensor, int]:
-    """End-of-sequence tokens LongTensor[any], and the padding token."""
-    eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
-    for name, tokens in (("eos_token_id", eos), ("pad_token_id", [pad])):
-        for token in tokens:
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"{name} must be in 0 .. {vocab_size - 1}, got {token}")
-    return torch.tensor(eos, dtype=torch.long, device=device), pad
-
-
-def _prefill(model: LlamaForward, cache: KeyValueCache, prompt: Tensor, lengths: Tensor) -> Tensor:
-    """Cache the prompts LongTensor[B, T] in chunks; logits [B, 1, V] after the last token of each."""
-    batch, longest = prompt.shape
-    logits = torch.empty(0)
-    for start in range(0, longest, _PREFILL_CHUNK):
-        rows = torch.arange(start, min(start + _PREFILL_CHUNK, longest), device=prompt.device)
-        causal = torch.ones(len(rows), len(rows), dtype=torch.bool, device=prompt.device).tril()
-        bias = attention_bias(causal, rows[0], int(rows[-1]) + 1, model.dtype)
-        position = rows.expand(batch, -1)
-        last = (lengths - 1 - start).clamp(0, len(rows) - 1)
-        after = model(prompt[:, rows], position, position, cache, bias, last)
-        logits = (
-            after.where(((lengths - 1) // _PREFILL_CHUNK * _PREFILL_CHUNK == start)[:, None, None], logits)
-            if start
-            else after
-        )
-    return logits

@@ -11,6 +11,7 @@ from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.tree_attention import bias_table, biased_columns
 from heavypath.speculative.llama import KeyValueCache, LlamaForward
 from heavypath.speculative.methods import Method
+from heavypath.speculative.sequences import Sequences
 from heavypath.speculative.tree import TokenTree
 
 
@@ -72,22 +73,21 @@ def draft_tree(
     draft: LlamaForward,
     cache: KeyValueCache,
     shape: Shape,
-    root: Tensor,
-    previous: Tensor,
-    lengths: Tensor,
+    sequences: Sequences,
     columns: Tensor,
     rows: Tensor,
     method: Method,
     filters: Filters,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens LongTensor[B, N], -1 where the draft's support ran out, and the draft's logits [B, N, V] after each node.
+    """Tokens LongTensor[B, N], -1 for an absent node, and draft logits [B, N, V] after each node, zeros for leaves.
 
-    root: LongTensor[B], the last committed token, not in the cache. previous: LongTensor[B], the token before it, whose
-    cache row lengths - 1 is (re)written: it may have been an accepted leaf, which no draft forward has seen.
-    lengths: LongTensor[B], tokens before the root. columns: see `table_columns`. rows: LongTensor[B, N], noise rows.
-    Leaves' logits are zeros.
+    A node is absent where the draft's support ran out, or deeper than its sequence can still emit, whatever the rest of
+    the batch drafts. columns: see `table_columns`. rows: LongTensor[B, N], noise rows.
+
+    The token before the root is fed along with it: it may have been an accepted leaf, which no draft forward has seen.
     """
+    root, lengths = sequences.root, sequences.lengths
     batch, nodes = len(root), len(shape)
     tokens = torch.full((batch, nodes), -1, device=root.device)
     tokens[:, 0] = root
@@ -96,7 +96,7 @@ def draft_tree(
     drawing = (filters._replace(temperature=0.0) if likeliest else filters)._asdict()
     for depth, level in enumerate(shape.levels):
         if depth == 0:
-            inputs = torch.stack([previous, root], 1)
+            inputs = torch.stack([sequences.previous, root], 1)
             positions = cache_rows = torch.stack([lengths - 1, lengths], 1)
         else:
             inputs = tokens[:, level.nodes].clamp(min=0)
@@ -115,4 +115,4 @@ def draft_tree(
         )
         tokens[:, level.children] = drawn.tokens[:, level.parent, level.rank]
         logits[:, level.nodes] = after
-    return tokens, logits
+    return tokens.where(shape.depths <= sequences.room[:, None], -1), logits

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
-from heavypath.kernels.tree_attention import attend
+from heavypath.kernels.tree_attention import attend, attention_bias
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+PREFILL_CHUNK = 512  # tokens at once: bounds the attention mask of a long prompt
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -148,6 +149,24 @@ class LlamaForward:
         if last is not None:
             hidden = hidden[torch.arange(batch, device=last.device), last][:, None]
         return self._model.lm_head(_normed(self._norm, hidden)).float()
+
+    def prefill(self, prompt: Tensor, lengths: Tensor, cache: KeyValueCache) -> Tensor:
+        """Cache right-padded prompts LongTensor[B, T]; fp32 logits [B, 1, V] after the last token of each.
+
+        Padding is cached too, behind the sequence's length, where nothing looks before it is overwritten.
+        """
+        batch, longest = prompt.shape
+        logits = self._embed.weight.new_zeros(batch, 1, self.vocab_size, dtype=torch.float32)
+        for start in range(0, longest, PREFILL_CHUNK):
+            stop = min(start + PREFILL_CHUNK, longest)
+            rows = torch.arange(start, stop, device=prompt.device).expand(batch, -1)
+            causal = torch.ones(stop - start, stop - start, dtype=torch.bool, device=prompt.device).tril()
+            bias = attention_bias(causal, torch.tensor(start, device=prompt.device), stop, self.dtype)
+            last = (lengths - 1 - start).clamp(0, stop - start - 1)
+            after = self(prompt[:, start:stop], rows, rows, cache, bias, last)
+            ends_here = (start < lengths) & (lengths <= stop)
+            logits = after.where(ends_here[:, None, None], logits)
+        return logits
 
     @torch.inference_mode()
     def _rotary_tables(self, positions: int) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,9 @@ def test_overlapping_moves_read_before_they_write():
 
 def test_views_with_strides_are_compacted_in_place():
     storage = torch.arange(16.0).view(1, 8, 2, 1)
-    compact_cache([storage.transpose(1, 2)], [storage.clone().transpose(1, 2)], *map(torch.tensor, ([[0, 3]], [1], [2])))
+    compact_cache(
+        [storage.transpose(1, 2)], [storage.clone().transpose(1, 2)], *map(torch.tensor, ([[0, 3]], [1], [2]))
+    )
     assert storage[0, 3].flatten().tolist() == [10, 11]
 
 

@@ -32,7 +32,12 @@ def tiny_pair():
 def transformers_greedy(model, ids, new_tokens):
     """transformers' own greedy text; the mask keeps it from taking prompt tokens for padding."""
     return model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )
 
 
@@ -91,12 +96,16 @@ def exact_law(model, prompt, filters, length):
     for _ in range(length):
         step = filtered_logprobs(model(contexts).logits[:, -1].float(), filters).exp()
         law = (law[:, None] * step).flatten()
-        contexts = torch.cat([contexts.repeat_interleave(vocab, 0), torch.arange(vocab).repeat(len(contexts))[:, None]], 1)
+        contexts = torch.cat(
+            [contexts.repeat_interleave(vocab, 0), torch.arange(vocab).repeat(len(contexts))[:, None]], 1
+        )
     return law
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}], ids=["plain", "filtered"])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}], ids=["plain", "filtered"]
+)
 def test_the_joint_law_of_three_tokens_is_exact(method, options, tiny_pair):
     target, draft = tiny_pair
     prompt, sequences = torch.tensor([3, 1, 4]), 20_000
@@ -162,7 +171,7 @@ def test_long_prompts_are_prefilled_in_chunks_to_the_same_text(monkeypatch, tiny
     mask = torch.ones_like(prompts)
     mask[0, :30] = 0
     whole = decoder.generate(prompts, 20, attention_mask=mask)
-    monkeypatch.setattr("heavypath.speculative.decoder._PREFILL_CHUNK", 7)
+    monkeypatch.setattr("heavypath.speculative.llama.PREFILL_CHUNK", 7)
     assert torch.equal(decoder.generate(prompts, 20, attention_mask=mask).sequences, whole.sequences)
 
 
@@ -218,7 +227,7 @@ def with_nan(model):
     (lambda t, d: SpeculativeDecoder(with_nan(tiny_llama(0)), d), r"target has NaN .* model.layers.0.mlp.up_proj.weight"),
     (lambda t, d: SpeculativeDecoder(t, with_nan(tiny_llama(0))), "draft has NaN"),
     (lambda t, d: SpeculativeDecoder(t, d, tree_size=1), "tree_size counts the root and must be at least 2, got 1"),
-    (lambda t, d: SpeculativeDecoder(t, d, draft_top_p=0.0).generate(torch.tensor([[1]])), "draft_top_p must be"),
+    (lambda t, d: SpeculativeDecoder(t, d, draft_top_p=0.0), "draft_top_p must be"),
 ])  # fmt: skip
 def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pair):
     with pytest.raises(ValueError, match=message):
@@ -254,6 +263,13 @@ def test_bad_arguments_are_refused_before_any_work(options, message, tiny_pair):
     decoder = SpeculativeDecoder(*tiny_pair)
     with pytest.raises(ValueError, match=message):
         decoder.generate(**{"input_ids": torch.tensor([[1, 2]]), "max_new_tokens": 4} | options)
+
+
+def test_the_text_can_be_trained_on(tiny_pair):
+    target, _ = tiny_pair
+    ids = SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 10).sequences
+    target(ids, labels=ids).loss.backward()
+    target.zero_grad()
 
 
 def test_the_models_are_left_as_they_were(tiny_pair):

@@ -51,7 +51,9 @@ def test_the_law_of_three_tokens_over_steps_is_the_targets(name, vocab_size):
 
 def test_a_race_writes_the_same_text_with_any_draft_and_any_tree():
     texts = []
-    for draft_seed, tree in enumerate([TokenTree([-1]), TokenTree.chain(3), TokenTree.k_ary(2, 2), TokenTree.k_ary(3, 1)]):
+    for draft_seed, tree in enumerate(
+        [TokenTree([-1]), TokenTree.chain(3), TokenTree.k_ary(2, 2), TokenTree.k_ary(3, 1)]
+    ):
         language = ToyLanguage(5, seed=1)
         language.draft = torch.randn(5, 5, generator=torch.Generator().manual_seed(draft_seed))
         texts.append(decode(language, tree, method="race", sequences=2_000, length=6, seed=3))

@@ -48,7 +48,11 @@ def test_one_prefix_length_for_all(nodes, prefix, heads, kv_heads, head_dim):
     query, key, value = inputs(2, heads, kv_heads, nodes, prefix + nodes + 3, head_dim)
     key[:, :, prefix + nodes :] = value[:, :, prefix + nodes :] = math.nan
     expected = oracle(query, key, value, [prefix] * 2, tree.mask().expand(2, -1, -1))
-    for shape in ({"subtree_end": tree.subtree_end}, {"subtree_end": tree.subtree_end.int()}, {"ancestor_mask": tree.mask()}):
+    for shape in (
+        {"subtree_end": tree.subtree_end},
+        {"subtree_end": tree.subtree_end.int()},
+        {"ancestor_mask": tree.mask()},
+    ):
         out = tree_attention(query, key, value, prefix_length=prefix, **shape)
         torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=0)
 

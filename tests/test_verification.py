@@ -63,7 +63,9 @@ def emitted_law(target: Tensor, draft_logits: Tensor, k: int, replacement=False,
 def pair(vocab_size: int, seed: int) -> tuple[Tensor, Tensor]:
     """Target probabilities [V] fp64 and draft logits [V] fp32."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(vocab_size, generator=generator).double().softmax(-1), 2 * torch.randn(vocab_size, generator=generator)
+    return torch.randn(vocab_size, generator=generator).double().softmax(-1), 2 * torch.randn(
+        vocab_size, generator=generator
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -153,7 +155,9 @@ def test_remaining_draft_mass_does_not_cancel():
 
 def test_a_coin_of_zero_does_not_accept_an_impossible_child():
     target = torch.tensor([[0.0, 1.0]]).double()
-    choice, _ = _residual_chain(target, torch.zeros(1, 2), Filters(), torch.tensor([[0]]), torch.zeros(1, 1).double(), False)
+    choice, _ = _residual_chain(
+        target, torch.zeros(1, 2), Filters(), torch.tensor([[0]]), torch.zeros(1, 1).double(), False
+    )
     assert choice.tolist() == [-1]
 
 

@@ -1,0 +1,118 @@
+"""What `generate` was asked for, checked before any work."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.llama import LlamaForward
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompts moved to the left, and how to continue them.
+
+    prompt:       LongTensor[B, T], right-padded; lengths: LongTensor[B], tokens of each
+    filters:      the target's
+    sequence_ids: LongTensor[B], names of the sequences' noise
+    stops:        LongTensor[any], end-of-sequence tokens; pad: what follows them
+    """
+
+    prompt: Tensor
+    lengths: Tensor
+    max_new_tokens: int
+    filters: Filters
+    seed: int
+    sequence_ids: Tensor
+    stops: Tensor
+    pad: int
+
+
+def checked_request(
+    target: LlamaForward,
+    draft: LlamaForward | None,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    max_new_tokens: int,
+    filters: Filters,
+    seed: int,
+    sequence_ids: Tensor | None,
+    eos_token_id: int | Sequence[int] | None,
+    pad_token_id: int | None,
+) -> Request:
+    """The request, or a ValueError that says what was given and what is expected."""
+    filters.check()
+    _check_tokens(input_ids, target)
+    lengths = _prompt_lengths(input_ids, attention_mask)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    for model in (target, draft):
+        _check_positions(model, int(lengths.max()), max_new_tokens)
+    eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
+    for name, tokens in (("eos_token_id", eos), ("pad_token_id", [pad])):
+        for token in tokens:
+            if not 0 <= token < target.vocab_size:
+                raise ValueError(f"{name} must be in 0 .. {target.vocab_size - 1}, got {token}")
+    batch, width = input_ids.shape
+    columns = torch.arange(int(lengths.max()), device=input_ids.device) + (width - lengths)[:, None]
+    return Request(
+        prompt=input_ids.gather(1, columns.clamp(max=width - 1)),
+        lengths=lengths,
+        max_new_tokens=max_new_tokens,
+        filters=filters,
+        seed=seed,
+        sequence_ids=_checked_sequence_ids(sequence_ids, batch, input_ids.device),
+        stops=torch.tensor(eos, dtype=torch.long, device=input_ids.device),
+        pad=pad,
+    )
+
+
+def _check_tokens(input_ids: Tensor, target: LlamaForward) -> None:
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"input_ids must be a LongTensor [B, T], got {type(input_ids).__name__}")
+    if input_ids.dim() != 2 or input_ids.dtype != torch.long:
+        raise ValueError(f"input_ids must be a LongTensor [B, T], got {input_ids.dtype} {[*input_ids.shape]}")
+    if 0 in input_ids.shape:
+        raise ValueError(f"the prompt must have at least one token, got input_ids of shape {[*input_ids.shape]}")
+    if input_ids.device != target.device:
+        raise ValueError(f"input_ids must be on {target.device} like the models, got {input_ids.device}")
+    least, largest = int(input_ids.min()), int(input_ids.max())
+    if least < 0 or largest >= target.vocab_size:
+        raise ValueError(f"input_ids must be in 0 .. {target.vocab_size - 1}, got {least} .. {largest}")
+
+
+def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """LongTensor[B]."""
+    if attention_mask is None:
+        return torch.full_like(input_ids[:, 0], input_ids.shape[1])
+    mask = attention_mask.to(input_ids)
+    if mask.shape != input_ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all():
+        raise ValueError(
+            f"attention_mask must be zeros (left padding) then ones, {[*input_ids.shape]} like input_ids, "
+            f"got {attention_mask.tolist() if mask.numel() <= 64 else [*mask.shape]}"
+        )
+    return mask.ne(0).sum(1)
+
+
+def _check_positions(model: LlamaForward | None, prompt: int, new: int) -> None:
+    if model is None:
+        return
+    limit = min(model.max_positions, model.window or model.max_positions)
+    if prompt + new > limit:
+        what = "positions" if limit == model.max_positions else "positions in its attention window"
+        needed = f"{prompt + new} positions ({prompt} + {new})"
+        raise ValueError(f"prompt and new tokens need {needed}, but {model.name} has {limit} {what}")
+
+
+def _checked_sequence_ids(sequence_ids: Tensor | None, batch: int, device: torch.device) -> Tensor:
+    if sequence_ids is None:
+        return torch.arange(batch, device=device)
+    if sequence_ids.dtype != torch.long or sequence_ids.shape != (batch,):
+        given = f"{sequence_ids.dtype} {[*sequence_ids.shape]}"
+        raise ValueError(f"sequence_ids must be a LongTensor [{batch}], got {given}")
+    if sequence_ids.min() < 0 or sequence_ids.max() >= 1 << 27:
+        raise ValueError(f"sequence_ids must be in 0 .. {(1 << 27) - 1}, got {sequence_ids.tolist()}")
+    return sequence_ids.to(device)

@@ -1,0 +1,240 @@
+"""The `heavypath` command: what it prints where, and one line and the right exit code for each mistake."""
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from heavypath.speculative import METHODS
+from heavypath.speculative.cli import main
+
+PROMPT = "def read(self, size=-1):\n"
+WORDS = ("zero", "one", "two", "three", "four", "five", "six")
+MODULE = [sys.executable, "-m", "heavypath.speculative"]
+
+
+@pytest.fixture
+def heavypath(capsys):
+    """Run the command in this process: (exit code, standard output, standard error)."""
+
+    def run(*arguments):
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def save_llama(folder, words=WORDS, seed=0):
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"vocab_size": len(words), "max_position_embeddings": 32}
+    model = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None))
+    model.save_pretrained(folder)
+    vocabulary = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
+    vocabulary.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary).save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Models of random weights that fit together and that don't."""
+    root = tmp_path_factory.mktemp("models")
+    save_llama(root / "target")
+    save_llama(root / "draft", seed=1)
+    save_llama(root / "more words", (*WORDS, "seven"))
+    save_llama(root / "other words", (*WORDS[:5], "cinq", "six"))
+    save_llama(root / "no weights")
+    (root / "no weights" / "model.safetensors").unlink()
+    save_llama(root / "broken weights")
+    (root / "broken weights" / "model.safetensors").write_bytes(b"not safetensors")
+    model = save_llama(root / "nan weights")
+    model.lm_head.weight.data[0, 0] = torch.nan
+    model.save_pretrained(root / "nan weights")
+    save_llama(root / "half the layers")
+    LlamaConfig.from_pretrained(root / "target", num_hidden_layers=2).save_pretrained(root / "half the layers")
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=7)).save_pretrained(root / "gpt2")
+    t5 = T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=7)
+    T5ForConditionalGeneration(t5).save_pretrained(root / "t5")
+    (root / "empty").mkdir()
+    (root / "empty.txt").touch()
+    (root / "latin1.txt").write_bytes(b"caf\xe9")
+    return root
+
+
+def test_generate_streams_the_targets_own_greedy_text(heavypath, demo_pair):
+    code, text, errors = heavypath("generate", PROMPT, "--max-new-tokens", 24)
+    inputs = demo_pair.tokenizer(PROMPT, return_tensors="pt")
+    sequence = demo_pair.target.generate(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=24, do_sample=False, pad_token_id=0
+    )
+    assert code == 0
+    assert text == demo_pair.tokenizer.decode(sequence[0, inputs["input_ids"].shape[1] :]) + "\n"
+    assert "tokens per second" in errors
+
+
+def test_generate_reads_a_file_or_standard_input_and_prints_json(heavypath, tmp_path, monkeypatch):
+    (tmp_path / "prompt.py").write_text(PROMPT)
+    options = ("--max-new-tokens", 9, "--temperature", 0.8, "--top-p", 0.9, "--seed", 3)
+    _, streamed, _ = heavypath("generate", PROMPT, *options)
+    code, output, errors = heavypath("generate", "--file", tmp_path / "prompt.py", *options, "--json")
+    answer = json.loads(output)
+    assert (code, errors) == (0, "")
+    assert answer["text"] + "\n" == streamed
+    assert len(answer["token_ids"]) == answer["stats"]["new_tokens"] == 9
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    assert json.loads(heavypath("generate", "-", *options, "--json")[1])["token_ids"] == answer["token_ids"]
+
+
+@pytest.mark.parametrize("method", ["sequoia", "autoregressive"])
+def test_generate_takes_models_from_folders_and_ends_at_their_end_token(heavypath, folders, tmp_path, method):
+    models = ("--target", folders / "target", "--draft", folders / "draft")
+    options = ("--method", method, "--max-new-tokens", 6, "--temperature", 1, "--json")
+    answer = json.loads(heavypath("generate", "one two", *models, *options)[1])
+    assert answer["text"] == " " + " ".join(WORDS[token] for token in answer["token_ids"])
+    assert len(answer["token_ids"]) == 6
+    last = answer["token_ids"][2]
+    assert last not in answer["token_ids"][:2]
+    model = save_llama(tmp_path / "target")
+    model.generation_config.eos_token_id = [last]
+    model.save_pretrained(tmp_path / "target")
+    ended = json.loads(heavypath("generate", "one two", "--target", tmp_path / "target", *models[2:], *options)[1])
+    assert ended["token_ids"] == answer["token_ids"][:3]
+
+
+def test_a_target_alone_decodes_plainly(heavypath, folders):
+    options = ("--target", folders / "target", "--max-new-tokens", 3, "--json")
+    code, output, _ = heavypath("generate", "one two", *options, "--method", "autoregressive")
+    assert (code, json.loads(output)["stats"]["tokens_per_step"]) == (0, 1.0)
+
+
+def test_demo_compares_all_methods_with_transformers(heavypath):
+    code, output, errors = heavypath("demo", "--prompts", 1, "--max-new-tokens", 12, "--json")
+    answer = json.loads(output)
+    assert (code, errors) == (0, "")
+    rows = {row["method"]: row for row in answer["rows"]}
+    assert list(rows) == ["transformers generate", "transformers assisted", *METHODS]
+    assert {row["text"] for row in rows.values()} <= {"reference", "equal", "tie"}
+    assert rows["transformers generate"]["tokens_per_forward"] == rows["autoregressive"]["tokens_per_forward"] == 1
+    assert rows["sequoia"]["tokens_per_forward"] > 1
+    assert answer["settings"]["max_new_tokens"] == 12
+
+
+def test_demo_shows_the_text_and_then_a_table(heavypath):
+    code, output, _ = heavypath("demo", "--prompts", 1, "--max-new-tokens", 6, "--temperature", 0.7, "--seed", 1)
+    rows = {line[:23].strip(): line.split()[-1] for line in output.splitlines() if line.strip()}
+    assert code == 0
+    assert {"transformers generate", "transformers assisted", *METHODS} <= rows.keys()
+    assert rows["ersd"] == "equal"
+
+
+def test_info_reports_what_is_installed(heavypath):
+    code, output, _ = heavypath("info", "--json")
+    facts = json.loads(output)
+    assert code == 0
+    assert (facts["torch"], facts["transformers"]) == (torch.__version__, transformers.__version__)
+    assert set(facts["kernels"]) == {"tree_attention", "gumbel_topk", "verify_tree", "compact_cache"}
+    assert torch.__version__ in heavypath("info")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("generate", 2, "give either a text"),
+        ("generate x --file y", 2, "give either a text"),
+        ("generate x --beams 4", 2, "No such option:? '?--beams"),
+        ("generate x --temperature warm", 2, "--temperature"),
+        ("generate x --max-new-tokens 0", 2, "--max-new-tokens"),
+        ("generate x --tree-size 1", 2, "--tree-size"),
+        ("decode x", 2, "No such command 'decode'"),
+        ("", 2, "Missing command"),
+        ("generate x --method medusa", 1, "--method must be one of autoregressive, .*, got 'medusa'"),
+        ("generate x --temperature -1", 1, "temperature must be .* >= 0, got -1.0"),
+        ("generate x --temperature nan", 1, "temperature must be .* >= 0, got nan"),
+        ("generate x --top-p 0", 1, r"top_p must be .* in \(0, 1\], got 0.0"),
+        ("generate x --top-p 1.5", 1, r"top_p must be .* in \(0, 1\], got 1.5"),
+        ("generate x --top-k -3", 1, "top_k must be .* >= 0, got -3"),
+        ("demo --top-p 1.5", 1, r"top_p must be .* in \(0, 1\], got 1.5"),
+        ("demo --prompts 1000", 1, "--prompts must be at most .*, got 1000"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(heavypath, arguments, code, message):
+    assert_refused(heavypath(*arguments.split()), code, message)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (("",), "the prompt is empty"),
+        (("--file", "empty.txt"), "the prompt in '.*empty.txt' is empty"),
+        (("--file", "missing.txt"), "cannot read the prompt from '.*missing.txt': No such file"),
+        (("--file", "target"), "cannot read the prompt from '.*target': Is a directory"),
+        (("--file", "latin1.txt"), "the prompt in '.*latin1.txt' is not UTF-8"),
+        (("one " * 40,), r"need 168 positions \(40 \+ 128\), but target has 32"),
+    ],
+)
+def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatch, prompt, message):
+    monkeypatch.chdir(folders)
+    assert_refused(heavypath("generate", *prompt, "--target", "target", "--draft", "draft"), 1, message)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "message"),
+    [
+        ("missing", "draft", "the target 'missing' is neither a folder nor a model in the Hugging Face cache; give"),
+        ("no/such/folder", "draft", "the target 'no/such/folder' is neither a folder"),
+        ("target", "missing", "the draft 'missing' is neither a folder"),
+        ("empty", "draft", "the target folder 'empty' has no config.json"),
+        ("gpt2", "draft", "the target in 'gpt2' is of type 'gpt2'; expected a causal language model of type llama, "),
+        ("t5", "draft", "the target in 't5' is of type 't5'; expected a causal language model of type llama, "),
+        ("target", "more words", "share one vocabulary, got .* 7 and 8 tokens; .* token 7, None and 'seven'"),
+        ("target", "other words", "share one vocabulary, got .* 7 and 7 tokens; .* token 5, 'five' and 'cinq'"),
+        ("no weights", "draft", "cannot load the target from 'no weights': .* model.safetensors"),
+        ("broken weights", "draft", "cannot load the target from 'broken weights'"),
+        ("half the layers", "draft", "weights in 'half the layers' lack 9 tensors, first 'model.layers.1"),
+        ("nan weights", "draft", "target has NaN or infinite weights in lm_head.weight"),
+        ("target", None, "--method sequoia needs a --draft"),
+        (None, "draft", r"a draft \('draft'\) needs its target"),
+    ],
+)
+def test_unusable_models_are_refused_in_one_line(heavypath, folders, monkeypatch, target, draft, message):
+    monkeypatch.chdir(folders)
+    given = [word for role, name in (("--target", target), ("--draft", draft)) if name for word in (role, name)]
+    assert_refused(heavypath("generate", "one", *given), 1, message)
+
+
+def assert_refused(outcome, code, message):
+    assert outcome[:2] == (code, "")
+    assert outcome[2].startswith("heavypath: ")
+    assert outcome[2].count("\n") == 1
+    assert re.search(message, outcome[2])
+
+
+def test_ctrl_c_and_a_closed_pipe_end_it_quietly():
+    command = [*MODULE, "generate", PROMPT, "--max-new-tokens", "400"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as interrupted, subprocess.Popen(command, **pipes) as unread:
+        assert interrupted.stdout.read(1)
+        interrupted.send_signal(signal.SIGINT)
+        assert unread.stdout.read(1)
+        unread.stdout.close()
+        assert (interrupted.wait(60), unread.wait(60)) == (130, 1)
+        assert interrupted.stderr.read() == unread.stderr.read() == b""
