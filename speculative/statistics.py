@@ -77,8 +77,8 @@ class Statistics:
     def count(self, parents: Tensor, kept: Tensor, tokens: Tensor, verified: Verified, active: Tensor) -> None:
         """Tally one verification of a part of the tree.
 
-        parents, kept: LongTensor[N] of the part, kept[i] its node i's number in the whole tree; tokens: LongTensor[B, N],
-        -1 absent; active: bool [B], the sequences still generating.
+        parents, kept: LongTensor[N] of the part, kept[i] its node i's number in the whole tree; tokens:
+        LongTensor[B, N], -1 absent; active: bool [B], the sequences still generating.
         """
         reached = torch.zeros(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.bool, device=tokens.device)
         reached = reached.scatter_(1, verified.path.where(verified.path >= 0, tokens.shape[1]), True)[

@@ -224,7 +224,7 @@ def with_nan(model):
     (lambda t, d: SpeculativeDecoder(t, d, "medusa"), "method must be one of autoregressive, .* got 'medusa'"),
     (lambda t, d: SpeculativeDecoder(t, None, "sequoia"), "method 'sequoia' needs a draft model, got None"),
     (lambda t, d: SpeculativeDecoder(t, tiny_llama(0, 9)), "share one vocabulary, got 7 and 9 tokens"),
-    (lambda t, d: SpeculativeDecoder(with_nan(tiny_llama(0)), d), r"target has NaN .* model.layers.0.mlp.up_proj.weight"),
+    (lambda t, d: SpeculativeDecoder(with_nan(tiny_llama(0)), d), "target has NaN .* model.layers.0.mlp.up"),
     (lambda t, d: SpeculativeDecoder(t, with_nan(tiny_llama(0))), "draft has NaN"),
     (lambda t, d: SpeculativeDecoder(t, d, tree_size=1), "tree_size counts the root and must be at least 2, got 1"),
     (lambda t, d: SpeculativeDecoder(t, d, draft_top_p=0.0), "draft_top_p must be"),
@@ -257,7 +257,7 @@ def test_an_unknown_option_is_refused_by_name(tiny_pair):
     ({"sequence_ids": torch.tensor([-1])}, "sequence_ids must be in 0 .. "),
     ({"eos_token_id": 7}, "eos_token_id must be in 0 .. 6, got 7"),
     ({"pad_token_id": -1}, "pad_token_id must be in 0 .. 6, got -1"),
-    ({"input_ids": torch.zeros(2, 1, dtype=torch.long), "streamer": object()}, "streamer takes one sequence, got a batch of 2"),
+    ({"input_ids": torch.tensor([[1], [1]]), "streamer": object()}, "streamer takes one sequence, got a batch of 2"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_before_any_work(options, message, tiny_pair):
     decoder = SpeculativeDecoder(*tiny_pair)

@@ -8,8 +8,8 @@ from heavypath.kernels.filtering import Filters, filtered_logprobs
 
 
 @pytest.mark.parametrize("filters", [
-    Filters(), Filters(0.3), Filters(1.7, top_k=1), Filters(top_k=5), Filters(top_k=500), Filters(top_p=0.3), Filters(top_p=1e-6),
-    Filters(top_p=1.0), Filters(min_p=0.2), Filters(min_p=1.0), Filters(0.8, 20, 0.9, 0.05), Filters(1.3, 0, 0.95, 0.0),
+    Filters(), Filters(0.3), Filters(1.7, top_k=1), Filters(top_k=5), Filters(top_k=500), Filters(top_p=0.3),
+    Filters(top_p=1e-6), Filters(top_p=1.0), Filters(min_p=0.2), Filters(min_p=1.0), Filters(0.8, 20, 0.9, 0.05), Filters(1.3, 0, 0.95, 0.0),
 ])  # fmt: skip
 def test_filters_keep_what_transformers_keeps(filters):
     logits = 3 * torch.randn(40, 97)

@@ -29,6 +29,7 @@ TINY = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32, "rope_theta": 5e5}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
@@ -83,8 +84,7 @@ def test_logits_of_prompts_then_trees_are_those_of_transformers(name):
     (lambda: LlamaModel(LlamaConfig(**TINY)), TypeError, "language-model head .* got LlamaModel"),
     (lambda: "meta-llama/Llama-2-7b", TypeError, "got 'str'"),
     (lambda: LlamaForCausalLM(LlamaConfig(**TINY)).train(), ValueError, "training mode; call target.eval"),
-    (lambda: LlamaForCausalLM(LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})),
-     ValueError, "rope type 'dynamic'"),
+    (lambda: LlamaForCausalLM(LlamaConfig(**TINY, rope_parameters=DYNAMIC)), ValueError, "rope type 'dynamic'"),
     (lambda: LlamaForCausalLM(LlamaConfig(**TINY)).to("meta"), ValueError, "meta device"),
 ])  # fmt: skip
 def test_what_it_cannot_run_is_refused_by_name(model, error, message):

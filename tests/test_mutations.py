@@ -53,11 +53,12 @@ MUTATIONS = {
         {"draft_filters": Filters(0.5)},
     ),
     "target filters are ignored": (
-        verification, "filtered_logprobs(target_row, target_filters).exp()", "filtered_logprobs(target_row, Filters()).exp()",
+        verification, "filtered_logprobs(target_row, target_filters).exp", "filtered_logprobs(target_row, Filters()).exp",
         {"target_filters": Filters(0.5)},
     ),
     "siblings are tried in index order": (
-        verification, "ranks * nodes + index", "index + 0 * ranks", {"tree": TokenTree([-1, 0, 0, 2, 2], [0, 1, 0, 1, 0])}
+        verification, "ranks * nodes + index", "index + 0 * ranks",
+        {"tree": TokenTree([-1, 0, 0, 2, 2], [0, 1, 0, 1, 0])},
     ),
     "rejected children stay in the draft": (
         verification, "undrawn = undrawn.scatter(1, child, undrawn.gather(1, child) & ~rejected)", "pass", {}
@@ -114,7 +115,7 @@ def test_accepting_at_equality_is_found():
 
 
 @pytest.mark.parametrize(("original", "replacement"), [
-    ("position, node = lengths[:, None], shape.kept", "position, node = 0 * lengths[:, None], shape.kept"),  # stale noise
+    ("lengths[:, None], shape.kept", "0 * lengths[:, None], shape.kept"),  # the same noise in every step
     ("(position << 12) | node", "(position << 12) | 0 * node"),  # shared by all nodes
     ("compact_cache([cache.keys]", "(lambda *_: None)([cache.keys]"),  # accepted rows stay where they were
     ("lengths[:, None] + shape.depths,\n", "lengths[:, None] + 0 * shape.depths,\n"),  # the target's positions

@@ -79,8 +79,8 @@ def test_the_emitted_token_has_exactly_the_targets_law(vocab_size, k, replacemen
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("filters", "k", "fill"), [
-    (Filters(top_k=2), 2, False), (Filters(top_k=2), 4, True), (Filters(top_k=1), 3, True), (Filters(top_p=0.6), 1, False),
-    (Filters(temperature=0.3), 3, False), (Filters(temperature=0.0), 3, False), (Filters(temperature=0.0), 1, False),
+    (Filters(top_k=2), 2, False), (Filters(top_k=2), 4, True), (Filters(top_k=1), 3, True),
+    (Filters(top_p=0.6), 1, False), (Filters(temperature=0.3), 3, False), (Filters(temperature=0.0), 3, False), (Filters(temperature=0.0), 1, False),
 ])  # fmt: skip
 def test_filtered_filled_and_deterministic_drafts_keep_the_law_exactly(filters, k, fill, seed):
     target, draft_logits = pair(5, seed)

@@ -73,7 +73,7 @@ def decode(
                 continue
             draft_logits[:, node] = language.draft[tokens[:, node].clamp(min=0)]
             drawn = gumbel_topk(
-                draft_logits[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=rows[:, node].contiguous(),
+                draft_logits[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=rows[:, node],
                 replacement=replacement, uniform_fill=uniform_fill,
             )  # fmt: skip
             tokens[:, children] = drawn.tokens[:, ranks[children]]
