@@ -42,10 +42,12 @@ def compact_cache(
     ):
         if value.dtype != torch.long or value.shape != shape:
             raise ValueError(f"{name} must be a LongTensor {[*shape]}, got {value.dtype} {[*value.shape]}")
-    for cache in (*keys, *values):
-        if cache.dim() != 4 or cache.shape[0] != batch:
-            raise ValueError(f"keys and values must be [{batch}, Hkv, S, D], got {[*cache.shape]}")
-    if path.device.type == "cpu" and batch:
+    for key, value in zip(keys, values, strict=True):
+        if key.dim() != 4 or key.shape[0] != batch or key.shape != value.shape:
+            raise ValueError(
+                f"keys and values must be [{batch}, Hkv, S, D] of one shape, got {[*key.shape]} and {[*value.shape]}"
+            )
+    if path.device.type == "cpu" and batch and keys:
         _check_rows(path, length, prefix_length, min(cache.shape[2] for cache in (*keys, *values)))
     _compact_reference(keys, values, path, length, prefix_length)
 

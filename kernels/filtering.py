@@ -11,6 +11,7 @@ Applied in Hugging Face's order, each to the renormalised result of the one befo
 """
 
 import math
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ class Filters(NamedTuple):
         """Raise ValueError for a value outside its range; returns self."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"{prefix}temperature must be a finite number >= 0, got {self.temperature}")
-        if self.top_k is not None and (self.top_k != int(self.top_k) or self.top_k < 0):
+        if self.top_k is not None and (not isinstance(self.top_k, Integral) or self.top_k < 0):
             raise ValueError(f"{prefix}top_k must be None or an integer >= 0, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"{prefix}top_p must be None or in (0, 1], got {self.top_p}")
@@ -44,7 +45,8 @@ def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
     logits: [..., V] fp32, -inf for excluded tokens; temperature > 0. A row without support gives NaN.
     What is kept is decided in fp32, so that whoever draws and whoever verifies agree on the support.
     """
-    scores = logits / filters.temperature
+    exact = (logits.double() - logits.amax(-1, keepdim=True)) / filters.temperature  # a tiny one cannot overflow
+    scores = exact.float()
     if filters.top_k and filters.top_k < scores.shape[-1]:
         threshold = scores.topk(int(filters.top_k), sorted=True).values[..., -1:]
         scores = scores.masked_fill(scores < threshold, -math.inf)
@@ -56,4 +58,4 @@ def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
         scores = scores.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -math.inf)
     if filters.min_p:
         scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(filters.min_p), -math.inf)
-    return scores.double().log_softmax(-1)
+    return exact.masked_fill(scores == -math.inf, -math.inf).log_softmax(-1)

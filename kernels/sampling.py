@@ -66,27 +66,28 @@ def gumbel_topk(
     lead, vocab_size = logits.shape[:-1], logits.shape[-1]
     if rows is None:
         rows = torch.arange(lead.numel(), device=logits.device).view(lead)
-    if rows.shape != lead or rows.dtype != torch.long:
+    if not isinstance(rows, Tensor) or rows.shape != lead or rows.dtype != torch.long:
         raise ValueError(
             f"rows must be a LongTensor {[*lead]}, one per row of logits, got {rows.dtype} {[*rows.shape]}"
         )
     if impl not in ("auto", "torch"):
         raise ValueError(f"gumbel_topk has impl 'auto' or 'torch', got {impl!r}")
+    logits = logits.reshape(-1, vocab_size).float()
     if logits.device.type == "cpu":
-        _check_values(logits.view(-1, vocab_size))
+        _check_values(logits, rows)
 
-    draw = _gumbel_topk_reference(
-        logits.reshape(-1, vocab_size).float(), k, filters, seed, rows.reshape(-1), replacement, uniform_fill
-    )
+    draw = _gumbel_topk_reference(logits, k, filters, seed, rows.reshape(-1), replacement, uniform_fill)
     return TopK(*(field.view(*lead, k) for field in draw))
 
 
-def _check_values(logits: Tensor) -> None:
+def _check_values(logits: Tensor, rows: Tensor) -> None:
     largest = logits.amax(-1)
     bad = largest.isnan() | (largest == torch.inf)
     if bad.any():
         row = int(bad.nonzero()[0])
         raise ValueError(f"logits must be finite or -inf, but row {row} holds {float(largest[row])}")
+    if (rows < 0).any():
+        raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
 
 
 def _gumbel_topk_reference(

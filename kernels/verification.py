@@ -121,10 +121,14 @@ def verify_tree(
         rows = torch.arange(batch * nodes, device=tokens.device).view(batch, nodes)
     if rows.shape != tokens.shape or rows.dtype != torch.long:
         raise ValueError(f"rows must be a LongTensor {[batch, nodes]}, got {rows.dtype} {[*rows.shape]}")
-    if tokens.device.type == "cpu":
-        _check_values(tokens, parents, target_logits.shape[-1])
     ranks = sibling_order(parents) if ranks is None else _per_sequence("ranks", ranks, batch, nodes)
+    if tokens.device.type == "cpu":
+        _check_values(tokens, parents, ranks, rows, target_logits.shape[-1])
     depth = _depth(parents) if max_depth is None else max_depth
+    if depth < 0:
+        raise ValueError(f"max_depth must be at least 0, got {max_depth}")
+    if batch == 0:
+        return Verified(tokens.new_zeros(0, depth + 1), tokens.new_zeros(0), tokens.new_zeros(0))
 
     return _verify_reference(
         tokens, parents, ranks, target_logits, draft_logits, method, depth, target_filters, draft_filters, seed, rows
@@ -149,12 +153,17 @@ def _check_logits(name: str, logits: Tensor, batch: int, nodes: int) -> None:
         raise ValueError(f"{name} must be floating point [{batch}, {nodes}, V], got {logits.dtype} {[*logits.shape]}")
 
 
-def _check_values(tokens: Tensor, parents: Tensor, vocab_size: int) -> None:
+def _check_values(tokens: Tensor, parents: Tensor, ranks: Tensor, rows: Tensor, vocab_size: int) -> None:
     if ((tokens < -1) | (tokens >= vocab_size)).any():
         raise ValueError(f"tokens must be in [-1, {vocab_size}), got {int(tokens.min())} .. {int(tokens.max())}")
     index = torch.arange(parents.shape[1])
     if (parents[:, 0] != -1).any() or ((parents[:, 1:] < 0) | (parents[:, 1:] >= index[1:])).any():
         raise ValueError(f"parents must hold -1 at node 0 and 0 <= parents[i] < i elsewhere, got {parents.tolist()}")
+    siblings = (parents * parents.shape[1] + ranks)[:, 1:].sort(-1).values
+    if ((ranks[:, 1:] < 0) | (ranks[:, 1:] >= len(index))).any() or (siblings.diff(dim=-1) == 0).any():
+        raise ValueError(f"ranks must differ among siblings and be in [0, {len(index)}), got {ranks.tolist()}")
+    if (rows < 0).any():
+        raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
 
 
 def _depth(parents: Tensor) -> int:
@@ -167,8 +176,10 @@ def _depth(parents: Tensor) -> int:
 
 def sibling_order(parents: Tensor) -> Tensor:
     """Each node's place among its siblings in index order; LongTensor[B, N] to LongTensor[B, N]."""
-    same = parents[:, :, None] == parents[:, None, :]  # [B, N, N]: i and j are siblings
-    return same.tril(-1).sum(-1)
+    families, order = parents.sort(dim=-1, stable=True)
+    place = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+    begins = families.diff(dim=-1, prepend=families[:, :1] - 1) != 0
+    return torch.empty_like(parents).scatter_(1, order, place - place.where(begins, 0).cummax(-1).values)
 
 
 def _verify_reference(
@@ -217,9 +228,10 @@ def _verify_reference(
             if len(inner):
                 assert draft_logits is not None
                 assert coin is not None
+                first = above[inner].gather(1, children[inner, :1])[:, 0]  # of equal siblings, one with children
                 chain_choice, chain_weights = _residual_chain(
                     target_probs[inner],
-                    _decision_rows(draft_logits, "draft", sequence[inner], node[inner]),
+                    _decision_rows(draft_logits, "draft", sequence[inner], first),
                     draft_filters,
                     drawn[inner],
                     coin[sequence[inner, None], children[inner]],

@@ -207,12 +207,13 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         raise typer.BadParameter("give either a text (or - for standard input) or --file", param_hint="PROMPT")
     try:
         text = file.read_text(encoding="utf-8") if file else sys.stdin.read() if prompt == "-" else prompt
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the prompt in {str(file or 'standard input')!r} is not UTF-8 text: {error}") from error
+        text.encode()  # an argument's or a terminal's bytes may not be text either
+    except UnicodeError as error:
+        raise ValueError(f"the prompt{f' in {str(file)!r}' if file else ''} is not UTF-8 text: {error}") from error
     except OSError as error:
         raise OSError(f"cannot read the prompt from {str(file)!r}: {error.strerror}") from error
     if not text:
-        raise ValueError(f"the prompt {f'in {str(file)!r} ' if file else ''}is empty; expected some text to continue")
+        raise ValueError(f"the prompt{f' in {str(file)!r}' if file else ''} is empty; expected some text to continue")
     return text
 
 
@@ -276,7 +277,7 @@ def _version(package: str) -> str:
 
 
 def _print_json(content: dict) -> None:
-    typer.echo(json.dumps(content, ensure_ascii=False))
+    typer.echo(json.dumps(content))
 
 
 def _write(text: str) -> None:

@@ -81,6 +81,8 @@ class SpeculativeDecoder:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         if tree_size < 2:
             raise ValueError(f"tree_size counts the root and must be at least 2, got {tree_size}")
+        if tree is not None and not isinstance(tree, TokenTree):
+            raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}")
         self.method = method
         self._method = METHODS[method]
         self.tree = tree if tree is not None else self._method.shape(tree_size, torch.as_tensor(acceptance).tolist())
@@ -92,7 +94,8 @@ class SpeculativeDecoder:
 
         self._target = LlamaForward(target, "target")
         self._draft: LlamaForward | None = None
-        if draft is not None:
+        self._shapes: dict[int, Shape] = {}
+        if draft is not None and len(self.tree) > 1:
             self._draft = LlamaForward(draft, "draft")
             if self._draft.vocab_size != self._target.vocab_size:
                 raise ValueError(
@@ -117,13 +120,13 @@ class SpeculativeDecoder:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        min_p: float | None = None,
         seed: int = 0,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
         attention_mask: Tensor | None = None,
         sequence_ids: Tensor | None = None,
         streamer: Streamer | None = None,
+        min_p: float | None = None,
     ) -> Generation:
         """Continue each prompt of input_ids LongTensor[B, T] by up to max_new_tokens tokens.
 
@@ -187,7 +190,7 @@ class SpeculativeDecoder:
 
         # The prompt's last token is the first root; verifying the tree of it alone draws the first new token.
         sequences = Sequences.begin(request.prompt, request.lengths, request.max_new_tokens, request.stops, request.pad)
-        shape = tree_shape(self.tree, 0, device)
+        shape = self._shape(0)
         noise_rows = self._noise_rows(request.sequence_ids, sequences.lengths, shape)
         tokens, draft_logits = sequences.root[:, None], None
         while True:
@@ -218,7 +221,7 @@ class SpeculativeDecoder:
                 return sequences
 
             lengths = sequences.lengths
-            shape = tree_shape(self.tree, int(sequences.room[sequences.active].max()), device)
+            shape = self._shape(int(sequences.room[sequences.active].max()))
             columns = table_columns(lengths, len(shape), int(lengths.max()) + len(shape))
             noise_rows = self._noise_rows(request.sequence_ids, lengths, shape)
             tokens, draft_logits = sequences.root[:, None], None
@@ -245,6 +248,13 @@ class SpeculativeDecoder:
                     target_cache,
                     biased_columns(shape.bias.to(self._target.dtype), columns) if masked else None,
                 )
+
+    def _shape(self, depth: int) -> Shape:
+        """The top of the tree, as deep as can still be emitted."""
+        depth = min(depth, self.tree.depth)
+        if depth not in self._shapes:
+            self._shapes[depth] = tree_shape(self.tree, depth, self._target.device)
+        return self._shapes[depth]
 
     def _noise_rows(self, sequence_ids: Tensor, lengths: Tensor, shape: Shape) -> Tensor:
         """Noise rows LongTensor[B, N]: (sequence, root position, node), never used twice.

@@ -1,7 +1,6 @@
 """Draft a static tree's tokens level by level, one draft forward per level."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -52,7 +51,6 @@ class Shape:
         return len(self.parents)
 
 
-@lru_cache(maxsize=256)
 def tree_shape(whole: TokenTree, depth: int, device: torch.device) -> Shape:
     """The top `depth` levels of a tree, on a device."""
     tree, kept = whole.truncated(depth)

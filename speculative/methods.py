@@ -27,11 +27,17 @@ class Method:
 
 
 def _planned(size: int, acceptance: Sequence[float]) -> TokenTree:
-    return greedy_tree(acceptance, size, MAX_DEPTH)
+    children = len(acceptance)
+    largest = len(TokenTree.k_ary(children, MAX_DEPTH)) if children < 3 else size
+    return greedy_tree(acceptance, min(size, largest), MAX_DEPTH)
+
+
+def _three_chains(size: int, _: Sequence[float]) -> TokenTree:
+    return TokenTree.independent(min(3, size - 1), max(1, (size - 1) // 3))
 
 
 def _binary(size: int, _: Sequence[float]) -> TokenTree:
-    return TokenTree.k_ary(2, (size + 1).bit_length() - 2)
+    return TokenTree.k_ary(2, (size + 1).bit_length() - 2) if size > 2 else TokenTree.chain(1)
 
 
 METHODS = {
@@ -40,9 +46,7 @@ METHODS = {
     # Leviathan et al. 2023, Chen et al. 2023
     "chain": Method("without_replacement", "without_replacement", lambda size, _: TokenTree.chain(size - 1)),
     # Miao et al. 2023: independent sequences, multi-step speculative sampling
-    "specinfer": Method(
-        "with_replacement", "with_replacement", lambda size, _: TokenTree.independent(3, max(1, (size - 1) // 3))
-    ),
+    "specinfer": Method("with_replacement", "with_replacement", _three_chains),
     # Jeon et al. 2024: constant branching
     "rsd-c": Method("without_replacement", "without_replacement", _binary),
     # Chen et al. 2024

@@ -25,7 +25,7 @@ def _acceptance_matrix(acceptance: Sequence | Tensor) -> Tensor:
     if matrix.dim() not in (1, 2) or matrix.numel() == 0:
         raise ValueError(f"acceptance must be [child] or [depth, child], not empty, got shape {[*matrix.shape]}")
     matrix = matrix.reshape(-1, matrix.shape[-1])
-    if not ((matrix >= 0) & (matrix <= 1)).all() or (matrix.sum(-1) > 1 + 1e-9).any():
+    if not ((matrix >= 0) & (matrix <= 1)).all() or (matrix.sum(-1) > 1 + 1e-6).any():
         raise ValueError(f"acceptance must lie in [0, 1] with rows that sum to at most 1, got {matrix.tolist()}")
     return matrix
 

@@ -1,5 +1,6 @@
 """What `generate` was asked for, checked before any work."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,14 +45,17 @@ def checked_request(
 ) -> Request:
     """The request, or a ValueError that says what was given and what is expected."""
     filters.check()
+    seed = _integer("seed", seed)
+    max_new_tokens = _integer("max_new_tokens", max_new_tokens)
     _check_tokens(input_ids, target)
     lengths = _prompt_lengths(input_ids, attention_mask)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     for model in (target, draft):
         _check_positions(model, int(lengths.max()), max_new_tokens)
-    eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
+    given = eos_token_id if isinstance(eos_token_id, Sequence) else [] if eos_token_id is None else [eos_token_id]
+    eos = [_integer("eos_token_id", token) for token in given]
+    pad = _integer("pad_token_id", pad_token_id) if pad_token_id is not None else eos[0] if eos else 0
     for name, tokens in (("eos_token_id", eos), ("pad_token_id", [pad])):
         for token in tokens:
             if not 0 <= token < target.vocab_size:
@@ -68,6 +72,13 @@ def checked_request(
         stops=torch.tensor(eos, dtype=torch.long, device=input_ids.device),
         pad=pad,
     )
+
+
+def _integer(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
 
 
 def _check_tokens(input_ids: Tensor, target: LlamaForward) -> None:
@@ -88,6 +99,8 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """LongTensor[B]."""
     if attention_mask is None:
         return torch.full_like(input_ids[:, 0], input_ids.shape[1])
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
     mask = attention_mask.to(input_ids)
     if mask.shape != input_ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all():
         raise ValueError(
@@ -110,6 +123,8 @@ def _check_positions(model: LlamaForward | None, prompt: int, new: int) -> None:
 def _checked_sequence_ids(sequence_ids: Tensor | None, batch: int, device: torch.device) -> Tensor:
     if sequence_ids is None:
         return torch.arange(batch, device=device)
+    if not isinstance(sequence_ids, Tensor):
+        raise TypeError(f"sequence_ids must be a LongTensor [{batch}], got {type(sequence_ids).__name__}")
     if sequence_ids.dtype != torch.long or sequence_ids.shape != (batch,):
         given = f"{sequence_ids.dtype} {[*sequence_ids.shape]}"
         raise ValueError(f"sequence_ids must be a LongTensor [{batch}], got {given}")

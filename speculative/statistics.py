@@ -48,7 +48,10 @@ class Statistics:
 
     @property
     def acceptance_by_rank(self) -> list[float]:
-        """[j]: of the accepted nodes with a child of rank j, the share of which that child was accepted."""
+        """[j]: of the accepted nodes with a child of rank j, the share of which that child was accepted.
+
+        Where draws with replacement gave equal siblings, only the accepted path's node counts, not its equals.
+        """
         return self._shares(self.tree.ranks, self.offered)
 
     @property
@@ -86,6 +89,7 @@ class Statistics:
         ]  # [A, N]
         offered = reached[:, parents.clamp(min=0)] & (tokens[active] >= 0)
         self.steps += len(reached)
+        kept = kept.cpu()
         self.offered[kept] += offered.sum(0).cpu()
         self.accepted[kept] += reached.sum(0).cpu()
 

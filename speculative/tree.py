@@ -55,11 +55,15 @@ class TokenTree:
     @classmethod
     def independent(cls, sequences: int, length: int) -> "TokenTree":
         """`sequences` separate chains of `length` nodes below the root (SpecInfer, SpecTr)."""
+        if length < 0:
+            raise ValueError(f"length must be at least 0, got {length}")
         return cls.from_branching([sequences, *[1] * (length - 1)] if length else [])
 
     @classmethod
     def k_ary(cls, branching: int, depth: int) -> "TokenTree":
         """Every node above depth `depth` has `branching` children."""
+        if depth < 0:
+            raise ValueError(f"depth must be at least 0, got {depth}")
         return cls.from_branching([branching] * depth)
 
     @classmethod
@@ -68,63 +72,72 @@ class TokenTree:
         widths = _integers("branching", list(branching))
         if any(width < 1 for width in widths):
             raise ValueError(f"branching factors must be at least 1, got {widths}")
-        parents = [-1]
-
-        def grow(node: int, depth: int) -> None:
-            for _ in range(widths[depth] if depth < len(widths) else 0):
-                parents.append(node)
-                grow(len(parents) - 1, depth + 1)
-
-        grow(0, 0)
+        parents: list[int] = []
+        stack = [(-1, 0)]  # (parent, depth) of nodes to come
+        while stack:
+            parent, depth = stack.pop()
+            parents.append(parent)
+            if depth < len(widths):
+                stack.extend([(len(parents) - 1, depth + 1)] * widths[depth])
         return cls(parents)
 
-    @cached_property
+    @property
     def parents(self) -> Tensor:
         """LongTensor[N], -1 for the root."""
         return torch.tensor(self._parents)
 
-    @cached_property
+    @property
     def ranks(self) -> Tensor:
         """LongTensor[N], a node's place among its siblings in draw order."""
         return torch.tensor(self._ranks)
 
-    @cached_property
+    @property
     def depths(self) -> Tensor:
         """LongTensor[N], edges from the root."""
-        depths = [0] * len(self)
-        for node, parent in enumerate(self._parents[1:], start=1):
-            depths[node] = depths[parent] + 1
-        return torch.tensor(depths)
+        return torch.tensor(self._depths)
 
     @property
     def depth(self) -> int:
         """Edges from the root to the deepest node."""
-        return int(self.depths.max())
+        return max(self._depths)
 
-    @cached_property
+    @property
     def subtree_size(self) -> Tensor:
         """LongTensor[N], nodes in the subtree of each node, itself included."""
-        sizes = [1] * len(self)
-        for node in range(len(self) - 1, 0, -1):
-            sizes[self._parents[node]] += sizes[node]
-        return torch.tensor(sizes)
+        return torch.tensor(self._sizes)
 
     @property
     def is_depth_first(self) -> bool:
         """Whether every subtree is an interval of node numbers."""
-        return self._preorder_gap() is None
+        return self._preorder_gap is None
 
-    @cached_property
+    @property
     def subtree_end(self) -> Tensor:
         """LongTensor[N]: the subtree of j is the nodes j .. subtree_end[j] - 1. Needs depth-first order."""
-        gap = self._preorder_gap()
+        gap = self._preorder_gap
         if gap is not None:
             raise ValueError(
                 f"subtree_end needs depth-first order, but node {gap} breaks it; call reordered('depth_first')"
             )
         return torch.arange(len(self)) + self.subtree_size
 
+    @cached_property
+    def _depths(self) -> list[int]:
+        depths = [0] * len(self)
+        for node, parent in enumerate(self._parents[1:], start=1):
+            depths[node] = depths[parent] + 1
+        return depths
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        sizes = [1] * len(self)
+        for node in range(len(self) - 1, 0, -1):
+            sizes[self._parents[node]] += sizes[node]
+        return sizes
+
+    @cached_property
     def _preorder_gap(self) -> int | None:
+        """The first node that is not numbered in preorder."""
         open_path: list[int] = []  # the path from the root to the node before
         for node, parent in enumerate(self._parents):
             while open_path and open_path[-1] != parent:
@@ -154,7 +167,7 @@ class TokenTree:
             for node in permutation:  # grows while it is read
                 permutation.extend(self._children[node])
         elif order in ("depth_first", "heavy_path"):
-            sizes = self.subtree_size.tolist()
+            sizes = self._sizes
             permutation, stack = [], [0]
             while stack:
                 permutation.append(node := stack.pop())

@@ -50,6 +50,7 @@ def test_views_with_strides_are_compacted_in_place():
     ({"path": torch.tensor([[0, 9]])}, "rows 0 .. 7"),
     ({"length": torch.tensor([2])}, "length must be in 0 .. 1"),
     ({"keys": [torch.zeros(2, 1, 8, 4)]}, r"\[1, Hkv, S, D\]"),
+    ({"keys": [torch.zeros(1, 1, 9, 4)]}, r"of one shape, got \[1, 1, 9, 4\] and \[1, 1, 8, 4\]"),
     ({"impl": "x"}, "impl .* got 'x'"),
 ])  # fmt: skip
 def test_bad_input_is_refused(change, message):

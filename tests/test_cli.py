@@ -3,10 +3,12 @@
 import io
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -126,6 +128,19 @@ def test_a_target_alone_decodes_plainly(heavypath, folders):
     assert (code, json.loads(output)["stats"]["tokens_per_step"]) == (0, 1.0)
 
 
+def test_generate_finds_models_by_name_in_the_hugging_face_cache(heavypath, folders, tmp_path, monkeypatch):
+    for name in ("target", "draft"):
+        entry = tmp_path / f"models--someone--{name}"
+        shutil.copytree(folders / name, entry / "snapshots" / "0123")
+        (entry / "refs").mkdir()
+        (entry / "refs" / "main").write_text("0123")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    arguments = ("generate", "one two", "--max-new-tokens", 3)
+    by_name = heavypath(*arguments, "--target", "someone/target", "--draft", "someone/draft")
+    assert by_name[:2] == heavypath(*arguments, "--target", folders / "target", "--draft", folders / "draft")[:2]
+    assert by_name[0] == 0
+
+
 def test_demo_compares_all_methods_with_transformers(heavypath):
     code, output, errors = heavypath("demo", "--prompts", 1, "--max-new-tokens", 12, "--json")
     answer = json.loads(output)
@@ -184,6 +199,7 @@ def test_wrong_options_are_refused_in_one_line(heavypath, arguments, code, messa
     ("prompt", "message"),
     [
         (("",), "the prompt is empty"),
+        (("caf\udce9",), "the prompt is not UTF-8"),
         (("--file", "empty.txt"), "the prompt in '.*empty.txt' is empty"),
         (("--file", "missing.txt"), "cannot read the prompt from '.*missing.txt': No such file"),
         (("--file", "target"), "cannot read the prompt from '.*target': Is a directory"),

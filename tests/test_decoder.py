@@ -106,14 +106,18 @@ def exact_law(model, prompt, filters, length):
 @pytest.mark.parametrize(
     "options", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}], ids=["plain", "filtered"]
 )
-def test_the_joint_law_of_three_tokens_is_exact(method, options, tiny_pair):
+def test_the_joint_law_of_four_tokens_is_exact(method, options, tiny_pair):
+    """The first comes from the prompt, the others from steps whose trees are at most two levels deep."""
     target, draft = tiny_pair
     prompt, sequences = torch.tensor([3, 1, 4]), 20_000
-    decoder = SpeculativeDecoder(target, draft, method, tree_size=6)
-    out = decoder.generate(prompt.expand(sequences, -1), max_new_tokens=3, seed=11, **options)
-    counts = joint_counts(out.sequences[:, 3:], 7)
-    law = exact_law(target, prompt, Filters(**options), 3)
-    assert chi_square_p_value(counts, law) > SIGNIFICANCE
+    law = exact_law(target, prompt, Filters(**options), 4)
+    ragged = TokenTree([-1, 0, 0, 2, 2, 0, 5])
+    for tree in [None] if method == "autoregressive" else [None, ragged]:
+        decoder = SpeculativeDecoder(target, draft, method, tree_size=6, tree=tree)
+        out = decoder.generate(prompt.expand(sequences, -1), max_new_tokens=4, seed=11, **options)
+        counts = joint_counts(out.sequences[:, 3:], 7)
+        assert chi_square_p_value(counts, law) > SIGNIFICANCE
+        assert method == "autoregressive" or min(out.stats.acceptance_by_depth[:2]) > 0
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -227,10 +231,11 @@ def with_nan(model):
     (lambda t, d: SpeculativeDecoder(with_nan(tiny_llama(0)), d), "target has NaN .* model.layers.0.mlp.up"),
     (lambda t, d: SpeculativeDecoder(t, with_nan(tiny_llama(0))), "draft has NaN"),
     (lambda t, d: SpeculativeDecoder(t, d, tree_size=1), "tree_size counts the root and must be at least 2, got 1"),
+    (lambda t, d: SpeculativeDecoder(t, d, tree=[-1, 0]), "tree must be a TokenTree, got list"),
     (lambda t, d: SpeculativeDecoder(t, d, draft_top_p=0.0), "draft_top_p must be"),
 ])  # fmt: skip
 def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pair):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         build(*tiny_pair)
 
 
@@ -247,6 +252,11 @@ def test_an_unknown_option_is_refused_by_name(tiny_pair):
     ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "at least one token"),
     ({"input_ids": torch.tensor([[7]])}, r"input_ids must be in 0 .. 6, got 7 .. 7"),
     ({"max_new_tokens": 63}, r"need 65 positions \(2 \+ 63\), but target has 64"),
+    ({"seed": 1.5}, "seed must be an integer, got 1.5"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
+    ({"eos_token_id": "a"}, "eos_token_id must be an integer, got 'a'"),
+    ({"sequence_ids": [3]}, r"sequence_ids must be a LongTensor \[1\], got list"),
+    ({"attention_mask": [[1, 1]]}, "attention_mask must be a tensor, got list"),
     ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
     ({"temperature": -0.5}, "temperature must be .* got -0.5"),
     ({"top_p": 0.0}, r"top_p must be .* \(0, 1\], got 0.0"),
@@ -261,7 +271,7 @@ def test_an_unknown_option_is_refused_by_name(tiny_pair):
 ])  # fmt: skip
 def test_bad_arguments_are_refused_before_any_work(options, message, tiny_pair):
     decoder = SpeculativeDecoder(*tiny_pair)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         decoder.generate(**{"input_ids": torch.tensor([[1, 2]]), "max_new_tokens": 4} | options)
 
 

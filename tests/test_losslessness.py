@@ -27,6 +27,14 @@ SETTINGS = {
     "truncated draft, filled": ("without_replacement", TokenTree.k_ary(3, 2), PLAIN, Filters(top_k=1), False, True),
     "draft's top-k as point masses": ("without_replacement", TokenTree.k_ary(2, 2), PLAIN, Filters(0.0), False, False),
     "independent draws": ("with_replacement", TokenTree.k_ary(2, 2), PLAIN, PLAIN, True, False),
+    "a leaf's equal sibling has children": ("with_replacement", TokenTree([-1, 0, 0, 2]), PLAIN, PLAIN, True, False),
+    "independent draws, ragged": ("with_replacement", TokenTree([-1, 0, 0, 2, 0, 4, 4]), PLAIN, HOT, True, False),
+    "filled by other filters": (
+        "without_replacement", TokenTree.k_ary(3, 2), Filters(0.8, top_k=2), Filters(top_p=0.5), False, True,
+    ),
+    "min-p on both sides": (
+        "without_replacement", TokenTree.k_ary(2, 2), Filters(min_p=0.2), Filters(min_p=0.05), False, False,
+    ),
     "independent sequences": ("with_replacement", TokenTree.independent(3, 2), COOL, HOT, True, False),
     "race": ("race", TokenTree.k_ary(2, 2), PLAIN, PLAIN, False, False),
     "race, other draft temperature": ("race", TokenTree.k_ary(2, 2), COOL, HOT, False, False),

@@ -53,7 +53,7 @@ MUTATIONS = {
         {"draft_filters": Filters(0.5)},
     ),
     "target filters are ignored": (
-        verification, "filtered_logprobs(target_row, target_filters).exp", "filtered_logprobs(target_row, Filters()).exp",
+        verification, "filtered_logprobs(target_row, target_filters)", "filtered_logprobs(target_row, Filters())",
         {"target_filters": Filters(0.5)},
     ),
     "siblings are tried in index order": (

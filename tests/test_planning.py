@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from heavypath.speculative import TokenTree, expected_tokens, greedy_tree
+from heavypath.speculative import METHODS, TokenTree, expected_tokens, greedy_tree
 
 
 def every_tree(size: int):
@@ -61,6 +61,17 @@ def test_greedy_trees_know_acceptance_that_changes_with_depth():
         candidates = [tree for tree in every_tree(size) if tree.depth <= 3 and int(tree.ranks.max()) < 2]
         best = max(expected_tokens(tree, acceptance) for tree in candidates)
         assert expected_tokens(greedy_tree(acceptance, size), acceptance) == pytest.approx(best, abs=1e-9)
+
+
+def test_rounded_acceptance_is_taken():
+    assert len(greedy_tree(torch.full((10,), 0.1), 5)) == 5
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 12, 64])
+@pytest.mark.parametrize("acceptance", [[0.7], [0.5, 0.2], [0.5, 0.1, 0.1, 0.05]])
+def test_the_methods_trees_have_at_most_the_size_asked_for(size, acceptance):
+    for name, method in METHODS.items():
+        assert 2 <= len(method.shape(size, acceptance)) <= size or name == "autoregressive"
 
 
 def test_the_planned_tree_is_in_heavy_path_order():

@@ -28,9 +28,11 @@ def test_ordered_draws_without_replacement_have_the_sequential_law(filters, k):
         counts.append(int((drawn.tokens == expected).all(-1).sum()))
         law.append(probability)
     law = torch.tensor(law)
-    if law.sum() > 0.5:  # else the support has fewer than k tokens
+    if k <= int((probs > 0).sum()):
         assert sum(counts) == ROWS
         assert chi_square_p_value(torch.tensor(counts), law) > SIGNIFICANCE
+    else:
+        assert (drawn.tokens[:, int((probs > 0).sum()) :] == -1).all()
     torch.testing.assert_close(
         drawn.logprobs, probs.log().float()[drawn.tokens.clamp(min=0)].masked_fill(drawn.tokens < 0, -torch.inf)
     )
@@ -86,6 +88,11 @@ def test_any_vocabulary_and_dtype(vocab_size, dtype):
     assert torch.equal(drawn.tokens, gumbel_topk(logits.float(), 4, seed=1).tokens)
 
 
+def test_strides_do_not_matter():
+    logits = torch.randn(4, 5, 7)[:, 1:3]
+    assert torch.equal(gumbel_topk(logits, 2).tokens, gumbel_topk(logits.contiguous(), 2).tokens)
+
+
 def test_rows_without_support_and_single_tokens_are_defined():
     logits = torch.full((2, 4), -torch.inf)
     logits[1, 2] = -7.0
@@ -111,6 +118,7 @@ def test_stable_topk_equals_a_stable_sort():
     ({"k": 0}, "k must be at least 1, got 0"),
     ({"temperature": -1.0}, "temperature must be .* got -1.0"),
     ({"top_p": 2.0}, "top_p must be .* got 2.0"),
+    ({"rows": torch.tensor([-1, 0])}, "rows must be at least 0, got -1"),
     ({"rows": torch.zeros(3, dtype=torch.long)}, r"rows must be a LongTensor \[2\]"),
     ({"logits": torch.tensor([[0.0, 0.0], [0.0, float("nan")]])}, "row 1 holds nan"),
     ({"logits": torch.tensor([[0.0, float("inf")], [0.0, 0.0]])}, "row 0 holds inf"),

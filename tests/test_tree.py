@@ -51,10 +51,20 @@ def test_orders_by_hand():
 def test_constructors():
     assert TokenTree.chain(3).parents.tolist() == [-1, 0, 1, 2]
     assert len(TokenTree.chain(0)) == 1
+    assert TokenTree.chain(4000).depth == 4000
     assert TokenTree.independent(2, 2).parents.tolist() == [-1, 0, 1, 0, 3]
     assert TokenTree.k_ary(2, 2).parents.tolist() == [-1, 0, 1, 1, 0, 4, 4]
     assert TokenTree.from_branching([3, 2, 1]).depths.bincount().tolist() == [1, 3, 6, 6]
     assert TokenTree(torch.tensor([-1, 0])) == TokenTree([-1, 0])
+
+
+def test_a_tree_cannot_be_changed_through_its_properties():
+    tree = TokenTree([-1, 0, 0])
+    tree.parents[1] = 99
+    tree.depths[1] = 99
+    assert tree == TokenTree([-1, 0, 0])
+    assert tree.parents.tolist() == [-1, 0, 0]
+    assert tree.depths.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -119,5 +129,9 @@ def test_bad_requests_are_refused():
         HAND.reordered("random")
     with pytest.raises(ValueError, match="branching factors must be at least 1"):
         TokenTree.from_branching([2, 0])
+    with pytest.raises(ValueError, match="length must be at least 0, got -1"):
+        TokenTree.chain(-1)
+    with pytest.raises(ValueError, match="depth must be at least 0, got -2"):
+        TokenTree.k_ary(2, -2)
     with pytest.raises(ValueError, match="block_size must be at least 1"):
         HAND.occupied_blocks(0)

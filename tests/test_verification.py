@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.verification import _residual_chain, verify_tree
+from heavypath.kernels.verification import _residual_chain, sibling_order, verify_tree
 
 
 def acceptance_and_weights(target: Tensor, draft_logits: Tensor, filters: Filters, drawn: Tensor, replacement: bool):
@@ -80,7 +80,8 @@ def test_the_emitted_token_has_exactly_the_targets_law(vocab_size, k, replacemen
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("filters", "k", "fill"), [
     (Filters(top_k=2), 2, False), (Filters(top_k=2), 4, True), (Filters(top_k=1), 3, True),
-    (Filters(top_p=0.6), 1, False), (Filters(temperature=0.3), 3, False), (Filters(temperature=0.0), 3, False), (Filters(temperature=0.0), 1, False),
+    (Filters(top_p=0.6), 1, False), (Filters(temperature=0.3), 3, False), (Filters(temperature=0.0), 3, False),
+    (Filters(temperature=0.0), 1, False),
 ])  # fmt: skip
 def test_filtered_filled_and_deterministic_drafts_keep_the_law_exactly(filters, k, fill, seed):
     target, draft_logits = pair(5, seed)
@@ -220,6 +221,36 @@ def test_results_do_not_depend_on_the_batch():
             assert all(torch.equal(field[0], whole_field[b]) for field, whole_field in zip(alone, whole, strict=True))
 
 
+def test_equal_ranks_of_siblings_are_refused():
+    logits, ranks = torch.zeros(1, 3, 4), torch.tensor([0, 1, 1])
+    with pytest.raises(ValueError, match="ranks must differ among siblings"):
+        verify_tree(
+            torch.tensor([[0, 1, 2]]),
+            torch.tensor([-1, 0, 0]),
+            logits,
+            logits,
+            method="race",
+            ranks=ranks,
+        )
+
+
+def test_siblings_are_ordered_by_index_where_no_ranks_are_given():
+    parents = torch.tensor([[-1, 0, 1, 0, 1, 3, 0], [-1, 0, 0, 0, 1, 1, 1]])
+    assert sibling_order(parents).tolist() == [[0, 0, 0, 1, 1, 0, 2], [0, 0, 1, 2, 0, 1, 2]]
+
+
+def test_an_empty_batch_gives_an_empty_answer():
+    empty = torch.zeros(0, 2, dtype=torch.long)
+    verified = verify_tree(empty, torch.tensor([-1, 0]), torch.zeros(0, 2, 3), None, method="race", max_depth=1)
+    assert [field.shape for field in verified] == [(0, 2), (0,), (0,)]
+
+
+def test_a_tiny_temperature_is_the_argmax():
+    logits = torch.tensor([[[50.0, 3.0, 60.0]]])
+    verified = verify_tree(torch.tensor([[0]]), torch.tensor([-1]), logits, None, method="race", temperature=1e-37)
+    assert verified.next_token.tolist() == [2]
+
+
 GOOD = {
     "tokens": torch.tensor([[0, 1]]),
     "parents": torch.tensor([-1, 0]),
@@ -247,6 +278,10 @@ GOOD = {
     ({"target_logits": torch.full((1, 2, 3), float("nan"))}, r"target_logits .* \[0, 0\] has nan"),
     ({"draft_logits": torch.full((1, 2, 3), float("nan"))}, r"draft_logits .* \[0, 0\] has nan"),
     ({"target_logits": torch.full((1, 2, 3), -float("inf"))}, r"target_logits .* \[0, 0\] has -inf"),
+    ({"ranks": torch.tensor([0, 2])}, r"ranks must differ among siblings and be in \[0, 2\)"),
+    ({"ranks": torch.tensor([0, -1])}, "ranks must differ"),
+    ({"rows": torch.tensor([[0, -1]])}, "rows must be at least 0, got -1"),
+    ({"max_depth": -1}, "max_depth must be at least 0, got -1"),
     ({"rows": torch.zeros(2, dtype=torch.long)}, r"rows must be a LongTensor \[1, 2\]"),
 ])  # fmt: skip
 def test_bad_input_is_refused_with_what_was_given_and_expected(change, message):

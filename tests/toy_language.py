@@ -66,7 +66,7 @@ def decode(
             rows = (sequence[:, None] << 24) + written[:, None] + depths
         else:
             rows = (sequence[:, None] << 24) + ((0 if stale else step) << 12) + torch.arange(nodes)
-        draft_logits = torch.zeros(sequences, nodes, language.vocab_size)
+        draft_logits = torch.full((sequences, nodes, language.vocab_size), torch.nan)  # leaves' are never read
         for node in range(nodes):
             children = (parents == node).nonzero()[:, 0]
             if not len(children):
@@ -77,9 +77,12 @@ def decode(
                 replacement=replacement, uniform_fill=uniform_fill,
             )  # fmt: skip
             tokens[:, children] = drawn.tokens[:, ranks[children]]
+        # A draft filter of None would mean the target's.
+        temperature, top_k, top_p, min_p = draft_filters
+        off = Filters(temperature, top_k or 0, top_p or 1.0, min_p or 0.0)
         verified = verify_tree(
             tokens, parents, language.target[tokens.clamp(min=0)], draft_logits, method=method, ranks=ranks,
-            **target_filters._asdict(), **{f"draft_{name}": value for name, value in draft_filters._asdict().items()},
+            **target_filters._asdict(), **{f"draft_{name}": value for name, value in off._asdict().items()},
             seed=seed, rows=rows,
         )  # fmt: skip
         accepted = tokens.gather(1, verified.path.clamp(min=0))
