@@ -46,6 +46,8 @@ def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
     What is kept is decided in fp32, so that whoever draws and whoever verifies agree on the support.
     """
     exact = (logits.double() - logits.amax(-1, keepdim=True)) / filters.temperature  # a tiny one cannot overflow
+    if not (filters.top_k or filters.top_p or filters.min_p):
+        return exact.log_softmax(-1)
     scores = exact.float()
     if filters.top_k and filters.top_k < scores.shape[-1]:
         threshold = scores.topk(int(filters.top_k), sorted=True).values[..., -1:]
