@@ -26,6 +26,17 @@ class Filters(NamedTuple):
     top_p: float | None = None
     min_p: float | None = None
 
+    def override(
+        self, temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None
+    ) -> "Filters":
+        """These filters, but for what is given other than None."""
+        return Filters(
+            self.temperature if temperature is None else temperature,
+            self.top_k if top_k is None else top_k,
+            self.top_p if top_p is None else top_p,
+            self.min_p if min_p is None else min_p,
+        )
+
     def check(self, prefix: str = "") -> "Filters":
         """Raise ValueError for a value outside its range; returns self."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

@@ -89,14 +89,7 @@ def verify_tree(
     Raises ValueError for bad shapes, dtypes or options, and on CPU for values out of range and NaN logits.
     """
     target_filters = Filters(temperature, top_k, top_p, min_p).check()
-    draft_filters = Filters(
-        *(
-            target if draft is None else draft
-            for draft, target in zip(
-                (draft_temperature, draft_top_k, draft_top_p, draft_min_p), target_filters, strict=True
-            )
-        )
-    ).check("draft_")
+    draft_filters = target_filters.override(draft_temperature, draft_top_k, draft_top_p, draft_min_p).check("draft_")
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if temperature == 0 and method != "greedy":
@@ -224,7 +217,7 @@ def _verify_reference(
         if draft_aware:
             target_probs = filtered_logprobs(target_row, target_filters).exp()
             choice, weights = torch.full_like(node, -1), target_probs
-            inner = drawn[:, 0].ge(0).nonzero()[:, 0] if width else []
+            inner = (drawn >= 0).any(-1).nonzero()[:, 0]
             if len(inner):
                 assert draft_logits is not None
                 assert coin is not None

@@ -51,13 +51,11 @@ def measure_acceptance(
 
     total = torch.zeros(children, dtype=torch.float64)
     positions = 0
+    rows_at_once = max(1, ELEMENTS_PER_CHUNK // vocabulary)
     sequences = max(1, ELEMENTS_PER_FORWARD // (input_ids.shape[1] * vocabulary))
     for ids in input_ids.split(sequences):
         target_chunks, draft_chunks = (
-            model(input_ids=ids, use_cache=False)
-            .logits.flatten(0, 1)
-            .float()
-            .split(ELEMENTS_PER_CHUNK // vocabulary + 1)
+            model(input_ids=ids, use_cache=False).logits.flatten(0, 1).float().split(rows_at_once)
             for model in (target, draft)
         )  # [R, V]
         for target_logits, draft_logits in zip(target_chunks, draft_chunks, strict=True):

@@ -147,8 +147,11 @@ def environment() -> dict:
     """Versions, device, threads and which implementation each kernel runs with here."""
     cuda = torch.cuda.is_available()
     return {
-        **{name: _version(name) for name in ("heavypath", "torch", "triton", "transformers")},
+        "heavypath": importlib.metadata.version("heavypath"),
         "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version_of_triton(),
+        "transformers": transformers.__version__,
         "device": f"cuda ({torch.cuda.get_device_name()})" if cuda else "cpu",
         "threads": torch.get_num_threads(),
         "kernels": dict.fromkeys(KERNELS, "PyTorch reference"),  # none has a Triton version yet
@@ -203,17 +206,21 @@ def _encode(pair: Pair, text: str) -> torch.Tensor:
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    if (prompt is None) == (file is None):
-        raise typer.BadParameter("give either a text (or - for standard input) or --file", param_hint="PROMPT")
+    place = f" in {str(file)!r}" if file is not None else ""
     try:
-        text = file.read_text(encoding="utf-8") if file else sys.stdin.read() if prompt == "-" else prompt
-        text.encode()  # an argument's or a terminal's bytes may not be text either
+        if file is not None and prompt is None:
+            text = file.read_text(encoding="utf-8")
+        elif prompt is not None and file is None:
+            text = sys.stdin.read() if prompt == "-" else prompt
+            text.encode()  # the bytes of an argument or of a terminal may not be text either
+        else:
+            raise typer.BadParameter("give either a text (or - for standard input) or --file", param_hint="PROMPT")
     except UnicodeError as error:
-        raise ValueError(f"the prompt{f' in {str(file)!r}' if file else ''} is not UTF-8 text: {error}") from error
+        raise ValueError(f"the prompt{place} is not UTF-8 text: {error}") from error
     except OSError as error:
-        raise OSError(f"cannot read the prompt from {str(file)!r}: {error.strerror}") from error
+        raise OSError(f"cannot read the prompt{place}: {error.strerror}") from error
     if not text:
-        raise ValueError(f"the prompt{f' in {str(file)!r}' if file else ''} is empty; expected some text to continue")
+        raise ValueError(f"the prompt{place} is empty; expected some text to continue")
     return text
 
 
@@ -222,8 +229,8 @@ def _stream_demo_text(decoder: SpeculativeDecoder, pair: Pair, text: str, ids: t
     console.print(Text(text, style="dim"), end="")
     stream = TextStream(pair.tokenizer, _write)
     stats = decoder.generate(ids, eos_token_id=pair.eos_token_ids, streamer=stream, **options).stats
-    speed = f"{stats.tokens_per_step:.2f} tokens per target forward, {stats.tokens_per_second:.0f} tokens/s"
-    console.print(Text(f"\n\n[{decoder.method}: {speed}]\n", style="dim"))
+    counts = f"{stats.new_tokens} tokens, {stats.tokens_per_step:.2f} per target forward"
+    console.print(Text(f"\n\n[{decoder.method}: {counts}]\n", style="dim"))
 
 
 def _print_table(rows: list[Row], settings: dict) -> None:
@@ -269,9 +276,9 @@ def _progress(text: str) -> Iterator[Callable[[str], object]]:
         yield lambda line: None
 
 
-def _version(package: str) -> str:
+def _version_of_triton() -> str:
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 

@@ -108,8 +108,8 @@ class SpeculativeDecoder:
                 )
         elif len(self.tree) > 1:
             raise ValueError(f"method {method!r} needs a draft model, got None")
-        for model in (self._target, self._draft):
-            for name, weight in model.weights() if model is not None else ():
+        for model in filter(None, (self._target, self._draft)):
+            for name, weight in model.weights():
                 if not weight.sum(dtype=torch.float32).isfinite():
                     raise ValueError(f"{model.name} has NaN or infinite weights in {name}")
 
@@ -171,8 +171,7 @@ class SpeculativeDecoder:
 
     def _drafting_filters(self, target: Filters) -> Filters:
         """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""
-        given = zip(self._draft_options, target, strict=True)
-        filters = Filters(*(own if own is not None else other for own, other in given))
+        filters = target.override(*self._draft_options)
         return filters if target.temperature > 0 else filters._replace(temperature=0.0)
 
     def _decode(

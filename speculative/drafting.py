@@ -61,10 +61,24 @@ def tree_shape(whole: TokenTree, depth: int, device: torch.device) -> Shape:
         nodes, parent = tree.parents[children].unique(return_inverse=True)
         rank = tree.ranks[children]
         sees = mask[nodes] if level else torch.cat([torch.zeros_like(mask[:1]), mask[:1]])
-        parts = (nodes, bias_table(sees, torch.float32), children, parent, rank)
-        levels.append(Level(*(part.to(device) for part in parts), width=int(rank.max()) + 1))
-    parts = (tree.parents, tree.ranks, tree.depths, kept, bias_table(mask, torch.float32))
-    return Shape(*(part.to(device) for part in parts), tuple(levels))
+        levels.append(
+            Level(
+                nodes=nodes.to(device),
+                bias=bias_table(sees, torch.float32).to(device),
+                children=children.to(device),
+                parent=parent.to(device),
+                rank=rank.to(device),
+                width=int(rank.max()) + 1,
+            )
+        )
+    return Shape(
+        parents=tree.parents.to(device),
+        ranks=tree.ranks.to(device),
+        depths=tree.depths.to(device),
+        kept=kept.to(device),
+        bias=bias_table(mask, torch.float32).to(device),
+        levels=tuple(levels),
+    )
 
 
 def draft_tree(

@@ -89,6 +89,8 @@ class LlamaForward:
         self._head_dim: int = self._layers[0].self_attn.head_dim
         self._kv_heads: int = config.num_key_value_heads
         self._rotary = self._rotary_tables(1)
+        from_memory = sum(weight.numel() for _, weight in self.weights()) > 1 << 20  # more than fits a core's cache
+        self._few_rows = 8 if from_memory and self.device.type == "cpu" and self.dtype == torch.float32 else 0
 
     @property
     def device(self) -> torch.device:
@@ -134,21 +136,23 @@ class LlamaForward:
         for index, layer in enumerate(self._layers):
             attention = layer.self_attn
             normed = _normed(layer.input_layernorm, hidden)
-            query = attention.q_proj(normed).view(batch, nodes, -1, self._head_dim)
-            key = attention.k_proj(normed).view(batch, nodes, -1, self._head_dim)
-            value = attention.v_proj(normed).view(batch, nodes, -1, self._head_dim)
+            query, key, value = (
+                self._linear(project, normed).view(batch, nodes, -1, self._head_dim)
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
             if self.config.model_type == "qwen3":
                 query, key = _normed(attention.q_norm, query), _normed(attention.k_norm, key)
             cache.write(index, _rotated(key, cos, sin), value, rows)
             keys, values = cache.read(index, visible)
             mixed = attend(_rotated(query, cos, sin).transpose(1, 2), keys, values, bias, attention.scaling)
-            hidden = hidden + attention.o_proj(mixed.transpose(1, 2).reshape(batch, nodes, -1))
+            hidden = hidden + self._linear(attention.o_proj, mixed.transpose(1, 2).reshape(batch, nodes, -1))
             mlp = layer.mlp
             normed = _normed(layer.post_attention_layernorm, hidden)
-            hidden = hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed))
+            gate, up = (self._linear(project, normed) for project in (mlp.gate_proj, mlp.up_proj))
+            hidden = hidden + self._linear(mlp.down_proj, mlp.act_fn(gate) * up)
         if last is not None:
             hidden = hidden[torch.arange(batch, device=last.device), last][:, None]
-        return self._model.lm_head(_normed(self._norm, hidden)).float()
+        return self._linear(self._model.lm_head, _normed(self._norm, hidden)).float()
 
     def prefill(self, prompt: Tensor, lengths: Tensor, cache: KeyValueCache) -> Tensor:
         """Cache right-padded prompts LongTensor[B, T]; fp32 logits [B, 1, V] after the last token of each.
@@ -167,6 +171,21 @@ class LlamaForward:
             ends_here = (start < lengths) & (lengths <= stop)
             logits = after.where(ends_here[:, None, None], logits)
         return logits
+
+    def _linear(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        """module(hidden) for hidden [B, N, K].
+
+        On a CPU the matrix product for 2 to 8 rows is faster as weight @ rows.T than as rows @ weight.T, by 1.4 to 3
+        times at a million weights, and one row is faster as two; larger matrices are read at full speed either way.
+        """
+        rows = hidden.shape[0] * hidden.shape[1]
+        if rows > self._few_rows or type(module) is not nn.Linear or module.weight.numel() > 1 << 21:
+            return module(hidden)
+        flat = hidden.reshape(rows, -1)
+        product = torch.mm(module.weight, (flat if rows > 1 else flat.repeat(2, 1)).t()).t()[:rows].contiguous()
+        if module.bias is not None:
+            product += module.bias
+        return product.view(*hidden.shape[:-1], -1)
 
     @torch.inference_mode()
     def _rotary_tables(self, positions: int) -> tuple[Tensor, Tensor]:

@@ -52,11 +52,13 @@ def sharpened(model):
     return model.eval()
 
 
+@pytest.mark.parametrize("few_rows", [0, 1000])
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_logits_of_prompts_then_trees_are_those_of_transformers(name):
+def test_logits_of_prompts_then_trees_are_those_of_transformers(name, few_rows):
     model = sharpened(MODELS[name]())
     forward = LlamaForward(model)
+    forward._few_rows = few_rows  # both ways to multiply by a weight
     prompts, prefix = torch.randint(0, 61, (2, 9)), 9
     cache = forward.new_cache(2, 20)
     rows = torch.arange(9).expand(2, -1)
@@ -66,6 +68,11 @@ def test_logits_of_prompts_then_trees_are_those_of_transformers(name):
     last = torch.tensor([8, 3])
     some = forward(prompts, rows, rows, cache, attention_bias(causal, torch.tensor(0), 9, torch.float32), last)
     torch.testing.assert_close(some[:, 0], logits[torch.arange(2), last])
+
+    alone = forward.new_cache(1, 20)
+    forward.prefill(prompts[:1, :8], torch.tensor([8]), alone)
+    one = forward(prompts[:1, 8:], rows[:1, 8:], rows[:1, 8:], alone, None)
+    torch.testing.assert_close(one[0, 0], logits[0, 8], atol=2e-4, rtol=2e-4)
 
     tree = TokenTree([-1, 0, 1, 1, 0, 4])
     tokens = torch.randint(0, 61, (2, 6))
