@@ -51,7 +51,7 @@ def demo(
     temperature: Temperature = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    tree_size: TreeSize = 12,
+    tree_size: TreeSize = 8,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -96,7 +96,7 @@ def generate(
     temperature: Temperature = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    tree_size: TreeSize = 12,
+    tree_size: TreeSize = 8,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:

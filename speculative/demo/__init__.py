@@ -1,0 +1,47 @@
+"""The pair that ships with the package: a small Llama target, a smaller draft and their tokenizer.
+
+Everything is read from this folder; nothing is downloaded. `record.json` beside the weights says how they were
+trained and what they reach, `train.py` makes them again.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+FOLDER = Path(__file__).parent
+
+
+class DemoPair(NamedTuple):
+    """Two models over one vocabulary, both in eval mode, and the tokenizer of that vocabulary."""
+
+    target: LlamaForCausalLM
+    draft: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+
+
+def load_demo_pair(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> DemoPair:
+    """Load the shipped target, draft and tokenizer from the package's own folder, offline.
+
+    The pair was trained on the Python standard library's source, so it continues Python code. Weights are stored in
+    fp16 and converted to `dtype`; float32 is the one for exact comparisons and for CPUs.
+
+        target, draft, tokenizer = load_demo_pair()
+        inputs = tokenizer("def read(self, size=-1):", return_tensors="pt")
+
+    A prompt does better without a newline at its end: the tokenizer joins a newline to the indentation after it.
+    """
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER, local_files_only=True)
+    return DemoPair(_load_model("target", dtype, device), _load_model("draft", dtype, device), tokenizer)
+
+
+def demo_prompts() -> list[str]:
+    """About two dozen openings of functions and classes, 30 to 80 tokens each, from files that were held out."""
+    return json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8"))
+
+
+def _load_model(name: str, dtype: torch.dtype, device: torch.device | str) -> LlamaForCausalLM:
+    model = LlamaForCausalLM.from_pretrained(FOLDER / name, dtype=dtype, local_files_only=True, use_safetensors=True)
+    return model.to(torch.device(device)).eval()  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,230 @@
+"""Train the demo pair from nothing: tokenizer, target, draft, and the record of what they reach.
+
+    python -m heavypath.speculative.demo.train                    # everything, an hour and a half on two CPU cores
+    python -m heavypath.speculative.demo.train --stage target --resume
+
+Checkpoints and half-made models stay in the work folder; the package's own folder changes only when the pair is whole.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from heavypath.speculative.demo import FOLDER, corpus, load_demo_pair
+from heavypath.speculative.demo.distillation import DraftTraining, LongDraftTraining, train_draft
+from heavypath.speculative.demo.measurement import measure_pair
+from heavypath.speculative.demo.optimization import Optimization, Progress, Schedule, fast_autocast
+
+STAGES = ("tokenizer", "target", "draft", "measure")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Optimiser steps at one sequence length."""
+
+    steps: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TargetTraining(Schedule):
+    """Every setting of the target's training; attention costs little on short rows, so most steps see those."""
+
+    steps: int = 1260
+    warmup_steps: int = 30
+    decay_steps: int = 460
+    matrix_rate: float = 4e-3
+    vector_rate: float = 3e-3
+    weight_decay: float = 0.1
+    phases: tuple[Phase, ...] = (Phase(1000, 256), Phase(200, 512), Phase(60, 1024))
+    tokens_per_step: int = 4096
+    seed: int = 1
+
+
+def target_config() -> LlamaConfig:
+    """Llama of 9.4 million parameters: 8 layers of width 320."""
+    return _llama_config(
+        hidden_size=320, intermediate_size=864, num_hidden_layers=8, num_attention_heads=10, num_key_value_heads=5
+    )
+
+
+def draft_config() -> LlamaConfig:
+    """Llama of 0.44 million parameters: 1 layer of width 160."""
+    return _llama_config(
+        hidden_size=160, intermediate_size=432, num_hidden_layers=1, num_attention_heads=5, num_key_value_heads=1
+    )
+
+
+def _llama_config(**shape: Any) -> LlamaConfig:
+    return LlamaConfig(
+        **shape,
+        vocab_size=corpus.VOCABULARY,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=corpus.END_OF_TEXT_ID,
+        eos_token_id=corpus.END_OF_TEXT_ID,
+    )
+
+
+def make_tokenizer(work: Path) -> None:
+    """Train the tokenizer, encode the corpus and choose the prompts."""
+    sources = corpus.read_corpus()
+    tokenizer = corpus.train_tokenizer(sources)
+    tokenizer.save_pretrained(work / "tokenizer")
+    write_json(work / "prompts.json", corpus.choose_prompts(sources, tokenizer))
+    train, held_out = (
+        corpus.encode_documents(tokenizer, [source.text for source in sources if source.held_out == wanted])
+        for wanted in (False, True)
+    )
+    torch.save({"train": train, "held_out": held_out}, work / "tokens.pt")
+    facts = {
+        "source": "the Python standard library, its own .py files without tests and generated tables",
+        "licence": "PSF-2.0",
+        "sha256": corpus.corpus_hash(sources),
+        "files": {"train": len(train), "held_out": len(held_out)},
+        "tokens": {"train": sum(map(len, train)), "held_out": sum(map(len, held_out))},
+        "characters": sum(len(source.text) for source in sources),
+    }
+    write_json(work / "data.json", facts)
+    print(facts, flush=True)
+
+
+def train_target(work: Path, settings: TargetTraining, resume: bool) -> None:
+    """Next-token training; leaves `target/` in the work folder."""
+    documents, held_out = load_documents(work)
+    torch.manual_seed(settings.seed)
+    model = LlamaForCausalLM(target_config())
+    optimization = Optimization(model, settings)
+    done, seconds = optimization.load(work / "target.pt") if resume else (0, 0.0)
+    steps = settings.steps
+    progress = Progress(steps, settings.tokens_per_step, done, seconds)
+    compiled_loss = torch.compile(next_token_loss, dynamic=False)  # 6 to 17 % faster than eager on two cores
+
+    for step, rows in islice(enumerate(target_batches(documents, settings)), done, steps):
+        with fast_autocast():
+            loss = compiled_loss(model.train(), rows)
+        loss.backward()
+        optimization.step(step)
+        progress.report(step + 1, f"length {rows.shape[1] - 1}  loss {loss.item():.3f}")
+        if (step + 1) % 100 == 0 or step + 1 == steps:
+            optimization.save(work / "target.pt", step + 1, progress.seconds)
+            print(f"  held-out loss {mean_loss(model, corpus.windows(held_out, 513)[:48]):.3f}", flush=True)
+    finish(model, work, "target", asdict(settings), progress.seconds)
+
+
+def target_batches(documents: list[torch.Tensor], settings: TargetTraining) -> Iterator[torch.Tensor]:
+    """One batch [rows, length + 1] per optimiser step, through all phases."""
+    for index, phase in enumerate(settings.phases):
+        rows = settings.tokens_per_step // phase.length
+        yield from islice(corpus.training_batches(documents, phase.length, rows, settings.seed + index), phase.steps)
+
+
+def next_token_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over rows [rows, length + 1]."""
+    logits = model(input_ids=rows[:, :-1], use_cache=False).logits  # [rows, length, V]
+    return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def mean_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> float:
+    """Mean cross-entropy over many rows, int16 [rows, length + 1]."""
+    model.eval()
+    with fast_autocast():
+        return sum(next_token_loss(model, part.long()).item() * len(part) for part in rows.split(8)) / len(rows)
+
+
+def distil_draft(work: Path, phases: tuple[DraftTraining, ...], resume: bool) -> None:
+    """Train the draft on the target's distributions; leaves `draft/` in the work folder."""
+    documents, _ = load_documents(work)
+    target = LlamaForCausalLM.from_pretrained(work / "target", dtype=torch.float32, local_files_only=True).eval()
+    torch.manual_seed(phases[0].seed)
+    draft = LlamaForCausalLM(draft_config())
+    seconds = sum(train_draft(draft, target, documents, phase, work, resume) for phase in phases)
+    finish(draft, work, "draft", {"phases": [asdict(phase) for phase in phases]}, seconds)
+
+
+def finish(model: LlamaForCausalLM, work: Path, name: str, settings: dict[str, Any], seconds: float) -> None:
+    """Save the model in fp16, as it ships, and how it was trained."""
+    model.half().save_pretrained(work / name)
+    write_json(work / f"{name}.json", {"wall_seconds": round(seconds), **settings})
+
+
+def export(work: Path) -> None:
+    """Replace the package's pair by the one in the work folder."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(work / "tokenizer" / name, FOLDER / name)
+    for name in ("target", "draft"):
+        shutil.copytree(work / name, FOLDER / name, copy_function=shutil.copyfile, dirs_exist_ok=True)
+    shutil.copyfile(work / "prompts.json", FOLDER / "prompts.json")
+
+
+def measure(work: Path) -> None:
+    """Measure the package's pair and write its record.json."""
+    started = time.monotonic()
+    documents, held_out = load_documents(work)
+    pair = load_demo_pair()
+    record = {
+        "data": read_json(work / "data.json"),
+        "licence_of_weights": "Apache-2.0",
+        "training": {name: read_json(work / f"{name}.json") for name in ("target", "draft")},
+        **measure_pair(pair.target, pair.draft, documents, held_out),
+        "measurement_wall_seconds": round(time.monotonic() - started),
+    }
+    write_json(FOLDER / "record.json", record)
+    print(json.dumps(record, indent=1))
+
+
+def load_documents(work: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The encoded training files and the held-out ones, int16 each."""
+    tokens = torch.load(work / "tokens.pt")
+    return tokens["train"], tokens["held_out"]
+
+
+def read_json(path: Path) -> dict:
+    """The object stored at `path`."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_json(path: Path, content: object) -> None:
+    """Store `content` at `path`, readable by people."""
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Run the stages asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "heavypath-demo")
+    parser.add_argument("--resume", action="store_true", help="continue from the work folder's checkpoints")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    work, resume = arguments.work, arguments.resume
+    work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(arguments.threads)
+    stages = STAGES if arguments.stage == "all" else (arguments.stage,)
+    if "tokenizer" in stages:
+        make_tokenizer(work)
+    if "target" in stages:
+        train_target(work, TargetTraining(), resume)
+    if "draft" in stages:
+        distil_draft(work, (DraftTraining(), LongDraftTraining()), resume)
+        export(work)
+    if "measure" in stages:
+        measure(work)
+
+
+if __name__ == "__main__":
+    main()
