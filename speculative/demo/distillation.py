@@ -180,7 +180,7 @@ def write_text(target: LlamaForCausalLM, documents: list[torch.Tensor], settings
 def cached(path: Path, resume: bool, compute: Callable[[], Result]) -> Result:
     """What an earlier run left at `path` when resuming, else computed anew and left there."""
     if resume and path.exists():
-        return torch.load(path)
+        return torch.load(path, weights_only=True)
     result = compute()
     save_whole(result, path)
     return result

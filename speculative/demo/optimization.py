@@ -62,7 +62,7 @@ class Optimization:
         """Restore what `save` left, if anything; return its steps and seconds."""
         if not path.exists():
             return 0, 0.0
-        state = torch.load(path)
+        state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip((self.muon, self.adamw), state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -189,7 +189,7 @@ def measure(work: Path) -> None:
 
 def load_documents(work: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The encoded training files and the held-out ones, int16 each."""
-    tokens = torch.load(work / "tokens.pt")
+    tokens = torch.load(work / "tokens.pt", weights_only=True)
     return tokens["train"], tokens["held_out"]
 
 
