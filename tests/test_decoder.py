@@ -89,6 +89,28 @@ def test_ersd_writes_what_plain_sampling_writes_under_the_same_seed(temperature,
             assert torch.equal(decoder.generate(ids, **options).sequences, expected)
 
 
+@pytest.mark.slow
+def test_long_greedy_texts_of_all_prompts_are_those_of_transformers_generate(demo_pair):
+    target, draft, tokenizer = demo_pair
+    decoders = {method: SpeculativeDecoder(target, draft, method) for method in METHODS}
+    for prompt in demo_prompts():
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        expected = transformers_greedy(target, ids, 256)
+        for decoder in decoders.values():
+            assert_same_text(target, decoder.generate(ids, max_new_tokens=256).sequences, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{"temperature": 0.6}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 50}])
+def test_ersd_writes_what_plain_sampling_writes_under_twenty_seeds(sampling, demo_pair):
+    target, draft, tokenizer = demo_pair
+    plain, racing = SpeculativeDecoder(target, None, "autoregressive"), SpeculativeDecoder(target, draft, "ersd")
+    ids = tokenizer(demo_prompts()[0], return_tensors="pt").input_ids
+    for seed in range(20):
+        options = {"max_new_tokens": 128, "seed": seed, **sampling}
+        assert torch.equal(racing.generate(ids, **options).sequences, plain.generate(ids, **options).sequences)
+
+
 @torch.inference_mode()
 def exact_law(model, prompt, filters, length):
     """Joint probabilities [V ** length] of the next tokens after prompt LongTensor[T], by enumeration."""
