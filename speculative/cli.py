@@ -26,7 +26,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.comparison import PLAIN, TIE, Row, as_table, compare
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.loading import Pair, load_pair
+from heavypath.speculative.loading import Pair, find_folder, load_pair
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.statistics import Statistics
 from heavypath.speculative.text_stream import TextStream
@@ -68,6 +68,8 @@ def demo(
         decoder = SpeculativeDecoder(pair.target, pair.draft, tree_size=tree_size)
         for text, ids in zip(texts, inputs, strict=False):
             _stream_demo_text(decoder, pair, text, ids, {**sampling, "max_new_tokens": max_new_tokens})
+    if not as_json:
+        typer.echo(f"comparing {len(METHODS) + 2} ways to decode, about a minute at most ...", err=True)
     with _progress("comparing the methods") as report:
         rows = compare(
             pair.target,
@@ -105,6 +107,8 @@ def generate(
     Filters(temperature, top_k, top_p).check()
     if method not in METHODS:
         raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
+    if target is not None:
+        find_folder("target", target)
     if target is not None and draft is None and method != "autoregressive":
         raise ValueError(f"--method {method} needs a --draft with the --target; only autoregressive works without one")
     pair = _load(target, draft)
@@ -123,7 +127,10 @@ def generate(
     )
     if as_json:
         tokens = out.sequences[0, ids.shape[1] :].tolist()
-        _print_json({"text": "".join(pieces), "token_ids": tokens, "stats": _summary(out.stats)})
+        settings = {"method": method, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        settings |= {"max_new_tokens": max_new_tokens, "tree_size": len(decoder.tree), "prompt": text}
+        answer = {"settings": settings, "text": "".join(pieces), "token_ids": tokens, "stats": _summary(out.stats)}
+        _print_json(answer)
     else:
         _write("\n")
         typer.echo(f"{out.stats}", err=True)

@@ -46,7 +46,9 @@ def load_pair(target: str | None = None, draft: str | None = None, device: torch
         if draft is not None:
             raise ValueError(f"a draft ({draft!r}) needs its target; only the shipped pair loads without one")
         return Pair(*load_demo_pair(device=device))
-    folders = {role: _folder(role, name) for role, name in (("target", target), ("draft", draft)) if name is not None}
+    folders = {
+        role: find_folder(role, name) for role, name in (("target", target), ("draft", draft)) if name is not None
+    }
     for role, folder in folders.items():
         _check_type(role, folder)
     tokenizer = _load_tokenizer("target", folders["target"])
@@ -56,8 +58,8 @@ def load_pair(target: str | None = None, draft: str | None = None, device: torch
     return Pair(models["target"], models.get("draft"), tokenizer)
 
 
-def _folder(role: str, name: str) -> Path:
-    """Where the model's files are."""
+def find_folder(role: str, name: str) -> Path:
+    """Where the files of a model are, from its folder or name; FileNotFoundError that says what was looked for."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -83,7 +83,8 @@ def _integer(name: str, value: object) -> int:
 
 def _check_tokens(input_ids: Tensor, target: LlamaForward) -> None:
     if not isinstance(input_ids, Tensor):
-        raise ValueError(f"input_ids must be a LongTensor [B, T], got {type(input_ids).__name__}")
+        how = "; pass tokenizer(text, return_tensors='pt').input_ids"
+        raise ValueError(f"input_ids must be a LongTensor [B, T], got {type(input_ids).__name__}{how}")
     if input_ids.dim() != 2 or input_ids.dtype != torch.long:
         raise ValueError(f"input_ids must be a LongTensor [B, T], got {input_ids.dtype} {[*input_ids.shape]}")
     if 0 in input_ids.shape:

@@ -5,6 +5,7 @@ import json
 import torch
 from safetensors import safe_open
 
+from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.acceptance import measure_acceptance
 from heavypath.speculative.decoder import DEFAULT_ACCEPTANCE
 from heavypath.speculative.demo import FOLDER, demo_prompts
@@ -36,6 +37,14 @@ def test_the_tokenizer_gives_back_any_text(demo_pair):
         ids = demo_pair.tokenizer(text).input_ids
         assert demo_pair.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
         assert max(ids, default=0) < len(demo_pair.tokenizer) == demo_pair.target.config.vocab_size
+
+
+def test_texts_of_different_lengths_are_padded_on_the_left(demo_pair):
+    batch = demo_pair.tokenizer(["def f(x):", "x"], return_tensors="pt", padding=True)
+    assert batch.attention_mask[1].tolist() == [0] * (batch.input_ids.shape[1] - 1) + [1]
+    out = SpeculativeDecoder(demo_pair.target, demo_pair.draft).generate(**batch, max_new_tokens=8)
+    alone = SpeculativeDecoder(demo_pair.target, demo_pair.draft).generate(batch.input_ids[1:, -1:], max_new_tokens=8)
+    assert out.sequences[1, -8:].tolist() == alone.sequences[0, -8:].tolist()
 
 
 def test_prompts_are_different_and_have_the_promised_length(demo_pair):

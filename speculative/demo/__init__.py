@@ -33,7 +33,8 @@ def load_demo_pair(dtype: torch.dtype = torch.float32, device: torch.device | st
 
     A prompt does better without a newline at its end: the tokenizer joins a newline to the indentation after it.
     """
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER, local_files_only=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER, local_files_only=True, padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token
     return DemoPair(_load_model("target", dtype, device), _load_model("draft", dtype, device), tokenizer)
 
 
