@@ -3,7 +3,7 @@
     python bench/decoding.py [--prompts 24] [--max-new-tokens 128] [--threads 1] [--out bench/results/decoding-cpu.json]
 
 One paired run: on each prompt all methods decode one after the other, and a ratio is taken within a prompt. What is
-printed and written is the median of the ratios and their quartiles, at temperature 0 and 0.6.
+printed and written is the median of the ratios and their range, at temperature 0 and 0.6.
 """
 
 import argparse
