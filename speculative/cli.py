@@ -69,7 +69,7 @@ def demo(
         for text, ids in zip(texts, inputs, strict=False):
             _stream_demo_text(decoder, pair, text, ids, {**sampling, "max_new_tokens": max_new_tokens})
     if not as_json:
-        typer.echo(f"comparing {len(METHODS) + 2} ways to decode, about a minute at most ...", err=True)
+        typer.echo(f"comparing {len(METHODS) + 2} ways to decode ...", err=True)
     with _progress("comparing the methods") as report:
         rows = compare(
             pair.target,
