@@ -11,12 +11,50 @@ still grow, not yet in depth-first order, pass an explicit ancestor mask instead
 
     out[i] = sum_s softmax_s(scale * query[i] . key[s] over the visible s) value[s]
 
-A node that sees nothing gets zeros.
+A node that sees nothing gets zeros. Two options narrow what is seen: rows before `first_row` are left padding, and with
+a sliding window node i, at position L + depth[i], sees positions above L + depth[i] - window only. Gemma 2's soft cap
+replaces the scores by softcap * tanh(scores / softcap).
+
+The kernel. A program owns BLOCK_M query rows of one key head: (node, head of the group) pairs, node by node, so that
+grouped heads share every key they load. It walks over
+
+    the prefix, in blocks of BLOCK_N rows without a mask, but for the last
+    the tree's own blocks: block [j0, j1) of keys against queries i0 .. i1 is
+        empty  iff  max end[j0 : j1] <= i0  or  j0 > i1     skipped
+        full   iff  min end[j0 : j1] >  i1  and j1 <= i0+1  no mask
+    both exact, and read off N integers once, into two words with a bit per block.
+
+with the usual online softmax, in base 2. Few nodes leave most of a GPU idle, so the prefix is cut into up to SPLITS
+parts, each with a sum, a maximum and an unnormalised output of its own, which a second kernel merges. The cuts follow
+from the sequence's own length and the shape of the model, never from the rest of the batch, and lengths are read on the
+device: a CUDA graph holds for any.
+
+Costs, for G query heads per key head, L >> N and 2-byte numbers: 4 G N L D FLOPs for 4 L D bytes of a head's keys and
+values, so G N FLOPs a byte: above about 165 (an H200's 790 TFLOP/s to 4.3 TB/s is 184) tensor cores bind, below memory.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
+
+MAX_NODES = 2048  # of the kernel: 64 blocks of 32 keys have a bit each in one word
+_MIN_SPLIT = 256  # fewest rows worth a program of their own; a multiple of every BLOCK_N
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class PackedAncestors(NamedTuple):
+    """An ancestor mask [Q, N] or [B, Q, N] with 32 nodes to a word, see `pack_ancestors`.
+
+    words: int32 [..., Q, 2 * ceil(N / 64)], bit j % 32 of word j // 32 is column j; nodes: N
+    """
+
+    words: Tensor
+    nodes: int
 
 
 def tree_attention(
@@ -26,7 +64,10 @@ def tree_attention(
     *,
     prefix_length: int | Tensor,
     subtree_end: Tensor | None = None,
-    ancestor_mask: Tensor | None = None,
+    ancestor_mask: Tensor | PackedAncestors | None = None,
+    first_row: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
@@ -34,54 +75,53 @@ def tree_attention(
 
     query:         [B, Hq, N, D]
     key, value:    [B, Hkv, S, D] of the same dtype, Hq a multiple of Hkv; the tree's own rows lie at
-                   prefix_length .. prefix_length + N - 1, rows beyond are ignored
+                   prefix_length .. prefix_length + N - 1, rows beyond are never read
     prefix_length: int, or LongTensor[B], one per sequence
     subtree_end:   int or long tensor [N] or [B, N], nodes in depth-first order; or
-    ancestor_mask: bool [N, N] or [B, N, N], [i, j] true where j is i or an ancestor of i; exactly one of the two
+    ancestor_mask: bool [N, N] or [B, N, N], [i, j] true where j is i or an ancestor of i, or the same packed by
+                   `pack_ancestors`; exactly one of the two. The query of a growing tree may hold its last Q nodes only:
+                   then a mask [Q, N] or [B, Q, N], the rows of those nodes.
+    first_row:     LongTensor[B]; rows before it are left padding, which nothing sees
+    window:        how many positions a node sees, its own included (Mistral's sliding_window); Q = N only
+    softcap:       of the scores (Gemma 2)
     scale:         of the scores, default D ** -0.5
+    impl:          "triton": CUDA tensors, or any under Triton's interpreter; D a multiple of 8 from 16 to 256, at most
+                   2,048 nodes, 16- or 32-bit numbers. "torch": anything, gradients too. "auto": triton for CUDA tensors
+                   that need no gradient, else torch.
 
-    Raises ValueError for shapes, dtypes or options that do not fit and, for an int or CPU prefix_length, if the tree
-    does not fit into S rows.
+    Raises ValueError for shapes, dtypes or options that do not fit and, where prefix_length is an int or on the CPU, if
+    the tree does not fit into S rows. The kernel reads keys and values in place where their last axis is contiguous and
+    their other strides are multiples of 8 elements; others are copied first.
     """
-    if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape or query.shape[::3] != key.shape[::3]:
-        raise ValueError(
-            "expected query [B, Hq, N, D] and key, value [B, Hkv, S, D], "
-            f"got {[*query.shape]}, {[*key.shape]} and {[*value.shape]}"
-        )
-    batch, heads, nodes, _ = query.shape
-    kv_heads, rows = key.shape[1:3]
-    if heads % kv_heads:
-        raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
-    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
-        raise ValueError(f"expected one floating-point dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
-    if (subtree_end is None) == (ancestor_mask is None):
-        raise ValueError("give exactly one of subtree_end and ancestor_mask")
-    if impl not in ("auto", "torch"):
-        raise ValueError(f"tree_attention has impl 'auto' or 'torch', got {impl!r}")
-
-    if subtree_end is not None:
-        _check_tree("subtree_end", subtree_end, (nodes,), batch)
-        ancestor_mask = interval_mask(subtree_end)
-    assert ancestor_mask is not None
-    _check_tree("ancestor_mask", ancestor_mask, (nodes, nodes), batch)
-    lengths = torch.as_tensor(prefix_length, device=query.device)
-    if lengths.dtype != torch.long or lengths.shape not in ((), (batch,)):
-        raise ValueError(
-            f"prefix_length must be an int or a LongTensor [{batch}], got {lengths.dtype} {[*lengths.shape]}"
-        )
-    on_host = isinstance(prefix_length, int) or lengths.device.type == "cpu"
-    if on_host and batch and (lengths.min() < 0 or lengths.max() + nodes > rows):
-        raise ValueError(f"prefix_length + {nodes} nodes must lie in 0 .. {rows}, got prefix_length {prefix_length}")
-    return _tree_attention_reference(query, key, value, lengths, ancestor_mask, scale)
+    needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if impl == "auto":
+        impl = "triton" if query.is_cuda and not needs_gradient else "torch"
+    if impl == "triton" and needs_gradient:
+        raise ValueError("impl 'triton' has no gradient; take impl 'torch', or call it under torch.no_grad()")
+    if not isinstance(prefix_length, (int, Tensor)):
+        raise ValueError(f"prefix_length must be an int or a LongTensor, got {type(prefix_length).__name__}")
+    length, lengths = (0, prefix_length) if isinstance(prefix_length, Tensor) else (prefix_length, None)
+    if isinstance(ancestor_mask, PackedAncestors):
+        ancestors, nodes = ancestor_mask
+    else:
+        ancestors, nodes = ancestor_mask, query.shape[-2] if ancestor_mask is None else ancestor_mask.shape[-1]
+    attend = _tree_attention if needs_gradient and impl == "torch" else _operator
+    return attend(
+        query, key, value, length, lengths, subtree_end, ancestors, nodes, first_row, window, softcap, scale, impl
+    )
 
 
-def _check_tree(name: str, value: Tensor, shape: tuple[int, ...], batch: int) -> None:
-    kinds = (torch.bool,) if name == "ancestor_mask" else (torch.int32, torch.long)
-    if value.dtype not in kinds or value.shape not in (shape, (batch, *shape)):
-        raise ValueError(
-            f"{name} must be {' or '.join(map(str, kinds))} {[*shape]} or {[batch, *shape]}, "
-            f"got {value.dtype} {[*value.shape]}"
-        )
+def pack_ancestors(mask: Tensor) -> PackedAncestors:
+    """Pack bool [..., Q, N] for calls that share a mask, a layer each."""
+    bits = pad(mask, (0, -mask.shape[-1] % 64)).unflatten(-1, (-1, 32))
+    places = torch.arange(32, device=mask.device)
+    return PackedAncestors((bits.long() << places).sum(-1).to(torch.int32), mask.shape[-1])
+
+
+def unpack_ancestors(packed: PackedAncestors) -> Tensor:
+    """The bool [..., Q, N] that was packed."""
+    bits = packed.words[..., None] >> torch.arange(32, device=packed.words.device, dtype=torch.int32)
+    return (bits & 1).bool().flatten(-2)[..., : packed.nodes]
 
 
 def interval_mask(subtree_end: Tensor) -> Tensor:
@@ -90,28 +130,47 @@ def interval_mask(subtree_end: Tensor) -> Tensor:
     return (index <= index[:, None]) & (index[:, None] < subtree_end[..., None, :])
 
 
+def prepared_attention(
+    *,
+    prefix_length: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    subtree_end: Tensor | None = None,
+    ancestor_mask: Tensor | None = None,
+) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+    """tree_attention as a function of query, key, value and scale, for all layers of one forward pass.
+
+    What follows from the mask alone is computed here, once: for the kernel packed ancestors, for PyTorch an additive
+    mask over the first `rows` cache rows, which must hold the longest prefix and its tree.
+
+    prefix_length: LongTensor[B]
+    """
+    if prefix_length.is_cuda:
+        packed = None if ancestor_mask is None else pack_ancestors(ancestor_mask)
+
+        def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            visible = {"prefix_length": prefix_length, "subtree_end": subtree_end, "ancestor_mask": packed}
+            return tree_attention(query, key, value, **visible, scale=scale)
+
+        return attend_on_gpu
+
+    if ancestor_mask is None:
+        assert subtree_end is not None
+        ancestor_mask = interval_mask(subtree_end)
+    alone = ancestor_mask.shape[-1] == 1 and len(prefix_length) == 1
+    bias = None if alone else attention_bias(ancestor_mask, prefix_length, rows, dtype)
+    return lambda query, key, value, scale: attend(query, key[:, :, :rows], value[:, :, :rows], bias, scale)
+
+
 def attention_bias(ancestors: Tensor, lengths: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """The additive mask of the formula above: 0 where node i sees cache row s, -inf elsewhere; [B or 1, 1, Q, rows].
 
     ancestors: bool [Q, N] or [B, Q, N], for the Q nodes that ask; lengths: LongTensor[] or [B], prefix rows.
     """
-    return biased_columns(bias_table(ancestors, dtype), table_columns(lengths, ancestors.shape[-1], rows))
-
-
-def bias_table(ancestors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask [..., Q, N + 2] by column: 0 the prefix, 1 .. N the tree's nodes, N + 1 whatever lies beyond."""
+    nodes = ancestors.shape[-1]
     table = torch.zeros(ancestors.shape, dtype=dtype, device=ancestors.device).masked_fill_(~ancestors, -torch.inf)
-    return pad(pad(table, (1, 0)), (0, 1), value=-torch.inf)
-
-
-def table_columns(lengths: Tensor, nodes: int, rows: int) -> Tensor:
-    """Which of `bias_table`'s columns each cache row is: LongTensor [B or 1, rows]."""
-    row = torch.arange(1, rows + 1, device=lengths.device)
-    return (row - lengths.reshape(-1, 1)).clamp_(0, nodes + 1)
-
-
-def biased_columns(table: Tensor, columns: Tensor) -> Tensor:
-    """The additive mask [B or 1, 1, Q, rows] of a table [Q, N + 2] or [B, Q, N + 2] at columns [B or 1, rows]."""
+    table = pad(pad(table, (1, 0)), (0, 1), value=-torch.inf)  # 0 the prefix, 1 .. N the nodes, N + 1 what lies beyond
+    columns = (torch.arange(1, rows + 1, device=lengths.device) - lengths.reshape(-1, 1)).clamp_(0, nodes + 1)
     if table.dim() == 2:
         return table[:, columns].transpose(0, 1)[:, None]
     return table.gather(2, columns[:, None].expand(len(table), table.shape[1], -1))[:, None]
@@ -122,15 +181,502 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
     return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
 
 
-def _tree_attention_reference(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, ancestors: Tensor, scale: float | None
+class _Visible(NamedTuple):
+    """Which rows the nodes see: `tree_attention`'s arguments, prefix_length as an int or else a tensor."""
+
+    length: int
+    lengths: Tensor | None
+    subtree_end: Tensor | None
+    ancestors: Tensor | None
+    nodes: int
+    first_row: Tensor | None
+    window: int | None
+
+
+def _tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix_length: int,
+    prefix_lengths: Tensor | None,
+    subtree_end: Tensor | None,
+    ancestor_mask: Tensor | None,
+    nodes: int,
+    first_row: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    impl: str,
 ) -> Tensor:
-    nodes = query.shape[2]
-    used = int(lengths.max()) + nodes if lengths.numel() else nodes
+    visible = _Visible(prefix_length, prefix_lengths, subtree_end, ancestor_mask, nodes, first_row, window)
+    _check(query, key, value, visible, softcap, impl)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return (_launch if impl == "triton" else _reference)(query, key, value, visible, softcap, scale)
+
+
+# One node for torch.compile and torch.export, with an output laid out as [B, N, Hq, D].
+_operator = torch.library.custom_op("heavypath::tree_attention", _tree_attention, mutates_args=())
+
+
+@_operator.register_fake
+def _(query: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, visible: _Visible, softcap: float | None, impl: str) -> None:
+    if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape or query.shape[::3] != key.shape[::3]:
+        raise ValueError(
+            "expected query [B, Hq, N, D] and key, value [B, Hkv, S, D], "
+            f"got {[*query.shape]}, {[*key.shape]} and {[*value.shape]}"
+        )
+    batch, heads, queries, head_dim = query.shape
+    kv_heads, rows = key.shape[1:3]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
+    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+        raise ValueError(f"expected one floating-point dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
+    length, lengths, subtree_end, ancestors, nodes, first_row, window = visible
+    if (subtree_end is None) == (ancestors is None):
+        raise ValueError("give exactly one of subtree_end and ancestor_mask")
+    if subtree_end is not None:
+        _check_tensor("subtree_end", subtree_end, (torch.int32, torch.long), ((nodes,), (batch, nodes)))
+    if ancestors is not None:
+        columns = nodes if ancestors.dtype == torch.bool else 2 * -(-nodes // 64)
+        dtypes, shape = (torch.bool, torch.int32), (queries, columns)
+        _check_tensor("ancestor_mask", ancestors, dtypes, (shape, (batch, *shape)))
+    if nodes < queries or (window is not None and nodes > queries):
+        raise ValueError(f"got {queries} queries of a tree of {nodes} nodes; with a window, all nodes must ask")
+    for name, option in (("window", window), ("softcap", softcap)):
+        if option is not None and not option > 0:
+            raise ValueError(f"{name} must be above 0, or None, got {option}")
+    if lengths is not None:
+        _check_tensor("prefix_length", lengths, (torch.long,), ((), (batch,)), "an int, or ")
+    if first_row is not None:
+        _check_tensor("first_row", first_row, (torch.long,), ((batch,),))
+    shortest = longest = length
+    if lengths is not None and lengths.device.type == "cpu" and lengths.numel():
+        shortest, longest = int(lengths.min()), int(lengths.max())
+    if shortest < 0 or longest + nodes > rows:
+        got = length if lengths is None else lengths.tolist()
+        raise ValueError(f"prefix_length + {nodes} nodes must lie in 0 .. {rows}, got prefix_length {got}")
+
+    if impl not in ("torch", "triton"):
+        raise ValueError(f"tree_attention has impl 'auto', 'triton' or 'torch', got {impl!r}")
+    if impl == "triton":
+        if not query.is_cuda and not triton.knobs.runtime.interpret:
+            raise ValueError(
+                f"impl 'triton' needs CUDA tensors, got {query.device}; on a CPU take impl 'torch', "
+                "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
+            )
+        if head_dim % 8 or not 16 <= head_dim <= 256:
+            raise ValueError(f"impl 'triton' has head sizes 16 to 256 in steps of 8, got {head_dim}; take impl 'torch'")
+        if nodes > MAX_NODES:
+            raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {nodes}; take impl 'torch'")
+        if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"impl 'triton' has float32, float16 and bfloat16, got {query.dtype}; take impl 'torch'")
+
+
+def _check_tensor(
+    name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...], otherwise: str = ""
+) -> None:
+    if value.dtype not in dtypes or value.shape not in shapes:
+        wanted = " or ".join(str([*shape]) for shape in dict.fromkeys(shapes))
+        raise ValueError(
+            f"{name} must be {otherwise}{' or '.join(map(str, dtypes))} {wanted}, got {value.dtype} {[*value.shape]}"
+        )
+
+
+def _ancestors(visible: _Visible) -> Tensor:
+    """bool [Q, N] or [B, Q, N]."""
+    if visible.subtree_end is not None:
+        return interval_mask(visible.subtree_end)
+    assert visible.ancestors is not None
+    if visible.ancestors.dtype == torch.bool:
+        return visible.ancestors
+    return unpack_ancestors(PackedAncestors(visible.ancestors, visible.nodes))
+
+
+def _depths(visible: _Visible) -> Tensor:
+    """int32 [N] or [B, N]: ancestors of each node, for a window."""
+    if visible.subtree_end is None:
+        return _ancestors(visible).sum(-1, dtype=torch.int32) - 1
+    # Of the i nodes before i all are ancestors, but for those whose subtree has ended.
+    end, nodes = visible.subtree_end.long(), visible.nodes
+    ended = torch.zeros(*end.shape[:-1], nodes + 1, dtype=torch.int32, device=end.device)
+    ended = ended.scatter_add_(-1, end, torch.ones_like(end, dtype=torch.int32)).cumsum(-1, dtype=torch.int32)
+    return torch.arange(nodes, dtype=torch.int32, device=end.device) - ended[..., :nodes]
+
+
+def _reference(
+    query: Tensor, key: Tensor, value: Tensor, visible: _Visible, softcap: float | None, scale: float
+) -> Tensor:
+    batch = len(query)
+    length, lengths, end, _, nodes, first_row, window = visible
+    used = nodes + (length if lengths is None else int(lengths.max()) if lengths.numel() else 0)
     key, value = key[:, :, :used], value[:, :, :used]
-    if lengths.dim():  # a shorter sequence's rows beyond its tree may hold anything: 0 * NaN would leak
-        beyond = (torch.arange(used, device=key.device) >= lengths[:, None] + nodes)[:, None, :, None]
-        key, value = key.masked_fill(beyond, 0), value.masked_fill(beyond, 0)
-    bias = attention_bias(ancestors, lengths, used, query.dtype)
-    blind = (bias == -torch.inf).all(-1, keepdim=True)
-    return attend(query, key, value, bias.masked_fill(blind, 0), scale).masked_fill(blind, 0)
+    narrowed = first_row is not None or window is not None or softcap is not None or lengths is not None
+    if not narrowed and nodes == 1 and end is not None:  # it sees everything
+        return _by_node(attend(query, key, value, None, scale))
+    if not narrowed and length == 0 and end is not None and not end.is_cuda and bool((end == nodes).all()):  # a chain
+        return _by_node(scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True))
+
+    row = torch.arange(used, device=query.device)
+    starts = torch.full((1,), length, device=query.device) if lengths is None else lengths.reshape(-1)
+    bias = attention_bias(_ancestors(visible), starts, used, query.dtype)  # [B or 1, 1, Q, used]
+    hidden = row >= starts[:, None] + nodes  # rows to which zeros are given: they may hold anything, and 0 * NaN leaks
+    if first_row is not None:
+        hidden = hidden | (row < first_row[:, None])
+        bias = bias.masked_fill((row < first_row[:, None])[:, None, None], -torch.inf)
+    if window is not None:
+        depths = _depths(visible).expand(batch, -1).long()
+        node = (row - starts[:, None]).clamp(0, nodes - 1).expand(batch, -1)
+        position = torch.where(row < starts[:, None], row, starts[:, None] + depths.gather(1, node))  # [B, used]
+        distance = (starts[:, None] + depths)[:, :, None] - position[:, None]
+        bias = bias.masked_fill((distance >= window)[:, None], -torch.inf)
+    if lengths is not None or first_row is not None:
+        hidden = hidden[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+    blind = None
+    if end is None or first_row is not None:  # else every node sees itself
+        blind = (bias == -torch.inf).all(-1, keepdim=True)
+        bias = bias.masked_fill(blind, 0)
+    if softcap is None:
+        out = attend(query, key, value, bias, scale)
+    else:
+        grouped = query.unflatten(1, (key.shape[1], -1)).float()
+        scores = softcap * torch.tanh(grouped @ key[:, :, None].float().mT * (scale / softcap))
+        weights = (scores + bias[:, None].float()).softmax(-1)
+        out = (weights @ value[:, :, None].float()).flatten(1, 2).to(query.dtype)
+    return _by_node(out if blind is None else out.masked_fill(blind, 0))
+
+
+def _by_node(out: Tensor) -> Tensor:
+    """[B, Hq, N, D] laid out as [B, N, Hq, D], which the output projection reads in place."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@triton.jit
+def _cut(length, first, nodes, window, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The prefix rows anything sees begin at `begin` and are cut into `parts` of `size` rows; the last has the tree."""
+    begin = first
+    if window is not None:
+        begin = tl.maximum(begin, length - window + 1)  # the root sees furthest back
+    begin = tl.minimum(begin, length) // BLOCK_N * BLOCK_N
+    span = length - begin + tl.minimum(nodes, MIN_SPLIT)
+    size = tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(span, SPLITS), BLOCK_N) * BLOCK_N)
+    return begin, size, tl.cdiv(span, size)
+
+
+@triton.jit
+def _attend(
+    query, key_rows, value_rows, acc, peak, total, visible, readable, scale, softcap,
+    columns, HEAD_DIM: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One block of keys in the online softmax; visible [BLOCK_M, BLOCK_N] and readable [BLOCK_N] are None for all."""
+    inside = columns[None, :] < HEAD_DIM
+    if readable is not None:
+        inside = inside & readable[:, None]
+    keys = tl.load(key_rows, mask=inside, other=0.0)
+    if UPCAST:
+        keys = keys.to(tl.float32)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+    if softcap is not None:  # softcap * tanh(scores), and tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2_E)) + 1.0))
+    if visible is not None:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    shift = new_peak
+    if visible is not None:
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
+    weights = tl.exp2(scores - shift[:, None])
+    fade = tl.exp2(peak - shift)
+    total = total * fade + tl.sum(weights, 1)
+    values = tl.load(value_rows, mask=inside, other=0.0)
+    if UPCAST:
+        values = values.to(tl.float32)
+    acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
+    return acc, new_peak, total
+
+
+@triton.jit
+def _lowest_bit(bits):
+    """The place of the lowest bit set: the exponent of that power of two."""
+    power = (bits & (0 - bits)).to(tl.float32)
+    return ((power.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+
+
+@triton.jit(do_not_specialize=["length", "queries", "nodes", "kv_heads", "window", "lengths_stride", "word_count"])
+def _tree_attention_kernel(
+    query, key, value, out, partial_out, partial_peak, partial_total,
+    length, lengths, first_row, ends, words, depths,
+    scale, softcap, window, queries, nodes, kv_heads, lengths_stride, ends_stride, words_stride, depths_stride,
+    query_b, query_h, query_n, key_b, key_h, key_s, value_b, value_h, value_s, word_count,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOUCHED: tl.constexpr, TREE_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One tile of (node, head of the group) rows, one part of the keys. Strides of 8 elements; out is [B, Q, Hq, D]."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    batch, kv_head = tl.program_id(2) // kv_heads, tl.program_id(2) % kv_heads
+    if lengths is not None:
+        length = tl.load(lengths + batch * lengths_stride).to(tl.int32)
+    first = 0
+    if first_row is not None:
+        first = tl.load(first_row + batch).to(tl.int32)
+    begin, size, parts = _cut(length, first, nodes, window, SPLITS, MIN_SPLIT, BLOCK_N)
+    if part >= parts:
+        return
+    start = begin + part * size
+    stop = tl.maximum(tl.minimum(start + size, length), start)
+
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node, head = row // GROUP, kv_head * GROUP + row % GROUP
+    asks = row < queries * GROUP
+    columns, offsets = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    query_rows = batch.to(tl.int64) * query_b + head.to(tl.int64) * query_h + node.to(tl.int64) * query_n
+    query_mask = asks[:, None] & (columns[None, :] < HEAD_DIM)
+    query_tile = tl.load(query + query_rows[:, None] * 8 + columns[None, :], mask=query_mask, other=0.0)
+    if UPCAST:
+        query_tile = query_tile.to(tl.float32)
+    eight = tl.full([], 8, tl.int64)  # strides in 64 bits, and known to be multiples of 8
+    key_s, value_s = key_s * eight, value_s * eight
+    key += batch * (key_b * eight) + kv_head * (key_h * eight)
+    value += batch * (value_b * eight) + kv_head * (value_h * eight)
+    key_offsets = offsets[:, None] * key_s + columns[None, :]
+    value_offsets = offsets[:, None] * value_s + columns[None, :]
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+
+    # The prefix: blocks that some rows see in part, blocks that all see whole, and what is left of a block.
+    sees = tl.full([BLOCK_M], 0, tl.int32) + first  # first prefix row that each query sees
+    depth = tl.zeros([BLOCK_M], tl.int32)
+    if depths is not None:
+        depth = tl.load(depths + batch * depths_stride + node, mask=asks, other=0)
+        sees = tl.maximum(sees, length + depth - window + 1)
+    whole_stop = start + (stop - start) // BLOCK_N * BLOCK_N
+    whole_start = start
+    if (first_row is not None) or (depths is not None):
+        whole_start = tl.maximum(start, tl.minimum(tl.cdiv(tl.max(sees, 0), BLOCK_N) * BLOCK_N, whole_stop))
+        for block in tl.range(start, whole_start, BLOCK_N):
+            at = block + offsets
+            acc, peak, total = _attend(
+                query_tile, key + block * key_s + key_offsets,
+                value + block * value_s + value_offsets, acc, peak, total,
+                at[None, :] >= sees[:, None], at >= first, scale, softcap, columns, HEAD_DIM, UPCAST,
+            )  # fmt: skip
+    for block in tl.range(whole_start, whole_stop, BLOCK_N):
+        acc, peak, total = _attend(
+            query_tile, key + block * key_s + key_offsets,
+            value + block * value_s + value_offsets, acc, peak, total,
+            None, None, scale, softcap, columns, HEAD_DIM, UPCAST,
+        )  # fmt: skip
+    if whole_stop < stop:
+        at = whole_stop + offsets
+        acc, peak, total = _attend(
+            query_tile, key + whole_stop * key_s + key_offsets,
+            value + whole_stop * value_s + value_offsets, acc, peak, total,
+            (at[None, :] >= sees[:, None]) & (at < stop)[None, :], (at >= first) & (at < stop),
+            scale, softcap, columns, HEAD_DIM, UPCAST,
+        )  # fmt: skip
+
+    if part == parts - 1:
+        # The tree: which of its blocks this tile sees, a bit each; then those, and no others.
+        key += length * key_s
+        value += length * value_s
+        first_node = tile * BLOCK_M // GROUP
+        last_node = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, queries - 1)
+        blocks = tl.arange(0, TREE_BLOCKS)
+        if ends is not None:
+            at = blocks[:, None] * BLOCK_N + offsets[None, :]
+            end = tl.load(ends + batch * ends_stride + at, mask=at < nodes, other=0).to(tl.int32)
+            occupied = (tl.max(end, 1) > first_node) & (blocks * BLOCK_N <= last_node)
+            full = (tl.min(end, 1) > last_node) & (blocks * BLOCK_N + (BLOCK_N - 1) <= first_node)
+        else:
+            touched = first_node + tl.arange(0, TOUCHED)
+            word = tl.arange(0, TREE_BLOCKS * BLOCK_N // 32)
+            table = tl.load(
+                words + batch * words_stride + touched[:, None] * word_count + word[None, :],
+                mask=(touched <= last_node)[:, None] & (word < word_count)[None, :], other=0,
+            )  # fmt: skip
+            nonzero = tl.max((table != 0).to(tl.int32), 0)
+            ones = tl.min(((table == -1) | (touched > last_node)[:, None]).to(tl.int32), 0)
+            occupied = tl.max(tl.reshape(nonzero, [TREE_BLOCKS, BLOCK_N // 32]), 1) != 0
+            full = tl.min(tl.reshape(ones, [TREE_BLOCKS, BLOCK_N // 32]), 1) != 0
+        bit = tl.full([TREE_BLOCKS], 1, tl.int64) << blocks.to(tl.int64)
+
+        if (first_row is None) and (depths is None):
+            full_bits = tl.sum(tl.where(full, bit, 0), 0)
+            for _ in tl.range(0, tl.sum(full.to(tl.int32), 0)):
+                block = _lowest_bit(full_bits) * BLOCK_N
+                full_bits = full_bits & (full_bits - 1)
+                acc, peak, total = _attend(
+                    query_tile, key + block * key_s + key_offsets,
+                    value + block * value_s + value_offsets, acc, peak, total,
+                    None, None, scale, softcap, columns, HEAD_DIM, UPCAST,
+                )  # fmt: skip
+            occupied = occupied & (full == 0)
+        bits = tl.sum(tl.where(occupied, bit, 0), 0)
+        for _ in tl.range(0, tl.sum(occupied.to(tl.int32), 0)):
+            block = _lowest_bit(bits) * BLOCK_N
+            bits = bits & (bits - 1)
+            at = block + offsets
+            readable = at < nodes
+            if ends is not None:
+                end = tl.load(ends + batch * ends_stride + at, mask=at < nodes, other=0).to(tl.int32)
+                visible = (at[None, :] <= node[:, None]) & (node[:, None] < end[None, :])
+            else:
+                in_word = (offsets % 32)[None, :]
+                base = words + batch * words_stride + node * word_count + block // 32
+                low = tl.load(base, mask=asks, other=0)[:, None]
+                if BLOCK_N == 32:
+                    visible = ((low >> in_word) & 1) != 0
+                else:
+                    high = tl.load(base + 1, mask=asks, other=0)[:, None]
+                    visible = ((tl.where((offsets < 32)[None, :], low, high) >> in_word) & 1) != 0
+            if depths is not None:
+                above = tl.load(depths + batch * depths_stride + at, mask=at < nodes, other=0)
+                visible = visible & (depth[:, None] - above[None, :] < window)
+            if first_row is not None:
+                readable = readable & (length + at >= first)
+                visible = visible & readable[None, :]
+            acc, peak, total = _attend(
+                query_tile, key + block * key_s + key_offsets,
+                value + block * value_s + value_offsets, acc, peak, total,
+                visible, readable, scale, softcap, columns, HEAD_DIM, UPCAST,
+            )  # fmt: skip
+
+    if parts == 1:
+        acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+        out_row = (batch.to(tl.int64) * queries + node) * (kv_heads * GROUP) + head
+        tl.store(out + out_row[:, None] * HEAD_DIM + columns[None, :], acc, mask=query_mask)
+    elif SPLITS > 1:
+        slot = (tl.program_id(2).to(tl.int64) * SPLITS + part) * (queries * GROUP) + row
+        tl.store(partial_out + slot[:, None] * HEAD_DIM + columns[None, :], acc, mask=query_mask)
+        tl.store(partial_peak + slot, peak, mask=asks)
+        tl.store(partial_total + slot, total, mask=asks)
+
+
+@triton.jit(do_not_specialize=["length", "queries", "nodes", "kv_heads", "window", "lengths_stride"])
+def _merge_kernel(
+    out, partial_out, partial_peak, partial_total,
+    length, lengths, first_row, window, queries, nodes, kv_heads, lengths_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    SPLITS: tl.constexpr, SPLITS_POWER: tl.constexpr, MIN_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """out = sum_p 2^(peak_p - peak) out_p / sum_p 2^(peak_p - peak) total_p over the parts p, all loaded at once."""
+    batch, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
+    if lengths is not None:
+        length = tl.load(lengths + batch * lengths_stride).to(tl.int32)
+    first = 0
+    if first_row is not None:
+        first = tl.load(first_row + batch).to(tl.int32)
+    _, _, parts = _cut(length, first, nodes, window, SPLITS, MIN_SPLIT, BLOCK_N)
+    if parts == 1:
+        return
+    row, part, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SPLITS_POWER), tl.arange(0, BLOCK_D)
+    slot = (tl.program_id(1).to(tl.int64) * SPLITS + part)[:, None] * (queries * GROUP) + row[None, :]
+    asks = row < queries * GROUP
+    there = (part < parts)[:, None] & asks[None, :]
+    peaks = tl.load(partial_peak + slot, mask=there, other=float("-inf"))
+    totals = tl.load(partial_total + slot, mask=there, other=0.0)
+    outs = tl.load(
+        partial_out + slot[:, :, None] * HEAD_DIM + columns[None, None, :],
+        mask=there[:, :, None] & (columns < HEAD_DIM)[None, None, :], other=0.0,
+    )  # fmt: skip
+    peak = tl.max(peaks, 0)
+    weights = tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
+    total = tl.sum(weights * totals, 0)
+    merged = tl.sum(weights[:, :, None] * outs, 0) / tl.where(total == 0, 1.0, total)[:, None]
+    out_row = (batch.to(tl.int64) * queries + row // GROUP) * (kv_heads * GROUP) + kv_head * GROUP + row % GROUP
+    tl.store(
+        out + out_row[:, None] * HEAD_DIM + columns[None, :], merged,
+        mask=asks[:, None] & (columns < HEAD_DIM)[None, :],
+    )  # fmt: skip
+
+
+class _Tiles(NamedTuple):
+    """Block sizes of a launch, by dtype, head size and rows per key head."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def _tiles(dtype: torch.dtype, head_dim: int, rows: int) -> _Tiles:
+    if dtype == torch.float32:  # no tensor cores: exact products
+        return _Tiles(16 if rows <= 16 else 32, 32, 4, 2)
+    if rows <= 16:
+        return _Tiles(16, 64 if head_dim <= 128 else 32, 4, 3)
+    if rows <= 64 or head_dim > 128:
+        return _Tiles(64, 64 if head_dim <= 128 else 32, 4, 3)
+    return _Tiles(128, 64, 8, 3)
+
+
+def _in_place(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where the kernel's 16-byte loads could not read it."""
+    strides = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False) if size > 1]
+    aligned = tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in strides)
+    return tensor if aligned else tensor.contiguous()
+
+
+def _launch(
+    query: Tensor, key: Tensor, value: Tensor, visible: _Visible, softcap: float | None, scale: float
+) -> Tensor:
+    query, key, value = _in_place(query), _in_place(key), _in_place(value)
+    batch, heads, queries, head_dim = query.shape
+    kv_heads = key.shape[1]
+    interpreted = not query.is_cuda  # Triton's interpreter truncates float32 to bfloat16, and gets products of it wrong
+    out = query.new_empty(batch, queries, heads, head_dim, dtype=torch.float32 if interpreted else query.dtype)
+    if out.numel() == 0:
+        return out.to(query.dtype).transpose(1, 2)
+
+    group = heads // kv_heads
+    rows = queries * group
+    block_m, block_n, warps, stages = _tiles(query.dtype, head_dim, rows)
+    tiles = triton.cdiv(rows, block_m)
+    # About two programs for each processor, whatever the batch.
+    processors = 16 if interpreted else torch.cuda.get_device_properties(query.device).multi_processor_count
+    splits = min(max(1, 2 * processors // (tiles * kv_heads)), 32, triton.cdiv(key.shape[2], _MIN_SPLIT))
+    partial_out = partial_peak = partial_total = None
+    if splits > 1:
+        partial_out = out.new_empty(batch, kv_heads, splits, rows, head_dim, dtype=torch.float32)
+        partial_peak, partial_total = out.new_empty(2, batch, kv_heads, splits, rows, dtype=torch.float32)
+
+    length, lengths, ends, ancestors, nodes, first_row, window = visible
+    words = None
+    if ancestors is not None:
+        words = (pack_ancestors(ancestors).words if ancestors.dtype == torch.bool else ancestors).contiguous()
+    ends = None if ends is None else ends.contiguous()
+    depths = None if window is None else _depths(visible).contiguous()
+    batch_strides = [0 if tree is None or tree.dim() == dim else tree.stride(0)
+                     for tree, dim in ((ends, 1), (words, 2), (depths, 1))]  # fmt: skip
+    lengths_stride = 0 if lengths is None or lengths.dim() == 0 else lengths.stride(0)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    in_base_2 = float(_LOG2_E.value)
+    shape = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n}
+    parts = {"SPLITS": splits, "MIN_SPLIT": _MIN_SPLIT}
+    with torch.cuda.device_of(query):
+        _tree_attention_kernel[(tiles, splits, batch * kv_heads)](
+            query, key, value, out, partial_out, partial_peak, partial_total,
+            length, lengths, first_row, ends, words, depths,
+            scale * in_base_2 if softcap is None else scale / softcap, None if softcap is None else softcap * in_base_2,
+            window, queries, nodes, kv_heads, lengths_stride, *batch_strides,
+            *(stride // 8 for tensor in (query, key, value) for stride in tensor.stride()[:-1]),
+            0 if words is None else words.shape[-1],
+            **shape, **parts, BLOCK_M=block_m,
+            TOUCHED=triton.next_power_of_2(block_m // group if block_m % group == 0 else (block_m - 2) // group + 2),
+            TREE_BLOCKS=triton.next_power_of_2(triton.cdiv(nodes, block_n)),
+            UPCAST=interpreted, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        if splits > 1:
+            splits_power = triton.next_power_of_2(splits)
+            rows_each = max(1, 8192 // (splits_power * block_d))
+            _merge_kernel[(triton.cdiv(rows, rows_each), batch * kv_heads)](
+                out, partial_out, partial_peak, partial_total,
+                length, lengths, first_row, window, queries, nodes, kv_heads, lengths_stride,
+                **shape, **parts, ROWS=rows_each, SPLITS_POWER=splits_power,
+            )  # fmt: skip
+    return out.to(query.dtype).transpose(1, 2)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.tree_attention import biased_columns, table_columns
+from heavypath.kernels.tree_attention import prepared_attention
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.drafting import Shape, draft_tree, tree_shape
 from heavypath.speculative.llama import LlamaForward
@@ -221,7 +221,7 @@ class SpeculativeDecoder:
 
             lengths = sequences.lengths
             shape = self._shape(int(sequences.room[sequences.active].max()))
-            columns = table_columns(lengths, len(shape), int(lengths.max()) + len(shape))
+            visible_rows = int(lengths.max()) + len(shape)
             noise_rows = self._noise_rows(request.sequence_ids, lengths, shape)
             tokens, draft_logits = sequences.root[:, None], None
             with stats.phase("draft"):
@@ -231,21 +231,24 @@ class SpeculativeDecoder:
                         draft_cache,
                         shape,
                         sequences,
-                        columns,
+                        visible_rows,
                         noise_rows,
                         self._method,
                         draft_filters,
                         request.seed,
                     )
             with stats.phase("target"):
-                # One node below equally long prefixes sees everything: no mask.
-                masked = len(shape) > 1 or batch > 1
                 logits = self._target(
                     tokens.clamp(min=0),
                     lengths[:, None] + shape.depths,
                     lengths[:, None] + torch.arange(len(shape), device=device),
                     target_cache,
-                    biased_columns(shape.bias.to(self._target.dtype), columns) if masked else None,
+                    prepared_attention(
+                        prefix_length=lengths,
+                        rows=visible_rows,
+                        dtype=self._target.dtype,
+                        subtree_end=shape.subtree_end,
+                    ),
                 )
 
     def _shape(self, depth: int) -> Shape:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.tree_attention import bias_table, biased_columns
+from heavypath.kernels.tree_attention import prepared_attention
 from heavypath.speculative.llama import KeyValueCache, LlamaForward
 from heavypath.speculative.methods import Method
 from heavypath.speculative.sequences import Sequences
@@ -19,13 +19,13 @@ class Level:
     """The nodes of one depth that have children, and those children.
 
     nodes:    LongTensor[n]
-    bias:     [n, N + 2], which of the tree's nodes they see, see `bias_table`; at depth 0 the token before the root has
-              a row of its own, the first
+    mask:     bool [n, N], which of the tree's nodes they see; at depth 0 the token before the root has a row of its
+              own, the first
     children: LongTensor[m]; parent: LongTensor[m] into nodes; rank: LongTensor[m]; width: the most children of a node
     """
 
     nodes: Tensor
-    bias: Tensor
+    mask: Tensor
     children: Tensor
     parent: Tensor
     rank: Tensor
@@ -37,14 +37,14 @@ class Shape:
     """What a step needs of a tree, on a device.
 
     parents, ranks, depths: as the tree's; kept: LongTensor[N], the nodes' numbers in the whole tree, which key their
-    noise; bias: [N, N + 2], see `bias_table`.
+    noise; subtree_end: LongTensor[N], as the tree's.
     """
 
     parents: Tensor
     ranks: Tensor
     depths: Tensor
     kept: Tensor
-    bias: Tensor
+    subtree_end: Tensor
     levels: tuple[Level, ...]
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ def tree_shape(whole: TokenTree, depth: int, device: torch.device) -> Shape:
         levels.append(
             Level(
                 nodes=nodes.to(device),
-                bias=bias_table(sees, torch.float32).to(device),
+                mask=sees.to(device),
                 children=children.to(device),
                 parent=parent.to(device),
                 rank=rank.to(device),
@@ -76,7 +76,7 @@ def tree_shape(whole: TokenTree, depth: int, device: torch.device) -> Shape:
         ranks=tree.ranks.to(device),
         depths=tree.depths.to(device),
         kept=kept.to(device),
-        bias=bias_table(mask, torch.float32).to(device),
+        subtree_end=tree.subtree_end.to(device),
         levels=tuple(levels),
     )
 
@@ -86,7 +86,7 @@ def draft_tree(
     cache: KeyValueCache,
     shape: Shape,
     sequences: Sequences,
-    columns: Tensor,
+    visible_rows: int,
     rows: Tensor,
     method: Method,
     filters: Filters,
@@ -95,7 +95,7 @@ def draft_tree(
     """Tokens LongTensor[B, N], -1 for an absent node, and draft logits [B, N, V] after each node, zeros for leaves.
 
     A node is absent where the draft's support ran out, or deeper than its sequence can still emit, whatever the rest of
-    the batch drafts. columns: see `table_columns`. rows: LongTensor[B, N], noise rows.
+    the batch drafts. visible_rows: cache rows that hold the longest prefix and its tree. rows: LongTensor[B, N], noise rows.
 
     The token before the root is fed along with it: it may have been an accepted leaf, which no draft forward has seen.
     """
@@ -114,8 +114,10 @@ def draft_tree(
             inputs = tokens[:, level.nodes].clamp(min=0)
             positions = (lengths + depth)[:, None].expand_as(inputs)
             cache_rows = lengths[:, None] + level.nodes
-        bias = biased_columns(level.bias.to(draft.dtype), columns)
-        after = draft(inputs, positions, cache_rows, cache, bias)[:, -len(level.nodes) :]
+        attend = prepared_attention(
+            prefix_length=lengths, rows=visible_rows, dtype=draft.dtype, ancestor_mask=level.mask
+        )
+        after = draft(inputs, positions, cache_rows, cache, attend)[:, -len(level.nodes) :]
         drawn = gumbel_topk(
             after,
             level.width,

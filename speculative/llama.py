@@ -7,17 +7,17 @@ asks the host questions that a CUDA graph can't answer. This one is the same ari
     for each layer:  x += o_proj(attention(rotary(q), rotary(k), v));  x += down(act(gate(x)) * up(x))
     logits = lm_head(norm(x))
 
-with keys and values written to given rows of a preallocated cache, and attention under an additive mask.
+with keys and values written to given rows of a preallocated cache, and attention over what the caller prepared.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
-from heavypath.kernels.tree_attention import attend, attention_bias
+from heavypath.kernels.tree_attention import prepared_attention
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 PREFILL_CHUNK = 512  # tokens at once: bounds the attention mask of a long prompt
@@ -44,10 +44,10 @@ class KeyValueCache:
             else:
                 own.transpose(1, 2)[torch.arange(len(own), device=rows.device)[:, None], rows] = new
 
-    def read(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Hkv, rows, D] of the first `rows` rows."""
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hkv, rows, D]."""
         heads = slice(layer * self._kv_heads, (layer + 1) * self._kv_heads)
-        return self.keys[:, heads, :rows], self.values[:, heads, :rows]
+        return self.keys[:, heads], self.values[:, heads]
 
 
 class LlamaForward:
@@ -118,18 +118,16 @@ class LlamaForward:
         positions: Tensor,
         rows: Tensor,
         cache: KeyValueCache,
-        bias: Tensor | None,
+        attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],
         last: Tensor | None = None,
     ) -> Tensor:
         """fp32 logits [B, N, V] after each token.
 
         tokens, positions, rows: LongTensor[B, N]; token n's key and value go to cache row rows[:, n].
-        bias: additive attention mask [B or 1, 1, N, R] over the first R cache rows; None for one token that sees them
-            all up to its own, which then must be the same row for each sequence.
+        attend: what the tokens see, see `prepared_attention`.
         last: LongTensor[B]; if given, only the logits after token last[b] of each sequence are computed, [B, 1, V].
         """
         batch, nodes = tokens.shape
-        visible = bias.shape[-1] if bias is not None else int(rows[0, -1]) + 1
         cos, sin = (table[positions][:, :, None] for table in self._rotary)  # [B, N, 1, D]
 
         hidden = self._embed(tokens)  # [B, N, hidden]
@@ -143,8 +141,7 @@ class LlamaForward:
             if self.config.model_type == "qwen3":
                 query, key = _normed(attention.q_norm, query), _normed(attention.k_norm, key)
             cache.write(index, _rotated(key, cos, sin), value, rows)
-            keys, values = cache.read(index, visible)
-            mixed = attend(_rotated(query, cos, sin).transpose(1, 2), keys, values, bias, attention.scaling)
+            mixed = attend(_rotated(query, cos, sin).transpose(1, 2), *cache.read(index), attention.scaling)
             hidden = hidden + self._linear(attention.o_proj, mixed.transpose(1, 2).reshape(batch, nodes, -1))
             mlp = layer.mlp
             normed = _normed(layer.post_attention_layernorm, hidden)
@@ -164,10 +161,14 @@ class LlamaForward:
         for start in range(0, longest, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, longest)
             rows = torch.arange(start, stop, device=prompt.device).expand(batch, -1)
-            causal = torch.ones(stop - start, stop - start, dtype=torch.bool, device=prompt.device).tril()
-            bias = attention_bias(causal, torch.tensor(start, device=prompt.device), stop, self.dtype)
+            attend = prepared_attention(
+                prefix_length=torch.full((1,), start, device=prompt.device).expand(batch),
+                rows=stop,
+                dtype=self.dtype,
+                subtree_end=torch.full((stop - start,), stop - start, device=prompt.device),
+            )
             last = (lengths - 1 - start).clamp(0, stop - start - 1)
-            after = self(prompt[:, start:stop], rows, rows, cache, bias, last)
+            after = self(prompt[:, start:stop], rows, rows, cache, attend, last)
             ends_here = (start < lengths) & (lengths <= stop)
             logits = after.where(ends_here[:, None, None], logits)
         return logits

@@ -1,7 +1,12 @@
-"""Shared fixtures."""
+"""Shared fixtures. Without a GPU the kernels run in Triton's interpreter, which must be chosen before they are read."""
+
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)
