@@ -105,7 +105,8 @@ def tree_attention(
         ancestors, nodes = ancestor_mask
     else:
         ancestors, nodes = ancestor_mask, query.shape[-2] if ancestor_mask is None else ancestor_mask.shape[-1]
-    attend = _tree_attention if needs_gradient and impl == "torch" else _operator
+    # PyTorch's own operators need no operator around them, whose dispatch costs as much as a small attention.
+    attend = _tree_attention if impl == "torch" and not torch.compiler.is_compiling() else _operator
     return attend(
         query, key, value, length, lengths, subtree_end, ancestors, nodes, first_row, window, softcap, scale, impl
     )
@@ -137,43 +138,51 @@ def prepared_attention(
     dtype: torch.dtype,
     subtree_end: Tensor | None = None,
     ancestor_mask: Tensor | None = None,
+    impl: str = "auto",
 ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
     """tree_attention as a function of query, key, value and scale, for all layers of one forward pass.
 
     What follows from the mask alone is computed here, once: for the kernel packed ancestors, for PyTorch an additive
     mask over the first `rows` cache rows, which must hold the longest prefix and its tree.
 
-    prefix_length: LongTensor[B]
+    prefix_length: LongTensor[B], or [] for all
     """
-    if prefix_length.is_cuda:
+    if impl == "triton" or (impl == "auto" and prefix_length.is_cuda):
         packed = None if ancestor_mask is None else pack_ancestors(ancestor_mask)
 
-        def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             visible = {"prefix_length": prefix_length, "subtree_end": subtree_end, "ancestor_mask": packed}
-            return tree_attention(query, key, value, **visible, scale=scale)
+            return tree_attention(query, key, value, **visible, scale=scale, impl="triton")
 
-        return attend_on_gpu
+        return attend_by_kernel
 
     if ancestor_mask is None:
         assert subtree_end is not None
         ancestor_mask = interval_mask(subtree_end)
-    alone = ancestor_mask.shape[-1] == 1 and len(prefix_length) == 1
-    bias = None if alone else attention_bias(ancestor_mask, prefix_length, rows, dtype)
+    lengths = prefix_length if prefix_length.numel() > 1 else int(prefix_length)
+    alone = ancestor_mask.shape[-1] == 1 and isinstance(lengths, int)
+    bias = None if alone else attention_bias(ancestor_mask, lengths, rows, dtype)
     return lambda query, key, value, scale: attend(query, key[:, :, :rows], value[:, :, :rows], bias, scale)
 
 
-def attention_bias(ancestors: Tensor, lengths: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def attention_bias(ancestors: Tensor, lengths: int | Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """The additive mask of the formula above: 0 where node i sees cache row s, -inf elsewhere; [B or 1, 1, Q, rows].
 
-    ancestors: bool [Q, N] or [B, Q, N], for the Q nodes that ask; lengths: LongTensor[] or [B], prefix rows.
+    ancestors: bool [Q, N] or [B, Q, N], for the Q nodes that ask; lengths: prefix rows, of all or LongTensor[B].
     """
-    nodes = ancestors.shape[-1]
-    table = torch.zeros(ancestors.shape, dtype=dtype, device=ancestors.device).masked_fill_(~ancestors, -torch.inf)
-    table = pad(pad(table, (1, 0)), (0, 1), value=-torch.inf)  # 0 the prefix, 1 .. N the nodes, N + 1 what lies beyond
-    columns = (torch.arange(1, rows + 1, device=lengths.device) - lengths.reshape(-1, 1)).clamp_(0, nodes + 1)
-    if table.dim() == 2:
-        return table[:, columns].transpose(0, 1)[:, None]
-    return table.gather(2, columns[:, None].expand(len(table), table.shape[1], -1))[:, None]
+    queries, nodes = ancestors.shape[-2:]
+    if isinstance(lengths, int):
+        bias = torch.zeros(*ancestors.shape[:-1], rows, dtype=dtype, device=ancestors.device)
+        bias[..., lengths : lengths + nodes].masked_fill_(~ancestors, -torch.inf)
+        bias[..., lengths + nodes :] = -torch.inf
+        return bias.view(-1, 1, queries, rows)
+    tree = torch.zeros(ancestors.shape, dtype=dtype, device=ancestors.device).masked_fill_(~ancestors, -torch.inf)
+    tree = tree.view(-1, 1, queries, nodes)
+    batch = max(len(tree), len(lengths))
+    bias = torch.zeros(batch, 1, queries, rows, dtype=dtype, device=ancestors.device)
+    bias.masked_fill_((torch.arange(rows, device=lengths.device) >= lengths[:, None, None, None] + nodes), -torch.inf)
+    columns = lengths[:, None, None, None] + torch.arange(nodes, device=lengths.device)
+    return bias.scatter_(3, columns.expand(batch, 1, queries, nodes), tree.expand(batch, -1, -1, -1))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None = None) -> Tensor:
@@ -320,9 +329,12 @@ def _reference(
     if not narrowed and length == 0 and end is not None and not end.is_cuda and bool((end == nodes).all()):  # a chain
         return _by_node(scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True))
 
+    bias = attention_bias(_ancestors(visible), length if lengths is None else lengths.reshape(-1), used, query.dtype)
+    if not narrowed and end is not None:
+        return _by_node(attend(query, key, value, bias, scale))
+
     row = torch.arange(used, device=query.device)
     starts = torch.full((1,), length, device=query.device) if lengths is None else lengths.reshape(-1)
-    bias = attention_bias(_ancestors(visible), starts, used, query.dtype)  # [B or 1, 1, Q, used]
     hidden = row >= starts[:, None] + nodes  # rows to which zeros are given: they may hold anything, and 0 * NaN leaks
     if first_row is not None:
         hidden = hidden | (row < first_row[:, None])
@@ -650,6 +662,7 @@ def _launch(
     if ancestors is not None:
         words = (pack_ancestors(ancestors).words if ancestors.dtype == torch.bool else ancestors).contiguous()
     ends = None if ends is None else ends.contiguous()
+    first_row = None if first_row is None else first_row.contiguous()
     depths = None if window is None else _depths(visible).contiguous()
     batch_strides = [0 if tree is None or tree.dim() == dim else tree.stride(0)
                      for tree, dim in ((ends, 1), (words, 2), (depths, 1))]  # fmt: skip

@@ -162,7 +162,7 @@ class LlamaForward:
             stop = min(start + PREFILL_CHUNK, longest)
             rows = torch.arange(start, stop, device=prompt.device).expand(batch, -1)
             attend = prepared_attention(
-                prefix_length=torch.full((1,), start, device=prompt.device).expand(batch),
+                prefix_length=torch.full((), start, device=prompt.device),
                 rows=stop,
                 dtype=self.dtype,
                 subtree_end=torch.full((stop - start,), stop - start, device=prompt.device),

@@ -1,12 +1,15 @@
 """SpeculativeDecoder: the target's own text, for every method, batch and stop; and what it refuses."""
 
+from functools import partial
+
 import pytest
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
+from heavypath.kernels.tree_attention import prepared_attention
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, load_demo_pair
 from heavypath.speculative.demo import demo_prompts
 
 STOCHASTIC = [name for name in METHODS if METHODS[name].verify != "race"]
@@ -71,6 +74,38 @@ def test_greedy_text_is_that_of_transformers_generate(method, demo_pair, greedy_
         assert_same_text(target, out.sequences, expected)
         assert out.stats.new_tokens == 64
         assert method == "autoregressive" or out.stats.tokens_per_step > 1.2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="decoding on the GPU is a test of its own")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_decoding_through_the_kernel(temperature, monkeypatch):
+    target, draft = (tiny_llama(seed, hidden_size=32, num_key_value_heads=1) for seed in (1, 2))
+    prompts = torch.tensor([[3, 1, 4, 1, 5], [6, 6, 2, 6, 5]])
+    padding = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+
+    def text():
+        decoding = SpeculativeDecoder(target, draft, "sequoia", tree=TokenTree.from_branching([2, 2, 1]))
+        return decoding.generate(prompts, max_new_tokens=12, temperature=temperature, attention_mask=padding).sequences
+
+    expected = text()
+    for module in ("decoder", "drafting", "llama"):
+        by_kernel = partial(prepared_attention, impl="triton")
+        monkeypatch.setattr(f"heavypath.speculative.{module}.prepared_attention", by_kernel)
+    assert torch.equal(text(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("method", METHODS)
+def test_text_on_a_gpu_is_the_text_on_a_cpu(method, demo_pair, greedy_texts):
+    target, draft, _ = demo_pair
+    on_gpu = SpeculativeDecoder(*load_demo_pair(device="cuda")[:2], method)
+    for ids, expected in zip(*greedy_texts, strict=True):
+        assert_same_text(target, on_gpu.generate(ids.cuda(), max_new_tokens=64).sequences.cpu(), expected)
+    ids, on_cpu = greedy_texts[0][0], SpeculativeDecoder(target, draft, method)
+    sampled = [each.generate(ids.to(device), max_new_tokens=24, temperature=0.6, seed=3).sequences.cpu()
+               for each, device in ((on_gpu, "cuda"), (on_cpu, "cpu"))]  # fmt: skip
+    assert torch.equal(*sampled)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Everything that wants a GPU, in one command and under 9 minutes, with what is installed: no network is needed.
+#
+#   bash bench/gpu.sh OUTDIR [PYTHON]
+#
+# Installs this checkout without its dependencies, runs the kernels' tests and the tables on the GPU, and leaves logs,
+# JSON and plots in OUTDIR. Prints a summary of at most 60 lines last. Without a GPU it says so and runs what it can.
+set -uo pipefail
+[ $# -ge 1 ] || { echo "usage: bash bench/gpu.sh OUTDIR [PYTHON]" >&2; exit 2; }
+mkdir -p "$1"
+out=$(cd "$1" && pwd)
+python=${2:-python3}
+cd "$(dirname "$0")/.."
+export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+failed=()
+
+step() { # step NAME SECONDS COMMAND...: log to OUTDIR/NAME.log, stop it after SECONDS
+    local name=$1 seconds=$2 begin=$SECONDS
+    shift 2
+    echo "$name ..."
+    timeout "$seconds" "$@" >"$out/$name.log" 2>&1 || failed+=("$name (exit $?)")
+    echo "$name: $((SECONDS - begin)) s"
+}
+
+"$python" -m pip install --quiet --no-deps --no-build-isolation --no-index -e . >"$out/install.log" 2>&1 ||
+    { cat "$out/install.log"; exit 1; }
+"$python" - <<'PYTHON' | tee "$out/environment.log"
+import platform, torch, transformers, triton
+gpu = torch.cuda.is_available()
+print("device", torch.cuda.get_device_name() if gpu else "none: no GPU was found, kernels run in Triton's interpreter")
+print("python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__,
+      "transformers", transformers.__version__)
+PYTHON
+gpu=$("$python" -c 'import torch; print(int(torch.cuda.is_available()))')
+workers=$("$python" -c 'import importlib.util as u; print("-n8" if u.find_spec("xdist") else "")')
+
+# Kernels are compiled once for each shape: spread over processes where that is possible.
+tests=(tests/test_tree_attention.py tests/test_ordering.py tests/test_huggingface.py)
+step tests 240 "$python" -m pytest -q $workers "${tests[@]}"
+[ "$gpu" = 1 ] && step tests-gpu 120 "$python" -m pytest -q -m gpu
+step attention 150 "$python" bench/bench_attention.py --json "$out/attention.json" --plot "$out/attention.png"
+step ordering 60 "$python" -m pytest -q -o addopts= bench/bench_ordering.py --benchmark-json "$out/ordering.json"
+
+echo
+echo "=== summary"
+head -1 "$out/environment.log"
+for log in tests tests-gpu; do [ -f "$out/$log.log" ] && echo "$log: $(tail -1 "$out/$log.log")"; done
+grep -h "^FAILED\|^ERROR" "$out"/tests*.log | cut -c1-140 | head -8
+grep -v "^demo" "$out/attention.log" | cut -c1-140 | head -36
+echo "in $SECONDS s; failed: ${failed[*]:-none}"
+[ ${#failed[@]} -eq 0 ]
