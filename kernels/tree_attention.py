@@ -45,6 +45,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 MAX_NODES = 2048  # of the kernel: 64 blocks of 32 keys have a bit each in one word
 _MIN_SPLIT = 256  # fewest rows worth a program of their own; a multiple of every BLOCK_N
 _LOG2_E = tl.constexpr(1.4426950408889634)
+# Of float32 products: three products of tensor cores in TF32, whose sum errs by about 2**-21.
+_PRECISION = tl.constexpr("tf32x3")
 
 
 class PackedAncestors(NamedTuple):
@@ -91,7 +93,7 @@ def tree_attention(
 
     Raises ValueError for shapes, dtypes or options that do not fit and, where prefix_length is an int or on the CPU, if
     the tree does not fit into S rows. The kernel reads keys and values in place where their last axis is contiguous and
-    their other strides are multiples of 8 elements; others are copied first.
+    their other strides are multiples of 8 elements, of rows below 2**24; others are copied first.
     """
     needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if impl == "auto":
@@ -218,7 +220,9 @@ def _tree_attention(
     impl: str,
 ) -> Tensor:
     visible = _Visible(prefix_length, prefix_lengths, subtree_end, ancestor_mask, nodes, first_row, window)
-    _check(query, key, value, visible, softcap, impl)
+    _check(query, key, value, visible, softcap, scale, impl)
+    if query.numel() == 0:
+        return _by_node(query.clone())
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return (_launch if impl == "triton" else _reference)(query, key, value, visible, softcap, scale)
 
@@ -232,7 +236,15 @@ def _(query: Tensor, *_: object) -> Tensor:
     return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, visible: _Visible, softcap: float | None, impl: str) -> None:
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: _Visible,
+    softcap: float | None,
+    scale: float | None,
+    impl: str,
+) -> None:
     if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape or query.shape[::3] != key.shape[::3]:
         raise ValueError(
             "expected query [B, Hq, N, D] and key, value [B, Hkv, S, D], "
@@ -255,7 +267,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, visible: _Visible, softcap
         _check_tensor("ancestor_mask", ancestors, dtypes, (shape, (batch, *shape)))
     if nodes < queries or (window is not None and nodes > queries):
         raise ValueError(f"got {queries} queries of a tree of {nodes} nodes; with a window, all nodes must ask")
-    for name, option in (("window", window), ("softcap", softcap)):
+    for name, option in (("window", window), ("softcap", softcap), ("scale", scale)):
         if option is not None and not option > 0:
             raise ValueError(f"{name} must be above 0, or None, got {option}")
     if lengths is not None:
@@ -321,7 +333,7 @@ def _reference(
 ) -> Tensor:
     batch = len(query)
     length, lengths, end, _, nodes, first_row, window = visible
-    used = nodes + (length if lengths is None else int(lengths.max()) if lengths.numel() else 0)
+    used = nodes + (length if lengths is None else int(lengths.max()))
     key, value = key[:, :, :used], value[:, :, :used]
     narrowed = first_row is not None or window is not None or softcap is not None or lengths is not None
     if not narrowed and nodes == 1 and end is not None:  # it sees everything
@@ -391,22 +403,25 @@ def _attend(
     keys = tl.load(key_rows, mask=inside, other=0.0)
     if UPCAST:
         keys = keys.to(tl.float32)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-    if softcap is not None:  # softcap * tanh(scores), and tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2_E)) + 1.0))
+    scores = tl.dot(query, tl.trans(keys), input_precision=_PRECISION)
+    in_base_2 = scale * _LOG2_E
+    if softcap is not None:  # softcap * tanh(scale * scores / softcap), and tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        scores = softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * in_base_2 / softcap)) + 1.0)
+        in_base_2 = _LOG2_E
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # Not scaled first: the product below is one fused multiply-add a score.
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * in_base_2)
     shift = new_peak
     if visible is not None:
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
-    weights = tl.exp2(scores - shift[:, None])
+    weights = tl.exp2(scores * in_base_2 - shift[:, None])
     fade = tl.exp2(peak - shift)
     total = total * fade + tl.sum(weights, 1)
     values = tl.load(value_rows, mask=inside, other=0.0)
     if UPCAST:
         values = values.to(tl.float32)
-    acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
+    acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=_PRECISION)
     return acc, new_peak, total
 
 
@@ -451,11 +466,11 @@ def _tree_attention_kernel(
     if UPCAST:
         query_tile = query_tile.to(tl.float32)
     eight = tl.full([], 8, tl.int64)  # strides in 64 bits, and known to be multiples of 8
-    key_s, value_s = key_s * eight, value_s * eight
     key += batch * (key_b * eight) + kv_head * (key_h * eight)
     value += batch * (value_b * eight) + kv_head * (value_h * eight)
-    key_offsets = offsets[:, None] * key_s + columns[None, :]
-    value_offsets = offsets[:, None] * value_s + columns[None, :]
+    key_offsets = offsets[:, None] * (key_s * 8) + columns[None, :]  # within a block 32 bits suffice
+    value_offsets = offsets[:, None] * (value_s * 8) + columns[None, :]
+    key_s, value_s = key_s * eight, value_s * eight
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -501,10 +516,10 @@ def _tree_attention_kernel(
         last_node = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, queries - 1)
         blocks = tl.arange(0, TREE_BLOCKS)
         if ends is not None:
-            at = blocks[:, None] * BLOCK_N + offsets[None, :]
-            end = tl.load(ends + batch * ends_stride + at, mask=at < nodes, other=0).to(tl.int32)
-            occupied = (tl.max(end, 1) > first_node) & (blocks * BLOCK_N <= last_node)
-            full = (tl.min(end, 1) > last_node) & (blocks * BLOCK_N + (BLOCK_N - 1) <= first_node)
+            keys = blocks[:, None] * BLOCK_N + offsets[None, :]
+            key_ends = tl.load(ends + batch * ends_stride + keys, mask=keys < nodes, other=0).to(tl.int32)
+            occupied = (tl.max(key_ends, 1) > first_node) & (blocks * BLOCK_N <= last_node)
+            full = (tl.min(key_ends, 1) > last_node) & (blocks * BLOCK_N + (BLOCK_N - 1) <= first_node)
         else:
             touched = first_node + tl.arange(0, TOUCHED)
             word = tl.arange(0, TREE_BLOCKS * BLOCK_N // 32)
@@ -518,7 +533,7 @@ def _tree_attention_kernel(
             full = tl.min(tl.reshape(ones, [TREE_BLOCKS, BLOCK_N // 32]), 1) != 0
         bit = tl.full([TREE_BLOCKS], 1, tl.int64) << blocks.to(tl.int64)
 
-        if (first_row is None) and (depths is None):
+        if (first_row is None) and (depths is None) and TREE_BLOCKS > 1:
             full_bits = tl.sum(tl.where(full, bit, 0), 0)
             for _ in tl.range(0, tl.sum(full.to(tl.int32), 0)):
                 block = _lowest_bit(full_bits) * BLOCK_N
@@ -561,13 +576,14 @@ def _tree_attention_kernel(
 
     if parts == 1:
         acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-        out_row = (batch.to(tl.int64) * queries + node) * (kv_heads * GROUP) + head
-        tl.store(out + out_row[:, None] * HEAD_DIM + columns[None, :], acc, mask=query_mask)
+        out += batch.to(tl.int64) * (queries * kv_heads * GROUP * HEAD_DIM)
+        out_row = node * (kv_heads * GROUP) + head
+        tl.store(out + (out_row[:, None] * HEAD_DIM + columns[None, :]), acc, mask=query_mask)
     elif SPLITS > 1:
-        slot = (tl.program_id(2).to(tl.int64) * SPLITS + part) * (queries * GROUP) + row
-        tl.store(partial_out + slot[:, None] * HEAD_DIM + columns[None, :], acc, mask=query_mask)
-        tl.store(partial_peak + slot, peak, mask=asks)
-        tl.store(partial_total + slot, total, mask=asks)
+        slot = (tl.program_id(2).to(tl.int64) * SPLITS + part) * (queries * GROUP)
+        tl.store(partial_out + slot * HEAD_DIM + (row[:, None] * HEAD_DIM + columns[None, :]), acc, mask=query_mask)
+        tl.store(partial_peak + slot + row, peak, mask=asks)
+        tl.store(partial_total + slot + row, total, mask=asks)
 
 
 @triton.jit(do_not_specialize=["length", "queries", "nodes", "kv_heads", "window", "lengths_stride"])
@@ -628,9 +644,9 @@ def _tiles(dtype: torch.dtype, head_dim: int, rows: int) -> _Tiles:
 
 
 def _in_place(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where the kernel's 16-byte loads could not read it."""
+    """The tensor, or a copy where the kernel's 16-byte loads and 32-bit offsets within a block could not read it."""
     strides = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False) if size > 1]
-    aligned = tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in strides)
+    aligned = tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in strides) and tensor.stride(2) < 1 << 24
     return tensor if aligned else tensor.contiguous()
 
 
@@ -642,8 +658,6 @@ def _launch(
     kv_heads = key.shape[1]
     interpreted = not query.is_cuda  # Triton's interpreter truncates float32 to bfloat16, and gets products of it wrong
     out = query.new_empty(batch, queries, heads, head_dim, dtype=torch.float32 if interpreted else query.dtype)
-    if out.numel() == 0:
-        return out.to(query.dtype).transpose(1, 2)
 
     group = heads // kv_heads
     rows = queries * group
@@ -668,15 +682,13 @@ def _launch(
                      for tree, dim in ((ends, 1), (words, 2), (depths, 1))]  # fmt: skip
     lengths_stride = 0 if lengths is None or lengths.dim() == 0 else lengths.stride(0)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    in_base_2 = float(_LOG2_E.value)
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n}
     parts = {"SPLITS": splits, "MIN_SPLIT": _MIN_SPLIT}
     with torch.cuda.device_of(query):
         _tree_attention_kernel[(tiles, splits, batch * kv_heads)](
             query, key, value, out, partial_out, partial_peak, partial_total,
             length, lengths, first_row, ends, words, depths,
-            scale * in_base_2 if softcap is None else scale / softcap, None if softcap is None else softcap * in_base_2,
-            window, queries, nodes, kv_heads, lengths_stride, *batch_strides,
+            scale, softcap, window, queries, nodes, kv_heads, lengths_stride, *batch_strides,
             *(stride // 8 for tensor in (query, key, value) for stride in tensor.stride()[:-1]),
             0 if words is None else words.shape[-1],
             **shape, **parts, BLOCK_M=block_m,

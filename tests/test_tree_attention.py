@@ -173,16 +173,17 @@ def test_a_long_prefix(impl):
 
 
 def test_rows_that_lie_past_two_to_the_31_elements():
-    """Rows 2**26 elements apart; nearly all of that memory is never touched."""
-    rows, apart = 40, 1 << 26
-    query, near, _ = inputs(1, 1, 1, 3, rows, 16, torch.float16)
-    far = torch.empty(rows * apart, dtype=torch.float16, device=DEVICE).as_strided(near.shape, (0, 0, apart, 1))
-    assert far.stride(2) * (rows - 1) > 1 << 31
-    far.copy_(near)
-    tree = random_tree(3)
-    for impl in ("torch", "triton"):
-        attend = partial(tree_attention, prefix_length=rows - 3, **masks(tree)[0], impl=impl)
-        assert torch.equal(attend(query, far, far), attend(query, near, near))
+    """Nearly all of that memory is never touched. Rows further apart than the kernel follows are copied."""
+    for rows, apart in ((150, (1 << 24) - 8), (40, 1 << 26)):
+        query, near, _ = inputs(1, 1, 1, 3, rows, 16, torch.float16)
+        far = torch.empty(rows * apart, dtype=torch.float16, device=DEVICE).as_strided(near.shape, (0, 0, apart, 1))
+        assert far.stride(2) * (rows - 1) > 1 << 31
+        far.copy_(near)
+        tree = random_tree(3)
+        for impl in ("torch", "triton"):
+            attend = partial(tree_attention, prefix_length=rows - 3, **masks(tree)[0], impl=impl)
+            assert torch.equal(attend(query, far, far), attend(query, near, near))
+        del far
 
 
 @IMPLS
@@ -329,6 +330,7 @@ def test_attention_bias_by_hand():
     ({"subtree_end": None, "ancestor_mask": torch.ones(3, 2).bool()}, "3 queries of a tree of 2 nodes"),
     ({"subtree_end": None, "ancestor_mask": torch.ones(3, 4).bool(), "window": 2}, "3 queries of a tree of 4 nodes"),
     ({"window": 0}, "window must be above 0, or None, got 0"),
+    ({"scale": -1.0}, "scale must be above 0, or None, got -1.0"),
     ({"softcap": 0.0}, "softcap must be above 0, or None, got 0.0"),
     ({"first_row": torch.tensor([0, 0])}, r"first_row must be torch.int64 \[1\], got torch.int64 \[2\]"),
     ({"prefix_length": 6}, r"prefix_length \+ 3 nodes must lie in 0 .. 8"),
@@ -366,9 +368,9 @@ def test_the_kernel_needs_a_gpu_or_the_interpreter(monkeypatch):
 
 TREE, SPLIT, CHAIN, PADDED = (130, 20, {}), (20, 600, {}), (90, 20, {}), (70, 30, {"first_row": torch.tensor([40])})
 MUTATIONS = {
-    "partial blocks pass as full": (TREE, "full = (tl.min(end, 1) > last", "full = (tl.max(end, 1) > last"),
+    "partial blocks pass as full": (TREE, "full = (tl.min(key_ends, 1)", "full = (tl.max(key_ends, 1)"),
     "the diagonal passes as full": (CHAIN, "(BLOCK_N - 1) <= first_node)", "(BLOCK_N - 1) <= last_node + BLOCK_N)"),
-    "occupied blocks pass as empty": (TREE, "(tl.max(end, 1) > first_node)", "(tl.max(end, 1) > last_node)"),
+    "occupied blocks pass as empty": (TREE, "(tl.max(key_ends, 1) > first_node)", "(tl.max(key_ends, 1) > last_node)"),
     "nonzero words pass as full": (CHAIN, "(table == -1)", "(table != 0)"),
     "other subtrees are seen": (TREE, "(node[:, None] < end[None, :])", "(node[:, None] < nodes)"),
     "bits of one word only": (TREE, "tl.where((offsets < 32)[None, :], low, high)", "low"),
