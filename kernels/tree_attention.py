@@ -45,8 +45,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 MAX_NODES = 2048  # of the kernel: 64 blocks of 32 keys have a bit each in one word
 _MIN_SPLIT = 256  # fewest rows worth a program of their own; a multiple of every BLOCK_N
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Of float32 products: three products of tensor cores in TF32, whose sum errs by about 2**-21.
-_PRECISION = tl.constexpr("tf32x3")
 
 
 class PackedAncestors(NamedTuple):
@@ -393,17 +391,22 @@ def _cut(length, first, nodes, window, SPLITS: tl.constexpr, MIN_SPLIT: tl.const
 
 @triton.jit
 def _attend(
-    query, key_rows, value_rows, acc, peak, total, visible, readable, scale, softcap,
+    query, query_rows, query_mask, key_rows, value_rows, visible, readable, acc, peak, total, scale, softcap,
     columns, HEAD_DIM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys in the online softmax; visible [BLOCK_M, BLOCK_N] and readable [BLOCK_N] are None for all."""
+    """One block of keys in the online softmax; visible [BLOCK_M, BLOCK_N] and readable [BLOCK_N] are None for all.
+
+    query is None in float32, where it would fill the registers: it is read again for each block.
+    """
+    if query is None:
+        query = tl.load(query_rows, mask=query_mask, other=0.0)
     inside = columns[None, :] < HEAD_DIM
     if readable is not None:
         inside = inside & readable[:, None]
     keys = tl.load(key_rows, mask=inside, other=0.0)
     if UPCAST:
         keys = keys.to(tl.float32)
-    scores = tl.dot(query, tl.trans(keys), input_precision=_PRECISION)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     in_base_2 = scale * _LOG2_E
     if softcap is not None:  # softcap * tanh(scale * scores / softcap), and tanh(x) = 1 - 2 / (exp(2 x) + 1)
         scores = softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * in_base_2 / softcap)) + 1.0)
@@ -421,7 +424,7 @@ def _attend(
     values = tl.load(value_rows, mask=inside, other=0.0)
     if UPCAST:
         values = values.to(tl.float32)
-    acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=_PRECISION)
+    acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
     return acc, new_peak, total
 
 
@@ -461,10 +464,13 @@ def _tree_attention_kernel(
     asks = row < queries * GROUP
     columns, offsets = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     query_rows = batch.to(tl.int64) * query_b + head.to(tl.int64) * query_h + node.to(tl.int64) * query_n
+    query_rows = query + query_rows[:, None] * 8 + columns[None, :]
     query_mask = asks[:, None] & (columns[None, :] < HEAD_DIM)
-    query_tile = tl.load(query + query_rows[:, None] * 8 + columns[None, :], mask=query_mask, other=0.0)
-    if UPCAST:
-        query_tile = query_tile.to(tl.float32)
+    query_tile = None
+    if query.dtype.element_ty != tl.float32:
+        query_tile = tl.load(query_rows, mask=query_mask, other=0.0)
+        if UPCAST:
+            query_tile = query_tile.to(tl.float32)
     eight = tl.full([], 8, tl.int64)  # strides in 64 bits, and known to be multiples of 8
     key += batch * (key_b * eight) + kv_head * (key_h * eight)
     value += batch * (value_b * eight) + kv_head * (value_h * eight)
@@ -476,36 +482,29 @@ def _tree_attention_kernel(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
-    # The prefix: blocks that some rows see in part, blocks that all see whole, and what is left of a block.
+    # The prefix: blocks that all rows see whole, then those that are masked, at both of its ends.
     sees = tl.full([BLOCK_M], 0, tl.int32) + first  # first prefix row that each query sees
     depth = tl.zeros([BLOCK_M], tl.int32)
     if depths is not None:
         depth = tl.load(depths + batch * depths_stride + node, mask=asks, other=0)
         sees = tl.maximum(sees, length + depth - window + 1)
-    whole_stop = start + (stop - start) // BLOCK_N * BLOCK_N
-    whole_start = start
+    whole_start, whole_stop = start, start + (stop - start) // BLOCK_N * BLOCK_N
     if (first_row is not None) or (depths is not None):
         whole_start = tl.maximum(start, tl.minimum(tl.cdiv(tl.max(sees, 0), BLOCK_N) * BLOCK_N, whole_stop))
-        for block in tl.range(start, whole_start, BLOCK_N):
-            at = block + offsets
-            acc, peak, total = _attend(
-                query_tile, key + block * key_s + key_offsets,
-                value + block * value_s + value_offsets, acc, peak, total,
-                at[None, :] >= sees[:, None], at >= first, scale, softcap, columns, HEAD_DIM, UPCAST,
-            )  # fmt: skip
     for block in tl.range(whole_start, whole_stop, BLOCK_N):
         acc, peak, total = _attend(
-            query_tile, key + block * key_s + key_offsets,
-            value + block * value_s + value_offsets, acc, peak, total,
-            None, None, scale, softcap, columns, HEAD_DIM, UPCAST,
+            query_tile, query_rows, query_mask,
+            key + block * key_s + key_offsets, value + block * value_s + value_offsets,
+            None, None, acc, peak, total, scale, softcap, columns, HEAD_DIM, UPCAST,
         )  # fmt: skip
-    if whole_stop < stop:
-        at = whole_stop + offsets
+    for masked in tl.range(start, stop - (whole_stop - whole_start), BLOCK_N, num_stages=1):
+        block = masked + tl.where(masked < whole_start, 0, whole_stop - whole_start)
+        at = block + offsets
         acc, peak, total = _attend(
-            query_tile, key + whole_stop * key_s + key_offsets,
-            value + whole_stop * value_s + value_offsets, acc, peak, total,
+            query_tile, query_rows, query_mask,
+            key + block * key_s + key_offsets, value + block * value_s + value_offsets,
             (at[None, :] >= sees[:, None]) & (at < stop)[None, :], (at >= first) & (at < stop),
-            scale, softcap, columns, HEAD_DIM, UPCAST,
+            acc, peak, total, scale, softcap, columns, HEAD_DIM, UPCAST,
         )  # fmt: skip
 
     if part == parts - 1:
@@ -539,9 +538,9 @@ def _tree_attention_kernel(
                 block = _lowest_bit(full_bits) * BLOCK_N
                 full_bits = full_bits & (full_bits - 1)
                 acc, peak, total = _attend(
-                    query_tile, key + block * key_s + key_offsets,
-                    value + block * value_s + value_offsets, acc, peak, total,
-                    None, None, scale, softcap, columns, HEAD_DIM, UPCAST,
+                    query_tile, query_rows, query_mask,
+                    key + block * key_s + key_offsets, value + block * value_s + value_offsets,
+                    None, None, acc, peak, total, scale, softcap, columns, HEAD_DIM, UPCAST,
                 )  # fmt: skip
             occupied = occupied & (full == 0)
         bits = tl.sum(tl.where(occupied, bit, 0), 0)
@@ -569,9 +568,9 @@ def _tree_attention_kernel(
                 readable = readable & (length + at >= first)
                 visible = visible & readable[None, :]
             acc, peak, total = _attend(
-                query_tile, key + block * key_s + key_offsets,
-                value + block * value_s + value_offsets, acc, peak, total,
-                visible, readable, scale, softcap, columns, HEAD_DIM, UPCAST,
+                query_tile, query_rows, query_mask,
+                key + block * key_s + key_offsets, value + block * value_s + value_offsets,
+                visible, readable, acc, peak, total, scale, softcap, columns, HEAD_DIM, UPCAST,
             )  # fmt: skip
 
     if parts == 1:
@@ -625,7 +624,7 @@ def _merge_kernel(
 
 
 class _Tiles(NamedTuple):
-    """Block sizes of a launch, by dtype, head size and rows per key head."""
+    """Block sizes of a launch."""
 
     block_m: int
     block_n: int
@@ -633,14 +632,22 @@ class _Tiles(NamedTuple):
     stages: int
 
 
-def _tiles(dtype: torch.dtype, head_dim: int, rows: int) -> _Tiles:
-    if dtype == torch.float32:  # no tensor cores: exact products
-        return _Tiles(16 if rows <= 16 else 32, 32, 4, 2)
+def _tiles(dtype: torch.dtype, head_dim: int, rows: int, roomy: bool) -> _Tiles:
+    """By dtype, head size and rows per key head: no spills, 64 rows and more on wgmma, two blocks of keys on their way.
+
+    roomy: a data-centre GPU since Hopper, with 227 KB of shared memory and products that take operands from there.
+    """
+    if dtype == torch.float32:  # exact products, without tensor cores
+        return _Tiles(16 if rows <= 16 or head_dim > 128 else 32, 32, 8 if head_dim <= 64 else 16, 2)
     if rows <= 16:
         return _Tiles(16, 64 if head_dim <= 128 else 32, 4, 3)
-    if rows <= 64 or head_dim > 128:
-        return _Tiles(64, 64 if head_dim <= 128 else 32, 4, 3)
-    return _Tiles(128, 64, 8, 3)
+    if head_dim > 128:
+        return _Tiles(64, 32, 8, 3 if roomy else 2)
+    if head_dim <= 32:
+        return _Tiles(64, 64, 4, 3)
+    if head_dim > 64 and not roomy:
+        return _Tiles(64, 32, 4, 3)
+    return _Tiles(64, 64, 4, 3) if rows <= 64 else _Tiles(128, 64, 8, 3)
 
 
 def _in_place(tensor: Tensor) -> Tensor:
@@ -661,10 +668,14 @@ def _launch(
 
     group = heads // kv_heads
     rows = queries * group
-    block_m, block_n, warps, stages = _tiles(query.dtype, head_dim, rows)
+    if interpreted:
+        processors, roomy = 16, True
+    else:
+        gpu = torch.cuda.get_device_properties(query.device)
+        processors, roomy = gpu.multi_processor_count, gpu.major in (9, 10)
+    block_m, block_n, warps, stages = _tiles(query.dtype, head_dim, rows, roomy)
     tiles = triton.cdiv(rows, block_m)
     # About two programs for each processor, whatever the batch.
-    processors = 16 if interpreted else torch.cuda.get_device_properties(query.device).multi_processor_count
     splits = min(max(1, 2 * processors // (tiles * kv_heads)), 32, triton.cdiv(key.shape[2], _MIN_SPLIT))
     partial_out = partial_peak = partial_total = None
     if splits > 1:
@@ -682,6 +693,8 @@ def _launch(
                      for tree, dim in ((ends, 1), (words, 2), (depths, 1))]  # fmt: skip
     lengths_stride = 0 if lengths is None or lengths.dim() == 0 else lengths.stride(0)
     block_d = max(16, triton.next_power_of_2(head_dim))
+    # Told how many registers there are, ptxas does not spill to fit one program more. Where that has it spill, it is not.
+    registers = None if warps == 16 and head_dim > 128 and roomy else min(255, (1 << 16) // (32 * warps))
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n}
     parts = {"SPLITS": splits, "MIN_SPLIT": _MIN_SPLIT}
     with torch.cuda.device_of(query):
@@ -694,7 +707,8 @@ def _launch(
             **shape, **parts, BLOCK_M=block_m,
             TOUCHED=triton.next_power_of_2(block_m // group if block_m % group == 0 else (block_m - 2) // group + 2),
             TREE_BLOCKS=triton.next_power_of_2(triton.cdiv(nodes, block_n)),
-            UPCAST=interpreted, num_warps=warps, num_stages=stages,
+            UPCAST=interpreted, num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+            maxnreg=registers,
         )  # fmt: skip
         if splits > 1:
             splits_power = triton.next_power_of_2(splits)
@@ -702,6 +716,6 @@ def _launch(
             _merge_kernel[(triton.cdiv(rows, rows_each), batch * kv_heads)](
                 out, partial_out, partial_peak, partial_total,
                 length, lengths, first_row, window, queries, nodes, kv_heads, lengths_stride,
-                **shape, **parts, ROWS=rows_each, SPLITS_POWER=splits_power,
+                **shape, **parts, ROWS=rows_each, SPLITS_POWER=splits_power, enable_fp_fusion=True,
             )  # fmt: skip
     return out.to(query.dtype).transpose(1, 2)

@@ -1,11 +1,17 @@
-"""Tree speculative decoding for Hugging Face Llama-family models."""
+"""Tree speculative decoding for Hugging Face Llama-family models.
 
+Importing this registers attn_implementation="heavypath" with transformers.
+"""
+
+from heavypath.speculative import huggingface
 from heavypath.speculative.decoder import Generation, SpeculativeDecoder
 from heavypath.speculative.demo import load_demo_pair
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.planning import expected_tokens, greedy_tree
 from heavypath.speculative.statistics import Statistics
 from heavypath.speculative.tree import TokenTree
+
+huggingface.register()
 
 __all__ = [
     "METHODS",

@@ -31,7 +31,13 @@ from heavypath.speculative.methods import METHODS
 from heavypath.speculative.statistics import Statistics
 from heavypath.speculative.text_stream import TextStream
 
-KERNELS = ("tree_attention", "gumbel_topk", "verify_tree", "compact_cache")
+KERNELS = {  # whether it has a Triton version, which runs on a GPU
+    "tree_attention": True,
+    "heavy_path_order": True,
+    "gumbel_topk": False,
+    "verify_tree": False,
+    "compact_cache": False,
+}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")
 
@@ -157,11 +163,11 @@ def environment() -> dict:
         "heavypath": importlib.metadata.version("heavypath"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version_of_triton(),
+        "triton": importlib.metadata.version("triton"),
         "transformers": transformers.__version__,
         "device": f"cuda ({torch.cuda.get_device_name()})" if cuda else "cpu",
         "threads": torch.get_num_threads(),
-        "kernels": dict.fromkeys(KERNELS, "PyTorch reference"),  # none has a Triton version yet
+        "kernels": {name: "Triton" if cuda and in_triton else "PyTorch" for name, in_triton in KERNELS.items()},
     }
 
 
@@ -281,13 +287,6 @@ def _progress(text: str) -> Iterator[Callable[[str], object]]:
             yield status.update
     else:
         yield lambda line: None
-
-
-def _version_of_triton() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _print_json(content: dict) -> None:

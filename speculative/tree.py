@@ -1,15 +1,24 @@
-"""The shape of a token tree: which node hangs below which, in which order siblings are drawn."""
+"""The shape of a token tree: which node hangs below which, in which order siblings are drawn.
+
+    above_k[v]   the ancestor 2^k edges above v, the root where there is none:  above_{k+1} = above_k[above_k]
+    size[v]      = 1 + the sizes of v's children
+    position[v]  = position[parent] + 1 + the sizes of the siblings visited before v         (preorder)
+
+A sum over subtrees or along paths takes one pass over the nodes per k: O(N log depth), and no Python loop over nodes.
+In preorder the subtree of v is the interval from position[v] to before position[v] + size[v].
+"""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from heavypath.kernels.tree_attention import interval_mask
-
 Order = Literal["breadth_first", "depth_first", "heavy_path"]
+Integers = Sequence[int] | np.ndarray | Tensor
 
 
 class TokenTree:
@@ -19,33 +28,39 @@ class TokenTree:
     ranks:   N integers, each node's place among its siblings in the order they are drawn: 0, 1, 2, ... below every
              node, and 0 for the root. Default: in index order.
 
-    Sequences and tensors are taken; properties are CPU LongTensors. Raises ValueError for anything else.
+    Sequences, arrays and tensors are taken; properties are CPU LongTensors. Raises ValueError for anything else.
     """
 
-    def __init__(self, parents: Sequence[int] | Tensor, ranks: Sequence[int] | Tensor | None = None):
+    def __init__(self, parents: Integers, ranks: Integers | None = None):
         self._parents = _integers("parents", parents)
-        if not self._parents or self._parents[0] != -1:
-            raise ValueError(f"parents must begin with -1 for the root, got {self._parents[:8]}")
-        for node, parent in enumerate(self._parents[1:], start=1):
-            if not 0 <= parent < node:
-                raise ValueError(f"parents[{node}] must be in 0 .. {node - 1}, got {parent}")
-        self._children: list[list[int]] = [[] for _ in self._parents]
-        for node, parent in enumerate(self._parents[1:], start=1):
-            self._children[parent].append(node)
+        nodes = len(self._parents)
+        if not nodes or self._parents[0] != -1:
+            raise ValueError(f"parents must begin with -1 for the root, got {self._parents[:8].tolist()}")
+        drafted, above = np.arange(1, nodes), self._parents[1:]
+        astray = (above < 0) | (above >= drafted)
+        if astray.any():
+            node = 1 + int(astray.argmax())
+            raise ValueError(f"parents[{node}] must be in 0 .. {node - 1}, got {self._parents[node]}")
+
+        # The children of v in draw order are _children[_first[v] : _first[v + 1]].
+        self._first = np.zeros(nodes + 1, np.int64)
+        self._first[1:] = np.bincount(above, minlength=nodes).cumsum()
         if ranks is None:
-            self._ranks = [0] * len(self._parents)
-            for siblings in self._children:
-                for rank, node in enumerate(siblings):
-                    self._ranks[node] = rank
+            self._children = above.argsort(kind="stable") + 1
+            self._ranks = np.zeros(nodes, np.int64)
+            self._ranks[self._children] = drafted - 1 - self._first[self._parents[self._children]]
         else:
             self._ranks = _integers("ranks", ranks)
-            if len(self._ranks) != len(self._parents) or self._ranks[0] != 0:
-                raise ValueError(f"ranks must hold {len(self._parents)} values, 0 for the root, got {self._ranks[:8]}")
-            for node, siblings in enumerate(self._children):
-                siblings.sort(key=self._ranks.__getitem__)
-                given = [self._ranks[child] for child in siblings]
-                if given != list(range(len(siblings))):
-                    raise ValueError(f"the children of node {node} must have ranks 0, 1, 2, ..., got {given}")
+            if len(self._ranks) != nodes or self._ranks[0] != 0:
+                raise ValueError(f"ranks must hold {nodes} values, 0 for the root, got {self._ranks[:8].tolist()}")
+            rank, begin, end = self._ranks[1:], self._first[above], self._first[above + 1]
+            fits = (rank >= 0) & (rank < end - begin)
+            self._children = np.zeros(nodes - 1, np.int64)
+            self._children[(begin + rank)[fits]] = drafted[fits]
+            if not self._children.all():  # some place is left, so another is taken twice or does not exist
+                node = int(self._first.searchsorted((self._children == 0).argmax(), side="right")) - 1
+                given = sorted(rank[above == node].tolist())
+                raise ValueError(f"the children of node {node} must have ranks 0, 1, 2, ..., got {given}")
 
     @classmethod
     def chain(cls, length: int) -> "TokenTree":
@@ -69,7 +84,7 @@ class TokenTree:
     @classmethod
     def from_branching(cls, branching: Iterable[int]) -> "TokenTree":
         """Every node at depth d has branching[d] children (RSD-C); nodes in depth-first order."""
-        widths = _integers("branching", list(branching))
+        widths = _integers("branching", list(branching)).tolist()
         if any(width < 1 for width in widths):
             raise ValueError(f"branching factors must be at least 1, got {widths}")
         parents: list[int] = []
@@ -99,7 +114,7 @@ class TokenTree:
     @property
     def depth(self) -> int:
         """Edges from the root to the deepest node."""
-        return max(self._depths)
+        return int(self._depths.max())
 
     @property
     def subtree_size(self) -> Tensor:
@@ -109,52 +124,70 @@ class TokenTree:
     @property
     def is_depth_first(self) -> bool:
         """Whether every subtree is an interval of node numbers."""
-        return self._preorder_gap is None
+        return not self._strays.any()
 
     @property
     def subtree_end(self) -> Tensor:
         """LongTensor[N]: the subtree of j is the nodes j .. subtree_end[j] - 1. Needs depth-first order."""
-        gap = self._preorder_gap
-        if gap is not None:
+        if not self.is_depth_first:
             raise ValueError(
-                f"subtree_end needs depth-first order, but node {gap} breaks it; call reordered('depth_first')"
+                f"subtree_end needs depth-first order, but node {1 + self._strays.argmax()} breaks it; "
+                "call reordered('depth_first')"
             )
-        return torch.arange(len(self)) + self.subtree_size
+        return torch.from_numpy(np.arange(len(self)) + self._sizes)
 
     @cached_property
-    def _depths(self) -> list[int]:
-        depths = [0] * len(self)
-        for node, parent in enumerate(self._parents[1:], start=1):
-            depths[node] = depths[parent] + 1
-        return depths
+    def _above(self) -> list[np.ndarray]:
+        """above_0, above_1, ... of the formula, while one of their entries is not the root."""
+        doubled, above = [], np.maximum(self._parents, 0)
+        while above.any():
+            doubled.append(above)
+            above = above[above]
+        return doubled
 
     @cached_property
-    def _sizes(self) -> list[int]:
-        sizes = [1] * len(self)
-        for node in range(len(self) - 1, 0, -1):
-            sizes[self._parents[node]] += sizes[node]
-        return sizes
+    def _depths(self) -> np.ndarray:
+        return self._path_sums(np.minimum(np.arange(len(self)), 1))
 
     @cached_property
-    def _preorder_gap(self) -> int | None:
-        """The first node that is not numbered in preorder."""
-        open_path: list[int] = []  # the path from the root to the node before
-        for node, parent in enumerate(self._parents):
-            while open_path and open_path[-1] != parent:
-                open_path.pop()
-            if node and not open_path:
-                return node
-            open_path.append(node)
-        return None
+    def _sizes(self) -> np.ndarray:
+        sizes = np.ones(len(self))  # fp64, exact up to 2^53
+        for above in self._above:
+            sizes += np.bincount(above, sizes, len(self))
+        sizes[0] = len(self)
+        return sizes.astype(np.int64)
+
+    @cached_property
+    def _positions(self) -> np.ndarray:
+        """In preorder, siblings by rank."""
+        return self._preorder(self._children)
+
+    @cached_property
+    def _strays(self) -> np.ndarray:
+        """bool [N - 1]: whether the parent of node 1, 2, ... is neither the node before it nor one of its ancestors."""
+        before, parent = self._positions[:-1], self._parents[1:]
+        begin = self._positions[parent]
+        return (before < begin) | (before >= begin + self._sizes[parent])
+
+    def _path_sums(self, values: np.ndarray) -> np.ndarray:
+        """Sums of values [N] over each node and its ancestors; values[0] must be 0."""
+        for above in self._above:
+            values = values + values[above]
+        return values
+
+    def _preorder(self, children: np.ndarray) -> np.ndarray:
+        """Preorder positions [N], where children [N - 1] are the nodes by parent and then in the order of the visit."""
+        sizes = self._sizes[children]
+        before = sizes.cumsum() - sizes
+        offsets = np.zeros(len(self), np.int64)
+        offsets[children] = 1 + before - before[self._first[self._parents[children]]]
+        return self._path_sums(offsets)
 
     def mask(self) -> Tensor:
         """bool [N, N]: [i, j] is true where j is i or an ancestor of i."""
-        if self.is_depth_first:
-            return interval_mask(self.subtree_end)
-        mask = torch.eye(len(self), dtype=torch.bool)
-        for node, parent in enumerate(self._parents[1:], start=1):
-            mask[node] |= mask[parent]
-        return mask
+        begin = self._positions.astype(np.int32)  # in half the time of int64
+        end = begin + self._sizes.astype(np.int32)
+        return torch.from_numpy((begin <= begin[:, None]) & (begin[:, None] < end))
 
     def reordered(self, order: Order) -> "tuple[TokenTree, Tensor]":
         """The same tree renumbered, and permutation[new] = old, LongTensor[N]. Ranks travel with their nodes.
@@ -163,72 +196,97 @@ class TokenTree:
         heavy_path: preorder, the child with the largest subtree first (then by rank).
         """
         if order == "breadth_first":
-            permutation = [0]
-            for node in permutation:  # grows while it is read
-                permutation.extend(self._children[node])
-        elif order in ("depth_first", "heavy_path"):
-            sizes = self._sizes
-            permutation, stack = [], [0]
-            while stack:
-                permutation.append(node := stack.pop())
-                children = self._children[node]
-                if order == "heavy_path":
-                    children = sorted(children, key=lambda child: -sizes[child])
-                stack.extend(reversed(children))
+            permutation = _inverse(self._positions)
+            permutation = permutation[self._depths[permutation].argsort(kind="stable")]
+        elif order == "depth_first":
+            permutation = _inverse(self._positions)
+        elif order == "heavy_path":
+            parents, sizes = self._parents[self._children], self._sizes[self._children]
+            heavy_first = (parents * len(self) - sizes).argsort(kind="stable")
+            permutation = _inverse(self._preorder(self._children[heavy_first]))
         else:
             raise ValueError(f"order must be 'breadth_first', 'depth_first' or 'heavy_path', got {order!r}")
-        new = [0] * len(self)
-        for position, node in enumerate(permutation):
-            new[node] = position
-        parents = [-1, *(new[self._parents[node]] for node in permutation[1:])]
-        return TokenTree(parents, [self._ranks[node] for node in permutation]), torch.tensor(permutation)
+        parents = _inverse(permutation)[self._parents[permutation]]
+        parents[0] = -1
+        return TokenTree(parents, self._ranks[permutation]), torch.from_numpy(permutation)
 
     def occupied_blocks(self, block_size: int) -> int:
         """Blocks of block_size x block_size in mask() with a true entry: the work of block-sparse attention."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
-        blocks = set()
-        for node in range(len(self)):
-            ancestor = node
-            while ancestor >= 0:
-                blocks.add((node // block_size, ancestor // block_size))
-                ancestor = self._parents[ancestor]
-        return len(blocks)
+        block_size = min(block_size, len(self))
+        block = np.arange(len(self)) // block_size
+        bit = np.uint64(1) << (block % 64).astype(np.uint64)
+        occupied = 0
+        for word in range(int(block[-1]) // 64 + 1):  # 64 columns of blocks at a time, as the bits of an integer
+            columns = bit * (block // 64 == word)
+            columns |= columns[0]  # the root is above everyone
+            for above in self._above:
+                columns |= columns[above]
+            rows = np.bitwise_or.reduceat(columns, np.arange(0, len(self), block_size))
+            occupied += int(np.bitwise_count(rows).sum())
+        return occupied
 
     def truncated(self, depth: int) -> "tuple[TokenTree, Tensor]":
         """The nodes at most `depth` edges below the root, and kept[new] = old, LongTensor."""
-        kept = (self.depths <= depth).nonzero()[:, 0]
-        new = torch.full((len(self),), -1)
-        new[kept] = torch.arange(len(kept))
-        return TokenTree(torch.cat([torch.tensor([-1]), new[self.parents[kept[1:]]]]), self.ranks[kept]), kept
+        if depth < 0:
+            raise ValueError(f"depth must be at least 0, got {depth}")
+        stays = self._depths <= depth
+        kept, new = np.flatnonzero(stays), stays.cumsum() - 1
+        parents = new[self._parents[kept]]
+        parents[0] = -1
+        return TokenTree(parents, self._ranks[kept]), torch.from_numpy(kept)
 
     def __len__(self) -> int:
         return len(self._parents)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenTree) and (self._parents, self._ranks) == (other._parents, other._ranks)
+        return (
+            isinstance(other, TokenTree)
+            and np.array_equal(self._parents, other._parents)
+            and np.array_equal(self._ranks, other._ranks)
+        )
 
     def __hash__(self) -> int:
-        return hash((*self._parents, *self._ranks))
+        return hash((self._parents.tobytes(), self._ranks.tobytes()))
 
     def __repr__(self) -> str:
-        return f"TokenTree(parents={self._parents}, ranks={self._ranks})"
+        return f"TokenTree(parents={self._parents.tolist()}, ranks={self._ranks.tolist()})"
 
     def __str__(self) -> str:
         """A drawing, a line per node, siblings in draw order."""
         lines = [f"{len(self)} nodes, depth {self.depth}", "0"]
-        stack = [(child, "") for child in reversed(self._children[0])]
+        children = [self._children[begin:end].tolist() for begin, end in pairwise(self._first.tolist())]
+        stack = [(child, "") for child in reversed(children[0])]
         while stack:
             node, indent = stack.pop()
-            last = node == self._children[self._parents[node]][-1]
+            last = node == children[self._parents[node]][-1]
             lines.append(f"{indent}{'└─' if last else '├─'} {node}")
             below = indent + ("   " if last else "│  ")
-            stack.extend((child, below) for child in reversed(self._children[node]))
+            stack.extend((child, below) for child in reversed(children[node]))
         return "\n".join(lines)
 
 
-def _integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
-    listed = values.tolist() if isinstance(values, Tensor) else list(values)
-    if any(isinstance(value, (bool, float, list)) or int(value) != value for value in listed):
-        raise ValueError(f"{name} must be a flat sequence of integers, got {listed[:8]}")
-    return [int(value) for value in listed]
+def _inverse(permutation: np.ndarray) -> np.ndarray:
+    inverse = np.empty_like(permutation)
+    inverse[permutation] = np.arange(len(permutation))
+    return inverse
+
+
+def _integers(name: str, values: Integers) -> np.ndarray:
+    """A flat int64 copy."""
+    if isinstance(values, Tensor):
+        values = values.numpy(force=True) if values.dtype in (torch.int32, torch.long) else values.tolist()
+    if isinstance(values, np.ndarray):
+        if values.ndim == 1 and values.dtype.kind == "i":
+            return values.astype(np.int64)
+        values = values.tolist()
+    listed = list(values)
+    if not set(map(type, listed)) <= {int}:
+        if any(isinstance(value, (bool, float, list)) or int(value) != value for value in listed):
+            raise ValueError(f"{name} must be a flat sequence of integers, got {listed[:8]}")
+        listed = [int(value) for value in listed]
+    try:
+        return np.array(listed, np.int64)
+    except OverflowError:
+        raise ValueError(f"{name} must be integers of 64 bits, got {listed[:8]}") from None

@@ -1,5 +1,7 @@
 """TokenTree: a tree by hand, its orders and mask, and random trees against plain loops."""
 
+from random import Random
+
 import pytest
 import torch
 
@@ -16,6 +18,59 @@ HAND = TokenTree([-1, 0, 0, 2, 2, 0])
 def random_tree(nodes: int, seed: int) -> TokenTree:
     generator = torch.Generator().manual_seed(seed)
     return TokenTree([-1, *(int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, nodes))])
+
+
+def shuffled_ranks(parents: list[int], seed: int) -> list[int]:
+    """Random draw orders."""
+    random, ranks = Random(seed), [0] * len(parents)
+    for parent in range(len(parents)):
+        children = [node for node, above in enumerate(parents) if above == parent]
+        random.shuffle(children)
+        for rank, child in enumerate(children):
+            ranks[child] = rank
+    return ranks
+
+
+def trees(nodes: int) -> dict[str, TokenTree]:
+    """Of every shape that matters, with siblings drawn in index order and in other orders."""
+    parents = {
+        "random": random_tree(nodes, nodes).parents.tolist(),
+        "chain": list(range(-1, nodes - 1)),
+        "star": [-1] + [0] * (nodes - 1),
+        "caterpillar": [-1, *(max(0, node - 2 + node % 2) for node in range(1, nodes))],
+    }
+    drawn = {f"{shape}, shuffled": TokenTree(above, shuffled_ranks(above, 1)) for shape, above in parents.items()}
+    return {shape: TokenTree(above) for shape, above in parents.items()} | drawn
+
+
+def visited(tree: TokenTree, order: str) -> list[int]:
+    """The nodes in an order, one at a time."""
+    parents, ranks, sizes = tree.parents.tolist(), tree.ranks.tolist(), subtree_sizes(tree)
+    children = [[] for _ in parents]
+    for node in range(1, len(parents)):
+        children[parents[node]].append(node)
+    for siblings in children:
+        siblings.sort(key=lambda node: (-sizes[node] if order == "heavy_path" else 0, ranks[node]))
+    seen, waiting = [], [0]
+    while waiting:
+        seen.append(node := waiting.pop(0))
+        waiting = waiting + children[node] if order == "breadth_first" else children[node] + waiting
+    return seen
+
+
+def subtree_sizes(tree: TokenTree) -> list[int]:
+    sizes, parents = [1] * len(tree), tree.parents.tolist()
+    for node in range(len(tree) - 1, 0, -1):
+        sizes[parents[node]] += sizes[node]
+    return sizes
+
+
+def paths(tree: TokenTree) -> list[list[int]]:
+    """Each node, its parent, and so on to the root."""
+    parents, found = tree.parents.tolist(), [[0]]
+    for node in range(1, len(tree)):
+        found.append([node, *found[parents[node]]])
+    return found
 
 
 def test_a_tree_by_hand():
@@ -55,16 +110,53 @@ def test_constructors():
     assert TokenTree.independent(2, 2).parents.tolist() == [-1, 0, 1, 0, 3]
     assert TokenTree.k_ary(2, 2).parents.tolist() == [-1, 0, 1, 1, 0, 4, 4]
     assert TokenTree.from_branching([3, 2, 1]).depths.bincount().tolist() == [1, 3, 6, 6]
-    assert TokenTree(torch.tensor([-1, 0])) == TokenTree([-1, 0])
+    assert TokenTree(torch.tensor([-1, 0])) == TokenTree([-1, 0]) == TokenTree(torch.tensor([-1, 0]).numpy())
+    assert hash(TokenTree(torch.tensor([-1, 0]))) == hash(TokenTree([-1, 0])) != hash(TokenTree([-1, 0, 0]))
+    assert repr(TokenTree(torch.tensor([-1, 0]))) == "TokenTree(parents=[-1, 0], ranks=[0, 0])"
 
 
 def test_a_tree_cannot_be_changed_through_its_properties():
-    tree = TokenTree([-1, 0, 0])
-    tree.parents[1] = 99
-    tree.depths[1] = 99
+    parents, ranks = torch.tensor([-1, 0, 0]), torch.tensor([0, 0, 1])
+    tree = TokenTree(parents, ranks)
+    for changed in (parents, ranks, tree.parents, tree.ranks, tree.depths, tree.subtree_size, tree.subtree_end):
+        changed[1] = 99
+    tree.reordered("depth_first")[1][1] = 99
     assert tree == TokenTree([-1, 0, 0])
+    assert tree.subtree_end.tolist() == [3, 2, 3]
     assert tree.parents.tolist() == [-1, 0, 0]
     assert tree.depths.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 17, 64, 150])
+def test_trees_agree_with_a_walk_over_their_nodes(nodes):
+    for shape, tree in trees(nodes).items():
+        path = paths(tree)
+        assert tree.depths.tolist() == [len(nodes_above) - 1 for nodes_above in path], shape
+        assert tree.depth == max(map(len, path)) - 1
+        assert tree.subtree_size.tolist() == subtree_sizes(tree)
+        assert [set(row.nonzero()[:, 0].tolist()) for row in tree.mask()] == list(map(set, path))
+        first_stray = next((node for node in range(1, nodes) if path[node][1] not in path[node - 1]), None)
+        assert tree.is_depth_first == (first_stray is None)
+        if first_stray is None:
+            assert tree.subtree_end.tolist() == [node + size for node, size in enumerate(subtree_sizes(tree))]
+        else:
+            with pytest.raises(ValueError, match=f"but node {first_stray} breaks it"):
+                _ = tree.subtree_end
+        for block in (1, 2, 7, 32, 1000):
+            pairs = {(node // block, above // block) for node, above_it in enumerate(path) for above in above_it}
+            assert tree.occupied_blocks(block) == len(pairs)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 17, 64, 150])
+@pytest.mark.parametrize("order", ["breadth_first", "depth_first", "heavy_path"])
+def test_orders_agree_with_a_walk_over_the_nodes(nodes, order):
+    for shape, tree in trees(nodes).items():
+        new, permutation = tree.reordered(order)
+        walk = visited(tree, order)
+        assert permutation.tolist() == walk, shape
+        assert new.parents.tolist() == [-1, *(walk.index(int(tree.parents[node])) for node in walk[1:])]
+        assert torch.equal(new.ranks, tree.ranks[permutation])
+        assert new.reordered(order)[0] == new
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -98,6 +190,18 @@ def test_heavy_path_order_visits_the_largest_subtree_first():
             assert children[0] == node + 1
 
 
+@pytest.mark.parametrize(("nodes", "most"), [(256, 23.5), (512, 54), (1024, 117), (2048, 250)])
+def test_heavy_path_order_leaves_few_blocks(nodes, most):
+    """Blocks of 32 in random recursive trees; DySpec's table 5 has 22.5, 52.8, 119.3 and 278.7."""
+    blocks = [random_tree(nodes, seed).reordered("heavy_path")[0].occupied_blocks(32) for seed in range(10)]
+    assert sum(blocks) / len(blocks) <= most
+
+
+def test_blocks_are_counted_beyond_64_columns():
+    assert TokenTree.chain(199).occupied_blocks(1) == 200 * 201 / 2
+    assert TokenTree([-1] + [0] * 199).occupied_blocks(1) == 1 + 2 * 199
+
+
 def test_truncated_keeps_the_top_levels_and_their_names():
     tree, kept = HAND.truncated(1)
     assert tree.parents.tolist() == [-1, 0, 0, 0]
@@ -116,6 +220,12 @@ def test_truncated_keeps_the_top_levels_and_their_names():
     (([-1, 0, 0], [0, 0]), "ranks must hold 3 values"),
     (([-1, 0, 0], [0, 0, 0]), r"children of node 0 must have ranks 0, 1, 2, ..., got \[0, 0\]"),
     (([-1, 0, 0], [0, 0, 2]), "children of node 0"),
+    (([-1, 0, 0, 1, 1], [0, 0, 1, 2, -1]), r"children of node 1 must have ranks 0, 1, 2, ..., got \[-1, 2\]"),
+    (([-1, 0, 0, 1], [0, 0, -1, -1]), r"children of node 0 must have ranks 0, 1, 2, ..., got \[-1, 0\]"),
+    (([-1, 0], [1, 0]), "0 for the root"),
+    (([-1, True],), "flat sequence of integers"),
+    ((torch.tensor([-1.0, 0.0]),), "flat sequence of integers"),
+    (([-1, 2**64],), "integers of 64 bits"),
 ])  # fmt: skip
 def test_what_is_no_tree_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -133,5 +243,7 @@ def test_bad_requests_are_refused():
         TokenTree.chain(-1)
     with pytest.raises(ValueError, match="depth must be at least 0, got -2"):
         TokenTree.k_ary(2, -2)
+    with pytest.raises(ValueError, match="depth must be at least 0, got -1"):
+        HAND.truncated(-1)
     with pytest.raises(ValueError, match="block_size must be at least 1"):
         HAND.occupied_blocks(0)

@@ -1,0 +1,231 @@
+"""Number the nodes of trees in heavy-path order: preorder, the child with the largest subtree first.
+
+Every subtree is an interval of numbers then, which is what `tree_attention` asks for, and its mask has few blocks.
+
+    above_k[v]   the ancestor 2^k edges above v, if there is one:    above_{k+1}[v] = above_k[above_k[v]]
+    size[v]      v and the nodes below it:    size_0 = 1,  size_{k+1}[v] = size_k[v] + sum_{u: above_k[u] = v} size_k[u]
+    offset[v]    1 + the sizes of the siblings visited before v: larger ones, and of equal ones those of lower rank
+    position[v]  the offsets from v up to the root summed, less 1, which is doubling over above_k once more
+
+Sorting all nodes by (parent, -size, rank) puts siblings side by side in the order of the visit, so that one running sum
+of sizes gives every offset. For trees that are drafted on a GPU; `TokenTree.reordered` does the same on the host.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heavypath.kernels.verification import sibling_order
+
+MAX_NODES = 2048  # of the kernel: parent, size, rank and node have 11 bits each in a sorting key
+_FIELD = tl.constexpr(MAX_NODES)
+
+
+class Ordering(NamedTuple):
+    """A tree's nodes renumbered; LongTensors [N] or [B, N].
+
+    permutation: permutation[new] = old
+    parents:     in new numbers; -1 for the root and for absent nodes
+    ranks:       a node's place among its siblings in draw order, which no order changes; 0 for root and absent nodes
+    subtree_end: the subtree of j is the nodes j .. subtree_end[j] - 1; that of an absent node is itself alone
+    """
+
+    permutation: Tensor
+    parents: Tensor
+    ranks: Tensor
+    subtree_end: Tensor
+
+
+def heavy_path_order(parents: Tensor, ranks: Tensor | None = None, *, impl: str = "auto") -> Ordering:
+    """Number the nodes of each tree in preorder, siblings by falling subtree size, then by rank.
+
+    parents: LongTensor[N] or [B, N], parents[0] = -1 and parents[i] < i. -1 elsewhere marks an absent node, which has
+             no children; absent nodes come last, in index order.
+    ranks:   LongTensor shaped as parents, different among siblings and in [0, N); default: 0, 1, 2, ... in index order
+    impl:    "triton": one launch and no host synchronisation; CUDA tensors, or any under Triton's interpreter; at most
+             2,048 nodes. "torch": anything. "auto": triton for CUDA tensors, else torch.
+
+    Raises ValueError for shapes, dtypes or options that do not fit and, on the CPU, for values that are no trees. On a
+    GPU a node whose parent does not come before it counts as absent.
+    """
+    if parents.dtype != torch.long or parents.dim() not in (1, 2) or parents.shape[-1] == 0:
+        raise ValueError(
+            f"parents must be a LongTensor [N] or [B, N] with N >= 1, got {parents.dtype} {[*parents.shape]}"
+        )
+    if ranks is not None and (ranks.dtype != torch.long or ranks.shape != parents.shape):
+        raise ValueError(f"ranks must be a LongTensor {[*parents.shape]}, got {ranks.dtype} {[*ranks.shape]}")
+    if impl == "auto":
+        impl = "triton" if parents.is_cuda else "torch"
+    if impl not in ("torch", "triton"):
+        raise ValueError(f"heavy_path_order has impl 'auto', 'triton' or 'torch', got {impl!r}")
+    if impl == "triton" and not parents.is_cuda and not triton.knobs.runtime.interpret:
+        raise ValueError(
+            f"impl 'triton' needs CUDA tensors, got {parents.device}; on a CPU take impl 'torch', "
+            "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
+        )
+    if impl == "triton" and parents.shape[-1] > MAX_NODES:
+        raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {parents.shape[-1]}; take impl 'torch'")
+
+    batched = parents.view(-1, parents.shape[-1])
+    batched_ranks = None if ranks is None else ranks.view(batched.shape)
+    if parents.device.type == "cpu":
+        _check_values(batched, batched_ranks)
+    order = (_launch if impl == "triton" else _reference)(batched, batched_ranks)
+    return Ordering(*(field.view(parents.shape) for field in order))
+
+
+def _check_values(parents: Tensor, ranks: Tensor | None) -> None:
+    nodes = parents.shape[1]
+    index = torch.arange(nodes)
+    if (parents[:, 0] != -1).any() or ((parents < -1) | (parents >= index)).any():
+        raise ValueError(f"parents must hold -1 at node 0 and -1 <= parents[i] < i elsewhere, got {parents.tolist()}")
+    drafted = parents >= 0
+    if ((parents > 0) & ~drafted.gather(1, parents.clamp(min=0))).any():
+        raise ValueError(f"absent nodes, those with a parent of -1, must have no children, got {parents.tolist()}")
+    if ranks is not None:
+        places = (parents * nodes + ranks).where(drafted, -1 - index).sort(-1).values
+        if (drafted & ((ranks < 0) | (ranks >= nodes))).any() or (places.diff(dim=-1) == 0).any():
+            raise ValueError(f"ranks must differ among siblings and be in [0, {nodes}), got {ranks.tolist()}")
+
+
+def _reference(parents: Tensor, ranks: Tensor | None) -> Ordering:
+    batch, nodes = parents.shape
+    index = torch.arange(nodes, device=parents.device).expand(batch, nodes)
+    parents = parents.where((parents >= 0) & (parents < index), -1)
+    drafted = parents >= 0
+    ranks = (sibling_order(parents) if ranks is None else ranks.clamp(0, nodes - 1)).where(drafted, 0)
+
+    # Column N stands above the roots.
+    above = pad(parents.where(drafted, nodes), (0, 1), value=nodes)
+    size = pad(torch.ones_like(parents), (0, 1))
+    doubled = []
+    for _ in range((nodes - 1).bit_length()):
+        doubled.append(above)
+        size = size.scatter_add(1, above, size)
+        above = above.gather(1, above)
+    size = size[:, :nodes]
+
+    visit = ((parents + 1) * (nodes + 1) + (nodes - size).where(drafted, 0)) * nodes + ranks
+    visit = visit.argsort(dim=1, stable=True)  # nodes by (parent, -size, rank)
+    family, before = parents.gather(1, visit), size.gather(1, visit)
+    before = before.cumsum(1) - before
+    begins = family.diff(dim=1, prepend=family[:, :1] - 1) != 0
+    offset = 1 + before - before.where(begins, 0).cummax(1).values
+    position = pad(torch.empty_like(offset).scatter_(1, visit, offset), (0, 1))
+    for above in doubled:
+        position = position + position.gather(1, above)
+    position = position[:, :nodes] - 1
+
+    permutation = torch.empty_like(position).scatter_(1, position, index)
+    parents = position.gather(1, parents.clamp(min=0)).where(drafted, -1)
+    return Ordering(permutation, *(field.gather(1, permutation) for field in (parents, ranks, position + size)))
+
+
+@triton.jit
+def _at(values, index, otherwise):
+    """values[index], and something else where the index is -1."""
+    return tl.where(index >= 0, tl.gather(values, tl.maximum(index, 0), 0), otherwise)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _within_family(values, family, index):
+    """Values that rise from 0 in steps of any size, counted from where each family begins."""
+    begins = family != _at(family, index - 1, -1)
+    return values - tl.associative_scan(tl.where(begins, values, 0), 0, _larger)
+
+
+@triton.jit
+def _scattered(values, place, scratch_ptr, index, N):
+    """The array with values[i] at place[i], by way of memory that no other program uses."""
+    tl.debug_barrier()
+    tl.store(scratch_ptr + place, values, mask=place < N)
+    tl.debug_barrier()
+    return tl.load(scratch_ptr + index, mask=index < N, other=0, volatile=True).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _heavy_path_kernel(
+    parents_ptr,  # [B, N]
+    ranks_ptr,  # [B, N] if HAS_RANKS
+    permutation_ptr,  # [B, N], as all below; scratch memory until the end, and so is end_ptr
+    new_parents_ptr,
+    new_ranks_ptr,
+    end_ptr,
+    N,
+    HAS_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program for each tree. What its threads exchange through memory, a barrier stands between."""
+    row = tl.program_id(0).to(tl.int64) * N
+    permutation_ptr += row
+    end_ptr += row
+    index = tl.arange(0, BLOCK)
+    exists = index < N
+    parent = tl.load(parents_ptr + row + index, mask=exists, other=-1)
+    parent = tl.where((parent >= 0) & (parent < index), parent, -1).to(tl.int32)
+    drafted = parent >= 0
+
+    if HAS_RANKS:
+        rank = tl.load(ranks_ptr + row + index, mask=exists, other=0)
+        rank = tl.minimum(tl.maximum(rank, 0), N - 1).to(tl.int32)
+    else:
+        siblings = tl.sort((parent + 1) * _FIELD + index)
+        rank = _within_family(index, siblings // _FIELD, index)
+        rank = _scattered(rank, siblings % _FIELD, permutation_ptr, index, N)
+    rank = tl.where(drafted, rank, 0)
+
+    # Sizes grow in end_ptr, where every thread adds to others' nodes.
+    tl.store(end_ptr + index, tl.full([BLOCK], 1, tl.int64), mask=exists)
+    above = parent
+    while tl.max(above) >= 0:
+        tl.debug_barrier()
+        size = tl.load(end_ptr + index, mask=exists, other=0, volatile=True)
+        tl.debug_barrier()
+        tl.atomic_add(end_ptr + above, size, mask=above >= 0, sem="relaxed", scope="cta")
+        above = _at(above, above, -1)
+    tl.debug_barrier()
+    size = tl.load(end_ptr + index, mask=exists, other=0, volatile=True).to(tl.int32)
+
+    visit = (parent + 1).to(tl.int64) * _FIELD + tl.where(drafted, _FIELD - size, 0)
+    visit = tl.sort((visit * _FIELD + rank) * _FIELD + index)
+    node = (visit % _FIELD).to(tl.int32)
+    before = tl.gather(size, node, 0)
+    before = tl.cumsum(before) - before
+    offset = 1 + _within_family(before, tl.gather(parent, node, 0), index)
+
+    position = _scattered(offset, node, permutation_ptr, index, N)
+    above = parent
+    while tl.max(above) >= 0:
+        position += _at(position, above, 0)
+        above = _at(above, above, -1)
+    position -= 1
+
+    tl.debug_barrier()
+    tl.store(permutation_ptr + position, index, mask=exists)
+    tl.store(new_parents_ptr + row + position, _at(position, parent, -1), mask=exists)
+    tl.store(new_ranks_ptr + row + position, rank, mask=exists)
+    tl.store(end_ptr + position, position + size, mask=exists)
+
+
+def _launch(parents: Tensor, ranks: Tensor | None) -> Ordering:
+    batch, nodes = parents.shape
+    order = Ordering(*(torch.empty(batch, nodes, dtype=torch.long, device=parents.device) for _ in range(4)))
+    if batch == 0:
+        return order
+    ranks = None if ranks is None else ranks.contiguous()
+    block = max(32, triton.next_power_of_2(nodes))
+    with torch.cuda.device_of(parents):
+        _heavy_path_kernel[(batch,)](
+            parents.contiguous(), ranks, *order, nodes, HAS_RANKS=ranks is not None, BLOCK=block,
+            num_warps=max(1, block // 128), enable_fp_fusion=False,  # Triton 3.9 warns where this is left open
+        )  # fmt: skip
+    return order

@@ -1,0 +1,283 @@
+"""attn_implementation="heavypath": tree attention inside a transformers model, for whatever the model asks of it.
+
+A causal model asks its attention three things, all of them a tree in depth-first order behind a prefix of cached rows:
+
+    prefill        a chain of N nodes, no prefix
+    decoding       a chain of one node, or of several, behind L rows
+    verification   a tree of N nodes behind L rows
+
+so what is seen follows from a few integers, and no mask of N x (L + N) is made. Once heavypath.speculative is imported,
+
+    model.set_attn_implementation("heavypath")            # or from_pretrained(..., attn_implementation="heavypath")
+    model(tokens, position_ids=L + depths, past_key_values=cache, tree_subtree_end=tree.subtree_end)
+
+patches a loaded model, `set_attn_implementation("sdpa")` takes the patch off, and a tree is an argument of the call:
+see `attention_forward`. What the kernel cannot better takes transformers' own sdpa: calls that need gradients or
+dropout, and calls without a tree on a CPU. What cannot be served is refused with the name of what can.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from heavypath.kernels.tree_attention import MAX_NODES, PackedAncestors, tree_attention
+
+NAME = "heavypath"
+_SERVED_ELSEWHERE = {  # arguments that models or callers give to an attention function
+    "position_bias": ("position biases", "sdpa"),
+    "s_aux": ("attention sinks", "eager"),
+    "sinks": ("attention sinks", "eager"),
+    "indices": ("sparse attention", "eager"),
+    "block_indices": ("sparse attention", "eager"),
+    "cache": ("paged caches", "sdpa"),
+    "output_attentions": ("attention weights to return", "eager"),
+}
+
+
+def register() -> None:
+    """Make "heavypath" an attention implementation of transformers."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, visible_rows)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    tree_subtree_end: Tensor | None = None,
+    tree_ancestor_mask: Tensor | PackedAncestors | None = None,
+    tree_prefix_length: int | Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """One layer's attention, as transformers calls it; returns [B, N, Hq, D] and no weights.
+
+    query: [B, Hq, N, D]; key, value: [B, Hkv, S, D], what the cache returned; attention_mask: from `visible_rows`.
+
+    A tree is given to the model's call, `model(tokens, position_ids=..., past_key_values=cache, tree_subtree_end=...)`:
+
+    tree_subtree_end:   int or long tensor [N] or [B, N], where each node's subtree ends in depth-first order; or
+    tree_ancestor_mask: bool [N, N] or [B, N, N], [i, j] true where node j is node i or its ancestor, or that mask
+                        packed by `pack_ancestors`. A tree of M nodes whose last N are new has [N, M] or [B, N, M].
+    tree_prefix_length: int or LongTensor[B], the cache rows before the tree. The default is right for every cache of
+                        transformers; one that stores each sequence's tree behind its own prefix must say where.
+
+    That call's position_ids [B, N] must be prefix + depths, where left padding does not count as prefix: without them
+    transformers numbers the nodes one after the other. Its attention_mask, if any, has a column for each row of the
+    cache and each node.
+
+    Raises ValueError for what "heavypath" has not: masks other than causal or sliding-window ones with left padding,
+    attention that is not causal, attention sinks, position biases, paged caches and attention weights.
+    """
+    _check_served(module, is_causal, kwargs)
+    tree = tree_subtree_end is not None or tree_ancestor_mask is not None
+    if tree_prefix_length is not None and not tree:
+        raise ValueError("tree_prefix_length needs tree_subtree_end or tree_ancestor_mask, got neither")
+    queries, rows = query.shape[2], key.shape[2]
+    first_row, prefix, window = _read_rows(module, attention_mask, queries, rows, sliding_window)
+
+    if not tree and softcap is None and _takes_sdpa(query, key, value, dropout):
+        mask = _dense_mask(queries, rows, first_row, prefix, window, query.device)
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling)
+    if dropout:
+        raise _unserved(f"has no dropout of {dropout} for {'trees' if tree else 'soft-capped scores'}", "eager")
+    if query.dtype != value.dtype:  # under autocast: rotary embeddings widen what they turn
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    attend = partial(tree_attention, first_row=first_row, window=window, softcap=softcap, scale=scaling)
+    if not tree:
+        out = _chains(attend, query, key, value, prefix)
+    else:
+        if tree_prefix_length is not None:
+            prefix = tree_prefix_length
+        elif isinstance(tree_ancestor_mask, PackedAncestors):
+            prefix = prefix + queries - tree_ancestor_mask.nodes
+        elif tree_ancestor_mask is not None:
+            prefix = prefix + queries - tree_ancestor_mask.shape[-1]
+        visible = {"subtree_end": tree_subtree_end, "ancestor_mask": tree_ancestor_mask}
+        out = attend(query, key, value, prefix_length=prefix, **visible)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def visible_rows(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: PreTrainedConfig | None = None,
+    device: torch.device | str = "cpu",
+    **_: object,
+) -> Tensor | None:
+    """The mask of a forward pass, as transformers asks for it; its attention layers get it as attention_mask.
+
+    None where everything before a token is seen by it: no padding, a window that reaches all, and the new tokens last
+    in the cache. Otherwise LongTensor [B, 1, 1, 2], the first row that is not padding and the number of rows before the
+    new tokens; or [B, 1, 1, 3], with the sliding window. They count the rows that the layer's cache returns, which
+    begin at token `kv_offset` where a sliding window dropped others. transformers passes four dimensions on unchanged.
+
+    The 2-D attention_mask must be zeros, then ones; zeros may follow, as no real token comes after them. Its values are
+    checked, but not where that would stall a GPU: in graph capture, under torch.compile, or for the second mask of a
+    model with two kinds of layers.
+
+    Raises ValueError for any other mask.
+    """
+    may_be_packed = attention_mask is None and 1 < q_length == kv_length
+    if not _is_plain(mask_function, local_size, config, use_vmap or may_be_packed):
+        raise _unserved(
+            "serves causal and sliding-window masks only: no packed sequences (position_ids that start anew), and no "
+            "chunked, bidirectional or custom masks",
+            hint="; a tree without a cache, or a prefill under torch.compile, needs an attention_mask of ones",
+        )
+    end = q_offset + q_length
+    first = None
+    if attention_mask is not None:
+        second = local_size is not None and "full_attention" in (getattr(config, "layer_types", None) or ())
+        first = _first_ones(attention_mask, end, check=not _would_stall(attention_mask, second))
+    window = local_size if local_size is not None and kv_length > local_size else None
+    if first is None and window is None and isinstance(q_offset, int) and kv_offset + kv_length == end:
+        return None
+    rows = torch.zeros(batch_size, 1, 1, 2 if window is None else 3, dtype=torch.long, device=device)
+    if first is not None:
+        rows[:, 0, 0, 0] = (first - kv_offset).clamp_(min=0)
+    rows[:, 0, 0, 1] = q_offset - kv_offset
+    if window is not None:
+        rows[:, 0, 0, 2] = window
+    return rows
+
+
+def _unserved(what: str, instead: str = "sdpa", hint: str = "") -> ValueError:
+    return ValueError(f'attn_implementation="{NAME}" {what}; use attn_implementation="{instead}"{hint}')
+
+
+def _check_served(module: nn.Module, is_causal: bool | None, kwargs: Mapping[str, object]) -> None:
+    for name, given in kwargs.items():
+        if name in _SERVED_ELSEWHERE and given is not None and given is not False:
+            what, instead = _SERVED_ELSEWHERE[name]
+            raise _unserved(f"has no {what} ({name})", instead)
+        if name.startswith("tree_"):
+            raise TypeError(f"expected tree_subtree_end, tree_ancestor_mask or tree_prefix_length, got {name}")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise _unserved(f"serves causal self-attention only, which {type(module).__name__} is not")
+
+
+def _read_rows(
+    module: nn.Module, attention_mask: Tensor | None, queries: int, rows: int, window: int | None
+) -> tuple[Tensor | None, int | Tensor, int | None]:
+    """First row, rows before the queries, and window of what `visible_rows` made."""
+    if attention_mask is None:
+        if queries > rows:
+            raise _unserved(f"serves causal self-attention only, got {queries} queries and {rows} keys")
+        return None, rows - queries, None
+    if attention_mask.dtype != torch.long or attention_mask.dim() != 4 or attention_mask.shape[1:3] != (1, 1):
+        given = f"{attention_mask.dtype} {[*attention_mask.shape]}"
+        raise _unserved(f"takes an attention_mask [B, rows] that covers cache and new tokens, got {given}")
+    windowed = attention_mask.shape[3] == 3
+    if windowed and window is None:
+        raise _unserved(f"needs the sliding window, which {type(module).__name__} does not pass to its attention")
+    return attention_mask[:, 0, 0, 0], attention_mask[:, 0, 0, 1], window if windowed else None
+
+
+def _is_plain(
+    mask_function: Callable, window: int | None, config: PreTrainedConfig | None, may_be_custom: bool
+) -> bool:
+    """Whether transformers' mask_function is the causal one, or that with a sliding window, and nothing else."""
+    if window is None:
+        return mask_function is causal_mask_function
+    sliding = sliding_window_causal_mask_function(window)
+    if not torch.compiler.is_compiling():
+        return _same(mask_function, sliding)
+    # The compiler does not look into closures; packed sequences and chunks would have the same code.
+    unmistakable = not may_be_custom and getattr(config, "sliding_window", None) == window
+    return unmistakable and mask_function.__code__ is sliding.__code__
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two functions are the same code over the same values."""
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)
+        return one.__code__ is other.__code__ and all(_same(a.cell_contents, b.cell_contents) for a, b in cells)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one == other
+
+
+def _would_stall(attention_mask: Tensor, second: bool) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    return attention_mask.is_cuda and (second or torch.cuda.is_current_stream_capturing())
+
+
+def _first_ones(attention_mask: Tensor, end: int | Tensor, check: bool) -> Tensor | None:
+    """LongTensor[B], the column of each sequence's first one; None where that is 0 for all, as far as is checked.
+
+    attention_mask: bool [B, columns]; end: how many columns count, an int or a tensor [] or [B].
+    """
+    columns = attention_mask.shape[1]
+    end = end.reshape(-1, 1) if isinstance(end, Tensor) else end
+    seen = attention_mask & (torch.arange(columns, device=attention_mask.device) < end)
+    first = seen.int().argmax(1)
+    if not check:
+        return first
+    begins = (seen[:, 1:] & ~seen[:, :-1]).sum(1) + seen[:, 0]
+    needed = end.amax() if isinstance(end, Tensor) else first.new_full((), end)
+    padded, runs, needed = torch.stack((first.amax(), begins.amax(), needed)).tolist()  # one look at the device
+    if needed > columns:
+        raise ValueError(f"attention_mask must cover cache and new tokens, {needed} columns, got {columns}")
+    if runs > 1:
+        raise _unserved("takes attention masks of padding, then tokens; got one with zeros between ones")
+    return first if padded else None
+
+
+def _takes_sdpa(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return needs_gradient or dropout > 0 or not query.is_cuda
+
+
+def _dense_mask(
+    queries: int, rows: int, first_row: Tensor | None, prefix: int | Tensor, window: int | None, device: torch.device
+) -> Tensor | None:
+    """bool [B or 1, 1, N, S], what a chain behind the prefix sees; None where sdpa needs no mask for it."""
+    if first_row is None and queries in (1, rows):
+        return None
+    start = prefix.reshape(-1, 1, 1, 1) if isinstance(prefix, Tensor) else prefix
+    node = start + torch.arange(queries, device=device)[:, None]
+    row = torch.arange(rows, device=device)
+    seen = (row <= node).view(-1, 1, queries, rows)
+    if window is not None:
+        seen = seen & (row > node - window)
+    if first_row is not None:
+        seen = seen & (row >= first_row[:, None, None, None])
+    return seen
+
+
+def _chains(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, prefix: int | Tensor) -> Tensor:
+    """A chain behind a prefix: one after the other, chains that the kernel can take, behind those before them."""
+    size, pieces = _longest_chain(query), []
+    try:
+        for start in range(0, query.shape[2], size):
+            piece = query[:, :, start : start + size]
+            end = torch.full((piece.shape[2],), piece.shape[2], dtype=torch.int32, device=query.device)
+            pieces.append(attend(piece, key, value, prefix_length=prefix + start, subtree_end=end))
+    except ValueError as error:
+        raise _unserved(f"cannot serve this model: {error}") from error
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
+
+
+def _longest_chain(query: Tensor) -> int:
+    return MAX_NODES if query.is_cuda else query.shape[2]

@@ -1,0 +1,502 @@
+"""attn_implementation="heavypath" gives what transformers' own attention gives, and a tree what its paths give."""
+
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    BertConfig,
+    BertModel,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StaticCache,
+)
+from transformers.cache_utils import Cache, StaticLayer
+from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, or_masks
+
+from heavypath.kernels.tree_attention import pack_ancestors, tree_attention
+from heavypath.speculative import TokenTree, huggingface
+from heavypath.speculative.demo import demo_prompts
+
+TINY = {
+    "vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
+WINDOW = 7  # less than any text here
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32, "rope_theta": 5e5}  # fmt: skip
+MIXED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0}
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
+    "llama 3, head size 40": lambda: LlamaForCausalLM(LlamaConfig(**TINY, head_dim=40, rope_parameters=LLAMA3)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**TINY, sliding_window=WINDOW)),
+    "mistral without a window": lambda: MistralForCausalLM(MistralConfig(**TINY, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TINY)),
+    "qwen2, some layers with a window": lambda: Qwen2ForCausalLM(Qwen2Config(**TINY, **MIXED)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=24)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**TINY, **GEMMA)),
+    "gemma2 without soft caps": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**TINY, **{**GEMMA, "attn_logit_softcapping": None})
+    ),
+}
+WINDOWED = ["mistral", "qwen2, some layers with a window", "gemma2"]
+CACHES = {
+    "no": lambda model: None,
+    "a growing": lambda model: DynamicCache(config=model.config),
+    "an all-keeping": lambda model: DynamicCache(),
+    "a static": lambda model: StaticCache(config=model.config, max_cache_len=40),
+}
+
+TEXT = torch.randint(61, (2, 23), generator=torch.Generator().manual_seed(0))
+PARTS = (9, 1, 2, 7, 1, 3)  # prefill, decoding, and several tokens behind a cache
+PADDING = torch.ones(2, 23, dtype=torch.long)
+PADDING[0, :5] = 0
+
+TREE = TokenTree([-1, 0, 1, 1, 0, 4, 4, 6, 0])  # in depth-first order
+NODES = torch.randint(61, (2, len(TREE)), generator=torch.Generator().manual_seed(1))
+
+
+@cache
+def tiny(family):
+    torch.manual_seed(0)
+    return FAMILIES[family]().eval()
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    return patched(tiny(request.param))
+
+
+@pytest.fixture(params=["sdpa", "tree_attention"])
+def route(request, monkeypatch):
+    """What serves calls without a tree: sdpa on a CPU, tree_attention on a GPU."""
+    if request.param == "tree_attention":
+        monkeypatch.setattr(huggingface, "_takes_sdpa", lambda *_: False)
+
+
+def patched(model, implementation="heavypath"):
+    model.set_attn_implementation(implementation)
+    return model
+
+
+@torch.no_grad()
+def read(model, implementation, make_cache=CACHES["no"], padding=None):
+    """Logits after every token of TEXT that is not padding, read in parts where there is a cache."""
+    patched(model, implementation)
+    cache, logits, start = make_cache(model), [], 0
+    for size in (TEXT.shape[1],) if cache is None else PARTS:
+        new, start = slice(start, start + size), start + size
+        mask = (
+            {}
+            if padding is None
+            else {"attention_mask": padding[:, :start], "position_ids": positions(padding)[:, new]}
+        )
+        logits.append(model(TEXT[:, new], past_key_values=cache, use_cache=cache is not None, **mask).logits)
+    patched(model)
+    logits = torch.cat(logits, 1)
+    return logits if padding is None else logits[padding.bool()]
+
+
+def positions(padding):
+    return (padding.cumsum(1) - 1).clamp(min=0)
+
+
+def assert_close(logits, expected):
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["one length", "left-padded"])
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.usefixtures("route")
+def test_logits_are_those_of_eager(model, kind, padding):
+    assert_close(read(model, "heavypath", CACHES[kind], padding), read(model, "eager", CACHES[kind], padding))
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("route")
+def test_a_left_padded_text_is_read_as_if_alone(model):
+    together = model(TEXT, attention_mask=PADDING, position_ids=positions(PADDING)).logits
+    assert_close(together[0, 5:], model(TEXT[:1, 5:]).logits[0])
+    assert_close(together[1], model(TEXT[1:]).logits[0])
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("route")
+def test_right_padding_is_seen_by_no_token(model):
+    mask = PADDING.flip(1)
+    assert_close(model(TEXT, attention_mask=mask).logits[0, :-5], model(TEXT[:1, :-5]).logits[0])
+
+
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["one length", "left-padded"])
+@pytest.mark.parametrize("kind", CACHES)
+def test_prompts_longer_than_the_kernel_takes_are_cut(model, kind, padding, monkeypatch):
+    monkeypatch.setattr(huggingface, "_takes_sdpa", lambda *_: False)
+    monkeypatch.setattr(huggingface, "_longest_chain", lambda query: 4)
+    assert_close(read(model, "heavypath", CACHES[kind], padding), read(model, "eager", CACHES[kind], padding))
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton 3.6's interpreter
+def test_logits_through_the_kernel(monkeypatch):
+    model = Gemma2ForCausalLM(
+        Gemma2Config(**{**TINY, "num_hidden_layers": 2}, head_dim=16, sliding_window=WINDOW)
+    ).eval()
+    expected = read(model, "eager", CACHES["a growing"], PADDING)
+    monkeypatch.setattr(huggingface, "tree_attention", partial(tree_attention, impl="triton"))
+    torch.testing.assert_close(read(model, "heavypath", CACHES["a growing"], PADDING), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"num_beams": 2},
+                                     {"do_sample": True, "temperature": 0.8}], ids=str)  # fmt: skip
+@pytest.mark.usefixtures("route")
+def test_generate_writes_the_same_text(options, demo_pair):
+    target, _, tokenizer = demo_pair
+    prompts = tokenizer([text[-200:] for text in demo_prompts()[:3]], return_tensors="pt", padding=True)
+
+    def text(implementation):
+        torch.manual_seed(0)
+        return patched(target, implementation).generate(
+            **prompts, **{"do_sample": False, **options}, max_new_tokens=16, pad_token_id=tokenizer.pad_token_id
+        )
+
+    assert torch.equal(text("heavypath"), text("sdpa"))
+
+
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
+@pytest.mark.usefixtures("route")
+def test_generate_writes_the_same_text_beyond_the_window(cache_implementation):
+    for model in map(tiny, WINDOWED):
+        options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache_implementation}
+        texts = [patched(model, implementation).generate(TEXT, attention_mask=PADDING, pad_token_id=0, **options)
+                 for implementation in ("heavypath", "eager")]  # fmt: skip
+        assert torch.equal(*texts)
+
+
+def test_a_model_is_patched_and_back(tmp_path, monkeypatch):
+    calls = []
+
+    def attention(*args, **kwargs):
+        calls.append(1)
+        return huggingface.attention_forward(*args, **kwargs)
+
+    monkeypatch.setitem(huggingface.AttentionInterface._global_mapping, "heavypath", attention)
+    tiny("llama").save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="heavypath")
+    model(TEXT)
+    assert len(calls) == 3
+    patched(model, "sdpa")(TEXT)
+    assert len(calls) == 3
+    patched(model)(TEXT)
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "gemma2" not in name])
+def test_gradients_are_those_of_sdpa(family):
+    def gradients(implementation):
+        model = patched(tiny(family), implementation)
+        model.zero_grad()
+        labels = TEXT.masked_fill(PADDING == 0, -100)
+        model(TEXT, attention_mask=PADDING, position_ids=positions(PADDING), labels=labels).loss.backward()
+        return [weight.grad.clone() for weight in model.parameters()]
+
+    torch.testing.assert_close(gradients("heavypath"), gradients("sdpa"), rtol=0, atol=0)
+
+
+def test_soft_capped_scores_have_the_gradients_of_eager():
+    def gradients(implementation):
+        model = patched(tiny("gemma2"), implementation)
+        model.zero_grad()
+        model(TEXT, labels=TEXT).loss.backward()
+        return [weight.grad.clone() for weight in model.parameters()]
+
+    torch.testing.assert_close(gradients("heavypath"), gradients("eager"), rtol=1e-3, atol=1e-5)
+
+
+def test_on_a_gpu_sdpa_serves_gradients_and_dropout_only():
+    with FakeTensorMode():
+        states = torch.empty(1, 2, 3, 16, device="cuda")
+        assert not huggingface._takes_sdpa(states, states, states, dropout=0.0)
+        assert huggingface._takes_sdpa(states, states, states, dropout=0.1)
+        states.requires_grad_()
+        assert huggingface._takes_sdpa(states, states, states, dropout=0.0)
+        with torch.no_grad():
+            assert not huggingface._takes_sdpa(states, states, states, dropout=0.0)
+
+
+def test_dropout_is_that_of_sdpa():
+    model = LlamaForCausalLM(LlamaConfig(**TINY, attention_dropout=0.5)).train()
+    for no_gradients in (False, True):
+        logits = []
+        for implementation in ("heavypath", "sdpa"):
+            torch.manual_seed(0)
+            with torch.inference_mode(no_gradients):
+                logits.append(patched(model, implementation)(TEXT).logits)
+        assert torch.equal(*logits)
+
+
+@pytest.mark.usefixtures("route")
+def test_autocast_is_that_of_sdpa():
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        logits, expected = (
+            patched(tiny("llama"), name)(TEXT, use_cache=False).logits for name in ("heavypath", "sdpa")
+        )
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits, expected, atol=0.2, rtol=0.05)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "a growing"), ("mistral", "a static")])
+def test_compiled_decoding_has_the_operator_as_a_node(family, kind, monkeypatch):
+    monkeypatch.setattr(huggingface, "_takes_sdpa", lambda *_: False)
+    operators = set()
+
+    def backend(graph, _):
+        operators.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    model = FAMILIES[family]().eval()
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
+    expected = read(model, "eager", CACHES[kind], PADDING)
+    torch._dynamo.reset()
+    monkeypatch.setattr(model, "forward", torch.compile(model.forward, backend=backend, fullgraph=True))
+    assert_close(read(model, "heavypath", CACHES[kind], PADDING), expected)
+    assert "heavypath.tree_attention.default" in operators
+
+
+# Trees
+
+
+def path_logits(model, prompts, nodes, tree=TREE):
+    """Logits after each node, from its path alone behind the prompt."""
+    patched(model, "eager")
+    mask, logits = tree.mask(), []
+    for prompt, tokens in zip(prompts, nodes, strict=True):
+        texts = [torch.cat([prompt, tokens[mask[node]]])[None] for node in range(len(tree))]
+        logits.append(torch.stack([model(text).logits[0, -1] for text in texts]))
+    patched(model)
+    return torch.stack(logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", ["subtree_end", "ancestor_mask", "one for each sequence", "packed"])
+@pytest.mark.parametrize("kind", [kind for kind in CACHES if kind != "no"])
+def test_a_node_of_a_tree_sees_what_its_path_sees(model, kind, given):
+    prompts, cache = TEXT[:, :12], CACHES[kind](model)
+    model(prompts, past_key_values=cache)
+    tree = {
+        "subtree_end": {"tree_subtree_end": TREE.subtree_end},
+        "ancestor_mask": {"tree_ancestor_mask": TREE.mask()},
+        "one for each sequence": {"tree_subtree_end": TREE.subtree_end.expand(2, -1)},
+        "packed": {"tree_ancestor_mask": pack_ancestors(TREE.mask())},
+    }[given]
+    logits = model(NODES, position_ids=12 + TREE.depths[None], past_key_values=cache, **tree).logits
+    assert_close(logits, path_logits(model, prompts, NODES))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [kind for kind in CACHES if kind != "no"])
+def test_a_tree_behind_left_padded_prompts(model, kind):
+    mask, cache = PADDING[:, :12], CACHES[kind](model)
+    model(TEXT[:, :12], attention_mask=mask, position_ids=positions(mask), past_key_values=cache)
+    logits = model(
+        NODES,
+        attention_mask=torch.cat([mask, torch.ones_like(NODES)], 1),
+        position_ids=mask.sum(1, keepdim=True) + TREE.depths,
+        past_key_values=cache,
+        tree_subtree_end=TREE.subtree_end,
+    ).logits
+    assert_close(logits, path_logits(model, [TEXT[0, 5:12], TEXT[1, :12]], NODES))
+
+
+class OwnRowsLayer(StaticLayer):
+    """Each sequence's new tokens follow its own `lengths`."""
+
+    lengths = torch.zeros(2, dtype=torch.long)
+
+    def update(self, key_states, value_states, *_, **__):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows = self.lengths[:, None] + torch.arange(key_states.shape[2])
+        for rows_of, new in ((self.keys, key_states), (self.values, value_states)):
+            rows_of.transpose(1, 2)[torch.arange(2)[:, None], rows] = new.transpose(1, 2)
+        return self.keys, self.values
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_tree_behind_prompts_of_different_lengths(family):
+    model, lengths = patched(tiny(family)), torch.tensor([9, 12])
+    cache = Cache(layers=[OwnRowsLayer(40) for _ in range(3)])
+    right_padding = (torch.arange(12) < lengths[:, None]).long()
+    model(TEXT[:, :12], attention_mask=right_padding, past_key_values=cache)
+    for layer in cache.layers:
+        layer.lengths = lengths
+    tree = {"tree_subtree_end": TREE.subtree_end, "tree_prefix_length": lengths}
+    logits = model(NODES, position_ids=lengths[:, None] + TREE.depths, past_key_values=cache, **tree).logits
+    assert_close(logits, path_logits(model, [TEXT[0, :9], TEXT[1, :12]], NODES))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pack", [lambda mask: mask, pack_ancestors], ids=["mask", "packed"])
+@pytest.mark.parametrize("kind", ["a growing", "a static"])
+def test_a_tree_that_grows_level_by_level(kind, pack):
+    model, tree = patched(tiny("llama")), TREE.reordered("breadth_first")[0]
+    cache, logits = CACHES[kind](model), []
+    model(TEXT[:, :12], past_key_values=cache)
+    for level in tree.depths.unique():
+        new = (tree.depths == level).nonzero()[:, 0]
+        mask = tree.mask()[new, : new[-1] + 1]
+        position = (12 + tree.depths[new])[None]
+        out = model(NODES[:, new], position_ids=position, past_key_values=cache, tree_ancestor_mask=pack(mask))
+        logits.append(out.logits)
+    assert_close(torch.cat(logits, 1), path_logits(model, TEXT[:, :12], NODES, tree))
+
+
+@torch.no_grad()
+def test_a_tree_needs_no_cache(model):
+    ones = torch.ones_like(NODES)
+    tree = {"position_ids": TREE.depths[None], "tree_subtree_end": TREE.subtree_end}
+    logits = model(NODES, attention_mask=ones, use_cache=False, **tree).logits
+    assert_close(logits, path_logits(model, TEXT[:, :0], NODES))
+
+
+def test_a_tree_has_gradients():
+    model, root = patched(tiny("llama")), TokenTree([-1, 0, 0])
+    tokens = NODES[:1, :3]
+
+    def gradient(*losses):
+        model.zero_grad()
+        sum(losses).backward()
+        return model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+
+    cache = {"position_ids": root.depths[None], "attention_mask": torch.ones_like(tokens), "use_cache": False}
+    logits = model(tokens, tree_subtree_end=root.subtree_end, **cache).logits[0]
+    by_paths = [model(tokens[:, [0, node]]).logits[0, 1].logsumexp(0) for node in (1, 2)]
+    torch.testing.assert_close(gradient(*logits[1:].logsumexp(1)), gradient(*by_paths), atol=1e-4, rtol=1e-3)
+
+
+# Refusals
+
+PACKED = {"position_ids": torch.arange(23)[None] % 8, "use_cache": False}
+
+
+def mask_of(**columns):
+    mask = PADDING.clone()
+    for column, value in columns.items():
+        mask[:, int(column[1:])] = value
+    return mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("arguments", "reason", "instead"), [
+    ({"attention_mask": mask_of(_11=0)}, "zeros between ones", "sdpa"),
+    ({"attention_mask": torch.ones(2, 1, 23, 23, dtype=torch.bool).tril()}, r"bool \[2, 1, 23, 23\]", "sdpa"),
+    (PACKED, "no packed sequences", "sdpa"),
+    ({"is_causal": False}, "no .* bidirectional", "sdpa"),
+    ({"cache": object()}, "has no paged caches", "sdpa"),
+    ({"position_bias": torch.zeros(1)}, "has no position biases", "sdpa"),
+    ({"s_aux": torch.zeros(4)}, "has no attention sinks", "eager"),
+    ({"output_attentions": True}, "has no attention weights", "eager"),
+])  # fmt: skip
+def test_what_it_cannot_serve_is_refused(arguments, reason, instead):
+    with pytest.raises(ValueError, match=f'heavypath" .*{reason}.* use attn_implementation="{instead}"'):
+        patched(tiny("llama"))(TEXT, **arguments)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"attention_mask": PADDING[:, :9]}, "cover cache and new tokens, 23 columns, got 9"),
+    ({"tree_prefix_length": 3}, "tree_prefix_length needs tree_subtree_end or tree_ancestor_mask"),
+    ({"tree_subtree_end": torch.ones(5, dtype=torch.long)}, r"subtree_end must be .* \[23\]"),
+    ({"tree_subtree_end": torch.full((23,), 23), "tree_ancestor_mask": torch.ones(23, 23).tril() > 0}, "exactly one"),
+])  # fmt: skip
+def test_arguments_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        patched(tiny("llama"))(TEXT, **arguments)
+
+
+@torch.no_grad()
+def test_a_misspelt_tree_argument_is_refused():
+    with pytest.raises(TypeError, match=r"expected tree_subtree_end, .*, got tree_subtree_ends"):
+        patched(tiny("llama"))(TEXT, tree_subtree_ends=torch.full((23,), 23))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["a growing", "a static"])
+def test_a_hole_or_a_mask_too_short_behind_a_cache_is_refused(kind):
+    model = patched(tiny("llama"))
+    cache = CACHES[kind](model)
+    model(TEXT[:, :9], past_key_values=cache)
+    with pytest.raises(ValueError, match="zeros between ones"):
+        model(TEXT[:, 9:10], attention_mask=mask_of(_7=0)[:, :10], past_key_values=cache)
+    with pytest.raises(ValueError, match="10 columns, got 1"):
+        model(TEXT[:, 9:10], attention_mask=torch.ones(2, 1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_models_it_cannot_serve_are_refused():
+    bert = BertModel(BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).eval()
+    with pytest.raises(ValueError, match=r'bidirectional or custom masks.* use attn_implementation="sdpa"'):
+        patched(bert)(TEXT)
+    sinks = GptOssForCausalLM(GptOssConfig(**TINY, head_dim=16, num_local_experts=2, num_experts_per_tok=1)).eval()
+    with pytest.raises(ValueError, match=r'has no attention sinks \(s_aux\); use attn_implementation="eager"'):
+        patched(sinks)(TEXT)
+
+
+def test_masks_it_cannot_serve_are_refused():
+    for mask_function, more in (
+        (chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)), {"local_size": 4}),
+        (or_masks(causal_mask_function, lambda *_: True), {"use_vmap": True}),
+    ):
+        with pytest.raises(ValueError, match="chunked, bidirectional or custom masks"):
+            huggingface.visible_rows(1, 8, 8, mask_function=mask_function, **more)
+
+
+@pytest.mark.parametrize(("mask", "options", "message"), [
+    (torch.zeros(1, 1, 1, 3, dtype=torch.long), {}, "needs the sliding window, which Module does not pass"),
+    (None, {}, "causal self-attention only, got 8 queries and 3 keys"),
+    (None, {"is_causal": False}, "causal self-attention only, which Module is not"),
+])  # fmt: skip
+def test_attention_it_cannot_serve_is_refused(mask, options, message):
+    query, key = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 3, 16)
+    with pytest.raises(ValueError, match=message):
+        huggingface.attention_forward(nn.Module(), query, key, key, mask, **options)
+
+
+@torch.no_grad()
+def test_dropout_in_a_tree_is_refused():
+    model = patched(LlamaForCausalLM(LlamaConfig(**TINY, attention_dropout=0.5))).train()
+    with pytest.raises(ValueError, match=r'has no dropout of 0\.5 for trees; use attn_implementation="eager"'):
+        model(NODES, position_ids=TREE.depths[None], tree_subtree_end=TREE.subtree_end)
+
+
+def test_a_head_size_that_the_kernel_has_not_is_refused(monkeypatch):
+    monkeypatch.setattr(huggingface, "_takes_sdpa", lambda *_: False)
+    monkeypatch.setattr(huggingface, "tree_attention", partial(tree_attention, impl="triton"))
+    model = patched(LlamaForCausalLM(LlamaConfig(**TINY, head_dim=20)))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"head sizes 16 to 256.*use attn_implementation=\"sdpa\""):
+        model(TEXT)
+
+
+@torch.no_grad()
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_logits_on_a_gpu_are_those_of_eager():
+    for family in FAMILIES:
+        model, text, padding = FAMILIES[family]().eval().cuda(), TEXT.cuda(), PADDING.cuda()
+        logits = [patched(model, name)(text, attention_mask=padding, position_ids=positions(padding)).logits
+                  for name in ("heavypath", "eager")]  # fmt: skip
+        torch.testing.assert_close(*(each[padding.bool()] for each in logits), atol=1e-3, rtol=1e-3)
