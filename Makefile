@@ -14,13 +14,14 @@ MADE := $(VENV)/.made-with-$(notdir $(PYTHON))
 INSTALLED := $(VENV)/.installed-with-torch-$(TORCH_VERSION)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 
-.PHONY: help setup demo test test-all check clean requirements
+.PHONY: help setup demo test test-all check report clean requirements
 
 help:
 	@echo "make demo      decode real prompts with the shipped pair, then compare all methods"
 	@echo "make test      run the tests"
 	@echo "make test-all  run the slow ones too"
 	@echo "make check     ruff and pyright"
+	@echo "make report    compile all kernels for three generations of GPUs: registers, spills, tensor cores"
 	@echo "make clean     remove what was built and installed here"
 
 demo: setup
@@ -43,6 +44,9 @@ check: $(VENV)/.checkers
 	rm -rf build
 	$(PIP) --no-deps --no-build-isolation --target build/installed .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+report: setup
+	$(BIN)/python bench/compile_report.py
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .benchmarks

@@ -11,6 +11,10 @@ Sorting all nodes by (parent, -size, rank) puts siblings side by side in the ord
 of sizes gives every offset. For trees that are drafted on a GPU; `TokenTree.reordered` does the same on the host.
 """
 
+# Triton's language is no Python that a type checker knows.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
+
 from typing import NamedTuple
 
 import torch

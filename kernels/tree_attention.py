@@ -33,6 +33,10 @@ Costs, for G query heads per key head, L >> N and 2-byte numbers: 4 G N L D FLOP
 values, so G N FLOPs a byte: above about 165 (an H200's 790 TFLOP/s to 4.3 TB/s is 184) tensor cores bind, below memory.
 """
 
+# Triton's language is no Python that a type checker knows.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
+
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -221,8 +225,8 @@ def _tree_attention(
     _check(query, key, value, visible, softcap, scale, impl)
     if query.numel() == 0:
         return _by_node(query.clone())
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return (_launch if impl == "triton" else _reference)(query, key, value, visible, softcap, scale)
+    attend = _launch if impl == "triton" else _reference
+    return attend(query, key, value, visible, softcap, query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 # One node for torch.compile and torch.export, with an output laid out as [B, N, Hq, D].
@@ -693,7 +697,7 @@ def _launch(
                      for tree, dim in ((ends, 1), (words, 2), (depths, 1))]  # fmt: skip
     lengths_stride = 0 if lengths is None or lengths.dim() == 0 else lengths.stride(0)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    # Told how many registers there are, ptxas does not spill to fit one program more. Where that has it spill, it is not.
+    # Told how many registers there are, ptxas does not spill to fit one program more; at 16 warps that makes it spill.
     registers = None if warps == 16 and head_dim > 128 and roomy else min(255, (1 << 16) // (32 * warps))
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n}
     parts = {"SPLITS": splits, "MIN_SPLIT": _MIN_SPLIT}

@@ -95,7 +95,8 @@ def draft_tree(
     """Tokens LongTensor[B, N], -1 for an absent node, and draft logits [B, N, V] after each node, zeros for leaves.
 
     A node is absent where the draft's support ran out, or deeper than its sequence can still emit, whatever the rest of
-    the batch drafts. visible_rows: cache rows that hold the longest prefix and its tree. rows: LongTensor[B, N], noise rows.
+    the batch drafts. visible_rows: cache rows that hold the longest prefix and its tree. rows: LongTensor[B, N], noise
+    rows.
 
     The token before the root is fed along with it: it may have been an accepted leaf, which no draft forward has seen.
     """

@@ -18,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from heavypath.kernels.tree_attention import attention_bias
+from heavypath.kernels.tree_attention import prepared_attention
 from heavypath.speculative.llama import LlamaForward
 from heavypath.speculative.tree import TokenTree
 
@@ -62,22 +62,28 @@ def test_logits_of_prompts_then_trees_are_those_of_transformers(name, few_rows):
     prompts, prefix = torch.randint(0, 61, (2, 9)), 9
     cache = forward.new_cache(2, 20)
     rows = torch.arange(9).expand(2, -1)
-    causal = torch.ones(9, 9, dtype=torch.bool).tril()
-    logits = forward(prompts, rows, rows, cache, attention_bias(causal, torch.tensor(0), 9, torch.float32))
+
+    def behind(length, ends):
+        rows = length + len(ends)
+        return prepared_attention(
+            prefix_length=torch.tensor(length), rows=rows, dtype=torch.float32, subtree_end=torch.as_tensor(ends)
+        )
+
+    logits = forward(prompts, rows, rows, cache, behind(0, [9] * 9))
     torch.testing.assert_close(logits, model(prompts).logits, atol=2e-4, rtol=2e-4)
     last = torch.tensor([8, 3])
-    some = forward(prompts, rows, rows, cache, attention_bias(causal, torch.tensor(0), 9, torch.float32), last)
+    some = forward(prompts, rows, rows, cache, behind(0, [9] * 9), last)
     torch.testing.assert_close(some[:, 0], logits[torch.arange(2), last])
 
     alone = forward.new_cache(1, 20)
     forward.prefill(prompts[:1, :8], torch.tensor([8]), alone)
-    one = forward(prompts[:1, 8:], rows[:1, 8:], rows[:1, 8:], alone, None)
+    one = forward(prompts[:1, 8:], rows[:1, 8:], rows[:1, 8:], alone, behind(8, [1]))
     torch.testing.assert_close(one[0, 0], logits[0, 8], atol=2e-4, rtol=2e-4)
 
     tree = TokenTree([-1, 0, 1, 1, 0, 4])
     tokens = torch.randint(0, 61, (2, 6))
-    bias = attention_bias(tree.mask(), torch.tensor(prefix), prefix + 6, torch.float32)
-    logits = forward(tokens, prefix + tree.depths.expand(2, -1), prefix + torch.arange(6).expand(2, -1), cache, bias)
+    positions, tree_rows = prefix + tree.depths.expand(2, -1), prefix + torch.arange(6).expand(2, -1)
+    logits = forward(tokens, positions, tree_rows, cache, behind(prefix, tree.subtree_end))
     for node in range(6):
         path = tree.mask()[node].nonzero()[:, 0]
         expected = model(torch.cat([prompts, tokens[:, path]], 1)).logits[:, -1]
