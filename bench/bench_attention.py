@@ -14,6 +14,7 @@ triton.testing.do_bench, which empties the L2 cache before every run; on a CPU, 
 and FLOPs are what the problem needs at least: queries, visible keys and values, and outputs once; 4 D FLOPs for each
 visible pair of a query and a key. Both roofs, copying and multiplying matrices, are measured in the same run. For sdpa
 and FlashInfer the dense mask, for FlexAttention its block mask, and sdpa's repeated keys are made beforehand, untimed.
+On a GPU each is captured in a CUDA graph: the time is the kernels' own. "eager" is heavypath called from Python.
 """
 
 import argparse
@@ -127,6 +128,15 @@ class Problem:
 
         return layers
 
+    def _repeated(self, layer: Callable[[], object]) -> Callable[[], object]:
+        """As many layers as the case has."""
+
+        def layers() -> None:
+            for _ in range(self.case.layers):
+                layer()
+
+        return layer if self.case.layers == 1 else layers
+
     def general_mask(self) -> Callable[[], object] | None:
         """The kernel's other path, on the order of insertion: it skips empty blocks too."""
         if self.case.table != "order":
@@ -150,11 +160,13 @@ class Problem:
         if DEVICE == "cpu":
             return lambda: attend(self.query, self.key, self.value, mask)
         key, value = (x.repeat_interleave(group, 1) for x in (self.key, self.value))
-        return lambda: scaled_dot_product_attention(self.query, key, value, attn_mask=mask)
+        return self._repeated(lambda: scaled_dot_product_attention(self.query, key, value, attn_mask=mask))
 
     def flex(self) -> Callable[[], object] | None:
-        if DEVICE == "cpu" or (self.case.table == "verification" and self.case.prefix != 8192):
-            return None  # compiling takes it ten seconds a shape
+        if DEVICE == "cpu" or self.case.table == "demo":
+            return None
+        if self.case.table == "verification" and (self.case.prefix != 8192 or self.case.nodes < 256):
+            return None  # compiling takes it ten seconds a shape, and below 128 queries it has no kernel for groups
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         prefix, nodes = self.case.prefix, self.case.nodes
@@ -164,6 +176,7 @@ class Problem:
             return (key < prefix) | ((node <= query) & (query < self.end[node]))
 
         block_mask = create_block_mask(visible, None, None, nodes, prefix + nodes, device=DEVICE)
+        torch._dynamo.reset()  # else it gives up compiling after eight shapes
         compiled = torch.compile(flex_attention, dynamic=False)
         return lambda: compiled(self.query, self.key, self.value, block_mask=block_mask, enable_gqa=True)
 
@@ -176,25 +189,22 @@ class Problem:
             return None
         query, key, value = (x[0].transpose(0, 1).contiguous() for x in (self.query, self.key, self.value))
         attention = flashinfer.single_prefill_with_kv_cache
-        return partial(attention, query, key, value, custom_mask=self.dense_mask())
+        return self._repeated(partial(attention, query, key, value, custom_mask=self.dense_mask()))
 
-    def contenders(self) -> dict[str, Callable[[], object]]:
-        ways = {
+    def contenders(self) -> dict[str, Callable[[], Callable[[], object] | None]]:
+        return {
             "heavypath": self.heavypath,
             "general mask, as inserted": self.general_mask,
             "sdpa, dense mask": self.sdpa,
             "FlexAttention": self.flex,
             "FlashInfer": self.flashinfer,
         }
-        return {name: run for name, way in ways.items() if (run := way()) is not None}
 
 
 def milliseconds(runs: dict[str, Callable[[], object]], seconds: float = 0.5) -> dict[str, float]:
     """The median time of each."""
     if DEVICE == "cuda":
-        return {
-            name: triton.testing.do_bench(run, warmup=25, rep=100, return_mode="median") for name, run in runs.items()
-        }
+        return {name: gpu_milliseconds(run) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
@@ -205,6 +215,24 @@ def milliseconds(runs: dict[str, Callable[[], object]], seconds: float = 0.5) ->
             run()
             times[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def gpu_milliseconds(run: Callable[[], object]) -> float:
+    return triton.testing.do_bench(run, warmup=25, rep=100, return_mode="median")
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """The same as a CUDA graph; warmed up first, which compiles it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
 
 
 def measured_roofs(dtype: torch.dtype) -> tuple[float, float]:
@@ -227,7 +255,21 @@ def measured(case: Case, roofs: tuple[float, float]) -> dict:
             return row
     row["bytes"], row["flops"] = problem.work()
     with torch.inference_mode():
-        row["milliseconds"] = milliseconds(problem.contenders())
+        if DEVICE == "cuda":
+            row["milliseconds"], row["failed"] = {}, {}
+            for name, way in problem.contenders().items():
+                try:
+                    run = way()
+                    if run is not None:
+                        row["milliseconds"][name] = gpu_milliseconds(captured(run))
+                except Exception as error:  # a peer that cannot do a shape leaves the others their figures
+                    if name == "heavypath":
+                        raise
+                    row["failed"][name] = f"{type(error).__name__}: {error}"[:300]
+            row["eager_milliseconds"] = gpu_milliseconds(problem.heavypath())
+        else:
+            ways = problem.contenders().items()
+            row["milliseconds"] = milliseconds({name: run for name, way in ways if (run := way()) is not None})
     ours = row["milliseconds"]["heavypath"]
     roof = max(row["bytes"] / roofs[0], row["flops"] / roofs[1]) * 1e3
     row["roof_milliseconds"], row["fraction_of_roof"] = roof, roof / ours
@@ -295,24 +337,24 @@ def main() -> None:
         console.print("No GPU here: the shapes of the demo are timed and blocks counted.")
         tables = [name for name in tables if name != "verification"]
     roofs = {dtype: measured_roofs(dtype) for dtype in (torch.bfloat16, torch.float32)}
+    facts = {
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or platform.machine(),
+        "threads": arguments.threads,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "bytes_a_second": roofs[torch.bfloat16][0],
+        "flops_a_second": {str(dtype).removeprefix("torch."): roof[1] for dtype, roof in roofs.items()},
+    }
+    cases = [case for case in CASES if case.table in tables and (DEVICE == "cpu" or case.layers == 1)]
     rows = []
     with console.status("") as status:
-        for case in CASES:
-            if case.table in tables:
-                status.update(str(case))
-                rows.append(measured(case, roofs[case.dtype]))
+        for case in cases:
+            status.update(str(case))
+            rows.append(measured(case, roofs[case.dtype]))
+            if arguments.json is not None:  # after every case: nothing is lost if it is stopped
+                arguments.json.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
     console.print(as_table(rows))
-    if arguments.json is not None:
-        facts = {
-            "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or platform.machine(),
-            "threads": arguments.threads,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-            "bytes_a_second": roofs[torch.bfloat16][0],
-            "flops_a_second": {str(dtype).removeprefix("torch."): roof[1] for dtype, roof in roofs.items()},
-        }
-        arguments.json.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
     if arguments.plot is not None:
         draw_plot(rows, arguments.plot)
 

@@ -110,7 +110,9 @@ def tree_attention(
     else:
         ancestors, nodes = ancestor_mask, query.shape[-2] if ancestor_mask is None else ancestor_mask.shape[-1]
     # PyTorch's own operators need no operator around them, whose dispatch costs as much as a small attention.
-    attend = _tree_attention if impl == "torch" and not torch.compiler.is_compiling() else _operator
+    # Nor can it pass gradients on.
+    plain = impl == "torch" and (needs_gradient or not torch.compiler.is_compiling())
+    attend = _tree_attention if plain else _operator
     return attend(
         query, key, value, length, lengths, subtree_end, ancestors, nodes, first_row, window, softcap, scale, impl
     )
@@ -286,17 +288,20 @@ def _check(
     if impl not in ("torch", "triton"):
         raise ValueError(f"tree_attention has impl 'auto', 'triton' or 'torch', got {impl!r}")
     if impl == "triton":
-        if not query.is_cuda and not triton.knobs.runtime.interpret:
-            raise ValueError(
-                f"impl 'triton' needs CUDA tensors, got {query.device}; on a CPU take impl 'torch', "
-                "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
-            )
         if head_dim % 8 or not 16 <= head_dim <= 256:
             raise ValueError(f"impl 'triton' has head sizes 16 to 256 in steps of 8, got {head_dim}; take impl 'torch'")
         if nodes > MAX_NODES:
             raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {nodes}; take impl 'torch'")
         if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"impl 'triton' has float32, float16 and bfloat16, got {query.dtype}; take impl 'torch'")
+        if not query.is_cuda and not triton.knobs.runtime.interpret:
+            raise ValueError(
+                f"impl 'triton' needs CUDA tensors, got {query.device}; on a CPU take impl 'torch', "
+                "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
+            )
+        for name, tensor in (("prefix_length", lengths), ("first_row", first_row)):
+            if tensor is not None and tensor.device != query.device:
+                raise ValueError(f"impl 'triton' needs {name} on {query.device}, got {tensor.device}")
 
 
 def _check_tensor(
@@ -594,7 +599,7 @@ def _merge_kernel(
     out, partial_out, partial_peak, partial_total,
     length, lengths, first_row, window, queries, nodes, kv_heads, lengths_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    SPLITS: tl.constexpr, SPLITS_POWER: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """out = sum_p 2^(peak_p - peak) out_p / sum_p 2^(peak_p - peak) total_p over the parts p, all loaded at once."""
     batch, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
@@ -606,7 +611,7 @@ def _merge_kernel(
     _, _, parts = _cut(length, first, nodes, window, SPLITS, MIN_SPLIT, BLOCK_N)
     if parts == 1:
         return
-    row, part, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SPLITS_POWER), tl.arange(0, BLOCK_D)
+    row, part, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     slot = (tl.program_id(1).to(tl.int64) * SPLITS + part)[:, None] * (queries * GROUP) + row[None, :]
     asks = row < queries * GROUP
     there = (part < parts)[:, None] & asks[None, :]
@@ -679,8 +684,10 @@ def _launch(
         processors, roomy = gpu.multi_processor_count, gpu.major in (9, 10)
     block_m, block_n, warps, stages = _tiles(query.dtype, head_dim, rows, roomy)
     tiles = triton.cdiv(rows, block_m)
-    # About two programs for each processor, whatever the batch.
-    splits = min(max(1, 2 * processors // (tiles * kv_heads)), 32, triton.cdiv(key.shape[2], _MIN_SPLIT))
+    # As many programs as run at once, two of 4 warps to a processor, whatever the batch. A power of two: few variants.
+    programs = processors * (2 if warps <= 4 else 1) // (tiles * kv_heads)
+    most = triton.next_power_of_2(triton.cdiv(key.shape[2], _MIN_SPLIT))
+    splits = min(1 << max(programs.bit_length() - 1, 0), most, 32)
     partial_out = partial_peak = partial_total = None
     if splits > 1:
         partial_out = out.new_empty(batch, kv_heads, splits, rows, head_dim, dtype=torch.float32)
@@ -715,11 +722,10 @@ def _launch(
             maxnreg=registers,
         )  # fmt: skip
         if splits > 1:
-            splits_power = triton.next_power_of_2(splits)
-            rows_each = max(1, 8192 // (splits_power * block_d))
+            rows_each = max(1, 8192 // (splits * block_d))
             _merge_kernel[(triton.cdiv(rows, rows_each), batch * kv_heads)](
                 out, partial_out, partial_peak, partial_total,
                 length, lengths, first_row, window, queries, nodes, kv_heads, lengths_stride,
-                **shape, **parts, ROWS=rows_each, SPLITS_POWER=splits_power, enable_fp_fusion=True,
+                **shape, **parts, ROWS=rows_each, enable_fp_fusion=True,
             )  # fmt: skip
     return out.to(query.dtype).transpose(1, 2)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.tree_attention import prepared_attention
+from heavypath.kernels.tree_attention import MAX_NODES, prepared_attention
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.drafting import Shape, draft_tree, tree_shape
 from heavypath.speculative.llama import LlamaForward
@@ -87,8 +87,8 @@ class SpeculativeDecoder:
         self._method = METHODS[method]
         self.tree = tree if tree is not None else self._method.shape(tree_size, torch.as_tensor(acceptance).tolist())
         self.tree = self.tree.reordered("heavy_path")[0]
-        if len(self.tree) > 4096:
-            raise ValueError(f"a tree may have at most 4096 nodes, got {len(self.tree)}")
+        if len(self.tree) > MAX_NODES:
+            raise ValueError(f"a tree may have at most {MAX_NODES} nodes, got {len(self.tree)}")
         self._draft_options = (draft_temperature, draft_top_k, draft_top_p, draft_min_p)
         self._drafting_filters(Filters()).check("draft_")
 
