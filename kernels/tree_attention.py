@@ -134,7 +134,7 @@ def unpack_ancestors(packed: PackedAncestors) -> Tensor:
 def interval_mask(subtree_end: Tensor) -> Tensor:
     """bool [..., N, N] from subtree_end [..., N]: [i, j] is true where j <= i < end[j]."""
     index = torch.arange(subtree_end.shape[-1], device=subtree_end.device)
-    return (index <= index[:, None]) & (index[:, None] < subtree_end[..., None, :])
+    return (index[:, None] < subtree_end[..., None, :]).tril_()
 
 
 def prepared_attention(
@@ -180,7 +180,8 @@ def attention_bias(ancestors: Tensor, lengths: int | Tensor, rows: int, dtype: t
     if isinstance(lengths, int):
         bias = torch.zeros(*ancestors.shape[:-1], rows, dtype=dtype, device=ancestors.device)
         bias[..., lengths : lengths + nodes].masked_fill_(~ancestors, -torch.inf)
-        bias[..., lengths + nodes :] = -torch.inf
+        if lengths + nodes < rows:
+            bias[..., lengths + nodes :] = -torch.inf
         return bias.view(-1, 1, queries, rows)
     tree = torch.zeros(ancestors.shape, dtype=dtype, device=ancestors.device).masked_fill_(~ancestors, -torch.inf)
     tree = tree.view(-1, 1, queries, nodes)
