@@ -153,7 +153,9 @@ def prepared_attention(
 
     prefix_length: LongTensor[B], or [] for all
     """
-    if impl == "triton" or (impl == "auto" and prefix_length.is_cuda):
+    if impl == "auto":
+        impl = "triton" if prefix_length.is_cuda else "torch"
+    if impl == "triton":
         packed = None if ancestor_mask is None else pack_ancestors(ancestor_mask)
 
         def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -262,6 +264,10 @@ def _check(
     if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
         raise ValueError(f"expected one floating-point dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
     length, lengths, subtree_end, ancestors, nodes, first_row, window = visible
+    given = {"key": key, "value": value, "prefix_length": lengths, "subtree_end": subtree_end}
+    for name, tensor in (given | {"ancestor_mask": ancestors, "first_row": first_row}).items():
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(f"{name} must be on the query's device, {query.device}, got {tensor.device}")
     if (subtree_end is None) == (ancestors is None):
         raise ValueError("give exactly one of subtree_end and ancestor_mask")
     if subtree_end is not None:
@@ -300,9 +306,6 @@ def _check(
                 f"impl 'triton' needs CUDA tensors, got {query.device}; on a CPU take impl 'torch', "
                 "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
             )
-        for name, tensor in (("prefix_length", lengths), ("first_row", first_row)):
-            if tensor is not None and tensor.device != query.device:
-                raise ValueError(f"impl 'triton' needs {name} on {query.device}, got {tensor.device}")
 
 
 def _check_tensor(
@@ -328,7 +331,7 @@ def _ancestors(visible: _Visible) -> Tensor:
 def _depths(visible: _Visible) -> Tensor:
     """int32 [N] or [B, N]: ancestors of each node, for a window."""
     if visible.subtree_end is None:
-        return _ancestors(visible).sum(-1, dtype=torch.int32) - 1
+        return (_ancestors(visible).sum(-1, dtype=torch.int32) - 1).clamp_(min=0)  # 0 for a node that sees no node
     # Of the i nodes before i all are ancestors, but for those whose subtree has ended.
     end, nodes = visible.subtree_end.long(), visible.nodes
     ended = torch.zeros(*end.shape[:-1], nodes + 1, dtype=torch.int32, device=end.device)
@@ -355,7 +358,7 @@ def _reference(
 
     row = torch.arange(used, device=query.device)
     starts = torch.full((1,), length, device=query.device) if lengths is None else lengths.reshape(-1)
-    hidden = row >= starts[:, None] + nodes  # rows to which zeros are given: they may hold anything, and 0 * NaN leaks
+    hidden = row >= starts[:, None] + nodes  # may hold anything, and 0 * NaN leaks
     if first_row is not None:
         hidden = hidden | (row < first_row[:, None])
         bias = bias.masked_fill((row < first_row[:, None])[:, None, None], -torch.inf)
@@ -388,15 +391,26 @@ def _by_node(out: Tensor) -> Tensor:
 
 
 @triton.jit
-def _cut(length, first, nodes, window, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The prefix rows anything sees begin at `begin` and are cut into `parts` of `size` rows; the last has the tree."""
+def _cut(
+    batch, length, lengths, lengths_stride, first_row, nodes, window,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A sequence's length and first row. Its prefix from `begin` on is cut into `parts` of `size` rows.
+
+    The last part has the tree too.
+    """
+    if lengths is not None:
+        length = tl.load(lengths + batch * lengths_stride).to(tl.int32)
+    first = 0
+    if first_row is not None:
+        first = tl.load(first_row + batch).to(tl.int32)
     begin = first
     if window is not None:
         begin = tl.maximum(begin, length - window + 1)  # the root sees furthest back
     begin = tl.minimum(begin, length) // BLOCK_N * BLOCK_N
     span = length - begin + tl.minimum(nodes, MIN_SPLIT)
     size = tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(span, SPLITS), BLOCK_N) * BLOCK_N)
-    return begin, size, tl.cdiv(span, size)
+    return length, first, begin, size, tl.cdiv(span, size)
 
 
 @triton.jit
@@ -458,12 +472,9 @@ def _tree_attention_kernel(
     """One tile of (node, head of the group) rows, one part of the keys. Strides of 8 elements; out is [B, Q, Hq, D]."""
     tile, part = tl.program_id(0), tl.program_id(1)
     batch, kv_head = tl.program_id(2) // kv_heads, tl.program_id(2) % kv_heads
-    if lengths is not None:
-        length = tl.load(lengths + batch * lengths_stride).to(tl.int32)
-    first = 0
-    if first_row is not None:
-        first = tl.load(first_row + batch).to(tl.int32)
-    begin, size, parts = _cut(length, first, nodes, window, SPLITS, MIN_SPLIT, BLOCK_N)
+    length, first, begin, size, parts = _cut(
+        batch, length, lengths, lengths_stride, first_row, nodes, window, SPLITS, MIN_SPLIT, BLOCK_N
+    )  # fmt: skip
     if part >= parts:
         return
     start = begin + part * size
@@ -604,12 +615,9 @@ def _merge_kernel(
 ):  # fmt: skip
     """out = sum_p 2^(peak_p - peak) out_p / sum_p 2^(peak_p - peak) total_p over the parts p, all loaded at once."""
     batch, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
-    if lengths is not None:
-        length = tl.load(lengths + batch * lengths_stride).to(tl.int32)
-    first = 0
-    if first_row is not None:
-        first = tl.load(first_row + batch).to(tl.int32)
-    _, _, parts = _cut(length, first, nodes, window, SPLITS, MIN_SPLIT, BLOCK_N)
+    _, _, _, _, parts = _cut(
+        batch, length, lengths, lengths_stride, first_row, nodes, window, SPLITS, MIN_SPLIT, BLOCK_N
+    )  # fmt: skip
     if parts == 1:
         return
     row, part, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)

@@ -67,6 +67,7 @@ def done(tmp_path_factory):
     return done, json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_the_command_reports_every_kernel_of_a_case_on_every_architecture(done):
     process, report = done
     assert process.returncode == 0, process.stderr

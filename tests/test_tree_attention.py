@@ -216,6 +216,13 @@ def test_a_node_that_sees_nothing_gets_zeros(impl):
     out = tree_attention(query, key, value, prefix_length=0, ancestor_mask=mask, impl=impl)
     assert (out[:, :, 1] == 0).all()
     torch.testing.assert_close(out.double(), oracle(query, key, value, [0], mask[None]), atol=2e-5, rtol=0)
+    query, key, value = inputs(1, 2, 1, 3, 80, 16)  # in a window the prefix is still seen, as far as from the root
+    out = tree_attention(query, key, value, prefix_length=70, ancestor_mask=mask, window=7, impl=impl)
+    alone = tree_attention(query, key, value, prefix_length=70, ancestor_mask=mask, window=1, impl=impl)
+    assert (alone[:, :, 1] == 0).all()
+    prefix = scaled_dot_product_attention(query[:, :, 1:2], key[:, :, 64:70], value[:, :, 64:70], enable_gqa=True)
+    torch.testing.assert_close(out[:, :, 1:2], prefix, atol=2e-5, rtol=0)
+    query, key, value = inputs(1, 2, 1, 3, 300, 16)
     blind = {"prefix_length": 290, "first_row": torch.tensor([293], device=DEVICE)}
     out = tree_attention(query, key, value, subtree_end=torch.full((3,), 3, device=DEVICE), **blind, impl=impl)
     assert (out == 0).all()
@@ -334,6 +341,8 @@ def test_attention_bias_by_hand():
     ({"prefix_length": torch.tensor([6])}, r"prefix_length \+ 3 nodes must lie in 0 .. 8, got prefix_length \[6\]"),
     ({"prefix_length": -1}, "prefix_length"),
     ({"prefix_length": 1.5}, "prefix_length must be an int or a LongTensor, got float"),
+    ({"subtree_end": torch.empty(3, dtype=torch.long, device="meta")},
+     "subtree_end must be on the query's device, cpu, got meta"),
     ({"prefix_length": torch.tensor([1, 2])}, r"prefix_length must be an int, or torch.int64 \[\] or \[1\]"),
     ({"impl": "flash"}, "impl 'auto', 'triton' or 'torch', got 'flash'"),
     ({"query": torch.zeros(1, 4, 3, 20), "key": torch.zeros(1, 2, 8, 20), "value": torch.zeros(1, 2, 8, 20),
