@@ -138,10 +138,73 @@ def ordering(nodes: int, ranked: bool) -> None:
     heavy_path_order(on_gpu(torch.arange(-1, nodes - 1)), ranks, impl="triton")
 
 
+def compaction(dtype: str, head_dim: int, places: int) -> None:
+    from heavypath.kernels.cache_compaction import compact_cache
+
+    key, value = torch.empty(2, 1, 8, 64, head_dim, dtype=DTYPES[dtype])
+    path, one = on_gpu(torch.zeros(1, places, dtype=torch.long)), on_gpu(torch.ones(1, dtype=torch.long))
+    compact_cache([on_gpu(key)], [on_gpu(value)], path, one, one, impl="triton")
+
+
+def sampling(dtype: str, vocabulary: int, k: int, **options) -> None:
+    from heavypath.kernels.sampling import gumbel_topk
+
+    gumbel_topk(on_gpu(torch.empty(1, vocabulary, dtype=DTYPES[dtype])), k, impl="triton", **options)
+
+
+def sampling_cases() -> dict[str, Callable[[], None]]:
+    cases = [
+        *(("bf16", 128256, k, {}) for k in (1, 4, 32, 64)),
+        ("fp16", 32000, 4, {}),
+        ("fp32", 32000, 4, {}),
+        ("bf16", 999, 4, {}),
+        ("bf16", 128256, 4, {"temperature": 0.0}),
+        ("bf16", 128256, 4, {"replacement": True}),
+        ("bf16", 128256, 8, {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "uniform_fill": True}),
+    ]
+    named = {}
+    for dtype, vocabulary, k, options in cases:
+        name = " ".join([f"{dtype} V{vocabulary} k{k}", *(f"{key} {value}" for key, value in options.items())])
+        named[name] = partial(sampling, dtype, vocabulary, k, **options)
+    return named
+
+
+def verification(method: str, dtype: str, nodes: int, vocabulary: int, **options) -> None:
+    from heavypath.kernels.verification import verify_tree
+
+    logits = on_gpu(torch.empty(1, nodes, vocabulary, dtype=DTYPES[dtype]))
+    tokens, parents = on_gpu(torch.zeros(1, nodes, dtype=torch.long)), on_gpu(torch.arange(-1, nodes - 1))
+    verify_tree(tokens, parents, logits, logits, method=method, max_depth=8, impl="triton", **options)
+
+
+def verification_cases() -> dict[str, Callable[[], None]]:
+    filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
+    cases = [
+        *((method, "bf16", 64, 128256, {}) for method in ("without_replacement", "with_replacement", "kseq", "race")),
+        ("without_replacement", "bf16", 768, 32000, {}),
+        ("without_replacement", "fp32", 2048, 32000, {}),
+        ("without_replacement", "fp16", 64, 999, {}),
+        ("without_replacement", "bf16", 64, 32000, filters),
+        ("with_replacement", "bf16", 64, 32000, filters),
+        ("without_replacement", "bf16", 64, 32000, {"draft_temperature": 0.0}),
+    ]
+    named = {}
+    for method, dtype, nodes, vocabulary, options in cases:
+        name = " ".join([method, dtype, f"{nodes} nodes V{vocabulary}", *(f"{key} {options[key]}" for key in options)])
+        named[name] = partial(verification, method, dtype, nodes, vocabulary, **options)
+    return named
+
+
 CASES = {
+    **verification_cases(),
+    **sampling_cases(),
     **attention_cases(),
     **{f"{nodes} nodes": partial(ordering, nodes, ranked=False) for nodes in (64, 2048)},
     **{f"{nodes} nodes ranked": partial(ordering, nodes, ranked=True) for nodes in (64, 2048)},
+    **{
+        f"{dtype} D{head_dim} path {places}": partial(compaction, dtype, head_dim, places)
+        for dtype, head_dim, places in (("bf16", 128, 5), ("bf16", 128, 17), ("bf16", 128, 2048), ("bf16", 5, 2048))
+    },
 }
 
 

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in one command and under 9 minutes, with what is installed: no network is needed.
+# Everything that wants a GPU, in two parts of under 9 minutes each, with what is installed: no network is needed.
 #
-#   bash bench/gpu.sh OUTDIR [PYTHON]
+#   bash bench/gpu.sh OUTDIR [tests | benchmarks | all] [PYTHON]
 #
 # Installs this checkout without its dependencies, runs the kernels' tests and the tables on the GPU, and leaves logs,
 # JSON and plots in OUTDIR. Prints a summary of at most 60 lines last. Without a GPU it says so and runs what it can.
 set -uo pipefail
-[ $# -ge 1 ] || { echo "usage: bash bench/gpu.sh OUTDIR [PYTHON]" >&2; exit 2; }
+[ $# -ge 1 ] || { echo "usage: bash bench/gpu.sh OUTDIR [tests | benchmarks | all] [PYTHON]" >&2; exit 2; }
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
-python=${2:-python3}
+part=${2:-all}
+python=${3:-python3}
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 failed=()
@@ -37,18 +38,27 @@ workers=$("$python" -c 'import importlib.util as u; print("-n8" if u.find_spec("
 
 # Kernels are compiled once for each shape: spread over processes where that is possible. Warnings of versions that the
 # project does not pin are no errors here.
-tests=(tests/test_tree_attention.py tests/test_ordering.py tests/test_huggingface.py)
-OMP_NUM_THREADS=2 step tests 200 "$python" -m pytest -q -W default $workers "${tests[@]}"
-[ "$gpu" = 1 ] && OMP_NUM_THREADS=2 step tests-gpu 90 "$python" -m pytest -q -W default $workers -m gpu tests/test_decoder.py
-step attention 150 "$python" bench/bench_attention.py --json "$out/attention.json" --plot "$out/attention.png"
-step ordering 80 "$python" -m pytest -q -W default -o addopts= bench/bench_ordering.py \
-    --benchmark-max-time=0.1 --benchmark-json "$out/ordering.json"
+tests=(tests/test_tree_attention.py tests/test_ordering.py tests/test_huggingface.py
+    tests/test_sampling.py tests/test_verification_kernel.py tests/test_cache_compaction.py)
+[ "$part" != benchmarks ] && OMP_NUM_THREADS=2 step tests 400 "$python" -m pytest -q -W default $workers "${tests[@]}"
+[ "$gpu" = 1 ] && [ "$part" != benchmarks ] && OMP_NUM_THREADS=2 step tests-gpu 90 "$python" -m pytest -q -W default $workers -m gpu tests/test_decoder.py
+if [ "$part" != tests ]; then
+    step attention 150 "$python" bench/bench_attention.py --json "$out/attention.json" --plot "$out/attention.png"
+    step sampling 100 "$python" bench/bench_sampling.py --json "$out/sampling.json"
+    step verification 100 "$python" bench/bench_verification.py --json "$out/verification.json"
+    step ordering 80 "$python" -m pytest -q -W default -o addopts= bench/bench_ordering.py \
+        --benchmark-max-time=0.1 --benchmark-json "$out/ordering.json"
+    step compaction 60 "$python" -m pytest -q -W default -o addopts= bench/bench_compaction.py \
+        --benchmark-max-time=0.1 --benchmark-json "$out/compaction.json"
+fi
 
 echo
 echo "=== summary"
 head -1 "$out/environment.log"
 for log in tests tests-gpu; do [ -f "$out/$log.log" ] && echo "$log: $(tail -1 "$out/$log.log")"; done
 grep -h "^FAILED\|^ERROR" "$out"/tests*.log | cut -c1-140 | head -8
-grep -v "^demo" "$out/attention.log" | cut -c1-140 | head -36
+for log in attention sampling verification; do
+    [ -f "$out/$log.log" ] && grep -v "^demo" "$out/$log.log" | cut -c1-140 | head -30
+done
 echo "in $SECONDS s; failed: ${failed[*]:-none}"
 [ ${#failed[@]} -eq 0 ]

@@ -4,14 +4,31 @@ After verification, node path[j] of the tree, at cache row prefix + path[j], is 
 
     row prefix + j  <-  row prefix + path[j]        j = 1 .. length
 
-path rises along the tree and path[j] >= j, so a row is never overwritten before it has been read as long as all are
-read before any is written.
+A row that is written may be one that is still to be read, so all are read before any is written; a row with
+path[j] = j, common in heavy-path order, is in place.
+
+The kernel. One launch serves all layers, whose keys and values are allocations of their own: a table on the device says
+where each lies. A program owns all rows of one cache, sequence and head, or of a block of their columns if the path is
+long, so that what it has to read before it writes fits in registers. It moves bits, 16 bytes at a time where addresses
+and strides allow, whatever the dtype, and returns early where nothing moves.
 """
 
+# Triton's language is no Python that a type checker knows.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
+
 from collections.abc import Sequence
+from functools import cache, lru_cache
+from math import gcd
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+MAX_PATH = 2048  # columns of path that the kernel takes
+_TILE = 8192  # units that a program moves, at most: 16 for each thread of 16 warps
+_UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # by bytes
 
 
 def compact_cache(
@@ -28,28 +45,74 @@ def compact_cache(
     path: LongTensor[B, P], node 0, accepted nodes, then anything; length: LongTensor[B], accepted nodes, < P;
     prefix_length: LongTensor[B], cache rows before the root.
 
-    Raises ValueError for bad shapes, dtypes or options, and on CPU for rows outside the cache.
+    impl: "triton": one launch and no host synchronisation; CUDA tensors, or any under Triton's interpreter; P up to
+          2,048; one Hkv, D and element size in all layers, and elements of a row side by side (a last stride of 1),
+          while S and other strides may differ. "torch": anything. "auto": triton for CUDA tensors, else torch.
+
+    Triton's first call with certain caches copies their addresses to the device: before a CUDA graph captures the
+    function, call it once with these caches (length 0 moves nothing).
+
+    Raises ValueError for bad shapes, dtypes, devices or options, and on CPU for rows outside the cache, which the
+    kernel leaves as they are on a GPU. Raises RuntimeError if a graph captures the first call.
     """
-    if impl not in ("auto", "torch"):
-        raise ValueError(f"compact_cache has impl 'auto' or 'torch', got {impl!r}")
+    if impl == "auto":
+        impl = "triton" if path.is_cuda else "torch"
+    if impl not in ("torch", "triton"):
+        raise ValueError(f"compact_cache has impl 'auto', 'triton' or 'torch', got {impl!r}")
     if len(keys) != len(values):
         raise ValueError(f"keys and values must have one entry per layer, got {len(keys)} and {len(values)}")
+    if path.dim() != 2:
+        raise ValueError(f"path must be a LongTensor [B, P], got {path.dtype} {[*path.shape]}")
     batch = len(path)
     for name, value, shape in (
-        ("path", path, (batch, path.shape[-1])),
+        ("path", path, path.shape),
         ("length", length, (batch,)),
         ("prefix_length", prefix_length, (batch,)),
     ):
         if value.dtype != torch.long or value.shape != shape:
             raise ValueError(f"{name} must be a LongTensor {[*shape]}, got {value.dtype} {[*value.shape]}")
+        if value.device != path.device:
+            raise ValueError(f"{name} must be on the path's device, {path.device}, got {value.device}")
     for key, value in zip(keys, values, strict=True):
-        if key.dim() != 4 or key.shape[0] != batch or key.shape != value.shape:
+        shape = key.shape
+        if len(shape) != 4 or shape[0] != batch or shape != value.shape:
             raise ValueError(
-                f"keys and values must be [{batch}, Hkv, S, D] of one shape, got {[*key.shape]} and {[*value.shape]}"
+                f"keys and values must be [{batch}, Hkv, S, D] of one shape, got {[*shape]} and {[*value.shape]}"
             )
-    if path.device.type == "cpu" and batch and keys:
-        _check_rows(path, length, prefix_length, min(cache.shape[2] for cache in (*keys, *values)))
-    _compact_reference(keys, values, path, length, prefix_length)
+        if not key.device == value.device == path.device:
+            raise ValueError(
+                f"keys and values must be on the path's device, {path.device}, got {key.device} and {value.device}"
+            )
+    caches = (*keys, *values)
+    if impl == "triton":
+        _check_kernel_takes(caches, path)
+    if path.device.type == "cpu" and batch and caches:
+        _check_rows(path, length, prefix_length, min(tensor.shape[2] for tensor in caches))
+    (_launch if impl == "triton" else _reference)(caches, path, length, prefix_length)
+
+
+def _check_kernel_takes(caches: Sequence[Tensor], path: Tensor) -> None:
+    if not path.is_cuda and not triton.knobs.runtime.interpret:
+        raise ValueError(
+            f"impl 'triton' needs CUDA tensors, got {path.device}; on a CPU take impl 'torch', "
+            "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
+        )
+    if path.shape[1] > MAX_PATH:
+        raise ValueError(f"impl 'triton' takes paths of at most {MAX_PATH}, got {path.shape[1]}; take impl 'torch'")
+    kinds = set()
+    for tensor in caches:
+        _, heads, _, head_dim = tensor.shape
+        kinds.add((heads, head_dim, tensor.element_size()))
+        if tensor.stride(3) != 1 and head_dim > 1:
+            raise ValueError(
+                "impl 'triton' needs keys and values with a last stride of 1, "
+                f"got strides {[*tensor.stride()]} of {[*tensor.shape]}; take impl 'torch'"
+            )
+    if len(kinds) > 1:
+        raise ValueError(
+            "impl 'triton' needs one (Hkv, D, bytes of an element) in all keys and values, "
+            f"got {', '.join(map(str, sorted(kinds)))}; take impl 'torch'"
+        )
 
 
 def _check_rows(path: Tensor, length: Tensor, prefix_length: Tensor, rows: int) -> None:
@@ -61,15 +124,102 @@ def _check_rows(path: Tensor, length: Tensor, prefix_length: Tensor, rows: int) 
         raise ValueError(f"prefix_length + path must lie in the cache's rows 0 .. {rows - 1}, got {used.tolist()}")
 
 
-def _compact_reference(
-    keys: Sequence[Tensor], values: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor
-) -> None:
+def _reference(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
     place = torch.arange(path.shape[1], device=path.device)
-    moves = (place <= length[:, None]) & (path != place)  # rows already in place stay
+    moves = (place > 0) & (place <= length[:, None]) & (path != place)  # rows already in place stay
     sequence, position = moves.nonzero(as_tuple=True)
     if not len(sequence):
         return
     source = prefix_length[sequence] + path[sequence, position]
     destination = prefix_length[sequence] + position
-    for cache in (*keys, *values):
-        cache[sequence, :, destination] = cache[sequence, :, source]  # the right side is read whole first
+    for tensor in caches:
+        tensor[sequence, :, destination] = tensor[sequence, :, source]  # the right side is read whole first
+
+
+@triton.jit(do_not_specialize=["path_ptr", "length_ptr", "prefix_ptr", "P"])
+def _compact_kernel(
+    table_ptr,  # [caches, 5]: address; strides of sequences, heads and rows in units; rows S
+    path_ptr,  # [B, P]
+    length_ptr,  # [B], as prefix_ptr
+    prefix_ptr,
+    P,
+    UNIT: tl.constexpr,  # the integer that bits travel in
+    VECTOR: tl.constexpr,  # units that divide addresses and strides: 2 of 8 bytes travel in one access
+    ROW: tl.constexpr,  # units of a row
+    BLOCK_P: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+):
+    """A program for each (head, block of columns), sequence and cache."""
+    blocks = tl.cdiv(ROW, BLOCK_ROW)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
+    sequence = tl.program_id(1).to(tl.int64)
+    place = tl.arange(0, BLOCK_P)
+
+    # Loads that do not wait for each other: what counts here is how many follow one another.
+    node = tl.load(path_ptr + sequence * P + place, mask=place < P, other=0)
+    length = tl.load(length_ptr + sequence)
+    prefix = tl.load(prefix_ptr + sequence)
+    table_ptr += tl.program_id(2) * 5
+    cache_ptr = tl.load(table_ptr).to(tl.pointer_type(UNIT))
+    cache_ptr = tl.multiple_of(cache_ptr, VECTOR * UNIT.primitive_bitwidth // 8)
+    sequence_stride = tl.multiple_of(tl.load(table_ptr + 1), VECTOR)
+    head_stride = tl.multiple_of(tl.load(table_ptr + 2), VECTOR)
+    row_stride = tl.multiple_of(tl.load(table_ptr + 3), VECTOR)
+    rows = tl.load(table_ptr + 4)
+
+    source, destination = prefix + node, prefix + place
+    moves = (place > 0) & (place < P) & (place <= length) & (node != place)
+    moves = moves & (tl.minimum(source, destination) >= 0) & (tl.maximum(source, destination) < rows)
+    if tl.max(moves.to(tl.int32)) == 0:
+        return
+
+    cache_ptr += sequence * sequence_stride + head * head_stride + column[None, :]
+    source_ptr = cache_ptr + (source * row_stride)[:, None]
+    destination_ptr = cache_ptr + (destination * row_stride)[:, None]
+    mask = moves[:, None] & (column < ROW)[None, :]
+    moved = tl.load(source_ptr, mask=mask)
+    tl.debug_barrier()  # one thread's destination is another's source
+    tl.store(destination_ptr, moved, mask=mask)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@lru_cache(maxsize=64)
+def _table(device: torch.device, row_bytes: int, caches: tuple[tuple[int, ...], ...]) -> tuple[Tensor, int]:
+    """The kernel's table of caches (address, strides in bytes, rows), and the power of two that divides its bytes."""
+    if _capturing():
+        raise RuntimeError("compact_cache must run once with these keys and values before a CUDA graph captures it")
+    alignment = gcd(16, row_bytes, *(number for address, *strides, _ in caches for number in (address, *strides)))
+    unit = min(alignment, max(_UNITS))
+    table = [(address, *(stride // unit for stride in strides), rows) for address, *strides, rows in caches]
+    return torch.tensor(table, device=device), alignment
+
+
+_table_for_ever = cache(_table)  # a graph reads its table for as long as it lives
+
+
+def _launch(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
+    batch, places = path.shape
+    if not caches:
+        return
+    _, heads, _, head_dim = caches[0].shape
+    if 0 in (batch, heads, head_dim) or places < 2:
+        return
+    size = caches[0].element_size()
+    described = tuple(
+        (tensor.data_ptr(), *(size * stride for stride in tensor.stride()[:3]), tensor.shape[2]) for tensor in caches
+    )
+    with torch.cuda.device_of(path):
+        table, alignment = (_table_for_ever if _capturing() else _table)(path.device, size * head_dim, described)
+        unit = min(alignment, max(_UNITS))
+        row = size * head_dim // unit
+        block_places = triton.next_power_of_2(places)
+        block_row = min(triton.next_power_of_2(row), _TILE // block_places)
+        _compact_kernel[(heads * triton.cdiv(row, block_row), batch, len(caches))](
+            table, path.contiguous(), length.contiguous(), prefix_length.contiguous(), places,
+            UNIT=_UNITS[unit], VECTOR=alignment // unit, ROW=row, BLOCK_P=block_places, BLOCK_ROW=block_row,
+            num_warps=min(16, max(1, block_places * block_row // 128)), enable_fp_fusion=False,
+        )  # fmt: skip

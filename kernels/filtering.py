@@ -10,11 +10,18 @@ Applied in Hugging Face's order, each to the renormalised result of the one befo
 "Support" means a finite filtered logit, never probability > 0: a probability can underflow and still be drawn.
 """
 
+# Triton's language is no Python that a type checker knows.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
+
 import math
 from numbers import Integral
 from typing import NamedTuple
 
+import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 
@@ -50,25 +57,179 @@ class Filters(NamedTuple):
         return self
 
 
+def scores(logits: Tensor, temperature: float) -> Tensor:
+    """(logits - their largest) / temperature, fp32 [..., V]; finite where the logits are, however low the temperature.
+
+    What is drawn and what is filtered is decided on these numbers, the same bits on every path. A row without support,
+    or with NaN or +inf in it, gives NaN.
+    """
+    scaled = logits - logits.amax(-1, keepdim=True)
+    if temperature != 1:
+        scaled.div_(torch.full((), temperature, device=logits.device))  # by a number, a GPU multiplies by its inverse
+    if scaled.is_cuda or (scaled.numel() and not scaled.amin() > -math.inf):  # it is -inf or NaN, or has overflowed
+        scaled = scaled.clamp(min=torch.finfo(torch.float32).min).where(logits != -math.inf, scaled)
+    return scaled
+
+
+def filtered_scores(logits: Tensor, filters: Filters) -> Tensor:
+    """`scores` [..., V] of fp32 logits, -inf outside the support that the filters leave; temperature > 0."""
+    scaled = scores(logits, filters.temperature)
+    if filters.top_k and filters.top_k < logits.shape[-1]:
+        threshold = logits.topk(int(filters.top_k), sorted=True).values[..., -1:]
+        scaled = scaled.masked_fill(logits < threshold, -math.inf)
+    if filters.top_p is not None and filters.top_p < 1:
+        order = logits.argsort(dim=-1, descending=True, stable=True)  # equal tokens by index
+        weights = scaled.gather(-1, order).double().exp()
+        before = weights.cumsum(-1) - weights  # the mass before each token
+        outside = before >= float(np.float32(filters.top_p)) * weights.sum(-1, keepdim=True)
+        scaled = scaled.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -math.inf)
+    if filters.min_p:
+        scaled = scaled.masked_fill(scaled < float(np.float32(math.log(filters.min_p))), -math.inf)
+    return scaled
+
+
 def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
     """Log-probabilities [..., V] in fp64 of the filtered distribution, -inf outside its support.
 
     logits: [..., V] fp32, -inf for excluded tokens; temperature > 0. A row without support gives NaN.
-    What is kept is decided in fp32, so that whoever draws and whoever verifies agree on the support.
     """
-    exact = (logits.double() - logits.amax(-1, keepdim=True)) / filters.temperature  # a tiny one cannot overflow
-    if not (filters.top_k or filters.top_p or filters.min_p):
-        return exact.log_softmax(-1)
-    scores = exact.float()
-    if filters.top_k and filters.top_k < scores.shape[-1]:
-        threshold = scores.topk(int(filters.top_k), sorted=True).values[..., -1:]
-        scores = scores.masked_fill(scores < threshold, -math.inf)
-    if filters.top_p is not None and filters.top_p < 1:
-        descending, order = scores.sort(descending=True, stable=True)
-        probs = descending.softmax(-1)
-        outside = probs.cumsum(-1) - probs >= filters.top_p  # the mass before this token already reaches p
-        outside[..., 0] = False
-        scores = scores.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -math.inf)
-    if filters.min_p:
-        scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(filters.min_p), -math.inf)
-    return exact.masked_fill(scores == -math.inf, -math.inf).log_softmax(-1)
+    exact = (logits.double() - logits.amax(-1, keepdim=True)) / filters.temperature
+    if filters.top_k or filters.top_p or filters.min_p:
+        exact = exact.masked_fill(filtered_scores(logits, filters) == -math.inf, -math.inf)
+    return exact.log_softmax(-1)
+
+
+# On a GPU one program filters a row. Whatever is kept is cut off by a number and, among equal tokens, by an index:
+#
+#     kept  iff  key(x) > cut_key, or key(x) = cut_key and token < cut_end;  and score >= log(min_p);  and x > -inf
+#
+# Keys are integers in the order of the logits, with as many bits as the logits' dtype. The cut is found bit by bit, two
+# bits in each pass over the row, as the largest key such that enough tokens (for top-k) or enough mass (for top-p)
+# reach it. No row is sorted.
+
+
+class Cut(NamedTuple):
+    """Filters as kernels take them: temperature, top-k, top-p, log(min-p); and which there are."""
+
+    numbers: tuple[float, int, float, float]
+    filtered: bool
+    has_top_k: bool
+    has_top_p: bool
+
+
+def cut_of(filters: Filters, vocab_size: int) -> Cut:
+    """The filters of rows of this many tokens."""
+    top_k = min(int(filters.top_k or vocab_size), vocab_size)
+    top_p = 1.0 if filters.top_p is None else float(filters.top_p)
+    log_min_p = math.log(filters.min_p) if filters.min_p else -math.inf
+    has_top_k, has_top_p = top_k < vocab_size, top_p < 1
+    filtered = has_top_k or has_top_p or log_min_p > -math.inf
+    return Cut((float(filters.temperature), top_k, top_p, log_min_p), filtered, has_top_k, has_top_p)
+
+
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+LOG2E = tl.constexpr(1 / math.log(2))
+BLOCK = tl.constexpr(2048)
+HIDDEN_BITS = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}  # of a logit as fp32, zero; an even number
+
+
+@triton.jit
+def score(x, largest, temperature):
+    """`scores`, bit by bit."""
+    scaled = tl.maximum(tl.div_rn(x - largest, temperature), LOWEST)
+    return tl.where(x == float("-inf"), float("-inf"), scaled)
+
+
+@triton.jit
+def _key(x, HIDDEN: tl.constexpr):
+    """uint32, in the order of the numbers; -0.0 is 0.0."""
+    bits = (x + 0.0).to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000) >> HIDDEN
+
+
+@triton.jit
+def _of_key(key, HIDDEN: tl.constexpr):
+    bits = key << HIDDEN
+    bits = tl.where(bits >> 31 == 1, bits & 0x7FFFFFFF, (bits | ((1 << HIDDEN) - 1)) ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _reaching(row_ptr, V, largest, scale, a, b, c, WEIGHED: tl.constexpr, HIDDEN: tl.constexpr):
+    """How many tokens (or what mass) have keys of at least a, b and c."""
+    of_a, of_b, of_c = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+        key = _key(x, HIDDEN)
+        weight = tl.exp2((x - largest) * scale) if WEIGHED else tl.where(token < V, 1.0, 0.0)
+        of_a += tl.where(key >= a, weight, 0.0)
+        of_b += tl.where(key >= b, weight, 0.0)
+        of_c += tl.where(key >= c, weight, 0.0)
+    return tl.sum(of_a), tl.sum(of_b), tl.sum(of_c)
+
+
+@triton.jit
+def _largest_key(row_ptr, V, largest, scale, floor, goal, WEIGHED: tl.constexpr, HIDDEN: tl.constexpr):
+    """The largest key that `goal` tokens (or mass), of those with keys of at least floor, reach."""
+    key = tl.full([], 0, tl.uint32)
+    step = tl.full([], 1 << (30 - HIDDEN), tl.uint32)
+    while step > 0:
+        a, b, c = key + step, key + 2 * step, key + 3 * step
+        of_a, of_b, of_c = _reaching(
+            row_ptr, V, largest, scale,
+            tl.maximum(a, floor), tl.maximum(b, floor), tl.maximum(c, floor), WEIGHED, HIDDEN,
+        )  # fmt: skip
+        key = tl.where(of_c >= goal, c, tl.where(of_b >= goal, b, tl.where(of_a >= goal, a, key)))
+        step = step >> 2
+    return tl.maximum(key, floor)
+
+
+@triton.jit
+def filter_cut(
+    row_ptr, V, largest, temperature, top_k, top_p, log_min_p,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """cut_key, cut_end of a row [V], and the sum of exp(score) over what they and min-p keep."""
+    scale = softmax_scale(temperature)
+    cut_key = tl.full([], 0, tl.uint32)
+    cut_end = V + tl.full([], 0, tl.int32)
+    if HAS_TOP_K:
+        cut_key = _largest_key(row_ptr, V, largest, scale, cut_key, top_k.to(tl.float32), False, HIDDEN)
+    if HAS_TOP_P:
+        mass, _, _ = _reaching(row_ptr, V, largest, scale, cut_key, cut_key, cut_key, True, HIDDEN)
+        goal = mass * top_p
+        cut_key = _largest_key(row_ptr, V, largest, scale, cut_key, goal, True, HIDDEN)
+        # Of the tokens at the cut, as many as are needed to reach the goal.
+        above, _, _ = _reaching(row_ptr, V, largest, scale, cut_key + 1, cut_key + 1, cut_key + 1, True, HIDDEN)
+        needed = tl.ceil((goal - above) / tl.exp2((_of_key(cut_key, HIDDEN) - largest) * scale))
+        needed = tl.maximum(needed, 1.0)
+        seen = 0.0
+        for start in range(0, V, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            x = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+            tie = tl.where((_key(x, HIDDEN) == cut_key) & (token < V), 1.0, 0.0)
+            rank = seen + tl.cumsum(tie)
+            cut_end = tl.minimum(cut_end, tl.min(tl.where((tie > 0) & (rank == needed), token + 1, V)))
+            seen += tl.sum(tie)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+        keep = is_kept(x, token, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
+        sums += tl.where(keep, tl.exp2((x - largest) * scale), 0.0)
+    return cut_key, cut_end, tl.sum(sums)
+
+
+@triton.jit
+def is_kept(x, token, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN: tl.constexpr):
+    """Whether the filters keep tokens with these logits."""
+    key = _key(x, HIDDEN)
+    kept = (key > cut_key) | ((key == cut_key) & (token < cut_end))
+    return kept & (x > float("-inf")) & (score(x, largest, temperature) >= log_min_p)
+
+
+@triton.jit
+def softmax_scale(temperature):
+    """What (logit - largest) is multiplied by to take exp2 of; finite for the lowest temperature."""
+    return tl.minimum(LOG2E / temperature, 1e20)

@@ -9,15 +9,44 @@ For one row with log-probabilities logq (after temperature and filters) and inde
     temperature 0         the k largest logits
 
 Equal keys go to the lower token index, on every path.
+
+The kernel reads the logits once and takes no exact logarithm but for a few tokens. With u <= -log(1 - u) = E,
+
+    logit / T - log(u)  >=  logit / T + G,      G = -log E,
+
+bounds the key of a token from above; it is tight where it matters, for small u and large keys. A row is cut into
+chunks, a program each, that keep the largest bound of each group of tokens and the chunk's part of the softmax. The
+last of a row's programs to finish then opens groups in the order of their bounds, takes the exact keys of their tokens,
+and stops when no bound exceeds the k-th best key. So the result is the reference's for any cut into chunks and groups.
 """
 
+# Triton's language is no Python that a type checker knows.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+
+import math
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
-from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.noise import Stream, gumbel_noise
+from heavypath.kernels.filtering import (
+    HIDDEN_BITS,
+    LOG2E,
+    LOWEST,
+    Filters,
+    cut_of,
+    filter_cut,
+    filtered_scores,
+    is_kept,
+    score,
+    softmax_scale,
+)
+from heavypath.kernels.noise import Stream, gumbel_noise, gumbel_of, log2_below, octet_bits, random_bits, seed_words
+from heavypath.kernels.tickets import is_last, tickets
 
 
 class TopK(NamedTuple):
@@ -27,6 +56,8 @@ class TopK(NamedTuple):
     keys:     fp32 [..., R, k], the perturbed log-probabilities (the logits at temperature 0), -inf where undefined
     logprobs: fp32 [..., R, k], log-probability of the token in the filtered distribution (of the plain softmax at
               temperature 0), -inf where undefined or filled
+
+    A row with NaN or +inf in it has tokens -1, and keys and logprobs NaN: `keys[..., 0].isnan()` tells such rows.
     """
 
     tokens: Tensor
@@ -55,8 +86,13 @@ def gumbel_topk(
     replacement: k independent draws instead of k distinct tokens.
     uniform_fill: where fewer than k tokens have support, draw the rest uniformly from the other tokens.
     temperature 0 takes the k largest logits and ignores the filters.
+    logits: fp32, fp16 or bf16 (the kernel), any floating point (PyTorch); rows may lie apart, so that
+        `logits[..., :vocabulary]` leaves out a padded vocabulary's last tokens without a copy.
+    impl: "triton": one launch, no host synchronisation; CUDA tensors, or any under Triton's interpreter. "torch":
+        anything. "auto": triton for CUDA tensors, else torch. Both draw the same tokens; keys and logprobs agree to
+        fp32 rounding of the normaliser. (Where top_p or min_p cut within rounding, they may cut differently.)
 
-    Raises ValueError for a bad shape, dtype or option, and (CPU tensors) for NaN or +inf logits.
+    Raises ValueError for a bad shape, dtype or option, and (CPU tensors) for negative rows.
     """
     filters = Filters(temperature, top_k, top_p, min_p).check()
     if not logits.is_floating_point() or logits.dim() < 2 or logits.shape[-1] == 0:
@@ -64,71 +100,166 @@ def gumbel_topk(
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     lead, vocab_size = logits.shape[:-1], logits.shape[-1]
-    if rows is None:
-        rows = torch.arange(lead.numel(), device=logits.device).view(lead)
-    if not isinstance(rows, Tensor) or rows.shape != lead or rows.dtype != torch.long:
+    if rows is not None:
+        if not isinstance(rows, Tensor) or rows.shape != lead or rows.dtype != torch.long:
+            given = f"{rows.dtype} {[*rows.shape]}" if isinstance(rows, Tensor) else repr(rows)
+            raise ValueError(f"rows must be a LongTensor {[*lead]}, one per row of logits, got {given}")
+        if rows.device != logits.device:
+            raise ValueError(f"rows must be on the logits' device {logits.device}, got {rows.device}")
+        if rows.device.type == "cpu" and (rows < 0).any():
+            raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
+        rows = rows.reshape(-1)
+    if impl == "auto":
+        impl = "triton" if logits.is_cuda else "torch"
+    if impl not in ("torch", "triton"):
+        raise ValueError(f"gumbel_topk has impl 'auto', 'triton' or 'torch', got {impl!r}")
+    if impl == "triton" and logits.dtype not in HIDDEN_BITS:
+        raise ValueError(f"impl 'triton' takes fp32, fp16 or bf16 logits, got {logits.dtype}; take impl 'torch'")
+    if impl == "triton" and not logits.is_cuda and not triton.knobs.runtime.interpret:
         raise ValueError(
-            f"rows must be a LongTensor {[*lead]}, one per row of logits, got {rows.dtype} {[*rows.shape]}"
+            f"impl 'triton' needs CUDA tensors, got {logits.device}; on a CPU take impl 'torch', "
+            "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
         )
-    if impl not in ("auto", "torch"):
-        raise ValueError(f"gumbel_topk has impl 'auto' or 'torch', got {impl!r}")
-    logits = logits.reshape(-1, vocab_size).float()
-    if logits.device.type == "cpu":
-        _check_values(logits, rows)
 
-    draw = _gumbel_topk_reference(logits, k, filters, seed, rows.reshape(-1), replacement, uniform_fill)
+    solve = launch_topk if impl == "triton" else _reference
+    draw = solve(logits.reshape(-1, vocab_size), k, filters, seed, rows, Stream.DRAFT, replacement, uniform_fill)
     return TopK(*(field.view(*lead, k) for field in draw))
 
 
-def _check_values(logits: Tensor, rows: Tensor) -> None:
-    largest = logits.amax(-1)
-    bad = largest.isnan() | (largest == torch.inf)
-    if bad.any():
-        row = int(bad.nonzero()[0])
-        raise ValueError(f"logits must be finite or -inf, but row {row} holds {float(largest[row])}")
-    if (rows < 0).any():
-        raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
-
-
-def _gumbel_topk_reference(
-    logits: Tensor, k: int, filters: Filters, seed: int, rows: Tensor, replacement: bool, uniform_fill: bool
+def _reference(
+    logits: Tensor,
+    k: int,
+    filters: Filters,
+    seed: int,
+    rows: Tensor | None,
+    stream: Stream,
+    replacement: bool,
+    fill: bool,
 ) -> TopK:
-    vocab_size = logits.shape[-1]
+    """logits [R, V], rows [R]; TopK of [R, k]."""
+    logits, vocab_size = logits.float(), logits.shape[-1]
+    rows = torch.arange(len(logits), device=logits.device) if rows is None else rows
+    largest = logits.amax(-1, keepdim=True)
     if filters.temperature == 0:
-        return _pad(stable_topk(logits, min(k, vocab_size)), logits.log_softmax(-1), k)
+        keys = scores = logits
+        normalizer, offset = logits.double().logsumexp(-1, keepdim=True), 0.0
+    else:
+        scores = filtered_scores(logits, filters)  # [R, V]
+        normalizer = offset = scores.double().logsumexp(-1, keepdim=True)
+        noise = gumbel_noise(seed, stream, rows, vocab_size, draws=k if replacement else None)
+        keys = (scores[:, None] if replacement else scores) + noise
+    keys = keys.where(largest.isfinite().view(-1, *[1] * (keys.dim() - 1)), -torch.inf)
 
-    logprobs = filtered_logprobs(logits, filters).float()  # [R, V]
-    empty = (logits == -torch.inf).all(-1, keepdim=True)
-    logprobs = logprobs.masked_fill(empty, -torch.inf)
-    if replacement:
-        keys = logprobs[:, None] + gumbel_noise(seed, Stream.DRAFT, rows, vocab_size, draws=k)  # [R, k, V]
-        best, tokens = keys.max(-1)
-        return _pad((best, tokens), logprobs, k)
-
-    draw = _pad(
-        stable_topk(logprobs + gumbel_noise(seed, Stream.DRAFT, rows, vocab_size), min(k, vocab_size)), logprobs, k
-    )
-    if uniform_fill and (draw.tokens < 0).any():
+    if keys.dim() == 3:  # [R, k, V], independent draws
+        ranked, tokens = keys.max(-1)
+    else:
+        ranked, tokens = stable_topk(keys, min(k, vocab_size))
+    logprobs = scores.gather(-1, tokens) - normalizer
+    places = (0, k - tokens.shape[-1])
+    ranked, logprobs = (pad(field, places, value=-torch.inf) for field in (ranked, logprobs))
+    undrawn = ranked == -torch.inf
+    tokens = pad(tokens, places).masked_fill(undrawn, -1)
+    if fill and filters.temperature > 0 and not replacement and undrawn.any():
         # Tokens outside the support, in a uniformly random order, take the places behind it.
-        outside = gumbel_noise(seed, Stream.FILL, rows, vocab_size).masked_fill(logprobs > -torch.inf, -torch.inf)
-        filler = _pad(stable_topk(outside, min(k, vocab_size)), logprobs, k).tokens
-        place = torch.arange(k, device=logits.device) - (draw.tokens >= 0).sum(-1, keepdim=True)
-        tokens = torch.where(place < 0, draw.tokens, filler.gather(-1, place.clamp(min=0)))
-        draw = draw._replace(tokens=tokens)
-    return draw
+        bits = random_bits(seed, Stream.FILL, rows, vocab_size).masked_fill(scores > -torch.inf, 2**32)
+        filler = bits.sort(dim=-1, stable=True)
+        filler = filler.indices.masked_fill(filler.values == 2**32, -1)[:, :k]
+        place = torch.arange(k, device=logits.device) - (~undrawn).sum(-1, keepdim=True)
+        filler = pad(filler, (0, k - filler.shape[-1]), value=-1).gather(-1, place.clamp(min=0))
+        tokens = torch.where(undrawn, filler, tokens)
+    bad = largest.isnan() | (largest == torch.inf)
+    keys = (ranked - offset).float().masked_fill(undrawn, -torch.inf).masked_fill(bad, torch.nan)
+    logprobs = logprobs.float().masked_fill(undrawn, -torch.inf).masked_fill(bad, torch.nan)
+    return TopK(tokens.masked_fill(bad, -1), keys, logprobs)
 
 
-def _pad(top: tuple[Tensor, Tensor], logprobs: Tensor, k: int) -> TopK:
-    """Mark tokens without support by -1, and fill up to k columns."""
-    keys, tokens = top
-    missing = k - tokens.shape[-1]
-    chosen = logprobs.gather(-1, tokens).masked_fill(keys == -torch.inf, -torch.inf)
-    tokens = tokens.masked_fill(keys == -torch.inf, -1)
-    if missing > 0:
-        keys = torch.nn.functional.pad(keys, (0, missing), value=-torch.inf)
-        chosen = torch.nn.functional.pad(chosen, (0, missing), value=-torch.inf)
-        tokens = torch.nn.functional.pad(tokens, (0, missing), value=-1)
-    return TopK(tokens, keys, chosen)
+class Beam(NamedTuple):
+    """The children that a stochastic beam keeps, largest key first; [..., W].
+
+    parent:   LongTensor, which of the R rows a child belongs to, -1 where there are fewer than W children
+    tokens:   LongTensor, -1 likewise
+    logprobs: log-probability of the child's whole sequence, -inf likewise
+    keys:     its Gumbel, conditioned on its parent's being the largest of the parent's children, -inf likewise
+    """
+
+    parent: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+    keys: Tensor
+
+
+def stochastic_beam(
+    logits: Tensor,
+    parent_logprob: Tensor,
+    parent_key: Tensor,
+    width: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    rows: Tensor | None = None,
+    impl: str = "auto",
+) -> Beam:
+    """One step of stochastic beam search, which draws whole sequences without replacement (RSD-S).
+
+    Kool et al. 2019, algorithm 1: a parent of log-probability phi and key u has children with Gumbels
+    G(v) = phi + log Q(v) + Gumbel(v), the largest of which is made u, and the others moved along:
+
+        key(v) = -log(exp(-u) - exp(-max G) + exp(-G(v)))
+               = u - max(0, z) - log(1 + exp(-|z|)),    z = u - G(v) + log(1 - exp(G(v) - max G))      (their B.3)
+
+    That rises with G, so the `width` largest keys of all rows are among each row's `width` first draws. Siblings in the
+    order of their keys are successive draws without replacement from their parent's distribution.
+
+    logits: [..., R, V]; parent_logprob, parent_key: floating point [..., R], 0 and 0 at the root, -inf for an absent
+    parent. Temperature 0 is a plain beam: keys are log-probabilities. The rest as `gumbel_topk`. Works in fp64, and
+    gives logprobs and keys in parent_key's dtype.
+
+    Raises ValueError for a bad shape, dtype or option.
+    """
+    for name, value in (("parent_logprob", parent_logprob), ("parent_key", parent_key)):
+        if value.shape != logits.shape[:-1] or not value.is_floating_point() or value.device != logits.device:
+            raise ValueError(
+                f"{name} must be floating point {[*logits.shape[:-1]]} on {logits.device}, one for each row of logits, "
+                f"got {value.dtype} {[*value.shape]} on {value.device}"
+            )
+    if width < 1:
+        raise ValueError(f"width must be at least 1, got {width}")
+    drawn = gumbel_topk(
+        logits, min(width, logits.shape[-1]), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        seed=seed, rows=rows, impl=impl,
+    )  # fmt: skip
+    phi, u = parent_logprob.double()[..., None], parent_key.double()[..., None]
+    logprobs = phi + drawn.logprobs
+    if temperature == 0:
+        keys = logprobs
+    else:
+        below = (drawn.keys - drawn.keys[..., :1]).double()  # G(v) - max G <= 0
+        z = (
+            u
+            - (phi + drawn.keys)
+            + torch.where(below > -math.log(2), (-torch.expm1(below)).log(), torch.log1p(-below.exp()))
+        )
+        keys = u - z.clamp(min=0) - torch.log1p((-z.abs()).exp())
+    there = (drawn.tokens >= 0) & (phi > -torch.inf)
+    order = keys.where(there, -torch.inf).flatten(-2)  # [..., R * K]
+    order = order.sort(dim=-1, descending=True, stable=True).indices[..., :width]
+    there = there.flatten(-2).gather(-1, order)
+    beam = Beam(
+        (order // drawn.tokens.shape[-1]).where(there, -1),
+        drawn.tokens.flatten(-2).gather(-1, order).where(there, -1),
+        *(
+            field.flatten(-2).gather(-1, order).where(there, -torch.inf).to(parent_key.dtype)
+            for field in (logprobs, keys)
+        ),
+    )
+    missing = (0, width - order.shape[-1])
+    return Beam(
+        *(pad(field, missing, value=-1) for field in beam[:2]),
+        *(pad(field, missing, value=-math.inf) for field in beam[2:]),
+    )
 
 
 def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -142,3 +273,279 @@ def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     top = ((ordered.long() << 32) | (0xFFFFFFFF - index)).topk(k).values
     index = 0xFFFFFFFF - (top & 0xFFFFFFFF)
     return values.gather(-1, index), index
+
+
+LANES = tl.constexpr(128)  # threads of a program; each holds eight neighbouring tokens of a tile
+TILES = tl.constexpr(8)  # of a program's chunk
+CHUNK = tl.constexpr(8 * 128 * 8)
+NEVER = tl.constexpr(-(2**63))  # less than every packed key
+_LATEST = tl.constexpr(2**63 - 1)
+_FILL = tl.constexpr(int(Stream.FILL))
+
+
+@triton.jit
+def pack(key, token):
+    """int64 that orders tokens by falling fp32 key, then by index."""
+    bits = (key + 0.0).to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def unpack(packed):
+    """Keys and tokens."""
+    bits = (packed >> 32).to(tl.int32)
+    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return key, 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _merge(top, packed, K, PLACES: tl.constexpr):
+    """The K largest of both, largest first."""
+    place = tl.arange(0, PLACES)
+    merged = tl.full([PLACES], NEVER, tl.int64)
+    for i in range(K):
+        best = tl.maximum(tl.max(top), tl.max(packed))
+        merged = tl.where(place == i, best, merged)
+        top = tl.where(top == best, NEVER, top)
+        packed = tl.where(packed == best, NEVER, packed)
+    return merged
+
+
+@triton.jit(do_not_specialize=["K", "seed_low", "seed_high", "temperature", "top_k", "top_p", "log_min_p"])
+def _gumbel_topk_kernel(
+    logits_ptr,  # [R, V]
+    rows_ptr,  # [R] if HAS_ROWS
+    tokens_ptr,  # [R * DRAWS, K], as keys_ptr and logprobs_ptr
+    keys_ptr,
+    logprobs_ptr,
+    bounds_ptr,  # [R * DRAWS, CHUNKS, LANES], the largest bound of each group
+    tops_ptr,  # [R * DRAWS, CHUNKS, LANES], the largest logit of each group, if FILTERED
+    parts_ptr,  # [R * DRAWS, 2, CHUNKS], each chunk's largest logit and sum of exponentials
+    tickets_ptr,  # [R * DRAWS]
+    V,
+    row_stride,
+    K,
+    seed_low,
+    seed_high,
+    temperature,
+    top_k,
+    top_p,
+    log_min_p,
+    STREAM: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    DRAWS: tl.constexpr,  # independent draws of each row, K of each
+    NOISY: tl.constexpr,
+    FILTERED: tl.constexpr,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    FILL: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PLACES: tl.constexpr,  # K, rounded up to a power of two
+    OPENED: tl.constexpr,  # groups at a time
+    INTERPRETED: tl.constexpr,
+):
+    chunk = tl.program_id(0) % CHUNKS
+    draw = tl.program_id(0) // CHUNKS
+    row_ptr = logits_ptr + (draw // DRAWS).to(tl.int64) * row_stride
+    noise_row = (draw // DRAWS).to(tl.int64)
+    if HAS_ROWS:
+        noise_row = tl.load(rows_ptr + noise_row)
+    stream = STREAM + 256 * (draw % DRAWS)
+    scale = softmax_scale(temperature)
+
+    lane = tl.arange(0, LANES)
+    largest = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    bound = tl.full([LANES], LOWEST, tl.float32)
+    octet = chunk * TILES * LANES + lane
+    token = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
+    end = tl.minimum(V, (chunk + 1) * CHUNK)
+    ahead = tl.load(row_ptr + token, mask=token < end, other=float("-inf"))
+    for _ in range(tl.minimum(TILES, tl.cdiv(V - chunk * CHUNK, LANES * 8))):
+        x = ahead.to(tl.float32)
+        token += LANES * 8
+        ahead = tl.load(row_ptr + token, mask=token < end, other=float("-inf"))
+        higher = tl.maximum(largest, tl.max(x, 1))
+        total = total * tl.exp2((largest - higher) * scale) + tl.sum(tl.exp2((x - higher[:, None]) * scale), 1)
+        largest = higher
+        limit = x * scale
+        if NOISY:
+            bits = octet_bits(seed_low, seed_high, octet, noise_row, stream)
+            limit -= log2_below(bits, INTERPRETED)
+        bound = tl.maximum(bound, tl.max(limit, 1))
+        octet += LANES
+
+    group = draw.to(tl.int64) * CHUNKS * LANES + chunk * LANES + lane
+    tl.store(bounds_ptr + group, bound)
+    if FILTERED:
+        tl.store(tops_ptr + group, largest)
+    highest = tl.max(largest)
+    part_ptr = parts_ptr + draw.to(tl.int64) * 2 * CHUNKS + chunk
+    tl.store(part_ptr, highest)
+    tl.store(part_ptr + CHUNKS, tl.sum(total * tl.exp2((largest - highest) * scale)))
+    if is_last(tickets_ptr + draw, CHUNKS):
+        _open_groups(
+            row_ptr, noise_row, stream, draw, tokens_ptr, keys_ptr, logprobs_ptr, bounds_ptr, tops_ptr, parts_ptr,
+            V, K, seed_low, seed_high, temperature, top_k, top_p, log_min_p,
+            NOISY, FILTERED, HAS_TOP_K, HAS_TOP_P, FILL, HIDDEN, CHUNKS, PLACES, OPENED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _open_groups(
+    row_ptr, noise_row, stream, draw, tokens_ptr, keys_ptr, logprobs_ptr, bounds_ptr, tops_ptr, parts_ptr,
+    V, K, seed_low, seed_high, temperature, top_k, top_p, log_min_p,
+    NOISY: tl.constexpr, FILTERED: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, FILL: tl.constexpr,
+    HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, PLACES: tl.constexpr, OPENED: tl.constexpr,
+):  # fmt: skip
+    """The exact draw of a row, whose parts and bounds all programs have stored."""
+    scale = softmax_scale(temperature)
+    chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
+    part_ptr = parts_ptr + draw.to(tl.int64) * 2 * CHUNKS + chunk
+    parts = tl.load(part_ptr, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
+    sums = tl.load(part_ptr + CHUNKS, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
+    largest = tl.max(parts)
+    total = tl.sum(sums * tl.exp2((parts - largest) * scale))
+    usable = total > 0  # not where all is -inf, nor with NaN or +inf
+    undefined = tl.where(total == total, float("-inf"), float("nan"))
+    cut_key, cut_end = tl.full([], 0, tl.uint32), V + tl.full([], 0, tl.int32)
+    if FILTERED:
+        cut_key, cut_end, total = filter_cut(
+            row_ptr, V, largest, temperature, top_k, top_p, log_min_p, HAS_TOP_K, HAS_TOP_P, HIDDEN
+        )
+    normalizer = tl.log(tl.where(usable, total, 1.0))
+
+    # Bounds, less the largest logit; with room for the rounding of all that was multiplied by the scale.
+    group = tl.arange(0, triton.next_power_of_2(CHUNKS * LANES))
+    first = (group // LANES) * CHUNK + (group % LANES) * 8
+    group_ptr = draw.to(tl.int64) * CHUNKS * LANES + group
+    there = (group < CHUNKS * LANES) & (first < tl.where(usable, V, 0))
+    bound = tl.load(bounds_ptr + group_ptr, mask=there, other=0.0, cache_modifier=".cg") - largest * scale
+    bound += 1e-3 + 1e-6 * (tl.abs(bound) + tl.abs(largest * scale))
+    bound = tl.where(bound == bound, bound, float("inf"))
+    if FILTERED:
+        top = tl.load(tops_ptr + group_ptr, mask=there, other=float("-inf"), cache_modifier=".cg")
+        there &= is_kept(top, 0, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
+    bound = tl.where(there, bound, float("-inf"))
+
+    best = tl.full([PLACES], NEVER, tl.int64)
+    place = tl.arange(0, PLACES)
+    worst = tl.full([], float("-inf"), tl.float32)
+    while tl.max(bound) > worst:
+        opened = tl.full([OPENED], 0, tl.int32)
+        for i in tl.static_range(OPENED):
+            value, index = tl.max(bound, 0, return_indices=True)
+            opened = tl.where(tl.arange(0, OPENED) == i, tl.where(value > worst, index, -1), opened)
+            bound = tl.where(group == index, float("-inf"), bound)
+        tile = tl.arange(0, TILES)
+        octet = ((opened // LANES) * TILES * LANES + opened % LANES)[:, None] + tile[None, :] * LANES
+        octet = tl.reshape(tl.where(opened[:, None] >= 0, octet, V // 8 + 1), [OPENED * TILES])
+        token = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
+        x = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+        key = x
+        drawable = x > float("-inf")
+        if NOISY:
+            key = score(x, largest, temperature)
+            key += gumbel_of(octet_bits(seed_low, seed_high, octet, noise_row, stream))
+        if FILTERED:
+            drawable &= is_kept(x, token, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
+        packed = tl.where(drawable, pack(key, token), NEVER)
+        best = _merge(best, tl.reshape(packed, [OPENED * TILES * 8]), K, PLACES)
+        last = tl.min(tl.where(place < K, best, _LATEST))
+        worst, _ = unpack(last)
+        if not NOISY:
+            worst -= largest
+        worst *= LOG2E
+        worst = tl.where(last == NEVER, float("-inf"), worst)
+
+    drawn = best > NEVER
+    key, token = unpack(best)
+    x = tl.load(row_ptr + token, mask=drawn, other=0.0).to(tl.float32)
+    if NOISY:
+        key -= normalizer
+        logprob = score(x, largest, temperature) - normalizer
+    else:
+        logprob = x - largest - normalizer
+    key = tl.where(drawn, key, undefined)
+    logprob = tl.where(drawn, logprob, undefined)
+    token = tl.where(drawn, token, -1)
+    if FILL:
+        count = tl.sum(drawn.to(tl.int32))
+        if (count < K) & (undefined == undefined):
+            filler = _filler(
+                row_ptr, noise_row, V, K - count, seed_low, seed_high,
+                largest, temperature, cut_key, cut_end, log_min_p, HIDDEN, PLACES,
+            )  # fmt: skip
+            for i in range(K - count):
+                earliest = tl.min(filler)
+                filled = (place == count + i) & (earliest < _LATEST - PLACES)
+                token = tl.where(filled, (earliest & 0x7FFFFFFF).to(tl.int32), token)
+                filler = tl.where(filler == earliest, _LATEST, filler)
+    out = draw.to(tl.int64) * K + place
+    tl.store(tokens_ptr + out, token, mask=place < K)
+    tl.store(keys_ptr + out, key, mask=place < K)
+    tl.store(logprobs_ptr + out, logprob, mask=place < K)
+
+
+@triton.jit
+def _filler(
+    row_ptr, noise_row, V, count, seed_low, seed_high, largest, temperature, cut_key, cut_end, log_min_p,
+    HIDDEN: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """The `count` tokens outside the support with the least words of noise: words << 31 | tokens, in no order."""
+    place = tl.arange(0, PLACES)
+    filler = tl.where(place < count, tl.full([PLACES], _LATEST, tl.int64) - 1 - place, -1)
+    for start in range(0, V, LANES * 8):
+        octet = start // 8 + tl.arange(0, LANES)
+        token = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
+        x = tl.load(row_ptr + token, mask=token < V, other=0.0).to(tl.float32)
+        inside = is_kept(x, token, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
+        bits = octet_bits(seed_low, seed_high, octet, noise_row, tl.full([], _FILL, tl.int32))
+        packed = tl.where((token < V) & (inside == 0), (bits.to(tl.int64) << 31) | token, _LATEST)
+        packed = tl.reshape(packed, [LANES * 8])
+        while tl.min(packed) < tl.max(filler):
+            earliest = tl.min(packed)
+            filler = tl.where(filler == tl.max(filler), earliest, filler)
+            packed = tl.where(packed == earliest, _LATEST, packed)
+    return tl.where(filler < 0, _LATEST, filler)
+
+
+def launch_topk(
+    logits: Tensor,
+    k: int,
+    filters: Filters,
+    seed: int,
+    rows: Tensor | None,
+    stream: Stream,
+    replacement: bool,
+    fill: bool,
+) -> TopK:
+    """As `_reference`."""
+    count, vocab_size = logits.shape
+    device, noisy = logits.device, filters.temperature > 0
+    draws = k if replacement and noisy else 1
+    programs, places = count * draws, k // draws
+    cut = cut_of(filters if noisy else Filters(), vocab_size)
+    draw = TopK(
+        torch.empty(count, k, dtype=torch.long, device=device),
+        torch.empty(count, k, device=device),
+        torch.empty(count, k, device=device),
+    )
+    if programs == 0:
+        return draw
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    chunks = triton.cdiv(vocab_size, CHUNK.value)
+    bounds, tops = torch.empty(2, programs, chunks, LANES.value, device=device)
+    parts = torch.empty(programs, 2, chunks, device=device)
+    block = triton.next_power_of_2(places)
+    with torch.cuda.device_of(logits):
+        _gumbel_topk_kernel[(programs * chunks,)](
+            logits, None if rows is None else rows.contiguous(), *draw, bounds, tops, parts, tickets(programs, device),
+            vocab_size, logits.stride(0), places, *seed_words(seed), *cut.numbers,
+            STREAM=int(stream), HAS_ROWS=rows is not None, DRAWS=draws, NOISY=noisy, FILTERED=cut.filtered,
+            HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p, FILL=fill and noisy and not replacement,
+            HIDDEN=HIDDEN_BITS[logits.dtype], CHUNKS=chunks, PLACES=block, OPENED=min(16, max(4, block)),
+            INTERPRETED=not logits.is_cuda, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    return draw

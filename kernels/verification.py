@@ -1,38 +1,73 @@
 """Verify a drafted token tree so that what is emitted follows the target's distribution exactly.
 
-At a node with target distribution P and draft distribution Q, let x_1, x_2, ... be its children in draw order,
-F(l) = sum_v max(P(v) - l Q(v), 0), l_1 = 0, and D_k the sum of Q over the children before x_k. Then
+Where children are weighed against the distribution they were drawn from, `residual` says for one node which child is
+accepted and what a recovered token is drawn by:
 
-    accept x_k  iff  coin_k < max(P(x_k) - l_k Q(x_k), 0) / F(l_k) * (1 - D_k) / Q(x_k)
-    if rejected      l_{k+1} = l_k + F(l_k) / (1 - D_k)
-    all rejected     recovered token ~ max(P - l Q, 0) / F(l)
-    no children      bonus token ~ P
-
-which is Sequoia's algorithm 2 (Chen et al. 2024) and RSD's recursive rejection sampling (Jeon et al. 2024) without
-a residual distribution ever being stored; with D = 0 it is SpecInfer's multi-step speculative sampling (Miao et al.
-2023), and with one child standard speculative sampling (Leviathan et al. 2023). What multiplies Q stays in the
-log domain: log(1 - D_k) is a log-sum-exp over the tokens not yet drawn, so nothing cancels or underflows.
+    without_replacement   recursive rejection (Sequoia, RSD, DySpec; one child: standard speculative sampling)
+    with_replacement      the same for independent children (SpecInfer)
+    kseq                  K-SEQ for independent children (SpecTr)
 
 The other methods choose the token first, and accept the child that happens to carry it:
 
-    race           argmax log P + G with the very Gumbels that drew the children (exponential races, ERSD)
-    target_sample  a fresh sample of P (naive and top-k drafting)
-    greedy         argmax P
+    race                  argmax log P + G with the very Gumbels that drew the children (exponential races, ERSD)
+    target_sample         a fresh sample of P (naive and top-k drafting)
+    greedy                argmax P
 
-The walk is vectorised over the batch. Siblings with equal tokens (drawn with replacement) have equal contexts, so
-once their token is accepted the children of all of them are candidates.
+Then the walk goes down from the root, and draws a recovered or bonus token where it ends. Siblings with equal tokens
+(drawn with replacement) have equal contexts, so once their token is accepted the children of them all are candidates.
+
+On a GPU a first launch decides for all nodes at once (that of `residual`, or of `gumbel_topk` for one token a node),
+a second one walks: its programs share the vocabulary, each of them walks, and the last one to finish says the token.
 """
 
+# Triton's language is no Python that a type checker knows.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+
+import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.noise import Stream, coins, exponential_noise, gumbel_noise
+from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of, filtered_scores
+from heavypath.kernels.noise import (
+    Stream,
+    coins,
+    gumbel_argmax,
+    gumbel_of,
+    log2_below,
+    octet_bits,
+    random_bits,
+    seed_words,
+)
+from heavypath.kernels.residual import (
+    CHUNK,
+    FACTS,
+    LANES,
+    TILE,
+    k_seq,
+    launch_chain,
+    leaves_out,
+    log_prob,
+    ranks_of,
+    residual_chain,
+    shares,
+    without,
+)
+from heavypath.kernels.sampling import NEVER, launch_topk, pack, stable_topk, unpack
+from heavypath.kernels.tickets import is_last, tickets
 
-METHODS = ("without_replacement", "with_replacement", "race", "target_sample", "greedy")
-_DRAFT_AWARE = ("without_replacement", "with_replacement")
+METHODS = ("without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy")
+_DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq")
+
+
+_TARGET = tl.constexpr(int(Stream.TARGET))
+_LOG_2 = tl.constexpr(math.log(2))
+_NONE = tl.constexpr(2**31 - 1)
 
 
 class Verified(NamedTuple):
@@ -40,7 +75,8 @@ class Verified(NamedTuple):
 
     path:       LongTensor[B, max_depth + 1]; node 0, then the accepted nodes from parent to child, then -1
     length:     LongTensor[B], number of accepted drafted nodes
-    next_token: LongTensor[B], the recovered or bonus token that follows them
+    next_token: LongTensor[B], the recovered or bonus token that follows them; -1 where the rows that decide have no
+                distribution (NaN, +inf, or nothing but -inf), which on a CPU raises
     """
 
     path: Tensor
@@ -75,16 +111,19 @@ def verify_tree(
     parents:       LongTensor[N] or [B, N], parents[0] = -1, parents[i] < i
     target_logits: [B, N, V]; [b, i] is the target's distribution after node i
     draft_logits:  [B, N, V], the distribution that node i's children were drawn from; leaves' rows are never read.
-                   Needed by "without_replacement" and "with_replacement" where N > 1, else it may be None
-    method:        "without_replacement" | "with_replacement" | "race" | "target_sample" | "greedy"
+                   Needed by "without_replacement", "with_replacement" and "kseq" where N > 1, else it may be None
+    method:        "without_replacement" | "with_replacement" | "kseq" | "race" | "target_sample" | "greedy"
     ranks:         LongTensor shaped as parents: a node's place among its siblings in draw order (default: index order)
     max_depth:     edges of the deepest path considered (default: the tree's depth)
     temperature, top_k, top_p, min_p: the target's filters; draft_*: those the children were drawn with (default: the
                    target's). temperature 0 is for "greedy" only; draft_temperature 0 says the children are the
-                   draft's top-k, each a point mass
+                   draft's top-k, each a point mass, which "kseq" does not take
     seed, rows:    LongTensor[B, N] >= 0 (default arange(B * N)) name the noise after each node. Coins, recovered and
                    bonus tokens use streams of their own, so children may have been drawn with the same (seed, rows);
                    a race needs that. Give fresh rows or seeds each step.
+    impl:          "triton": two launches, no host synchronisation where max_depth is given; fp32, fp16 or bf16 logits;
+                   CUDA tensors, or any under Triton's interpreter. "torch": anything. "auto": triton for CUDA tensors,
+                   else torch. They accept the same nodes, but for coins within fp32 rounding of their threshold.
 
     Raises ValueError for bad shapes, dtypes or options, and on CPU for values out of range and NaN logits.
     """
@@ -94,8 +133,12 @@ def verify_tree(
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if temperature == 0 and method != "greedy":
         raise ValueError(f"temperature 0 needs method 'greedy', got {method!r}")
-    if impl not in ("auto", "torch"):
-        raise ValueError(f"verify_tree has impl 'auto' or 'torch', got {impl!r}")
+    if method == "kseq" and draft_filters.temperature == 0:
+        raise ValueError("method 'kseq' needs draft_temperature > 0: its children are independent draws; got 0")
+    if impl == "auto":
+        impl = "triton" if tokens.is_cuda else "torch"
+    if impl not in ("torch", "triton"):
+        raise ValueError(f"verify_tree has impl 'auto', 'triton' or 'torch', got {impl!r}")
 
     if tokens.dim() != 2 or tokens.dtype != torch.long or tokens.shape[1] == 0:
         raise ValueError(f"tokens must be a LongTensor [B, N] with N >= 1, got {tokens.dtype} {[*tokens.shape]}")
@@ -110,11 +153,31 @@ def verify_tree(
             raise ValueError(
                 f"draft_logits must have target_logits' shape {[*target_logits.shape]}, got {[*draft_logits.shape]}"
             )
-    if rows is None:
-        rows = torch.arange(batch * nodes, device=tokens.device).view(batch, nodes)
-    if rows.shape != tokens.shape or rows.dtype != torch.long:
+    draft_logits = draft_logits if method in _DRAFT_AWARE and nodes > 1 else None
+    if rows is not None and (rows.shape != tokens.shape or rows.dtype != torch.long):
         raise ValueError(f"rows must be a LongTensor {[batch, nodes]}, got {rows.dtype} {[*rows.shape]}")
-    ranks = sibling_order(parents) if ranks is None else _per_sequence("ranks", ranks, batch, nodes)
+    ranks = None if ranks is None else _per_sequence("ranks", ranks, batch, nodes)
+    given = {
+        "parents": parents,
+        "target_logits": target_logits,
+        "draft_logits": draft_logits,
+        "ranks": ranks,
+        "rows": rows,
+    }
+    for name, value in given.items():
+        if value is not None and value.device != tokens.device:
+            raise ValueError(f"{name} must be on the device of tokens, {tokens.device}, got {value.device}")
+    if impl == "triton":
+        for name, logits in (("target_logits", target_logits), ("draft_logits", draft_logits)):
+            if logits is not None and logits.dtype not in HIDDEN_BITS:
+                raise ValueError(
+                    f"impl 'triton' takes fp32, fp16 or bf16 {name}, got {logits.dtype}; take impl 'torch'"
+                )
+        if not tokens.is_cuda and not triton.knobs.runtime.interpret:
+            raise ValueError(
+                f"impl 'triton' needs CUDA tensors, got {tokens.device}; on a CPU take impl 'torch', "
+                "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
+            )
     if tokens.device.type == "cpu":
         _check_values(tokens, parents, ranks, rows, target_logits.shape[-1])
     depth = _depth(parents) if max_depth is None else max_depth
@@ -123,7 +186,8 @@ def verify_tree(
     if batch == 0:
         return Verified(tokens.new_zeros(0, depth + 1), tokens.new_zeros(0), tokens.new_zeros(0))
 
-    return _verify_reference(
+    verify = _launch if impl == "triton" else _reference
+    return verify(
         tokens, parents, ranks, target_logits, draft_logits, method, depth, target_filters, draft_filters, seed, rows
     )
 
@@ -146,16 +210,19 @@ def _check_logits(name: str, logits: Tensor, batch: int, nodes: int) -> None:
         raise ValueError(f"{name} must be floating point [{batch}, {nodes}, V], got {logits.dtype} {[*logits.shape]}")
 
 
-def _check_values(tokens: Tensor, parents: Tensor, ranks: Tensor, rows: Tensor, vocab_size: int) -> None:
-    if ((tokens < -1) | (tokens >= vocab_size)).any():
-        raise ValueError(f"tokens must be in [-1, {vocab_size}), got {int(tokens.min())} .. {int(tokens.max())}")
-    index = torch.arange(parents.shape[1])
-    if (parents[:, 0] != -1).any() or ((parents[:, 1:] < 0) | (parents[:, 1:] >= index[1:])).any():
+def _check_values(tokens: Tensor, parents: Tensor, ranks: Tensor | None, rows: Tensor | None, vocab_size: int) -> None:
+    token, parent = tokens.numpy(), parents.numpy()
+    if token.min(initial=0) < -1 or token.max(initial=0) >= vocab_size:
+        raise ValueError(f"tokens must be in [-1, {vocab_size}), got {token.min()} .. {token.max()}")
+    index = np.arange(parent.shape[1])
+    if (parent[:, 0] != -1).any() or ((parent[:, 1:] < 0) | (parent[:, 1:] >= index[1:])).any():
         raise ValueError(f"parents must hold -1 at node 0 and 0 <= parents[i] < i elsewhere, got {parents.tolist()}")
-    siblings = (parents * parents.shape[1] + ranks)[:, 1:].sort(-1).values
-    if ((ranks[:, 1:] < 0) | (ranks[:, 1:] >= len(index))).any() or (siblings.diff(dim=-1) == 0).any():
-        raise ValueError(f"ranks must differ among siblings and be in [0, {len(index)}), got {ranks.tolist()}")
-    if (rows < 0).any():
+    if ranks is not None:
+        rank = ranks.numpy()[:, 1:]
+        siblings = np.sort(parent[:, 1:] * len(index) + rank)
+        if ((rank < 0) | (rank >= len(index))).any() or (siblings[:, 1:] == siblings[:, :-1]).any():
+            raise ValueError(f"ranks must differ among siblings and be in [0, {len(index)}), got {ranks.tolist()}")
+    if rows is not None and (rows.numpy() < 0).any():
         raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
 
 
@@ -175,10 +242,10 @@ def sibling_order(parents: Tensor) -> Tensor:
     return torch.empty_like(parents).scatter_(1, order, place - place.where(begins, 0).cummax(-1).values)
 
 
-def _verify_reference(
+def _reference(
     tokens: Tensor,
     parents: Tensor,
-    ranks: Tensor,
+    ranks: Tensor | None,
     target_logits: Tensor,
     draft_logits: Tensor | None,
     method: str,
@@ -186,156 +253,352 @@ def _verify_reference(
     target_filters: Filters,
     draft_filters: Filters,
     seed: int,
-    rows: Tensor,
+    rows: Tensor | None,
 ) -> Verified:
     batch, nodes = tokens.shape
     device, vocab_size = tokens.device, target_logits.shape[-1]
-    draft_aware = method in _DRAFT_AWARE
-    index = torch.arange(nodes, device=device)
-    last = torch.zeros(batch, dtype=torch.long, device=device)  # last accepted node
-    length, next_token = torch.zeros_like(last), torch.zeros_like(last)
+    ranks = sibling_order(parents) if ranks is None else ranks
+    # What concerns the tree goes in NumPy, whose calls on small arrays cost a fraction of PyTorch's.
+    token, parent, rank = (field.cpu().numpy() for field in (tokens, parents, ranks))
+    row = np.arange(batch * nodes).reshape(batch, nodes) if rows is None else rows.cpu().numpy()
+    index, every = np.arange(nodes), np.arange(batch)[:, None]
+    above = np.maximum(parent, 0)
+    present = (parent >= 0) & (token >= 0)
+    order = rank * nodes + index  # by rank, then by index
+    coin = coins(seed, row[every, above], rank) if draft_logits is not None else np.zeros(token.shape)
+    last = np.zeros(batch, dtype=np.int64)  # last accepted node
+    length, next_token = np.zeros_like(last), np.full_like(last, -1)
 
     # Of the A sequences that have accepted a node at every level so far:
-    sequence = torch.arange(batch, device=device)
-    node = last  # the last accepted node: its distribution decides
-    reached = (index == 0).repeat(batch, 1)  # it, and its siblings of equal token
-    above = parents.clamp(min=0)
-    present = (parents >= 0) & (tokens >= 0)
-    drawn_order = ranks * nodes + index  # by rank, then by parent
-    coin = coins(seed, rows.gather(1, above), ranks) if draft_aware else None
-    state = [tokens, rows, above, present, drawn_order]
+    sequence, node = np.arange(batch), last  # the last accepted node: its distribution decides
+    reached = np.repeat(index[None] == 0, batch, 0)  # it, and its siblings of equal token
+    state = [token, above, present, order, coin, row]
     for level in range(max_depth + 1):
-        tokens_here, rows_here, above, present, drawn_order = state
-        candidate = reached.gather(1, above) & present  # [A, N]
-        count = candidate.sum(-1)
+        token, above, present, order, coin, row = state
+        here = every[: len(node)]
+        candidate = reached[here, above] & present  # [A, N]
+        count = candidate.sum(1)
         width = int(count.max()) if level < max_depth else 0
-        children = drawn_order.where(candidate, nodes * nodes).argsort(-1)[:, :width]  # [A, K]
-        drawn = tokens_here.gather(1, children).where(index[:width] < count[:, None], -1)
+        children = np.where(candidate, order, nodes * nodes).argsort(1)[:, :width]  # [A, K]
+        drawn = np.where(index[:width] < count[:, None], token[here, children], -1)
+        noise = row[here[:, 0], node]
 
-        row = rows_here.gather(1, node[:, None])[:, 0]
-        target_row = _decision_rows(target_logits, "target", sequence, node)
-        if draft_aware:
-            target_probs = filtered_logprobs(target_row, target_filters).exp()
-            choice, weights = torch.full_like(node, -1), target_probs
-            inner = (drawn >= 0).any(-1).nonzero()[:, 0]
+        if method in _DRAFT_AWARE:
+            log_target = _log_probs(target_logits, "target", sequence, node, target_filters)  # [A, V]
+            choice, recovered = np.full(len(node), -1), log_target
+            inner = np.flatnonzero(count) if width else count[:0]
             if len(inner):
                 assert draft_logits is not None
-                assert coin is not None
-                first = above[inner].gather(1, children[inner, :1])[:, 0]  # of equal siblings, one with children
-                chain_choice, chain_weights = _residual_chain(
-                    target_probs[inner],
-                    _decision_rows(draft_logits, "draft", sequence[inner], first),
-                    draft_filters,
-                    drawn[inner],
-                    coin[sequence[inner, None], children[inner]],
-                    replacement=method == "with_replacement",
-                )
-                choice = choice.index_copy(0, inner, chain_choice)
-                weights = weights.index_copy(0, inner, chain_weights)
-            stop = (choice < 0).nonzero()[:, 0]
+                tried = log_target if len(inner) == len(node) else log_target[torch.from_numpy(inner).to(device)]
+                log_draft = None
+                if draft_filters.temperature > 0:
+                    first = above[inner, children[inner, 0]]  # of equal siblings, one with children
+                    log_draft = _log_probs(draft_logits, "draft", sequence[inner], first, draft_filters)
+                arguments = tried, log_draft, drawn[inner], coin[here, children][inner]
+                if method == "kseq" and log_draft is not None:
+                    choice[inner], recovered = k_seq(tried, log_draft, *arguments[2:])
+                else:
+                    choice[inner], recovered = residual_chain(*arguments, method == "with_replacement")
+            stop = np.flatnonzero(choice < 0)
             if len(stop):
-                exponentials = exponential_noise(seed, Stream.TARGET, row[stop], vocab_size)
-                next_token[sequence[stop]] = (exponentials / weights[stop]).argmin(-1)
+                weights = recovered
+                if len(inner) < len(node):
+                    weights = log_target.exp2()
+                    if len(inner):
+                        weights[torch.from_numpy(inner[choice[inner] < 0]).to(device)] = recovered
+                    weights = weights[torch.from_numpy(stop).to(device)]
+                bits = random_bits(seed, Stream.TARGET, torch.from_numpy(noise[stop]).to(device), vocab_size)
+                next_token[sequence[stop]] = gumbel_argmax(weights, bits).cpu().numpy()
         else:
+            target_row, largest = _rows(target_logits, "target", sequence, node)
             if method == "greedy":
-                winner = target_row.argmax(-1)
+                winner = stable_topk(target_row, 1)[1][:, 0]
             else:
                 stream = Stream.DRAFT if method == "race" else Stream.TARGET
-                gumbels = gumbel_noise(seed, stream, row, vocab_size)
-                winner = (filtered_logprobs(target_row, target_filters) + gumbels).argmax(-1)
-            hit = drawn == winner[:, None]
-            choice = (hit.int().argmax(-1) if width else winner).where(hit.any(-1), -1)
+                scores = filtered_scores(target_row, target_filters)
+                bits = random_bits(seed, stream, torch.from_numpy(noise).to(device), vocab_size)
+                winner = gumbel_argmax((scores * math.log2(math.e)).exp2_(), bits, scores)
+            winner = winner.where(largest[:, 0].isfinite(), -1).cpu().numpy()
             next_token[sequence] = winner
+            hit = (drawn == winner[:, None]) & (drawn >= 0)
+            choice = np.where(hit.any(1), hit.argmax(1) if width else -1, -1)
 
-        accepted = (choice >= 0).nonzero()[:, 0]
+        accepted = np.flatnonzero(choice >= 0)
         if not len(accepted):
             break
         if len(accepted) < len(choice):
             state = [field[accepted] for field in state]
-            sequence, children, choice, candidate = (t[accepted] for t in (sequence, children, choice, candidate))
-        child = children.gather(1, choice[:, None])
-        node = child[:, 0]
+            sequence, children, choice, candidate = (f[accepted] for f in (sequence, children, choice, candidate))
+        here = np.arange(len(choice))
+        node = children[here, choice]
         last[sequence] = node
         length[sequence] += 1
-        reached = candidate & (state[0] == state[0].gather(1, child))
+        reached = candidate & (state[0] == state[0][here, node][:, None])
 
-    path = torch.full((batch, max_depth + 1), -1, dtype=torch.long, device=device)
+    path = np.full((batch, max_depth + 1), -1)
     path[:, 0] = 0
-    for position in range(int(length.max()), 0, -1):  # from the last accepted node up to the root
+    for position in range(length.max(), 0, -1):  # from the last accepted node up to the root
         on_path = length >= position
-        path[:, position] = last.where(on_path, -1)
-        last = parents.gather(1, last[:, None])[:, 0].where(on_path, last)
-    return Verified(path, length, next_token)
+        path[:, position] = np.where(on_path, last, -1)
+        last = np.where(on_path, parent[every[:, 0], last], last)
+    return Verified(*(torch.from_numpy(field).to(device) for field in (path, length, next_token)))
 
 
-def _decision_rows(logits: Tensor, side: str, sequence: Tensor, node: Tensor) -> Tensor:
-    """fp32 rows [A, V] of the given nodes, checked on CPU."""
-    rows = logits[sequence, node].float()
+def _log_probs(logits: Tensor, side: str, sequence: np.ndarray, node: np.ndarray, filters: Filters) -> Tensor:
+    """log2 probabilities [A, V] of the given nodes' filtered distributions, fp32, as exact as the kernel's."""
+    rows, largest = _rows(logits, side, sequence, node)
+    if filters.top_k or filters.top_p or filters.min_p or filters.temperature < 1e-9:
+        logs = filtered_scores(rows, filters).mul_(math.log2(math.e))
+    else:
+        logs = (rows - largest).mul_(math.log2(math.e) / filters.temperature)
+    return logs.sub_(logs.exp2().sum(-1, keepdim=True).log2_())
+
+
+def _rows(logits: Tensor, side: str, sequence: np.ndarray, node: np.ndarray) -> tuple[Tensor, Tensor]:
+    """fp32 rows [A, V] of the given nodes, and their largest numbers [A, 1], checked on a CPU."""
+    if len(node) == 1:
+        rows = logits[sequence[0], node[0]][None].float()  # no copy
+    else:
+        place = torch.from_numpy(sequence * logits.shape[1] + node).to(logits.device)
+        rows = logits.flatten(0, 1).index_select(0, place).float()
+    largest = rows.amax(-1, keepdim=True)
     if rows.device.type == "cpu":
-        largest = rows.amax(-1)
-        bad = ~largest.isfinite()
+        bad = ~np.isfinite(largest.numpy()[:, 0])
         if bad.any():
-            i = int(bad.nonzero()[0])
+            i = int(bad.argmax())
             raise ValueError(
                 f"{side}_logits must have a finite maximum in every row that is used, "
                 f"but [{int(sequence[i])}, {int(node[i])}] has {float(largest[i])}"
             )
-    return rows
+    return rows, largest
 
 
-def _residual_chain(
-    target_probs: Tensor, draft_logits: Tensor, draft_filters: Filters, drawn: Tensor, coins: Tensor, replacement: bool
-) -> tuple[Tensor, Tensor]:
-    """Try the children of one node per sequence in draw order, by the closed form above.
+@triton.jit
+def _best(
+    target, draft, log_multiple, uniform, share, begin, end, V, token, left_out, noise_row, seed_low, seed_high,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The packed best of the tokens begin .. end - 1, drawn by P - share * min(P, l Q)."""
+    best = tl.full([], NEVER, tl.int64)
+    bar = tl.full([], float("-inf"), tl.float32)  # what a bound must exceed, in log2
+    for start in range(begin, end, TILE):
+        octet = start // 8 + tl.arange(0, LANES)
+        here = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
+        if log_multiple > float("-inf"):
+            p, cover = shares(
+                target, draft, log_multiple, uniform, here, start, end, V, token, left_out,
+                FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+            )  # fmt: skip
+            weight = p - share * cover
+        else:
+            x = tl.load(target[0] + here, mask=here < end, other=float("-inf")).to(tl.float32)
+            weight = tl.exp2(without(log_prob(target, x, here, FILTERED, HIDDEN), here, start, end, token, left_out, V))
+        log_weight = tl.where(weight > 0, tl.log2(tl.maximum(weight, 1e-45)), float("-inf"))
+        bits = octet_bits(seed_low, seed_high, octet, noise_row, tl.full([], _TARGET, tl.int32))
+        if tl.max(tl.reshape(log_weight - log2_below(bits, INTERPRETED), [TILE])) > bar:
+            key = log_weight * _LOG_2 + gumbel_of(bits)
+            packed = tl.where(weight > 0, pack(key, here), NEVER)
+            best = tl.maximum(best, tl.max(tl.reshape(packed, [TILE])))
+            bar, _ = unpack(best)
+            bar = tl.where(best == NEVER, float("-inf"), bar / _LOG_2 - 1e-3)
+    return best
 
-    target_probs [A, V] fp64, draft_logits [A, V] fp32, drawn LongTensor[A, K] with -1 last, coins [A, K]. Returns the
-    place of the accepted child or -1, LongTensor[A], and the weights [A, V] that a recovered token is drawn by.
 
-    Where the children so far have used up the draft's support, the next was drawn uniformly from the tokens left: the
-    chain starts again with P and Q restricted to those. A child drawn at draft temperature 0 is the same with one
-    token left, the child itself. A child that the draft could not have drawn is passed over like an absent one.
-    """
-    deterministic = draft_filters.temperature == 0
-    if deterministic:
-        draft = torch.full_like(target_probs, -torch.inf)
+@triton.jit(do_not_specialize=["max_depth", "seed_low", "seed_high", "temperature", "log_min_p", "draft_temperature",
+                               "draft_log_min_p"])  # fmt: skip
+def _walk_kernel(
+    tokens_ptr,  # [B, N]
+    parents_ptr,  # [B, N], rows parents_stride apart
+    ranks_ptr,  # the same, if HAS_RANKS
+    rows_ptr,  # [B, N] if HAS_ROWS
+    decision_ptr,  # [B, N]: the accepted child if CHAIN, else the token; less than 0 for none
+    target_ptr,  # [B, N, V], as all down to best_ptr if CHAIN
+    draft_ptr,
+    left_out_ptr,
+    facts_ptr,
+    marks_ptr,
+    best_ptr,  # int64 [B, CHUNKS]
+    tickets_ptr,  # [B]
+    path_ptr,  # [B, max_depth + 1]
+    length_ptr,  # [B]
+    next_token_ptr,  # [B]
+    N,
+    V,
+    parents_stride,
+    ranks_stride,
+    target_batch_stride,
+    target_stride,
+    draft_batch_stride,
+    draft_stride,
+    max_depth,
+    seed_low,
+    seed_high,
+    temperature,
+    log_min_p,
+    draft_temperature,
+    draft_log_min_p,
+    CHAIN: tl.constexpr,
+    LEAVES_OUT: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    DRAFT_HIDDEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
+    PATH: tl.constexpr,  # max_depth + 1, rounded up to a power of two
+    INTERPRETED: tl.constexpr,
+):
+    chunk = tl.program_id(0) % CHUNKS
+    batch = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    tokens_ptr += batch * N
+    parents_ptr += batch * parents_stride
+    decision_ptr += batch * N
+
+    index = tl.arange(0, BLOCK)
+    parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
+    token = tl.load(tokens_ptr + index, mask=index < N, other=-1).to(tl.int32)
+    present = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
+    order = index
+    reached = (index == 0).to(tl.int32)
+    if not CHAIN:
+        if HAS_RANKS:
+            rank = tl.load(ranks_ptr + batch * ranks_stride + index, mask=index < N, other=0).to(tl.int32)
+        else:
+            rank = ranks_of(parent, index, parents_ptr, N)
+        order = rank * N + index
+
+    last = tl.full([], 0, tl.int32)
+    length = tl.full([], 0, tl.int32)
+    decision = tl.load(decision_ptr).to(tl.int32)
+    going = (decision >= 0) & (length < max_depth)
+    while going:
+        child = decision
+        if not CHAIN:
+            candidate = present & (tl.gather(reached, tl.maximum(parent, 0), 0) > 0) & (token == decision)
+            first = tl.min(tl.where(candidate, order, _NONE))
+            reached = candidate.to(tl.int32)
+            child = tl.where(first < _NONE, first % N, -1)
+        going = child >= 0
+        if going:
+            last = child
+            length += 1
+            decision = tl.load(decision_ptr + last).to(tl.int32)
+            going = (decision >= 0) & (length < max_depth)
+
+    if chunk == 0:
+        # From the last node up: the parent of an accepted node may be another one of equal siblings.
+        place = tl.arange(0, PATH)
+        path = tl.where(place == 0, 0, -1)
+        node, position = last, length
+        while position > 0:
+            path = tl.where(place == position, node, path)
+            node = tl.load(parents_ptr + node).to(tl.int32)
+            position -= 1
+        tl.store(path_ptr + batch * (max_depth + 1) + place, path, mask=place <= max_depth)
+        tl.store(length_ptr + batch, length)
+    if not CHAIN:
+        tl.store(next_token_ptr + batch, decision)
     else:
-        draft = filtered_logprobs(draft_logits, draft_filters)
-    undrawn = torch.ones_like(draft, dtype=torch.bool)
-    target, residual, total = target_probs, target_probs, target_probs.sum(-1, keepdim=True)  # P, max(P - l Q, 0), F(l)
-    log_lambda = torch.full_like(total, -torch.inf)
-    log_mass = torch.zeros_like(total)  # log(1 - D)
-    choice = torch.full_like(drawn[:, 0], -1)
-    pending = drawn >= 0  # [A, K], children not yet tried
-    drawn = drawn.clamp(min=0)
+        facts_ptr += (batch * N + last) * FACTS
+        marks_ptr += (batch * N + last) * FACTS
+        source = tl.load(marks_ptr + 4)
+        target = (
+            target_ptr + batch * target_batch_stride + last.to(tl.int64) * target_stride,
+            tl.load(facts_ptr), tl.load(facts_ptr + 1), temperature,
+            tl.load(marks_ptr).to(tl.uint32, bitcast=True), tl.load(marks_ptr + 1), log_min_p,
+        )  # fmt: skip
+        draft = (
+            draft_ptr + batch * draft_batch_stride + source.to(tl.int64) * draft_stride,
+            tl.load(facts_ptr + 2), tl.load(facts_ptr + 3), draft_temperature,
+            tl.load(marks_ptr + 2).to(tl.uint32, bitcast=True), tl.load(marks_ptr + 3), draft_log_min_p,
+        )  # fmt: skip
+        log_multiple, uniform = tl.load(facts_ptr + 4), tl.load(facts_ptr + 5)
+        share, p_offset = tl.load(facts_ptr + 6), tl.load(facts_ptr + 7)
+        noise_row = batch * N + last
+        if HAS_ROWS:
+            noise_row = tl.load(rows_ptr + noise_row)
+        at_end = length == max_depth  # children, if there are any, are none of the path's
+        log_multiple = tl.where(at_end, float("-inf"), log_multiple)
+        p_offset = tl.where(at_end, 0.0, p_offset)
+        left_out = present & (parent == tl.where(at_end, -2, last))
+        if LEAVES_OUT:
+            left_out &= tl.load(left_out_ptr + batch * N + index, mask=left_out, other=0) > 0
+        else:
+            left_out = index < 0
+        restricted = (target[0], target[1], target[2] + p_offset, target[3], target[4], target[5], target[6])
+        begin = chunk * CHUNK
+        best = _best(
+            restricted, draft, log_multiple, uniform, share, begin, tl.minimum(begin + CHUNK, V), V, token, left_out,
+            noise_row, seed_low, seed_high, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, INTERPRETED,
+        )  # fmt: skip
+        tl.store(best_ptr + batch * CHUNKS + chunk, best)
+        if is_last(tickets_ptr + batch, CHUNKS):
+            every = tl.arange(0, triton.next_power_of_2(CHUNKS))
+            all_best = tl.load(
+                best_ptr + batch * CHUNKS + every, mask=every < CHUNKS, other=NEVER, cache_modifier=".cg"
+            )
+            best = tl.max(all_best)
+            if (best == NEVER) & (decision != -2):  # rounding has left no residual
+                best = _best(
+                    target, draft, float("-inf"), 1.0, 1.0, 0, V, V, token, index < 0,
+                    noise_row, seed_low, seed_high, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, INTERPRETED,
+                )  # fmt: skip
+            _, next_token = unpack(best)
+            tl.store(next_token_ptr + batch, tl.where((best == NEVER) | (decision == -2), -1, next_token))
 
-    for place in range(drawn.shape[1]):
-        child, here = drawn[:, place : place + 1], pending[:, place : place + 1]
-        if (place and not replacement) or deterministic:
-            log_mass = draft.where(undrawn, -torch.inf).logsumexp(-1, keepdim=True)
-            restart = here & (log_mass == -torch.inf)
-            if restart.any():
-                left = torch.zeros_like(undrawn).scatter(1, child, True) if deterministic else undrawn
-                target = target.where(~restart | undrawn, 0)
-                target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
-                residual, total = target.where(restart, residual), target.sum(-1, keepdim=True).where(restart, total)
-                uniform = -left.sum(-1, keepdim=True).double().log()
-                draft = torch.where(restart, uniform.where(left, -torch.inf), draft)
-                log_lambda, log_mass = log_lambda.where(~restart, -torch.inf), log_mass.where(~restart, 0)
 
-        log_draft = draft.gather(1, child)
-        here = here & (log_draft > -torch.inf)
-        accept = coins[:, place : place + 1] < residual.gather(1, child) / total * (log_mass - log_draft).exp()
-        rejected = here & ~accept
-        accept = here & accept
-        choice = choice.where(~accept[:, 0], place)
-        pending = pending & ~accept
-        if not pending.any():
-            break
-        if not rejected.any():
-            continue
-        undrawn = undrawn.scatter(1, child, undrawn.gather(1, child) & ~rejected)
-        log_lambda = torch.logaddexp(log_lambda, total.log() - log_mass).where(rejected, log_lambda)
-        residual = (target - (log_lambda + draft).exp()).clamp(min=0)
-        total = residual.sum(-1, keepdim=True)
-
-    return choice, residual.where(total > 0, target_probs)
+def _launch(
+    tokens: Tensor,
+    parents: Tensor,
+    ranks: Tensor | None,
+    target_logits: Tensor,
+    draft_logits: Tensor | None,
+    method: str,
+    max_depth: int,
+    target_filters: Filters,
+    draft_filters: Filters,
+    seed: int,
+    rows: Tensor | None,
+) -> Verified:
+    """As `_reference`."""
+    batch, nodes = tokens.shape
+    device, vocab_size = tokens.device, target_logits.shape[-1]
+    chain = method in _DRAFT_AWARE
+    tokens = tokens.contiguous()
+    parents = parents if parents.stride(1) == 1 else parents.contiguous()
+    ranks = ranks if ranks is None or ranks.stride(1) == 1 else ranks.contiguous()
+    rows = None if rows is None else rows.contiguous()
+    target = target_logits if target_logits.stride(2) == 1 else target_logits.contiguous()
+    draft = draft_logits if draft_logits is None or draft_logits.stride(2) == 1 else draft_logits.contiguous()
+    chunks = triton.cdiv(vocab_size, CHUNK.value) if chain else 1
+    cut, draft_cut = cut_of(target_filters, vocab_size), cut_of(draft_filters, vocab_size)
+    verified = Verified(
+        torch.empty(batch, max_depth + 1, dtype=torch.long, device=device),
+        *(torch.empty(batch, dtype=torch.long, device=device) for _ in range(2)),
+    )
+    if chain:
+        decided = launch_chain(tokens, parents, ranks, rows, target, draft, method, target_filters, draft_filters, seed)
+        best = torch.empty(batch, chunks, dtype=torch.long, device=device)
+        given = (decided.choice, target, target if draft is None else draft, *decided[1:], best, tickets(batch, device))
+    else:
+        stream = Stream.DRAFT if method == "race" else Stream.TARGET
+        filters = Filters(temperature=0.0) if method == "greedy" else target_filters
+        flat_rows = None if rows is None else rows.view(-1)
+        winner = launch_topk(target.reshape(-1, vocab_size), 1, filters, seed, flat_rows, stream, False, False).tokens
+        given = (winner, *[None] * 7)
+    with torch.cuda.device_of(tokens):
+        _walk_kernel[(batch * chunks,)](
+            tokens, parents, ranks, rows, *given, *verified,
+            nodes, vocab_size, parents.stride(0), 0 if ranks is None else ranks.stride(0),
+            *target.stride()[:2], *(target if draft is None else draft).stride()[:2], max_depth, *seed_words(seed),
+            target_filters.temperature, cut.numbers[3], draft_filters.temperature, draft_cut.numbers[3],
+            CHAIN=chain, LEAVES_OUT=leaves_out(method, draft_filters), HAS_RANKS=ranks is not None,
+            HAS_ROWS=rows is not None, FILTERED=cut.filtered, DRAFT_FILTERED=draft_cut.filtered,
+            HIDDEN=HIDDEN_BITS[target.dtype], DRAFT_HIDDEN=HIDDEN_BITS[(target if draft is None else draft).dtype],
+            CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(nodes)), PATH=triton.next_power_of_2(max_depth + 1),
+            INTERPRETED=not tokens.is_cuda, num_warps=LANES.value // 32, enable_fp_fusion=True,
+        )  # fmt: skip
+    return verified

@@ -34,9 +34,9 @@ from heavypath.speculative.text_stream import TextStream
 KERNELS = {  # whether it has a Triton version, which runs on a GPU
     "tree_attention": True,
     "heavy_path_order": True,
-    "gumbel_topk": False,
-    "verify_tree": False,
-    "compact_cache": False,
+    "gumbel_topk": True,
+    "verify_tree": True,
+    "compact_cache": True,
 }
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")

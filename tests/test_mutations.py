@@ -10,12 +10,13 @@ import inspect
 import sys
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from toy_language import ToyLanguage, decode
 
-from heavypath.kernels import sampling, verification
+from heavypath.kernels import residual, sampling, verification
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import SpeculativeDecoder, TokenTree, decoder, drafting
 
@@ -33,42 +34,50 @@ def mutated(module: ModuleType, original: str, replacement: str) -> ModuleType:
 
 MUTATIONS = {
     "the factor 1 - D is dropped": (
-        verification, "(log_mass - log_draft).exp()", "(-log_draft).exp()", {}
+        residual, "np.exp2(log_mass - log_q)", "np.exp2(-log_q)", {}
     ),
     "lambda grows without 1 / (1 - D)": (
-        verification, "total.log() - log_mass", "total.log()", {}
+        residual, "np.log2(total) - log_mass", "np.log2(total)", {}
     ),
     "F is not divided by": (
-        verification, "residual.gather(1, child) / total *", "residual.gather(1, child) *", {}
+        residual, "_at(residual, child) / total *", "_at(residual, child) *", {}
     ),
     "the recovered token is drawn from the target": (
-        verification, "exponentials / weights[stop]", "exponentials / target_probs[stop]", {}
+        verification, "gumbel_argmax(weights, bits)", "gumbel_argmax(log_target[stop].exp2(), bits)", {}
     ),
     "the recovered token uses the draft's noise": (
-        verification, "exponential_noise(seed, Stream.TARGET", "exponential_noise(seed, Stream.DRAFT",
+        verification, "random_bits(seed, Stream.TARGET", "random_bits(seed, Stream.DRAFT",
         {"tree": TokenTree.chain(1)},
     ),
     "draft filters are ignored": (
-        verification, "filtered_logprobs(draft_logits, draft_filters)", "filtered_logprobs(draft_logits, Filters())",
+        verification, "sequence[inner], first, draft_filters)", "sequence[inner], first, Filters())",
         {"draft_filters": Filters(0.5)},
     ),
     "target filters are ignored": (
-        verification, "filtered_logprobs(target_row, target_filters)", "filtered_logprobs(target_row, Filters())",
+        verification, "sequence, node, target_filters)", "sequence, node, Filters())",
         {"target_filters": Filters(0.5)},
     ),
     "siblings are tried in index order": (
-        verification, "ranks * nodes + index", "index + 0 * ranks",
+        verification, "order = rank * nodes + index", "order = index + 0 * rank",
         {"tree": TokenTree([-1, 0, 0, 2, 2], [0, 1, 0, 1, 0])},
     ),
     "rejected children stay in the draft": (
-        verification, "undrawn = undrawn.scatter(1, child, undrawn.gather(1, child) & ~rejected)", "pass", {}
+        residual, "undrawn = undrawn.scatter(1, place_of, kept & undrawn.gather(1, place_of))", "pass", {}
     ),
     "one coin for all children": (
-        verification, "coins[:, place : place + 1] <", "coins[:, :1] <", {}
+        residual, "coins[:, place] <", "coins[:, 0] <", {}
+    ),
+    "K-SEQ takes a single child's threshold": (
+        residual, "np.exp2(log_p - log_q) / high[:, None]", "np.exp2(log_p - log_q)",
+        {"method": "kseq", "replacement": True},
+    ),
+    "K-SEQ recovers from the target": (
+        residual, "_column(share, target).to(target.dtype) * share_of", "0 * share_of",
+        {"method": "kseq", "replacement": True},
     ),
     "independent draws share their noise": (
-        sampling, "keys = logprobs[:, None] + gumbel_noise(seed, Stream.DRAFT, rows, vocab_size, draws=k)",
-        "keys = (logprobs + gumbel_noise(seed, Stream.DRAFT, rows, vocab_size))[:, None].repeat(1, k, 1)",
+        sampling, "gumbel_noise(seed, stream, rows, vocab_size, draws=k if replacement else None)",
+        "(noise := gumbel_noise(seed, stream, rows, vocab_size), noise[:, None].repeat(1, k, 1))[replacement]",
         {"method": "with_replacement", "replacement": True},
     ),
     "a race takes its own noise": (
@@ -78,7 +87,7 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_bug_is_found(name):
+def test_a_bug_is_found(name, monkeypatch):
     module, original, replacement, changes = MUTATIONS[name]
     settings = {"tree": TokenTree.k_ary(2, 2), "method": "without_replacement"} | changes
 
@@ -88,9 +97,13 @@ def test_a_bug_is_found(name):
             language, sequences=30_000, verify_tree=verify_tree, gumbel_topk=gumbel_topk, **settings, **more
         )
 
-    copy = mutated(module, original, replacement)
     language, right = decoded()
-    _, wrong = decoded(**{name: getattr(copy, name) for name in ("verify_tree", "gumbel_topk") if hasattr(copy, name)})
+    copy = mutated(module, original, replacement)
+    if module is residual:
+        monkeypatch.setattr(verification, "residual_chain", copy.residual_chain)
+        monkeypatch.setattr(verification, "k_seq", copy.k_seq)
+    names = [name for name in ("verify_tree", "gumbel_topk") if name in vars(module)]
+    _, wrong = decoded(**{name: getattr(copy, name) for name in names})
     law = language.law(settings.get("target_filters", Filters()))
     assert chi_square_p_value(joint_counts(right, 3), law) > SIGNIFICANCE
     if settings["method"] == "race":  # still a sample of the target, but not the one that plain decoding takes
@@ -101,17 +114,11 @@ def test_a_bug_is_found(name):
 
 
 def test_accepting_at_equality_is_found():
-    copy = mutated(verification, "coins[:, place : place + 1] <", "coins[:, place : place + 1] <=")
-    impossible = (
-        torch.tensor([[0.0, 1.0]]).double(),
-        torch.zeros(1, 2),
-        Filters(),
-        torch.tensor([[0]]),
-        torch.zeros(1, 1),
-        False,
-    )
-    assert verification._residual_chain(*impossible)[0].tolist() == [-1]
-    assert copy._residual_chain(*impossible)[0].tolist() == [0]
+    copy = mutated(residual, "coins[:, place] <", "coins[:, place] <=")
+    target, draft = torch.tensor([[0.0, 1.0]]).log2(), torch.tensor([[-1.0, -1.0]])
+    impossible = target, draft, np.array([[0]]), np.zeros((1, 1)), False
+    assert residual.residual_chain(*impossible)[0].tolist() == [-1]
+    assert copy.residual_chain(*impossible)[0].tolist() == [0]
 
 
 @pytest.mark.parametrize(("original", "replacement"), [

@@ -1,9 +1,10 @@
 """Philox against its published answers; noise that depends on nothing but its key."""
 
+import numpy as np
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value
 
-from heavypath.kernels.noise import Stream, coins, exponential_noise, gumbel_noise, philox, random_bits
+from heavypath.kernels.noise import Stream, coins, gumbel, gumbel_argmax, gumbel_noise, philox, random_bits
 
 
 def test_philox_gives_the_known_answers_of_random123():
@@ -38,10 +39,10 @@ def test_seeds_streams_rows_and_draws_are_different():
     assert len(torch.stack(seen).unique()) > 0.999 * len(seen) * 3 * 2 * 64
 
 
-def test_exponentials_are_exponential_and_coins_uniform():
+def test_gumbels_are_gumbel_and_coins_uniform():
     rows = torch.arange(2_000)
-    quantile = -torch.expm1(-exponential_noise(1, Stream.DRAFT, rows, 100)).flatten()
-    flips = coins(1, rows[:, None].expand(-1, 100), torch.arange(100).expand(2_000, -1)).flatten()
+    quantile = -torch.expm1(-(-gumbel_noise(1, Stream.DRAFT, rows, 100)).exp()).flatten()
+    flips = torch.from_numpy(coins(1, *np.broadcast_arrays(np.arange(2_000)[:, None], np.arange(100)))).flatten()
     for uniform in (quantile, flips):
         counts = (uniform * 64).long().clamp(max=63).bincount(minlength=64)
         assert chi_square_p_value(counts, torch.full((64,), 1 / 64)) > SIGNIFICANCE
@@ -64,7 +65,21 @@ def test_the_tail_that_lets_improbable_tokens_win_is_resolved(monkeypatch):
 
 
 def test_a_coin_is_word_rank_mod_4_of_counter_rank_div_4():
-    rows, ranks = torch.tensor([[7, 7, 9]]), torch.tensor([[0, 6, 6]])
+    rows, ranks = np.array([[7, 7, 9]]), np.array([[0, 6, 6]])
     words = random_bits(3, Stream.ACCEPT, torch.tensor([7, 9]), 8)
     expected = (words[[0, 0, 1], [0, 6, 6]] >> 8).double() / 2**24
-    assert torch.equal(coins(3, rows, ranks)[0], expected)
+    assert torch.equal(torch.from_numpy(coins(3, rows, ranks))[0], expected)
+
+
+def test_the_arg_max_is_that_of_every_exact_key():
+    for seed, spread in enumerate((0.0, 1.0, 5.0, 30.0)):
+        scores = spread * torch.randn(50, 997)
+        scores[:7, 500:] = -torch.inf
+        scores[7:9, 1:] = -torch.inf
+        scores -= scores.amax(-1, keepdim=True)
+        bits = random_bits(seed, Stream.TARGET, torch.arange(50), 997)
+        bits[9:20, :] |= 0xF0000000  # words whose ratio is far from twice their bound
+        expected = (scores + gumbel(bits)).argmax(-1)
+        assert torch.equal(gumbel_argmax(scores.exp(), bits, scores), expected)
+        assert (gumbel_argmax(scores.exp(), bits) == expected).all()
+    assert gumbel_argmax(torch.zeros(2, 9), random_bits(0, Stream.TARGET, torch.arange(2), 9)).tolist() == [-1, -1]

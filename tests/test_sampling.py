@@ -7,7 +7,7 @@ import torch
 from statistical import SIGNIFICANCE, chi_square_p_value
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.sampling import gumbel_topk, stable_topk
+from heavypath.kernels.sampling import gumbel_topk, stable_topk, stochastic_beam
 
 ROWS = 200_000
 
@@ -120,8 +120,6 @@ def test_stable_topk_equals_a_stable_sort():
     ({"top_p": 2.0}, "top_p must be .* got 2.0"),
     ({"rows": torch.tensor([-1, 0])}, "rows must be at least 0, got -1"),
     ({"rows": torch.zeros(3, dtype=torch.long)}, r"rows must be a LongTensor \[2\]"),
-    ({"logits": torch.tensor([[0.0, 0.0], [0.0, float("nan")]])}, "row 1 holds nan"),
-    ({"logits": torch.tensor([[0.0, float("inf")], [0.0, 0.0]])}, "row 0 holds inf"),
     ({"impl": "magic"}, "impl .* got 'magic'"),
 ])  # fmt: skip
 def test_bad_input_is_refused(change, message):
@@ -129,3 +127,148 @@ def test_bad_input_is_refused(change, message):
     logits, k = arguments.pop("logits"), arguments.pop("k")
     with pytest.raises(ValueError, match=message):
         gumbel_topk(logits, k, **arguments)
+
+
+@pytest.mark.parametrize("row", [
+    [0.0, float("nan"), 1.0], [float("inf"), 0.0, 0.0], [float("nan")] * 3, [-torch.inf, float("nan"), -torch.inf],
+])  # fmt: skip
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"uniform_fill": True}])
+def test_a_row_without_numbers_is_flagged_and_never_gives_a_token(row, options, impl):
+    drawn = gumbel_topk(torch.tensor([[0.0, 1.0, 2.0], row]), 2, impl=impl, **options)
+    assert (drawn.tokens[1] == -1).all()
+    assert drawn.keys[1].isnan().all()
+    assert drawn.logprobs[1].isnan().all()
+    assert drawn.tokens[0, 0] >= 0
+    assert not drawn.keys[0].isnan().any()
+
+
+OPTIONS = [
+    {}, {"temperature": 0.3}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1},
+    {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8}, {"replacement": True},
+    {"top_k": 2, "uniform_fill": True},
+]  # fmt: skip
+
+
+def same(kernel, reference) -> bool:
+    return torch.equal(kernel.tokens, reference.tokens) and all(
+        torch.allclose(a, b, atol=3e-6, rtol=3e-6, equal_nan=True)
+        for a, b in zip(kernel[1:], reference[1:], strict=True)
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("vocab_size", "k", "dtype"), [
+    (1, 1, torch.float32), (6, 8, torch.float32), (999, 4, torch.bfloat16), (1024, 5, torch.float16),
+    (4097, 3, torch.float32), (9000, 32, torch.bfloat16),
+])  # fmt: skip
+def test_the_kernel_draws_what_the_reference_draws(options, vocab_size, k, dtype):
+    logits = (3 * torch.randn(2, vocab_size)).to(dtype)  # bfloat16 has many ties
+    rows = torch.tensor([5, 1 << 33])
+    k = min(k, 3) if "replacement" in options else k
+    settings = {"rows": rows, "seed": -3} | options
+    assert same(gumbel_topk(logits, k, impl="triton", **settings), gumbel_topk(logits, k, impl="torch", **settings))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0, 1e-30, 1e-42])
+@pytest.mark.parametrize("k", [1, 5, 60])
+def test_the_kernel_has_the_references_edges(k, temperature):
+    lowest = torch.finfo(torch.float32).min
+    rows = [
+        torch.zeros(50),
+        torch.full((50,), -torch.inf),
+        torch.full((50,), lowest),
+        torch.arange(50.0),
+        1e6 + torch.rand(50),
+    ]
+    rows += [
+        torch.arange(50.0).where(torch.arange(50) < 3, lowest),
+        torch.zeros(50).where(torch.arange(50) == 7, -torch.inf),
+    ]
+    logits = torch.stack(rows)
+    for options in ({}, {"uniform_fill": True}, {"top_k": 2}):
+        options = options | {"temperature": temperature}
+        kernel, reference = (gumbel_topk(logits, k, impl=impl, **options) for impl in ("triton", "torch"))
+        assert torch.equal(kernel.tokens, reference.tokens)
+
+
+def test_a_padded_vocabulary_is_left_out_by_slicing():
+    whole = torch.randn(3, 64)
+    whole[:, 50:] = 100
+    for impl in ("torch", "triton"):
+        drawn = gumbel_topk(whole[:, :50], 60, impl=impl).tokens
+        assert drawn.max() == 49
+        assert (drawn[:, 50:] == -1).all()
+
+
+def test_top_p_keeps_the_first_of_equal_tokens():
+    for impl in ("torch", "triton"):
+        drawn = gumbel_topk(torch.zeros(1, 40), 40, top_p=0.25, impl=impl).tokens
+        assert sorted(drawn[0, :10].tolist()) == list(range(10))
+        assert (drawn[0, 10:] == -1).all()
+
+
+def test_tokens_far_down_win_as_often_as_they_should():
+    logits = torch.zeros(1, 1025)
+    logits[0, 1:] = -12.0
+    drawn = gumbel_topk(logits.expand(20_000, -1), 1, seed=3).tokens
+    expected = 20_000 * float(1024 * torch.tensor(-12.0).exp() / (1 + 1024 * torch.tensor(-12.0).exp()))
+    assert abs(int((drawn > 0).sum()) - expected) < 5 * expected**0.5
+
+
+def beams(logits: list[torch.Tensor], width: int, count: int, seed: int = 0, **options):
+    """Two steps of a beam: first-level logits [V], second-level [V, V]; tokens [count, W, 2], logprobs and keys."""
+    zeros = torch.zeros(count, 1)
+    rows = torch.arange(count)[:, None] << 8
+    first = stochastic_beam(logits[0].expand(count, 1, -1), zeros, zeros, width, seed=seed, rows=rows, **options)
+    second = stochastic_beam(
+        logits[1][first.tokens.clamp(min=0)], first.logprobs, first.keys, width,
+        seed=seed, rows=rows + 1 + torch.arange(width), **options,
+    )  # fmt: skip
+    heads = first.tokens.gather(1, second.parent.clamp(min=0)).where(second.parent >= 0, -1)
+    return torch.stack([heads, second.tokens], -1), second
+
+
+def test_a_stochastic_beam_draws_sequences_without_replacement():
+    logits, count = (
+        [torch.tensor([0.5, 0.0, -1.0]), torch.tensor([[0.0, 1.0, 0.3], [2.0, 0.0, 0.0], [0.0, 0.0, 1.0]])],
+        40_000,
+    )
+    tokens, beam = beams(logits, 2, count)
+    joint = (logits[0].softmax(-1)[:, None] * logits[1].softmax(-1)).flatten().double()
+    law = joint[:, None] * joint / (1 - joint[:, None])
+    law.fill_diagonal_(0)
+    leaves = tokens[..., 0] * 3 + tokens[..., 1]
+    counts = (leaves[:, 0] * 9 + leaves[:, 1]).bincount(minlength=81)
+    assert chi_square_p_value(counts, law.flatten()) > SIGNIFICANCE
+    torch.testing.assert_close(beam.logprobs, joint[leaves].log().float())
+    assert (beam.keys.diff(dim=-1) <= 0).all()
+
+
+def test_a_beam_is_stable_far_down_and_keeps_its_parents_key():
+    logits = torch.randn(4, 1000)
+    for phi in (0.0, -100.0, -1e4):
+        parent = torch.full((4,), phi, dtype=torch.float64)
+        key = parent + torch.tensor([3.0, 1.0, -2.0, 0.5])
+        beam = stochastic_beam(logits, parent, key, 8, seed=1)
+        near = stochastic_beam(logits, 0 * parent, key - parent, 8, seed=1)
+        assert torch.equal(beam.tokens, near.tokens)
+        assert torch.equal(beam.parent, near.parent)
+        torch.testing.assert_close(beam.keys - phi, near.keys, atol=1e-8, rtol=0)
+        assert beam.keys[0] == key.max()  # the largest child has its parent's key
+        assert beam.keys.isfinite().all()
+
+
+def test_a_beam_passes_absent_parents_over_and_says_what_is_missing():
+    beam = stochastic_beam(torch.zeros(3, 2), torch.tensor([0.0, -torch.inf, -1.0]), torch.tensor([0.0, 0.0, 0.0]), 6)
+    assert sorted(beam.parent.tolist()) == [-1, -1, 0, 0, 2, 2]
+    assert (beam.tokens[4:] == -1).all()
+    assert (beam.keys[4:] == -torch.inf).all()
+    plain = stochastic_beam(torch.tensor([[0.0, 1.0], [2.0, 0.0]]), torch.zeros(2), torch.zeros(2), 3, temperature=0.0)
+    assert plain.parent.tolist() == [1, 0, 0]
+    assert plain.tokens.tolist() == [0, 1, 0]
+    assert torch.equal(plain.keys, plain.logprobs)
+    with pytest.raises(ValueError, match=r"parent_key must be floating point \[3\]"):
+        stochastic_beam(torch.zeros(3, 2), torch.zeros(3), torch.zeros(2), 2)
+    with pytest.raises(ValueError, match="width must be at least 1, got 0"):
+        stochastic_beam(torch.zeros(3, 2), torch.zeros(3), torch.zeros(3), 0)

@@ -1,31 +1,40 @@
 """verify_tree against exact enumeration, against the papers' recursion written out, and on bad input."""
 
 from itertools import permutations, product
+from math import log
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.verification import _residual_chain, sibling_order, verify_tree
+from heavypath.kernels.residual import residual_chain
+from heavypath.kernels.verification import sibling_order, verify_tree
 
 
 def acceptance_and_weights(target: Tensor, draft_logits: Tensor, filters: Filters, drawn: Tensor, replacement: bool):
-    """What _residual_chain does with each row of drawn children: acceptance [n, k] of each, earlier ones rejected,
+    """What residual_chain does with each row of drawn children: acceptance [n, k] of each, earlier ones rejected,
     found by bisecting its coin, and the weights [n, V] of the recovered token."""
     rows, k = drawn.shape
-    arguments = target.expand(rows, -1), draft_logits.expand(rows, -1), filters, drawn
-    acceptance = torch.zeros(rows, k, dtype=torch.float64)
+    log_draft = None
+    if filters.temperature > 0:
+        log_draft = (filtered_logprobs(draft_logits, filters) / log(2)).expand(rows, -1)
+    arguments = target.log2().expand(rows, -1), log_draft, drawn.numpy()
+    acceptance = np.zeros((rows, k))
     for place in range(k):
-        low, high = torch.zeros(rows, dtype=torch.float64), torch.ones(rows, dtype=torch.float64)
+        low, high = np.zeros(rows), np.ones(rows)
         for _ in range(52):
             middle = (low + high) / 2
-            coins = torch.ones(rows, k, dtype=torch.float64)
+            coins = np.ones((rows, k))
             coins[:, place] = middle
-            accepted = _residual_chain(*arguments, coins, replacement)[0] == place
-            low, high = torch.where(accepted, middle, low), torch.where(accepted, high, middle)
+            accepted = residual_chain(*arguments, coins, replacement)[0] == place
+            low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
         acceptance[:, place] = low
-    return acceptance, _residual_chain(*arguments, torch.ones(rows, k, dtype=torch.float64), replacement)[1]
+    choice, stopped = residual_chain(*arguments, np.ones((rows, k)), replacement)
+    weights = torch.ones(rows, len(target)).double()  # of those that always accept, anything
+    weights[torch.from_numpy(choice < 0)] = stopped
+    return torch.from_numpy(acceptance), weights
 
 
 def draws(draft: Tensor, k: int, replacement: bool, fill: bool = False) -> tuple[Tensor, Tensor]:
@@ -155,10 +164,8 @@ def test_remaining_draft_mass_does_not_cancel():
 
 
 def test_a_coin_of_zero_does_not_accept_an_impossible_child():
-    target = torch.tensor([[0.0, 1.0]]).double()
-    choice, _ = _residual_chain(
-        target, torch.zeros(1, 2), Filters(), torch.tensor([[0]]), torch.zeros(1, 1).double(), False
-    )
+    target, draft = torch.tensor([[0.0, 1.0]]).log2(), torch.tensor([[-1.0, -1.0]])
+    choice, _ = residual_chain(target, draft, np.array([[0]]), np.zeros((1, 1)), False)
     assert choice.tolist() == [-1]
 
 

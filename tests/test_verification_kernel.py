@@ -1,0 +1,253 @@
+"""verify_tree's kernels against its PyTorch reference: the same noise, so the same nodes and tokens."""
+
+import importlib.util
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from heavypath.kernels import residual, verification
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.verification import METHODS, Verified, verify_tree
+from heavypath.speculative.tree import TokenTree
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLAIN = Filters()
+TREES = {
+    "root": TokenTree([-1]),
+    "chain": TokenTree.chain(3),
+    "3-ary": TokenTree.k_ary(3, 1),
+    "4, 2": TokenTree.from_branching([4, 2]),
+    "sequences": TokenTree.independent(3, 2),
+    "ranks": TokenTree([-1, 0, 0, 0, 2, 2], [0, 2, 0, 1, 1, 0]),
+}
+
+
+class Problem:
+    """Trees drawn from a Markov language, each node's children with that node's row of noise."""
+
+    def __init__(
+        self,
+        tree: TokenTree,
+        method: str,
+        target_filters: Filters = PLAIN,
+        draft_filters: Filters = PLAIN,
+        *,
+        vocab_size: int = 5,
+        batch: int = 2,
+        dtype: torch.dtype = torch.float32,
+        absent: float = 0.0,
+        noise: float = 1.0,
+        seed: int = 0,
+    ):
+        generator = torch.Generator().manual_seed(seed)
+        contexts = min(vocab_size, 40)
+        target = 1.5 * torch.randn(batch, contexts, vocab_size, generator=generator)
+        draft = (target + noise * torch.randn(target.shape, generator=generator)).to(dtype)
+        nodes, sequence = len(tree), torch.arange(batch)
+        self.tokens = torch.full((batch, nodes), -1)
+        self.tokens[:, 0] = 0
+        self.parents = tree.parents
+        self.rows = torch.arange(batch * nodes).view(batch, nodes) + (seed << 33)
+        self.target, self.draft = torch.zeros(2, batch, nodes, vocab_size, dtype=dtype)
+        for node in range(nodes):
+            context = self.tokens[:, node].clamp(min=0) % contexts
+            self.target[:, node], self.draft[:, node] = target.to(dtype)[sequence, context], draft[sequence, context]
+            children = (tree.parents == node).nonzero()[:, 0]
+            if len(children):
+                drawn = gumbel_topk(
+                    self.draft[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=self.rows[:, node],
+                    replacement=method in ("with_replacement", "kseq"),
+                    uniform_fill=method == "without_replacement" and seed % 2 == 0, impl="torch",
+                )  # fmt: skip
+                self.tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
+            else:
+                self.draft[:, node] = torch.nan  # leaves' rows are never read
+        self.tokens[:, 1:][torch.rand(batch, nodes - 1, generator=generator) < absent] = -1
+        temperature, top_k, top_p, min_p = draft_filters
+        off = Filters(temperature, top_k or 0, top_p or 1.0, min_p or 0.0)  # None would mean the target's
+        greedy = Filters(temperature=0.0)
+        self.options = {
+            "method": method, "ranks": tree.ranks, "seed": seed,
+            **(greedy if method == "greedy" else target_filters)._asdict(),
+            **{f"draft_{name}": value for name, value in off._asdict().items()},
+        }  # fmt: skip
+
+    def verified(self, impl: str, verify=verify_tree, **changes) -> Verified:
+        given = {"rows": self.rows} | self.options | changes
+        tensors = (self.tokens, self.parents, self.target, self.draft)
+        if impl == "triton":
+            tensors = tuple(tensor.to(DEVICE) for tensor in tensors)
+            given = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in given.items()}
+        return Verified(*(field.cpu() for field in verify(*tensors, impl=impl, **given)))
+
+    def agrees(self, **changes) -> bool:
+        pairs = zip(self.verified("triton", **changes), self.verified("torch", **changes), strict=True)
+        return all(torch.equal(kernel, reference) for kernel, reference in pairs)
+
+
+FILTERS = {
+    "none": (PLAIN, PLAIN),
+    "top-k": (Filters(0.7, 3), Filters(1.3, 2)),
+    "top-p and min-p": (Filters(1.0, None, 0.8), Filters(1.0, None, 0.7, 0.05)),
+    "a draft's top-k": (PLAIN, Filters(0.0)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("filters", FILTERS)
+def test_the_kernels_accept_what_the_reference_accepts(method, filters):
+    if method == "kseq" and filters == "a draft's top-k":
+        pytest.skip("K-SEQ takes independent draws only")
+    # Every filter costs a GPU a few passes, and the interpreter seconds.
+    trees = TREES.values() if filters == "none" else (TREES["ranks"], TokenTree.independent(2, 2))
+    for seed, tree in enumerate(trees):
+        vocab_size, dtype = (3, 5, 11)[seed % 3], (torch.float32, torch.bfloat16, torch.float16)[seed // 2]
+        shape = {"vocab_size": vocab_size, "dtype": dtype, "absent": 0.2 * (seed % 2), "seed": seed}
+        assert Problem(tree, method, *FILTERS[filters], **shape).agrees(), (seed, tree)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_vocabulary_of_several_chunks_is_shared_by_programs(method):
+    problem = Problem(
+        TokenTree.k_ary(2, 1), method, vocab_size=20_001, batch=1, dtype=torch.bfloat16, noise=2.0, seed=2
+    )
+    assert problem.agrees()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_defaults_views_and_shallow_walks_agree(method):
+    problem = Problem(TREES["ranks"], method, vocab_size=7, seed=4, noise=0.3)
+    for depth in (0, 1):
+        assert problem.agrees(max_depth=depth)
+    in_order = Problem(TREES["3-ary"], method, vocab_size=7, batch=1, seed=0, noise=0.3)
+    assert in_order.agrees(rows=None, ranks=None)
+    problem.parents = problem.parents.expand(2, -1)
+    wide = torch.zeros(2, len(TREES["ranks"]), 16)
+    wide[..., :7] = problem.target
+    problem.target = wide[..., :7]
+    assert problem.agrees()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_without_a_distribution_are_flagged_by_the_kernels(method):
+    problem = Problem(TREES["chain"], method, seed=1)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        problem.target[1] = bad
+        arguments = (problem.tokens, problem.parents.expand(2, -1), None, problem.target, problem.draft, method, 3)
+        filters = Filters(0.0) if method == "greedy" else PLAIN
+        verified = verification._launch(*(
+            field.to(DEVICE) if isinstance(field, Tensor) else field for field in arguments
+        ), filters, PLAIN, 0, problem.rows.to(DEVICE))  # fmt: skip
+        assert int(verified.next_token[0]) >= 0
+        assert int(verified.next_token[1]) == -1
+        assert int(verified.length[1]) == 0
+
+
+def test_a_draft_equal_to_the_target_is_accepted_whole():
+    for seed in range(4):
+        problem = Problem(TREES["chain"], "without_replacement", vocab_size=50, batch=3, seed=seed)
+        problem.draft = problem.target  # what the children were drawn from matters not: coins are below 1
+        assert (problem.verified("triton").length == 3).all()
+
+
+def test_remaining_draft_mass_does_not_cancel_in_the_kernel():
+    """Q(first) rounds to 1 in fp32, yet the second child's conditional probability is 1/4 or 3/4."""
+    draft = torch.tensor([0.0, -1000.0, -1000.0 + torch.log(torch.tensor(3.0))])
+    target = torch.tensor([-torch.inf, 0.0, 0.0])
+    batch = 2000
+    tokens = torch.tensor([0, 0, 1]).repeat(batch, 1)
+    tokens[::2, 2] = 2
+    arguments = tokens, torch.tensor([-1, 0, 0]), target.expand(batch, 3, 3), draft.expand(batch, 3, 3)
+    options = {"method": "without_replacement", "rows": torch.arange(3 * batch).view(batch, 3)}
+    reference = verify_tree(*arguments, impl="torch", **options)
+    accepted = (reference.length[1::2].double().mean(), reference.length[::2].double().mean())
+    assert accepted[0] == 1
+    assert abs(accepted[1] - 2 / 3) < 0.06
+    few = slice(0, 10)
+    arguments = tokens[few], torch.tensor([-1, 0, 0]), *(logits[few] for logits in arguments[2:])
+    kernel = verify_tree(*(tensor.to(DEVICE) for tensor in arguments), impl="triton", method="without_replacement",
+                         rows=options["rows"][few].to(DEVICE))  # fmt: skip
+    assert torch.equal(kernel.path.cpu(), reference.path[few])
+
+
+MUTATIONS = {
+    "the remaining mass is dropped": (residual, "this_q + log_mass) - tl.exp2(log_multiple + log_mass)",
+                                      "this_q) - tl.exp2(log_multiple)"),
+    "F is dropped": (residual, "tl.maximum(ratio, 0.0) / over", "tl.maximum(ratio, 0.0)"),
+    "lambda stays": (residual, "log_multiple = add_logs(log_multiple, tl.log2(over) - log_mass)", "pass"),
+    "children are not left out": (residual, "open = (order < _NONE) & (rejected == 0)", "open = order < _NONE"),
+    "equal siblings are separate": (residual, "equal = same | (there &", "equal = same & (there &"),
+    "all children share a coin": (residual, "word = rank % 4\n", "word = rank * 0\n"),
+    "the draft's filters are the target's": (
+        residual, "cut_of(draft_filters, vocab_size)", "cut_of(target_filters, vocab_size)"
+    ),
+    "the recovered token uses the draft's noise": (verification, "int(Stream.TARGET))", "int(Stream.DRAFT))"),
+    "the recovered token comes from the target": (verification, "weight = p - share * cover", "weight = p"),
+    "K-SEQ searches no further than K": (residual, "g = high.to(tl.float32)", "g = children.to(tl.float32)"),
+    "the path names another sibling": (verification, "node = tl.load(parents_ptr + node).to(tl.int32)\n            pos",
+                                       "node = 1\n            pos"),
+    "rank is ignored": (residual, "tl.where(child, rank * N + index, _NONE)", "tl.where(child, index, _NONE)"),
+}  # fmt: skip
+
+
+def mutant(tmp_path, module, original: str, replacement: str, name: str):
+    """A copy of a module; Triton reads the source of its functions from a file."""
+    source = inspect.getsource(module)
+    assert original in source, f"{original!r} is not in the source: update the mutation"
+    path = tmp_path / f"{name}.py"
+    path.write_text(source.replace(original, replacement))
+    spec = importlib.util.spec_from_file_location(name, path)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
+    module, original, replacement = MUTATIONS[name]
+    copy = mutant(tmp_path, module, original, replacement, "mutant")
+    verify = verify_tree
+    if module is residual:
+        monkeypatch.setattr(verification, "launch_chain", copy.launch_chain)
+    else:
+        verify = copy.verify_tree
+
+    def differs(problem: Problem) -> bool:
+        pairs = zip(problem.verified("triton", verify), problem.verified("torch"), strict=True)
+        return not all(torch.equal(kernel, reference) for kernel, reference in pairs)
+
+    tree, method = TREES["ranks"], "without_replacement"
+    if "equal" in name or "sibling" in name or "K-SEQ" in name:
+        tree, method = TokenTree.independent(3, 2), "kseq"
+    filters = FILTERS["top-k"] if "filters" in name else FILTERS["none"]
+    problems = (Problem(tree, method, *filters, batch=2, vocab_size=4, seed=seed) for seed in range(40))
+    assert any(differs(problem) for problem in problems)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_captured_graph_verifies_what_its_tensors_hold_when_it_is_replayed(method):
+    problems = [Problem(TREES["4, 2"], method, vocab_size=32_000, batch=4, seed=2 * seed) for seed in range(3)]
+    expected = [problem.verified("triton", max_depth=2, seed=0) for problem in problems]
+    fields = ("tokens", "target", "draft", "rows")
+    held = {name: getattr(problems[0], name).to(DEVICE) for name in fields}
+    ranks, parents = problems[0].options["ranks"].to(DEVICE), problems[0].parents.to(DEVICE)
+    options = problems[0].options | {"ranks": ranks, "rows": held["rows"], "max_depth": 2, "seed": 0}
+
+    def run() -> Verified:
+        return verify_tree(held["tokens"], parents, held["target"], held["draft"], **options)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for problem, right in zip(problems, expected, strict=True):
+        for name in fields:
+            held[name].copy_(getattr(problem, name))
+        graph.replay()
+        assert all(torch.equal(field.cpu(), wanted) for field, wanted in zip(out, right, strict=True))
