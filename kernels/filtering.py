@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LEAST_TEMPERATURE = 2.0**-126  # above 0; the least that fp32 holds in full, to which lower ones are raised
+
 
 class Filters(NamedTuple):
     """How logits become a distribution. `None` (or 0 for top_k) turns a filter off."""
@@ -65,7 +67,8 @@ def scores(logits: Tensor, temperature: float) -> Tensor:
     """
     scaled = logits - logits.amax(-1, keepdim=True)
     if temperature != 1:
-        scaled.div_(torch.full((), temperature, device=logits.device))  # by a number, a GPU multiplies by its inverse
+        # By a tensor: for a number a GPU multiplies by its inverse.
+        scaled.div_(torch.full((), max(temperature, LEAST_TEMPERATURE), device=logits.device))
     if scaled.is_cuda or (scaled.numel() and not scaled.amin() > -math.inf):  # it is -inf or NaN, or has overflowed
         scaled = scaled.clamp(min=torch.finfo(torch.float32).min).where(logits != -math.inf, scaled)
     return scaled
@@ -124,7 +127,8 @@ def cut_of(filters: Filters, vocab_size: int) -> Cut:
     log_min_p = math.log(filters.min_p) if filters.min_p else -math.inf
     has_top_k, has_top_p = top_k < vocab_size, top_p < 1
     filtered = has_top_k or has_top_p or log_min_p > -math.inf
-    return Cut((float(filters.temperature), top_k, top_p, log_min_p), filtered, has_top_k, has_top_p)
+    temperature = max(float(filters.temperature), LEAST_TEMPERATURE)
+    return Cut((temperature, top_k, top_p, log_min_p), filtered, has_top_k, has_top_p)
 
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)

@@ -621,7 +621,8 @@ def _k_seq(
     _, covered = _sums(
         target, draft, tl.log2(g), 1.0, V, token, order < 0, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN
     )
-    share = tl.minimum(_accepting(g.to(tl.float64), covered, children).to(tl.float32) / tl.maximum(covered, 1e-38), 1.0)
+    accepting = _accepting(g.to(tl.float64), covered, children).to(tl.float32)
+    share = tl.minimum(accepting / tl.maximum(covered, 2.0**-126), 1.0)
     accepted = tl.min(tl.where(here & (coin < tl.exp2(log_p - log_q) / g), order, _NONE))
     index = tl.arange(0, order.shape[0])
     found = tl.sum(tl.where((order == accepted) & here, index, 0))

@@ -394,7 +394,7 @@ def _best(
         else:
             x = tl.load(target[0] + here, mask=here < end, other=float("-inf")).to(tl.float32)
             weight = tl.exp2(without(log_prob(target, x, here, FILTERED, HIDDEN), here, start, end, token, left_out, V))
-        log_weight = tl.where(weight > 0, tl.log2(tl.maximum(weight, 1e-45)), float("-inf"))
+        log_weight = tl.where(weight > 0, tl.log2(tl.maximum(weight, 2.0**-126)), float("-inf"))
         bits = octet_bits(seed_low, seed_high, octet, noise_row, tl.full([], _TARGET, tl.int32))
         if tl.max(tl.reshape(log_weight - log2_below(bits, INTERPRETED), [TILE])) > bar:
             key = log_weight * _LOG_2 + gumbel_of(bits)
@@ -594,7 +594,7 @@ def _launch(
             tokens, parents, ranks, rows, *given, *verified,
             nodes, vocab_size, parents.stride(0), 0 if ranks is None else ranks.stride(0),
             *target.stride()[:2], *(target if draft is None else draft).stride()[:2], max_depth, *seed_words(seed),
-            target_filters.temperature, cut.numbers[3], draft_filters.temperature, draft_cut.numbers[3],
+            cut.numbers[0], cut.numbers[3], draft_cut.numbers[0], draft_cut.numbers[3],
             CHAIN=chain, LEAVES_OUT=leaves_out(method, draft_filters), HAS_RANKS=ranks is not None,
             HAS_ROWS=rows is not None, FILTERED=cut.filtered, DRAFT_FILTERED=draft_cut.filtered,
             HIDDEN=HIDDEN_BITS[target.dtype], DRAFT_HIDDEN=HIDDEN_BITS[(target if draft is None else draft).dtype],
