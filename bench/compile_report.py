@@ -14,7 +14,8 @@ names, in one process per architecture. What is printed is read off the machine 
     ahead        groups of such copies that may still be on their way when a block is used
     waits        for wgmma, in the inner loop; where ptxas takes products one by one, there is one for each
     loop         instructions of the inner loop: the shortest that takes products, with asynchronous copies if any has
-                 them; of a kernel without such loops, all instructions
+                 them; of a kernel without products, the first that loads from global memory, which in gumbel_topk has
+                 a thread draw 8 tokens; of a kernel without such loops, all instructions
     fp32, exp    those of the loop that compute in fp32, and in the unit for special functions
 
 The exit status is 1 and a list says why if a case does not compile, if a kernel of the package is in no case, if
@@ -375,13 +376,19 @@ def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def inner_loop(instructions: list[Instruction], labels: dict[str, int], units: set[str]) -> list[Instruction]:
-    """The shortest loop in which one of these units works, one with asynchronous copies if there is; else all."""
+    """The shortest loop in which one of these units works, one with asynchronous copies if there is; else all.
+
+    Without units, the first loop with a global load.
+    """
     loops = []
     for place, instruction in enumerate(instructions):
         target = re.search(r"\((\.L\w+)\)", instruction.operands) if instruction.name == "BRA" else None
         if target and labels[target[1]] <= place:
             loops.append(instructions[labels[target[1]] : place + 1])
-    loops = [loop for loop in loops if any(instruction.name in units for instruction in loop)]
+    working = units or {"LDG"}
+    loops = [loop for loop in loops if any(instruction.name in working for instruction in loop)]
+    if not units:
+        return loops[0] if loops else instructions
     copying = [loop for loop in loops if any(instruction.name == "LDGSTS" for instruction in loop)]
     return min(copying or loops, key=len, default=instructions)
 

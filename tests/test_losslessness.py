@@ -38,6 +38,8 @@ SETTINGS = {
     "independent sequences": ("with_replacement", TokenTree.independent(3, 2), COOL, HOT, True, False),
     "race": ("race", TokenTree.k_ary(2, 2), PLAIN, PLAIN, False, False),
     "race, other draft temperature": ("race", TokenTree.k_ary(2, 2), COOL, HOT, False, False),
+    "spectr": ("kseq", TokenTree.independent(3, 2), PLAIN, PLAIN, True, False),
+    "spectr, filtered": ("kseq", TokenTree.k_ary(2, 2), COOL, HOT, True, False),
     "naive": ("target_sample", TokenTree.k_ary(2, 2), PLAIN, PLAIN, False, False),
     "naive, independent draws": ("target_sample", TokenTree.k_ary(2, 2), PLAIN, PLAIN, True, False),
     "top-k": ("target_sample", TokenTree.k_ary(2, 2), COOL, Filters(0.0), False, False),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.residual import residual_chain
+from heavypath.kernels.residual import k_seq, residual_chain
 from heavypath.kernels.verification import sibling_order, verify_tree
 
 
@@ -84,6 +84,36 @@ def test_the_emitted_token_has_exactly_the_targets_law(vocab_size, k, replacemen
     target, draft_logits = pair(vocab_size, seed)
     law, _ = emitted_law(target, draft_logits, k, replacement)
     torch.testing.assert_close(law, target, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("vocab_size", "k"), [(2, 1), (2, 3), (3, 2), (4, 3), (5, 2), (6, 3)])
+def test_k_seq_emits_exactly_the_targets_law(vocab_size, k, seed):
+    """A coin of 1 - 2^-53 accepts only what is always accepted; thresholds are found by bisection."""
+    target, draft_logits = pair(vocab_size, seed)
+    tokens, weight = draws(draft_logits.double().softmax(-1), k, replacement=True)
+    arguments = [
+        rows.expand(len(tokens), -1) for rows in (target.log2(), draft_logits.double().log_softmax(-1) / log(2))
+    ]
+    threshold = np.zeros(tokens.shape)
+    for place in range(k):
+        low, high = np.zeros(len(tokens)), np.ones(len(tokens))
+        for _ in range(52):
+            coins = np.ones(tokens.shape)
+            coins[:, place] = middle = (low + high) / 2
+            first, _ = k_seq(*arguments, tokens.numpy(), coins)
+            accepted = (first >= 0) & (first <= place)
+            low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
+        threshold[:, place] = low
+    law, reach = torch.zeros_like(target), weight.clone()
+    for place in range(k):
+        accepted = torch.from_numpy(threshold[:, place])
+        law.index_add_(0, tokens[:, place], reach * accepted)
+        reach = reach * (1 - accepted)
+    choice, stopped = k_seq(*arguments, tokens.numpy(), np.ones(tokens.shape))
+    left = reach[torch.from_numpy(choice < 0)]
+    law += (left[:, None] * stopped / stopped.sum(-1, keepdim=True)).sum(0)
+    torch.testing.assert_close(law, target, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("seed", range(3))
