@@ -2,8 +2,8 @@
 
 Each program stores its part, then draws a ticket; who draws the highest one puts the counter back to zero. So a split
 reduction takes one launch, and no program ever waits for another. Counters live in one buffer for each GPU and stream,
-zeroed when it is made: launches on one stream follow each other. CUDA graphs captured on one stream share a buffer, and
-must not be replayed at the same time on different streams.
+zeroed when it is made: launches on one stream follow each other. A CUDA graph has counters of its own, in its own
+memory, which it sets to zero itself: it may be replayed on any stream and beside any other graph.
 """
 
 # Triton's language is no Python that a type checker knows.
@@ -21,6 +21,8 @@ def tickets(count: int, device: torch.device) -> Tensor:
     """`count` int32 counters at zero, which the kernel that draws from them leaves at zero."""
     if device.type != "cuda":  # the interpreter: a kernel that an exception ended left its counters anywhere
         return torch.zeros(count, dtype=torch.int32)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
     key = device.index, torch.cuda.current_stream(device).cuda_stream
     if key not in _buffers or len(_buffers[key]) < count:
         _buffers[key] = torch.zeros(max(4096, triton.next_power_of_2(count)), dtype=torch.int32, device=device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value
 
+from heavypath.kernels import sampling
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.sampling import gumbel_topk, stable_topk, stochastic_beam
 
@@ -272,3 +273,12 @@ def test_a_beam_passes_absent_parents_over_and_says_what_is_missing():
         stochastic_beam(torch.zeros(3, 2), torch.zeros(3), torch.zeros(2), 2)
     with pytest.raises(ValueError, match="width must be at least 1, got 0"):
         stochastic_beam(torch.zeros(3, 2), torch.zeros(3), torch.zeros(3), 0)
+
+
+def test_a_kernel_leaves_its_counters_at_zero(monkeypatch):
+    drawn_from, original = [], sampling.tickets
+    monkeypatch.setattr(sampling, "tickets", lambda *size: drawn_from.append(original(*size)) or drawn_from[-1])
+    gumbel_topk(torch.randn(2, 20_000), 2, impl="triton")
+    (counters,) = drawn_from
+    assert len(counters) >= 2
+    assert not counters.any()
