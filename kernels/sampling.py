@@ -546,6 +546,6 @@ def launch_topk(
             STREAM=int(stream), HAS_ROWS=rows is not None, DRAWS=draws, NOISY=noisy, FILTERED=cut.filtered,
             HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p, FILL=fill and noisy and not replacement,
             HIDDEN=HIDDEN_BITS[logits.dtype], CHUNKS=chunks, PLACES=block, OPENED=min(16, max(4, block)),
-            INTERPRETED=not logits.is_cuda, num_warps=4, enable_fp_fusion=True,
+            INTERPRETED=not logits.is_cuda, num_warps=4, enable_fp_fusion=True, maxnreg=255,
         )  # fmt: skip
     return draw

@@ -599,6 +599,6 @@ def _launch(
             HAS_ROWS=rows is not None, FILTERED=cut.filtered, DRAFT_FILTERED=draft_cut.filtered,
             HIDDEN=HIDDEN_BITS[target.dtype], DRAFT_HIDDEN=HIDDEN_BITS[(target if draft is None else draft).dtype],
             CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(nodes)), PATH=triton.next_power_of_2(max_depth + 1),
-            INTERPRETED=not tokens.is_cuda, num_warps=LANES.value // 32, enable_fp_fusion=True,
+            INTERPRETED=not tokens.is_cuda, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
         )  # fmt: skip
     return verified
