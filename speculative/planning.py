@@ -5,84 +5,417 @@ With a[j] the unconditional probability that child j of an accepted node is the 
 
     expected tokens = 1 + sum over nodes below the root of the product of a along the node's path
 
-(Sequoia, Chen et al. 2024, section 3.1; depth-dependent a[d, j] for the node at depth d + 1). Where acceptance falls
-with the child index, taking the most probable node next is optimal at every size (ERSD's algorithm 3, Tunstall coding):
-a node is never more probable than its parent or its elder sibling, so the tree stays whole.
+(Sequoia, Chen et al. 2024, section 3.1; a[d, j] instead for nodes at depth d + 1, or a function of the path).
+
+`greedy_tree`. Where acceptance falls with the child index, taking the most probable node next is optimal at every size
+and depth (ERSD, Kobus and Gündüz 2025, algorithm 3; Tunstall coding): a node is never more probable than its parent or
+its elder sibling, so the tree stays whole.
+
+`sequoia_tree`. Elsewhere a dynamic programme finds the best tree. F_d(n) is the most that a subtree of n nodes and at
+most d levels below its root can yield, and G_{d,j}(m) the most that m nodes can add to that root as its children of
+ranks j, j + 1, ... and what hangs below these:
+
+    F_d(n) = 1 + G_{d,0}(n - 1),    F_0(1) = 1
+    G_{d,j}(m) = max_{1 <= s <= m}  a[j] F_{d-1}(s) + G_{d,j+1}(m - s),    G_{d,j}(0) = 0
+
+The right sides have fewer nodes than the left ones, so that all d and j can be found at once for m = 1, 2, ...: as
+many steps as there are nodes, each an operation on arrays, O(depth * children * size^2) in all. Without a bound on the
+depth one F stands for every F_d, and the same steps take O(children * size^2).
+
+`select_tree`. With G(n, d) the tokens that the best tree of n nodes and depth d yields, t(n) the cost of verifying it
+and c that of a draft step, both in forwards of one token by the target, decoding is faster by
+
+    speed-up(n, d) = G(n, d) / (t(n) + d c)
+
+(Sequoia's hardware-aware optimizer); the memory-bound speed-up MBSU is the same with t = 1.
 """
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from numbers import Integral
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from heavypath.speculative.tree import TokenTree
 
+Acceptance = Sequence[float] | Sequence[Sequence[float]] | np.ndarray | Tensor
+PathAcceptance = Callable[[tuple[int, ...]], Sequence[float]]
 
-def _acceptance_matrix(acceptance: Sequence | Tensor) -> Tensor:
-    """Checked fp64 [depth or 1, child]."""
-    matrix = torch.as_tensor(acceptance, dtype=torch.float64)
-    if matrix.dim() not in (1, 2) or matrix.numel() == 0:
-        raise ValueError(f"acceptance must be [child] or [depth, child], not empty, got shape {[*matrix.shape]}")
-    matrix = matrix.reshape(-1, matrix.shape[-1])
-    if not ((matrix >= 0) & (matrix <= 1)).all() or (matrix.sum(-1) > 1 + 1e-6).any():
-        raise ValueError(f"acceptance must lie in [0, 1] with rows that sum to at most 1, got {matrix.tolist()}")
-    return matrix
+ROUNDING = 1e-6  # what rows may sum to above 1: they may be fp32
+_RISES = "greedy_tree needs acceptance that falls with the child index, got {}"
+TIE = 1e-13  # relative: yields that differ by less are equal but for rounding
 
 
-def expected_tokens(tree: TokenTree, acceptance: Sequence | Tensor) -> float:
+@dataclass(frozen=True)
+class Plan:
+    """A tree, and what decoding with it is expected to bring.
+
+    expected_tokens: a step yields on average, the one after the accepted nodes included
+    speedup:         over decoding token by token, expected_tokens / (t(size) + depth * draft_cost)
+    mbsu:            the same if verifying cost no more than a token, expected_tokens / (1 + depth * draft_cost)
+    """
+
+    tree: TokenTree
+    expected_tokens: float
+    speedup: float
+    mbsu: float
+
+
+def expected_tokens(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> float:
     """Tokens a step yields on average: accepted nodes and the one after them.
 
-    acceptance: [child], or [depth, child] where row d is for nodes at depth d + 1; children beyond it count 0, and so
-    do levels beyond a 2-D one's rows.
+    acceptance: [child], or [depth, child] where row d is for nodes at depth d + 1, or a function that gives the row
+    [child] of the node that the child indices of a path lead to. Children beyond a row count 0, and so do levels beyond
+    a 2-D one's rows.
     """
-    matrix = _acceptance_matrix(acceptance)
-    per_depth = torch.as_tensor(acceptance).dim() == 2
-    probability = [1.0] * len(tree)
-    parents, ranks, depths = tree.parents.tolist(), tree.ranks.tolist(), tree.depths.tolist()
-    for node in range(1, len(tree)):
-        level = depths[node] - 1 if per_depth else 0
-        known = level < matrix.shape[0] and ranks[node] < matrix.shape[1]
-        probability[node] = probability[parents[node]] * (float(matrix[level, ranks[node]]) if known else 0.0)
-    return sum(probability)
+    return float(node_probabilities(tree, acceptance).sum())
 
 
-def greedy_tree(acceptance: Sequence | Tensor, size: int, max_depth: int | None = None) -> TokenTree:
+def node_probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> Tensor:
+    """The probability of each node that it is accepted, fp64 [N]; 1 for the root. acceptance: as in expected_tokens."""
+    parents, ranks, depths = tree.parents.numpy(), tree.ranks.numpy(), tree.depths.numpy()
+    probability = np.ones(len(tree))  # first that of the step from the parent, then the product along the path
+    if callable(acceptance):
+        paths: list[tuple[int, ...]] = [()]
+        rows: dict[int, list[float]] = {}
+        for node in range(1, len(tree)):
+            parent, rank = int(parents[node]), int(ranks[node])
+            if parent not in rows:
+                rows[parent] = _row_at(acceptance, paths[parent])
+            probability[node] = rows[parent][rank] if rank < len(rows[parent]) else 0
+            paths.append((*paths[parent], rank))
+    else:
+        rates = _Rates.of(acceptance)
+        level = (depths[1:] - 1) * rates.by_depth
+        known = (level < rates.matrix.shape[0]) & (ranks[1:] < rates.matrix.shape[1])
+        probability[1:] = np.where(known, rates.matrix[level * known, ranks[1:] * known], 0)
+    above = np.maximum(parents, 0)
+    while above.any():  # 1, 2, 4, ... edges at a time
+        probability, above = probability * probability[above], above[above]
+    return torch.from_numpy(probability)
+
+
+def greedy_tree(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | None = None) -> TokenTree:
     """The tree of `size` nodes, root included, that yields most tokens, by a priority queue in O(size log size).
 
     acceptance: [child] or [depth, child], entries in [0, 1], falling with the child index; its length bounds the
-    branching, and a 2-D one's rows the depth. max_depth: edges. The result is in heavy-path order.
+    branching, and a 2-D one's rows the depth. Or a function: acceptance(path) is the row [child] of the node that the
+    child indices of `path` lead to, () being the root (ERSD's higher-order Markov form); it is asked at most once for
+    each node. max_depth: edges. Of equally probable nodes the shallower is taken first. The result is in
+    heavy-path order.
 
     Raises ValueError where acceptance rises with the child index, or where no such tree has `size` nodes.
     """
-    matrix = _acceptance_matrix(acceptance)
-    if (matrix.diff(dim=-1) > 0).any():
-        raise ValueError(f"greedy_tree needs acceptance that falls with the child index, got {matrix.tolist()}")
-    if torch.as_tensor(acceptance).dim() == 2:
-        max_depth = min(len(matrix), len(matrix) if max_depth is None else max_depth)
-    rows = matrix.tolist()
-    parents, ranks, depths = [-1], [0], [0]
-    # (-probability, depth, parent, rank, parent's probability): ties go to the shallower node, then the earlier parent.
-    queue: list[tuple[float, int, int, int, float]] = []
+    _check_bounds(size, max_depth)
+    grown = _grown(acceptance, size, max_depth)
+    possible = len(grown.parents)
+    if possible < size and callable(acceptance):
+        raise ValueError(f"at most {possible} nodes fit this acceptance and depth {max_depth}, not {size}")
+    if possible < size:
+        raise ValueError(_Rates.of(acceptance).misfit(size, max_depth))
+    return TokenTree(grown.parents, grown.ranks).reordered("heavy_path")[0]
 
-    def offer(parent: int, rank: int, parent_probability: float) -> None:
-        depth = depths[parent] + 1
-        if rank < matrix.shape[1] and (max_depth is None or depth <= max_depth):
-            row = rows[depth - 1 if len(rows) > 1 else 0]
-            heapq.heappush(queue, (-parent_probability * row[rank], depth, parent, rank, parent_probability))
 
-    offer(0, 0, 1.0)
-    while len(parents) < size:
-        if not queue:
-            raise ValueError(
-                f"at most {len(parents)} nodes fit {matrix.shape[1]} children and depth {max_depth}, not {size}"
-            )
-        probability, depth, parent, rank, parent_probability = heapq.heappop(queue)
+def sequoia_tree(
+    acceptance: Acceptance, size: int, max_depth: int | None = None, max_branching: int | None = None
+) -> TokenTree:
+    """The tree of `size` nodes, root included, that yields most tokens, by Sequoia's dynamic programme.
+
+    acceptance: [child] or [depth, child], entries in [0, 1], which need not fall with the child index; its length and
+    max_branching bound the branching, its rows if it is 2-D and max_depth, in edges, the depth. A child of rank j comes
+    with those of ranks 0 .. j - 1, and `size` is met even where the last nodes are worth nothing.
+
+    Takes O(children * size^2), times the depth where acceptance is 2-D or max_depth is less than the best tree's. Of
+    equally good splits of nodes between a child and its younger siblings the one that leads least deep is taken, then
+    the one with most nodes below the elder child. The result is in heavy-path order.
+
+    Raises ValueError for acceptance or bounds out of range, or where no such tree has `size` nodes.
+    """
+    _check_bounds(size, max_depth, max_branching)
+    rates = _Rates.of(acceptance).narrowed(max_branching)
+    if misfit := rates.misfit(size, max_depth):
+        raise ValueError(misfit)
+    rates, depth = rates.narrowed(max(1, size - 1)), rates.depth_bound(size, max_depth)
+    if not rates.by_depth:
+        programme = _Programme(rates.matrix, size, bounded=False)
+        if programme.depth[0, size] <= depth:
+            return programme.tree(size)
+    return _Programme(rates.rows(depth), size, bounded=True).tree(size)
+
+
+def select_tree(
+    acceptance: Acceptance | PathAcceptance,
+    verify_cost: Mapping[int, float],
+    draft_cost: float,
+    max_depth: int | None = None,
+) -> Plan:
+    """The size, the depth and the tree with which decoding is expected to be fastest.
+
+    acceptance:  as in sequoia_tree, or a function as in greedy_tree
+    verify_cost: {size of a tree, root included: cost of verifying it / cost of one token}, both by the target; the
+                 result has one of these sizes. A size of 1 is decoding without a draft.
+    draft_cost:  cost of one draft step, one level of the tree / cost of one token by the target
+    max_depth:   edges
+
+    Every size is tried with every depth that could still win: with greedy_tree where acceptance falls with the child
+    index, with sequoia_tree elsewhere. Of equally fast ones the shallower is taken, then the smaller.
+
+    Raises ValueError for acceptance or costs out of range, or where no tree of these sizes fits.
+    """
+    sizes = sorted(verify_cost)
+    if not sizes or not all(isinstance(size, Integral) and size >= 1 for size in sizes):
+        raise ValueError(f"verify_cost must map at least one tree size, an integer >= 1, to a cost, got {verify_cost}")
+    costs = np.array([verify_cost[size] for size in sizes], np.float64)
+    if not (np.isfinite(costs) & (costs > 0)).all():
+        raise ValueError(f"verify_cost must hold finite costs above 0, got {verify_cost}")
+    if not (math.isfinite(draft_cost) and draft_cost >= 0):
+        raise ValueError(f"draft_cost must be finite and at least 0, got {draft_cost}")
+    _check_bounds(sizes[0], max_depth)
+
+    if callable(acceptance):  # it will be asked for the same paths at every depth
+        deepest, most_tokens, planned = _by_queue(cache(acceptance), sizes[-1], max_depth)
+    elif _Rates.of(acceptance).fall:
+        deepest, most_tokens, planned = _by_queue(acceptance, sizes[-1], max_depth)
+    else:
+        deepest, most_tokens, planned = _by_programme(acceptance, sizes[-1], max_depth)
+    limit = most_tokens(deepest)
+    if not np.isfinite(limit[sizes]).any():
+        possible = int(np.isfinite(limit).nonzero()[0].max())
+        raise ValueError(f"at most {possible} nodes fit acceptance and max_depth {max_depth}, got sizes {sizes}")
+    speedup, size, depth = 0.0, 0, 0
+    for edges in range(deepest + 1):
+        speedups = most_tokens(edges)[sizes] / (costs + edges * draft_cost)
+        fastest = int(speedups.argmax())
+        if speedups[fastest] > speedup * (1 + TIE):
+            speedup, size, depth = float(speedups[fastest]), sizes[fastest], edges
+        if (limit[sizes] / (costs + (edges + 1) * draft_cost)).max() <= speedup * (1 + TIE):
+            break  # no deeper tree yields more than the limit
+    tree = planned(size, depth)
+    tokens, drafting = expected_tokens(tree, acceptance), tree.depth * draft_cost
+    return Plan(tree, tokens, tokens / (verify_cost[size] + drafting), tokens / (1 + drafting))
+
+
+def _check_bounds(size: int, max_depth: int | None, max_branching: int | None = None) -> None:
+    if size < 1:
+        raise ValueError(f"size counts the root and must be at least 1, got {size}")
+    if max_depth is not None and max_depth < 0:
+        raise ValueError(f"max_depth must be at least 0, got {max_depth}")
+    if max_branching is not None and max_branching < 1:
+        raise ValueError(f"max_branching must be at least 1, got {max_branching}")
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Checked acceptance: fp64 [depth, child] if by_depth, else [1, child]."""
+
+    matrix: np.ndarray
+    by_depth: bool
+
+    @classmethod
+    def of(cls, acceptance: Acceptance | PathAcceptance) -> "_Rates":
+        if callable(acceptance):
+            raise ValueError("sequoia_tree takes acceptance [child] or [depth, child], not a function of the path")
+        given = torch.as_tensor(acceptance, dtype=torch.float64).numpy(force=True)
+        if given.ndim not in (1, 2) or given.size == 0:
+            raise ValueError(f"acceptance must be [child] or [depth, child], not empty, got shape {[*given.shape]}")
+        matrix = given.reshape(-1, given.shape[-1])
+        if not ((matrix >= 0) & (matrix <= 1)).all() or (matrix.sum(-1) > 1 + ROUNDING).any():
+            raise ValueError(f"acceptance must lie in [0, 1] with rows that sum to at most 1, got {matrix.tolist()}")
+        return cls(matrix, given.ndim == 2)
+
+    @property
+    def fall(self) -> bool:
+        return bool((np.diff(self.matrix) <= 0).all())
+
+    def narrowed(self, children: int | None) -> "_Rates":
+        return _Rates(self.matrix[:, :children], self.by_depth)
+
+    def rows(self, depth: int) -> np.ndarray:
+        """[depth, child]."""
+        return self.matrix[:depth] if self.by_depth else self.matrix.repeat(depth, axis=0)
+
+    def depth_bound(self, size: int, max_depth: int | None) -> int:
+        """Edges that a tree of `size` nodes may have below the root."""
+        bounds = size - 1, max_depth, len(self.matrix) if self.by_depth else None
+        return min(bound for bound in bounds if bound is not None)
+
+    def misfit(self, size: int, max_depth: int | None) -> str:
+        """Why there is no tree of `size` nodes; empty if there is one."""
+        children, depth = self.matrix.shape[1], self.depth_bound(size, max_depth)
+        nodes = level = 1
+        for _ in range(depth):
+            level *= children
+            nodes += level
+            if nodes >= size:
+                break
+        return "" if nodes >= size else f"at most {nodes} nodes fit {children} children and depth {depth}, not {size}"
+
+
+def _row_at(acceptance: PathAcceptance, path: tuple[int, ...]) -> list[float]:
+    """Checked acceptance of the children of the node at `path`, of which there may be none."""
+    row = [float(rate) for rate in acceptance(path)]
+    if not all(0 <= rate <= 1 for rate in row) or sum(row) > 1 + ROUNDING:
+        raise ValueError(f"acceptance must lie in [0, 1] and sum to at most 1, got {row} at path {path}")
+    return row
+
+
+class _Grown(NamedTuple):
+    """Nodes from the most probable down: the first n are a best tree of n nodes."""
+
+    parents: list[int]
+    ranks: list[int]
+    depths: list[int]
+    probabilities: list[float]
+
+
+def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | None) -> _Grown:
+    """The `size` most probable nodes, or all there are."""
+    matrix: list[list[float]] = []
+    if not callable(acceptance):
+        rates = _Rates.of(acceptance)
+        if not rates.fall:
+            raise ValueError(_RISES.format(rates.matrix.tolist()))
+        matrix, max_depth = rates.matrix.tolist(), rates.depth_bound(size, max_depth)
+    parents, ranks, depths, probabilities = grown = _Grown([], [], [], [])
+    rows: list[Sequence[float]] = []  # acceptance of each node's children
+    # (-probability, depth, parent, rank): ties go to the shallower node, then the earlier parent.
+    queue: list[tuple[float, int, int, int]] = [(-1.0, 0, -1, 0)]
+
+    def row_of(node: int) -> Sequence[float]:
+        if depths[node] == max_depth or len(parents) == size:
+            return ()
+        if not callable(acceptance):
+            return matrix[depths[node] if len(matrix) > 1 else 0]
+        path = []
+        while node:
+            path.append(ranks[node])
+            node = parents[node]
+        row = _row_at(acceptance, tuple(reversed(path)))
+        if any(younger > elder for elder, younger in pairwise(row)):
+            raise ValueError(_RISES.format(f"{row} at path {tuple(reversed(path))}"))
+        return row
+
+    def offer(parent: int, rank: int) -> None:
+        if rank < len(rows[parent]):
+            probability = probabilities[parent] * rows[parent][rank]
+            heapq.heappush(queue, (-probability, depths[parent] + 1, parent, rank))
+
+    while queue and len(parents) < size:
+        negated, depth, parent, rank = heapq.heappop(queue)
+        node = len(parents)
         parents.append(parent)
         ranks.append(rank)
         depths.append(depth)
-        offer(parent, rank + 1, parent_probability)
-        offer(len(parents) - 1, 0, -probability)
-    if size < 1:
-        raise ValueError(f"size counts the root and must be at least 1, got {size}")
-    return TokenTree(parents, ranks).reordered("heavy_path")[0]
+        probabilities.append(-negated)
+        rows.append(row_of(node))
+        offer(node, 0)
+        if node:
+            offer(parent, rank + 1)
+    return grown
+
+
+class _Programme:
+    """The recurrence above, solved for subtrees of 1 .. size nodes.
+
+    acceptance: [R, J]. bounded: row r is for children of nodes r edges below the root, and those of row R - 1 are
+    leaves; otherwise the only row is for all nodes.
+
+    worth: F [R + 1 or 1, size + 1] by row and number of nodes, -inf where no subtree has so many
+    depth: the least depth of a subtree that is worth that, alike
+    """
+
+    def __init__(self, acceptance: np.ndarray, size: int, *, bounded: bool):
+        rows, children = acceptance.shape
+        self._below = np.arange(1, rows + 1) if bounded else np.zeros(1, np.int64)  # the row of a node's children
+        self.worth = np.full((rows + 1 if bounded else 1, size + 1), -np.inf)
+        self.worth[:, 1] = 1
+        self.depth = np.zeros(self.worth.shape, np.int32)
+        # What the maximum is over, by row and rank: a[j] F(s) in column s; G_{j+1}(m) in column -1 - m, so that s and
+        # m - s run alike.
+        self._child = np.full((rows, children, size), -np.inf)
+        self._forest = np.full((rows, children + 1, size), -np.inf)
+        self._forest[..., -1] = 0
+        self._child_depth = np.zeros((rows, 1, size), np.int32)
+        self._forest_depth = np.zeros(self._forest.shape, np.int32)
+        for nodes in range(1, size):
+            worth = self.worth[self._below, nodes, None]
+            self._child[..., nodes] = np.where(worth > 0, acceptance * np.maximum(worth, 0), -np.inf)
+            self._child_depth[:, 0, nodes] = self.depth[self._below, nodes] + 1
+            most, depths = self._splits(slice(None), slice(None), nodes)
+            self._forest[:, :-1, -1 - nodes] = most
+            self._forest_depth[:, :-1, -1 - nodes] = depths.min(-1)
+            self.worth[:rows, nodes + 1] = 1 + self._forest[:, 0, -1 - nodes]
+            self.depth[:rows, nodes + 1] = self._forest_depth[:, 0, -1 - nodes]
+
+    def _splits(self, row: int | slice, rank: int | slice, nodes: int) -> tuple[np.ndarray, np.ndarray]:
+        """G of `nodes`, and how deep each split that reaches it leads, [..., s - 1]; a huge number for the others."""
+        younger, younger_depth = self._forest[:, 1:], self._forest_depth[:, 1:]
+        child_depth = np.broadcast_to(self._child_depth, self._child.shape)
+        worth = self._child[row, rank, 1 : nodes + 1] + younger[row, rank, -nodes:]
+        most = worth.max(-1)
+        depths = np.maximum(child_depth[row, rank, 1 : nodes + 1], younger_depth[row, rank, -nodes:])
+        return most, np.where(worth >= most[..., None] * (1 - TIE), depths, np.int32(2**30))
+
+    def tree(self, size: int) -> TokenTree:
+        """A best tree, in heavy-path order."""
+        parents, ranks = [-1], [0]
+        waiting = [(0, 0, 0, size - 1)]  # (node, its row, rank of its next child, nodes for that one and younger ones)
+        while waiting:
+            node, row, rank, nodes = waiting.pop()
+            if nodes == 0:
+                continue
+            depths = self._splits(row, rank, nodes)[1]
+            child_nodes = 1 + int((depths == depths.min()).nonzero()[0].max())
+            parents.append(node)
+            ranks.append(rank)
+            waiting.append((node, row, rank + 1, nodes - child_nodes))
+            waiting.append((len(parents) - 1, int(self._below[row]), 0, child_nodes - 1))
+        return TokenTree(parents, ranks).reordered("heavy_path")[0]
+
+
+class _Planner(NamedTuple):
+    """Best trees of up to `size` nodes.
+
+    deepest:     edges; deeper trees yield no more
+    most_tokens: G(0 .. size, depth) for a depth, -inf where there is no such tree
+    tree:        a best tree for a size and a depth
+    """
+
+    deepest: int
+    most_tokens: Callable[[int], np.ndarray]
+    tree: Callable[[int, int], TokenTree]
+
+
+def _by_queue(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | None) -> _Planner:
+    def most_tokens(depth: int) -> np.ndarray:
+        tokens = np.full(size + 1, -np.inf)
+        probabilities = _grown(acceptance, size, depth).probabilities
+        tokens[1 : len(probabilities) + 1] = np.cumsum(probabilities)
+        return tokens
+
+    deepest = max(_grown(acceptance, size, max_depth).depths)
+    return _Planner(deepest, most_tokens, lambda size, depth: greedy_tree(acceptance, size, depth))
+
+
+def _by_programme(acceptance: Acceptance, size: int, max_depth: int | None) -> _Planner:
+    rates = _Rates.of(acceptance).narrowed(max(1, size - 1))
+    deepest = rates.depth_bound(size, max_depth)
+    if rates.by_depth:
+
+        def most_tokens(depth: int) -> np.ndarray:
+            return _Programme(rates.rows(depth), size, bounded=True).worth[0]
+    else:
+        deepest = min(deepest, int(_Programme(rates.matrix, size, bounded=False).depth.max()))
+        table = _Programme(rates.rows(deepest), size, bounded=True).worth
+
+        def most_tokens(depth: int) -> np.ndarray:
+            return table[deepest - depth]
+
+    return _Planner(deepest, most_tokens, lambda size, depth: sequoia_tree(acceptance, size, depth))
