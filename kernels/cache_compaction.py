@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from heavypath.kernels.implementation import check_can_launch, choose_impl
+
 MAX_PATH = 2048  # columns of path that the kernel takes
 _TILE = 8192  # units that a program moves, at most: 16 for each thread of 16 warps
 _UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # by bytes
@@ -55,10 +57,7 @@ def compact_cache(
     Raises ValueError for bad shapes, dtypes, devices or options, and on CPU for rows outside the cache, which the
     kernel leaves as they are on a GPU. Raises RuntimeError if a graph captures the first call.
     """
-    if impl == "auto":
-        impl = "triton" if path.is_cuda else "torch"
-    if impl not in ("torch", "triton"):
-        raise ValueError(f"compact_cache has impl 'auto', 'triton' or 'torch', got {impl!r}")
+    impl = choose_impl("compact_cache", impl, path)
     if len(keys) != len(values):
         raise ValueError(f"keys and values must have one entry per layer, got {len(keys)} and {len(values)}")
     if path.dim() != 2:
@@ -92,11 +91,7 @@ def compact_cache(
 
 
 def _check_kernel_takes(caches: Sequence[Tensor], path: Tensor) -> None:
-    if not path.is_cuda and not triton.knobs.runtime.interpret:
-        raise ValueError(
-            f"impl 'triton' needs CUDA tensors, got {path.device}; on a CPU take impl 'torch', "
-            "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
-        )
+    check_can_launch(path)
     if path.shape[1] > MAX_PATH:
         raise ValueError(f"impl 'triton' takes paths of at most {MAX_PATH}, got {path.shape[1]}; take impl 'torch'")
     kinds = set()

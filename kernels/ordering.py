@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.verification import sibling_order
 
 MAX_NODES = 2048  # of the kernel: parent, size, rank and node have 11 bits each in a sorting key
@@ -62,17 +63,13 @@ def heavy_path_order(parents: Tensor, ranks: Tensor | None = None, *, impl: str 
         )
     if ranks is not None and (ranks.dtype != torch.long or ranks.shape != parents.shape):
         raise ValueError(f"ranks must be a LongTensor {[*parents.shape]}, got {ranks.dtype} {[*ranks.shape]}")
-    if impl == "auto":
-        impl = "triton" if parents.is_cuda else "torch"
-    if impl not in ("torch", "triton"):
-        raise ValueError(f"heavy_path_order has impl 'auto', 'triton' or 'torch', got {impl!r}")
-    if impl == "triton" and not parents.is_cuda and not triton.knobs.runtime.interpret:
-        raise ValueError(
-            f"impl 'triton' needs CUDA tensors, got {parents.device}; on a CPU take impl 'torch', "
-            "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
-        )
-    if impl == "triton" and parents.shape[-1] > MAX_NODES:
-        raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {parents.shape[-1]}; take impl 'torch'")
+    impl = choose_impl("heavy_path_order", impl, parents)
+    if impl == "triton":
+        check_can_launch(parents)
+        if parents.shape[-1] > MAX_NODES:
+            raise ValueError(
+                f"impl 'triton' takes at most {MAX_NODES} nodes, got {parents.shape[-1]}; take impl 'torch'"
+            )
 
     batched = parents.view(-1, parents.shape[-1])
     batched_ranks = None if ranks is None else ranks.view(batched.shape)

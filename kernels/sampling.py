@@ -45,6 +45,7 @@ from heavypath.kernels.filtering import (
     score,
     softmax_scale,
 )
+from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.noise import Stream, gumbel_noise, gumbel_of, log2_below, octet_bits, random_bits, seed_words
 from heavypath.kernels.tickets import is_last, tickets
 
@@ -109,17 +110,11 @@ def gumbel_topk(
         if rows.device.type == "cpu" and (rows < 0).any():
             raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
         rows = rows.reshape(-1)
-    if impl == "auto":
-        impl = "triton" if logits.is_cuda else "torch"
-    if impl not in ("torch", "triton"):
-        raise ValueError(f"gumbel_topk has impl 'auto', 'triton' or 'torch', got {impl!r}")
-    if impl == "triton" and logits.dtype not in HIDDEN_BITS:
-        raise ValueError(f"impl 'triton' takes fp32, fp16 or bf16 logits, got {logits.dtype}; take impl 'torch'")
-    if impl == "triton" and not logits.is_cuda and not triton.knobs.runtime.interpret:
-        raise ValueError(
-            f"impl 'triton' needs CUDA tensors, got {logits.device}; on a CPU take impl 'torch', "
-            "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
-        )
+    impl = choose_impl("gumbel_topk", impl, logits)
+    if impl == "triton":
+        if logits.dtype not in HIDDEN_BITS:
+            raise ValueError(f"impl 'triton' takes fp32, fp16 or bf16 logits, got {logits.dtype}; take impl 'torch'")
+        check_can_launch(logits)
 
     solve = launch_topk if impl == "triton" else _reference
     draw = solve(logits.reshape(-1, vocab_size), k, filters, seed, rows, Stream.DRAFT, replacement, uniform_fill)

@@ -46,6 +46,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from heavypath.kernels.implementation import check_can_launch, choose_impl
+
 MAX_NODES = 2048  # of the kernel: 64 blocks of 32 keys have a bit each in one word
 _MIN_SPLIT = 256  # fewest rows worth a program of their own; a multiple of every BLOCK_N
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -98,8 +100,9 @@ def tree_attention(
     their other strides are multiples of 8 elements, of rows below 2**24; others are copied first.
     """
     needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if impl == "auto":
-        impl = "triton" if query.is_cuda and not needs_gradient else "torch"
+    if impl == "auto" and needs_gradient:
+        impl = "torch"
+    impl = choose_impl("tree_attention", impl, query)
     if impl == "triton" and needs_gradient:
         raise ValueError("impl 'triton' has no gradient; take impl 'torch', or call it under torch.no_grad()")
     if not isinstance(prefix_length, (int, Tensor)):
@@ -153,8 +156,7 @@ def prepared_attention(
 
     prefix_length: LongTensor[B], or [] for all
     """
-    if impl == "auto":
-        impl = "triton" if prefix_length.is_cuda else "torch"
+    impl = choose_impl("prepared_attention", impl, prefix_length)
     if impl == "triton":
         packed = None if ancestor_mask is None else pack_ancestors(ancestor_mask)
 
@@ -168,7 +170,7 @@ def prepared_attention(
         assert subtree_end is not None
         ancestor_mask = interval_mask(subtree_end)
     lengths = prefix_length if prefix_length.numel() > 1 else int(prefix_length)
-    alone = ancestor_mask.shape[-1] == 1 and isinstance(lengths, int)
+    alone = ancestor_mask.shape[-2:] == (1, 1) and isinstance(lengths, int) and rows == lengths + 1
     bias = None if alone else attention_bias(ancestor_mask, lengths, rows, dtype)
     return lambda query, key, value, scale: attend(query, key[:, :, :rows], value[:, :, :rows], bias, scale)
 
@@ -292,8 +294,6 @@ def _check(
         got = length if lengths is None else lengths.tolist()
         raise ValueError(f"prefix_length + {nodes} nodes must lie in 0 .. {rows}, got prefix_length {got}")
 
-    if impl not in ("torch", "triton"):
-        raise ValueError(f"tree_attention has impl 'auto', 'triton' or 'torch', got {impl!r}")
     if impl == "triton":
         if head_dim % 8 or not 16 <= head_dim <= 256:
             raise ValueError(f"impl 'triton' has head sizes 16 to 256 in steps of 8, got {head_dim}; take impl 'torch'")
@@ -301,11 +301,7 @@ def _check(
             raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {nodes}; take impl 'torch'")
         if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"impl 'triton' has float32, float16 and bfloat16, got {query.dtype}; take impl 'torch'")
-        if not query.is_cuda and not triton.knobs.runtime.interpret:
-            raise ValueError(
-                f"impl 'triton' needs CUDA tensors, got {query.device}; on a CPU take impl 'torch', "
-                "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
-            )
+        check_can_launch(query)
 
 
 def _check_tensor(

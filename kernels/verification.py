@@ -1,7 +1,7 @@
 """Verify a drafted token tree so that what is emitted follows the target's distribution exactly.
 
-Where children are weighed against the distribution they were drawn from, `residual` says for one node which child is
-accepted and what a recovered token is drawn by:
+Where children are weighed against the distribution they were drawn from, `residual` and `k_seq` say for one node which
+child is accepted and what a recovered token is drawn by:
 
     without_replacement   recursive rejection (Sequoia, RSD, DySpec; one child: standard speculative sampling)
     with_replacement      the same for independent children (SpecInfer)
@@ -16,7 +16,7 @@ The other methods choose the token first, and accept the child that happens to c
 Then the walk goes down from the root, and draws a recovered or bonus token where it ends. Siblings with equal tokens
 (drawn with replacement) have equal contexts, so once their token is accepted the children of them all are candidates.
 
-On a GPU a first launch decides for all nodes at once (that of `residual`, or of `gumbel_topk` for one token a node),
+On a GPU a first launch decides for all nodes at once (that of `decision`, or of `gumbel_topk` for one token a node),
 a second one walks: its programs share the vocabulary, each of them walks, and the last one to finish says the token.
 """
 
@@ -33,7 +33,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from heavypath.kernels.decision import FACTS, decide, leaves_out, ranks_of
+from heavypath.kernels.distributions import CHUNK, LANES, NONE, TILE, log_prob, log_probs, shares, without
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of, filtered_scores
+from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.k_seq import k_seq
 from heavypath.kernels.noise import (
     Stream,
     coins,
@@ -44,30 +48,14 @@ from heavypath.kernels.noise import (
     random_bits,
     seed_words,
 )
-from heavypath.kernels.residual import (
-    CHUNK,
-    FACTS,
-    LANES,
-    TILE,
-    k_seq,
-    launch_chain,
-    leaves_out,
-    log_prob,
-    ranks_of,
-    residual_chain,
-    shares,
-    without,
-)
+from heavypath.kernels.residual import residual_chain
 from heavypath.kernels.sampling import NEVER, launch_topk, pack, stable_topk, unpack
 from heavypath.kernels.tickets import is_last, tickets
 
 METHODS = ("without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy")
 _DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq")
-
-
 _TARGET = tl.constexpr(int(Stream.TARGET))
 _LOG_2 = tl.constexpr(math.log(2))
-_NONE = tl.constexpr(2**31 - 1)
 
 
 class Verified(NamedTuple):
@@ -135,10 +123,7 @@ def verify_tree(
         raise ValueError(f"temperature 0 needs method 'greedy', got {method!r}")
     if method == "kseq" and draft_filters.temperature == 0:
         raise ValueError("method 'kseq' needs draft_temperature > 0: its children are independent draws; got 0")
-    if impl == "auto":
-        impl = "triton" if tokens.is_cuda else "torch"
-    if impl not in ("torch", "triton"):
-        raise ValueError(f"verify_tree has impl 'auto', 'triton' or 'torch', got {impl!r}")
+    impl = choose_impl("verify_tree", impl, tokens)
 
     if tokens.dim() != 2 or tokens.dtype != torch.long or tokens.shape[1] == 0:
         raise ValueError(f"tokens must be a LongTensor [B, N] with N >= 1, got {tokens.dtype} {[*tokens.shape]}")
@@ -173,11 +158,7 @@ def verify_tree(
                 raise ValueError(
                     f"impl 'triton' takes fp32, fp16 or bf16 {name}, got {logits.dtype}; take impl 'torch'"
                 )
-        if not tokens.is_cuda and not triton.knobs.runtime.interpret:
-            raise ValueError(
-                f"impl 'triton' needs CUDA tensors, got {tokens.device}; on a CPU take impl 'torch', "
-                "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
-            )
+        check_can_launch(tokens)
     if tokens.device.type == "cpu":
         _check_values(tokens, parents, ranks, rows, target_logits.shape[-1])
     depth = _depth(parents) if max_depth is None else max_depth
@@ -284,7 +265,7 @@ def _reference(
         noise = row[here[:, 0], node]
 
         if method in _DRAFT_AWARE:
-            log_target = _log_probs(target_logits, "target", sequence, node, target_filters)  # [A, V]
+            log_target = log_probs(*_rows(target_logits, "target", sequence, node), target_filters)  # [A, V]
             choice, recovered = np.full(len(node), -1), log_target
             inner = np.flatnonzero(count) if width else count[:0]
             if len(inner):
@@ -293,12 +274,14 @@ def _reference(
                 log_draft = None
                 if draft_filters.temperature > 0:
                     first = above[inner, children[inner, 0]]  # of equal siblings, one with children
-                    log_draft = _log_probs(draft_logits, "draft", sequence[inner], first, draft_filters)
-                arguments = tried, log_draft, drawn[inner], coin[here, children][inner]
-                if method == "kseq" and log_draft is not None:
-                    choice[inner], recovered = k_seq(tried, log_draft, *arguments[2:])
+                    log_draft = log_probs(*_rows(draft_logits, "draft", sequence[inner], first), draft_filters)
+                tokens_tried, coins_tried = drawn[inner], coin[here, children][inner]
+                if method == "kseq":
+                    assert log_draft is not None
+                    choice[inner], recovered = k_seq(tried, log_draft, tokens_tried, coins_tried)
                 else:
-                    choice[inner], recovered = residual_chain(*arguments, method == "with_replacement")
+                    replacement = method == "with_replacement"
+                    choice[inner], recovered = residual_chain(tried, log_draft, tokens_tried, coins_tried, replacement)
             stop = np.flatnonzero(choice < 0)
             if len(stop):
                 weights = recovered
@@ -342,16 +325,6 @@ def _reference(
         path[:, position] = np.where(on_path, last, -1)
         last = np.where(on_path, parent[every[:, 0], last], last)
     return Verified(*(torch.from_numpy(field).to(device) for field in (path, length, next_token)))
-
-
-def _log_probs(logits: Tensor, side: str, sequence: np.ndarray, node: np.ndarray, filters: Filters) -> Tensor:
-    """log2 probabilities [A, V] of the given nodes' filtered distributions, fp32, as exact as the kernel's."""
-    rows, largest = _rows(logits, side, sequence, node)
-    if filters.top_k or filters.top_p or filters.min_p or filters.temperature < 1e-9:
-        logs = filtered_scores(rows, filters).mul_(math.log2(math.e))
-    else:
-        logs = (rows - largest).mul_(math.log2(math.e) / filters.temperature)
-    return logs.sub_(logs.exp2().sum(-1, keepdim=True).log2_())
 
 
 def _rows(logits: Tensor, side: str, sequence: np.ndarray, node: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -478,9 +451,9 @@ def _walk_kernel(
         child = decision
         if not CHAIN:
             candidate = present & (tl.gather(reached, tl.maximum(parent, 0), 0) > 0) & (token == decision)
-            first = tl.min(tl.where(candidate, order, _NONE))
+            first = tl.min(tl.where(candidate, order, NONE))
             reached = candidate.to(tl.int32)
-            child = tl.where(first < _NONE, first % N, -1)
+            child = tl.where(first < NONE, first % N, -1)
         going = child >= 0
         if going:
             last = child
@@ -580,7 +553,7 @@ def _launch(
         *(torch.empty(batch, dtype=torch.long, device=device) for _ in range(2)),
     )
     if chain:
-        decided = launch_chain(tokens, parents, ranks, rows, target, draft, method, target_filters, draft_filters, seed)
+        decided = decide(tokens, parents, ranks, rows, target, draft, method, target_filters, draft_filters, seed)
         best = torch.empty(batch, chunks, dtype=torch.long, device=device)
         given = (decided.choice, target, target if draft is None else draft, *decided[1:], best, tickets(batch, device))
     else:

@@ -2,7 +2,7 @@
 
 One step, for a batch of sequences that each accept their own number of tokens:
 
-    draft the tree level by level -> target forward on all its nodes -> verify -> compact both caches -> commit
+    draft a tree level by level -> target forward on all its nodes -> verify -> compact both caches -> commit
 
 Between steps a sequence is its committed tokens: `length` of them in the target's cache, then the root, which is
 committed but not yet cached.
@@ -10,8 +10,9 @@ committed but not yet cached.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,16 +22,18 @@ from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.tree_attention import MAX_NODES, prepared_attention
 from heavypath.kernels.verification import verify_tree
-from heavypath.speculative.drafting import Shape, draft_tree, tree_shape
+from heavypath.speculative.drafting import Drafted, Shape, draft_tree, root_alone, tree_shape
+from heavypath.speculative.drafts import Cache, Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
+from heavypath.speculative.growing import VALUE_TEMPERATURE, Growth, grow_tree
 from heavypath.speculative.llama import LlamaForward
 from heavypath.speculative.methods import METHODS
+from heavypath.speculative.profile import Profile
 from heavypath.speculative.request import Request, checked_request
 from heavypath.speculative.sequences import Sequences
 from heavypath.speculative.statistics import Statistics
 from heavypath.speculative.tree import TokenTree
 
-# Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
-DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0127)
+DEFAULT_SIZE = 8  # nodes of a tree: what suits the shipped pair on a CPU
 
 
 class Streamer(Protocol):
@@ -51,13 +54,26 @@ class Generation:
 class SpeculativeDecoder:
     """Generates a target model's own text, through trees that a draft model proposes.
 
-    target, draft: transformers models (Llama, Mistral, Qwen2, Qwen3) with one vocabulary, on one device, in eval mode.
-        draft may be None for method "autoregressive".
-    method: one of `METHODS`: autoregressive, chain, specinfer, rsd-c, sequoia, ersd, top-k, naive.
+    target: a transformers model (Llama, Mistral, Qwen2, Qwen3) in eval mode.
+    draft: another with its vocabulary, on its device; or `PromptLookup()`, or `EarlyExit(layers)`, which need none; may
+        be None for method "autoregressive".
+    method: one of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
+        top-k, naive.
     tree_size: nodes of the drafted tree, root included; shapes that cannot have so many take the next smaller.
-    tree: a TokenTree to use instead.
+    tree: a TokenTree to use instead, for methods whose trees do not grow.
+    profile: instead of both, what `heavypath calibrate` measured, a file or a `Profile`: each generation takes the tree
+        with which it is expected to be fastest.
+
+    Options of some methods, refused by the others:
+
     acceptance: [child] probability that child j of an accepted node is accepted, by which trees are planned.
-    draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft samples; None takes the target's.
+    max_depth:  levels of planned and grown trees, at most.
+    width:      sequences of specinfer and spectr, branching of rsd-c, nodes a level of grown trees.
+    threshold:  chain, dyspec, eagle-2: places worth less, by the draft's probabilities along the path, stay empty, so
+        that a chain ends early.
+
+    draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft samples; None takes the target's. Where it
+        is greedy, draft_temperature is that of the probabilities by which trees grow (default: 0.6).
 
     Text follows the target's distribution exactly, whatever the method, tree and draft. Raises TypeError or ValueError
     for models or options that do not fit.
@@ -66,12 +82,16 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel | None,
+        draft: PreTrainedModel | PromptLookup | EarlyExit | None,
         method: str = "sequoia",
         *,
-        tree_size: int = 8,
+        tree_size: int | None = None,
         tree: TokenTree | None = None,
-        acceptance: Sequence[float] | Tensor = DEFAULT_ACCEPTANCE,
+        profile: Profile | str | Path | None = None,
+        acceptance: Sequence[float] | Tensor | None = None,
+        max_depth: int | None = None,
+        width: int | None = None,
+        threshold: float | None = None,
         draft_temperature: float | None = None,
         draft_top_k: int | None = None,
         draft_top_p: float | None = None,
@@ -79,39 +99,76 @@ class SpeculativeDecoder:
     ):
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-        if tree_size < 2:
-            raise ValueError(f"tree_size counts the root and must be at least 2, got {tree_size}")
-        if tree is not None and not isinstance(tree, TokenTree):
-            raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}")
         self.method = method
         self._method = METHODS[method]
-        self.tree = tree if tree is not None else self._method.shape(tree_size, torch.as_tensor(acceptance).tolist())
-        self.tree = self.tree.reordered("heavy_path")[0]
-        if len(self.tree) > MAX_NODES:
-            raise ValueError(f"a tree may have at most {MAX_NODES} nodes, got {len(self.tree)}")
+        self._planned: dict[Filters, TokenTree | Growth] = {}
+        options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
+        options |= {"width": width, "threshold": threshold}
+        given = {name: value for name, value in options.items() if value is not None}
+        self.tree: TokenTree | Growth | None = None
+        self.profile = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
+        if self.profile is None:
+            self.tree = self._checked_tree(given)
+        elif given:
+            raise ValueError(f"a profile says what trees to take; leave out {', '.join(given)}")
         self._draft_options = (draft_temperature, draft_top_k, draft_top_p, draft_min_p)
         self._drafting_filters(Filters()).check("draft_")
 
         self._target = LlamaForward(target, "target")
-        self._draft: LlamaForward | None = None
-        self._shapes: dict[int, Shape] = {}
-        if draft is not None and len(self.tree) > 1:
-            self._draft = LlamaForward(draft, "draft")
-            if self._draft.vocab_size != self._target.vocab_size:
-                raise ValueError(
-                    f"target and draft must share one vocabulary, "
-                    f"got {self._target.vocab_size} and {self._draft.vocab_size} tokens"
-                )
-            if self._draft.device != self._target.device:
-                raise ValueError(
-                    f"target and draft must be on one device, got {self._target.device} and {self._draft.device}"
-                )
-        elif len(self.tree) > 1:
-            raise ValueError(f"method {method!r} needs a draft model, got None")
-        for model in filter(None, (self._target, self._draft)):
+        self._draft: Draft | None = None
+        self._shapes: dict[tuple[TokenTree, int], Shape] = {}
+        models = [self._target]
+        if method != "autoregressive":
+            if draft is None:
+                raise ValueError(f"method {method!r} needs a draft model, got None")
+            self._draft = as_draft(draft, self._target, target)
+            if isinstance(self._draft, ModelDraft):
+                models.append(self._draft.forward)
+        if self.profile is not None:
+            self.profile.check(target, draft)
+        for model in models:
             for name, weight in model.weights():
                 if not weight.sum(dtype=torch.float32).isfinite():
                     raise ValueError(f"{model.name} has NaN or infinite weights in {name}")
+
+    def _checked_tree(self, given: dict[str, Any]) -> TokenTree | Growth:
+        """What the method makes of the options given, in heavy-path order."""
+        tree = given.pop("tree", None)
+        if tree is not None:
+            if not isinstance(tree, TokenTree):
+                raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}")
+            if given:
+                raise ValueError(f"tree says all of the tree's shape; leave out {', '.join(given)}")
+            usual = self._method.shape(DEFAULT_SIZE)
+            if isinstance(usual, Growth):
+                raise ValueError(f"method {self.method!r} grows its trees; give it tree_size, not tree")
+            if len(usual) == 1 < len(tree):
+                raise ValueError(f"method {self.method!r} drafts nothing, got a tree of {len(tree)} nodes")
+        else:
+            size = given.pop("tree_size", DEFAULT_SIZE)
+            if size < 2:
+                raise ValueError(f"tree_size counts the root and must be at least 2, got {size}")
+            for name in given:
+                if name not in self._method.options:
+                    has = ", ".join(self._method.options) or "none but tree_size"
+                    raise ValueError(f"method {self.method!r} has no option {name!r}; it has {has}")
+            if "acceptance" in given:
+                given["acceptance"] = torch.as_tensor(given["acceptance"]).tolist()
+                if not given["acceptance"] or not isinstance(given["acceptance"][0], float):
+                    raise ValueError(f"acceptance must be [child], not empty, got {given['acceptance']}")
+            tree = self._method.shape(size, **given)
+        if len(tree) > MAX_NODES:
+            raise ValueError(f"a tree may have at most {MAX_NODES} nodes, got {len(tree)}")
+        return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
+
+    def tree_for(self, filters: Filters) -> TokenTree | Growth:
+        """The tree, or how trees grow, for a sampling: that of the options, or what the profile advises."""
+        if self.tree is not None:
+            return self.tree
+        assert self.profile is not None
+        if filters not in self._planned:
+            self._planned[filters] = self.profile.shape(self.method, filters)
+        return self._planned[filters]
 
     def generate(
         self,
@@ -145,7 +202,7 @@ class SpeculativeDecoder:
         begin = time.perf_counter()
         request = checked_request(
             self._target,
-            self._draft,
+            self._draft.forward if self._draft is not None else None,
             input_ids,
             attention_mask,
             max_new_tokens,
@@ -156,13 +213,16 @@ class SpeculativeDecoder:
             pad_token_id,
         )
         draft_filters = self._drafting_filters(request.filters)
+        if self._method.verify == "kseq" and draft_filters.temperature == 0 < request.filters.temperature:
+            raise ValueError(f"method {self.method!r} needs draft_temperature > 0 where it samples, got 0")
         if streamer is not None:
             if len(input_ids) > 1:
                 raise ValueError(f"a streamer takes one sequence, got a batch of {len(input_ids)}")
             streamer.put(input_ids.cpu())
-        stats = Statistics(self.tree)
+        tree = self.tree_for(request.filters)
+        stats = Statistics(tree.depth, tree.branching)
         with torch.inference_mode():
-            sequences = self._decode(request, draft_filters, stats, streamer)
+            sequences = self._decode(request, tree, draft_filters, stats, streamer)
         if streamer is not None:
             streamer.end()
         stats.new_tokens = int(sequences.produced.sum())
@@ -175,13 +235,19 @@ class SpeculativeDecoder:
         return filters if target.temperature > 0 else filters._replace(temperature=0.0)
 
     def _decode(
-        self, request: Request, draft_filters: Filters, stats: Statistics, streamer: Streamer | None
+        self,
+        request: Request,
+        tree: TokenTree | Growth,
+        draft_filters: Filters,
+        stats: Statistics,
+        streamer: Streamer | None,
     ) -> Sequences:
         """The loop over steps, until every sequence has ended."""
-        batch, device = len(request.prompt), request.prompt.device
-        rows = request.prompt.shape[1] + request.max_new_tokens + len(self.tree)
-        target_cache = self._target.new_cache(batch, rows)
-        draft_cache = self._draft.new_cache(batch, rows) if self._draft is not None else None
+        device = request.prompt.device
+        slots = tree.slots if isinstance(tree, Growth) else len(tree)
+        size = len(request.prompt), request.prompt.shape[1] + request.max_new_tokens + slots
+        target_cache = self._target.new_cache(*size)
+        draft_cache = self._draft.new_cache(*size) if self._draft is not None and len(tree) > 1 else None
         with stats.phase("prefill"):
             logits = self._target.prefill(request.prompt, request.lengths, target_cache)
             if self._draft is not None and draft_cache is not None:
@@ -189,82 +255,91 @@ class SpeculativeDecoder:
 
         # The prompt's last token is the first root; verifying the tree of it alone draws the first new token.
         sequences = Sequences.begin(request.prompt, request.lengths, request.max_new_tokens, request.stops, request.pad)
-        shape = self._shape(0)
-        noise_rows = self._noise_rows(request.sequence_ids, sequences.lengths, shape)
-        tokens, draft_logits = sequences.root[:, None], None
+        drafted = self._drafted(request, tree, draft_filters, sequences, None, 0)
         while True:
             with stats.phase("verify"):
                 verified = verify_tree(
-                    tokens,
-                    shape.parents,
+                    drafted.tokens,
+                    drafted.parents,
                     logits,
-                    draft_logits,
+                    drafted.logits,
                     method="greedy" if request.filters.temperature == 0 else self._method.verify,
-                    ranks=shape.ranks,
-                    max_depth=len(shape.levels),
+                    ranks=drafted.ranks,
+                    max_depth=min(tree.depth, drafted.tokens.shape[1] - 1),
                     **request.filters._asdict(),
                     **{f"draft_{name}": value for name, value in draft_filters._asdict().items()},
                     seed=request.seed,
-                    rows=noise_rows,
+                    rows=drafted.rows,
                 )
             with stats.phase("compact"):
-                for cache in (target_cache, draft_cache):
-                    if cache is not None and len(shape) > 1:
-                        compact_cache([cache.keys], [cache.values], verified.path, verified.length, sequences.lengths)
+                if drafted.logits is not None:
+                    path, length = verified.path, verified.length
+                    compact_cache([target_cache.keys], [target_cache.values], path, length, sequences.lengths)
+                    assert draft_cache is not None
+                    rows = (
+                        drafted.draft_rows.expand_as(drafted.tokens).gather(1, path.clamp(min=0)).where(path >= 0, -1)
+                    )
+                    compact_cache([draft_cache.keys], [draft_cache.values], rows, length, sequences.lengths)
             with stats.phase("commit"):
-                stats.count(shape.parents, shape.kept, tokens, verified, sequences.active)
-                emitted = sequences.commit(tokens, verified)
+                stats.count(drafted, verified, sequences.active)
+                emitted = sequences.commit(drafted.tokens, verified)
                 if streamer is not None:
                     streamer.put(emitted.cpu())
             if not sequences.active.any():
                 return sequences
 
-            lengths = sequences.lengths
-            shape = self._shape(int(sequences.room[sequences.active].max()))
-            visible_rows = int(lengths.max()) + len(shape)
-            noise_rows = self._noise_rows(request.sequence_ids, lengths, shape)
-            tokens, draft_logits = sequences.root[:, None], None
             with stats.phase("draft"):
-                if self._draft is not None and draft_cache is not None and shape.levels:
-                    tokens, draft_logits = draft_tree(
-                        self._draft,
-                        draft_cache,
-                        shape,
-                        sequences,
-                        visible_rows,
-                        noise_rows,
-                        self._method,
-                        draft_filters,
-                        request.seed,
-                    )
+                deepest = int(sequences.room[sequences.active].max())
+                drafted = self._drafted(request, tree, draft_filters, sequences, draft_cache, deepest)
             with stats.phase("target"):
+                lengths, nodes = sequences.lengths, drafted.tokens.shape[1]
                 logits = self._target(
-                    tokens.clamp(min=0),
-                    lengths[:, None] + shape.depths,
-                    lengths[:, None] + torch.arange(len(shape), device=device),
+                    drafted.tokens.clamp(min=0),
+                    lengths[:, None] + drafted.depths,
+                    lengths[:, None] + torch.arange(nodes, device=device),
                     target_cache,
                     prepared_attention(
                         prefix_length=lengths,
-                        rows=visible_rows,
+                        rows=int(lengths.max()) + nodes,
                         dtype=self._target.dtype,
-                        subtree_end=shape.subtree_end,
+                        subtree_end=drafted.subtree_end,
                     ),
                 )
 
-    def _shape(self, depth: int) -> Shape:
-        """The top of the tree, as deep as can still be emitted."""
-        depth = min(depth, self.tree.depth)
-        if depth not in self._shapes:
-            self._shapes[depth] = tree_shape(self.tree, depth, self._target.device)
-        return self._shapes[depth]
+    def _drafted(
+        self,
+        request: Request,
+        tree: TokenTree | Growth,
+        filters: Filters,
+        sequences: Sequences,
+        cache: Cache | None,
+        deepest: int,
+    ) -> Drafted:
+        """The tree that each sequence drafts, at most `deepest` levels.
 
-    def _noise_rows(self, sequence_ids: Tensor, lengths: Tensor, shape: Shape) -> Tensor:
-        """Noise rows LongTensor[B, N]: (sequence, root position, node), never used twice.
-
-        A race keys its noise by (sequence, the node's own position), so that it does not depend on the tree.
+        Noise rows are (sequence, root position, node), never used twice. A race keys its noise by (sequence, the node's
+        own position), so that it does not depend on the tree.
         """
+        name, lengths = request.sequence_ids << 36, sequences.lengths
+        if isinstance(tree, Growth) and cache is not None and deepest > 0:
+            assert self._draft is not None
+            growth = replace(tree, depth=min(tree.depth, deepest))
+            temperature = self._draft_options[0] or VALUE_TEMPERATURE
+            first_row = name | (lengths << 12)
+            return grow_tree(self._draft, cache, growth, sequences, first_row, filters, temperature, request.seed)
+        shape = self._shape(tree if isinstance(tree, TokenTree) else TokenTree([-1]), deepest)
         if self._method.verify == "race":
-            position, node = lengths[:, None] + shape.depths, torch.zeros_like(shape.kept)
+            rows = name[:, None] | ((lengths[:, None] + shape.depths) << 12)
         else:
-            position, node = lengths[:, None], shape.kept
-        return (sequence_ids[:, None] << 36) | (position << 12) | node
+            rows = (name | (lengths << 12))[:, None] | shape.kept
+        if self._draft is None or cache is None or not shape.levels:
+            return root_alone(sequences, rows, shape)
+        method = self._method
+        return draft_tree(self._draft, cache, shape, sequences, rows, method.draw, method.fill, filters, request.seed)
+
+    def _shape(self, tree: TokenTree, depth: int) -> Shape:
+        """The top of a tree, as deep as can still be emitted."""
+        key = tree, min(depth, tree.depth)
+        if key not in self._shapes:
+            self._shapes[key] = tree_shape(*key, self._target.device)
+        return self._shapes[key]

@@ -1,30 +1,49 @@
 """Draft a static tree's tokens level by level, one draft forward per level."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.tree_attention import prepared_attention
-from heavypath.speculative.llama import KeyValueCache, LlamaForward
-from heavypath.speculative.methods import Method
+from heavypath.speculative.drafts import Cache, Draft, Feed
 from heavypath.speculative.sequences import Sequences
 from heavypath.speculative.tree import TokenTree
+
+
+class Drafted(NamedTuple):
+    """Each sequence's tree of N nodes, in depth-first order; where all have one shape, it is [N] instead of [B, N].
+
+    tokens:      LongTensor[B, N], -1 for an absent node
+    parents, ranks, depths, subtree_end: LongTensor[N] or [B, N], as `TokenTree`'s
+    rows:        LongTensor[B, N], the nodes' noise
+    draft_rows:  LongTensor[N] or [B, N], the nodes' rows in the draft's cache, behind the prefix
+    logits:      fp32 [B, N, V], the draft's after each node, which leaves need not have; None for a root alone
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    ranks: Tensor
+    depths: Tensor
+    subtree_end: Tensor
+    rows: Tensor
+    draft_rows: Tensor
+    logits: Tensor | None
 
 
 @dataclass(frozen=True)
 class Level:
     """The nodes of one depth that have children, and those children.
 
-    nodes:    LongTensor[n]
-    mask:     bool [n, N], which of the tree's nodes they see; at depth 0 the token before the root has a row of its
-              own, the first
+    nodes:    LongTensor[n]; above: LongTensor[n], their parents
+    mask:     bool [n, N], which of the tree's nodes they see
     children: LongTensor[m]; parent: LongTensor[m] into nodes; rank: LongTensor[m]; width: the most children of a node
     """
 
     nodes: Tensor
+    above: Tensor
     mask: Tensor
     children: Tensor
     parent: Tensor
@@ -60,11 +79,11 @@ def tree_shape(whole: TokenTree, depth: int, device: torch.device) -> Shape:
         children = (tree.depths == level + 1).nonzero()[:, 0]
         nodes, parent = tree.parents[children].unique(return_inverse=True)
         rank = tree.ranks[children]
-        sees = mask[nodes] if level else torch.cat([torch.zeros_like(mask[:1]), mask[:1]])
         levels.append(
             Level(
                 nodes=nodes.to(device),
-                mask=sees.to(device),
+                above=tree.parents[nodes].to(device),
+                mask=mask[nodes].to(device),
                 children=children.to(device),
                 parent=parent.to(device),
                 rank=rank.to(device),
@@ -81,53 +100,98 @@ def tree_shape(whole: TokenTree, depth: int, device: torch.device) -> Shape:
     )
 
 
+def root_alone(sequences: Sequences, rows: Tensor, shape: Shape) -> Drafted:
+    """The tree of no drafts; rows: LongTensor[B, 1]."""
+    fields = shape.parents, shape.ranks, shape.depths, shape.subtree_end
+    return Drafted(sequences.root[:, None], *fields, rows, shape.kept, None)
+
+
 def draft_tree(
-    draft: LlamaForward,
-    cache: KeyValueCache,
+    draft: Draft,
+    cache: Cache,
     shape: Shape,
     sequences: Sequences,
-    visible_rows: int,
     rows: Tensor,
-    method: Method,
+    draw: str,
+    fill: bool,
     filters: Filters,
     seed: int,
-) -> tuple[Tensor, Tensor]:
-    """Tokens LongTensor[B, N], -1 for an absent node, and draft logits [B, N, V] after each node, zeros for leaves.
+) -> Drafted:
+    """A static tree, drafted. rows: LongTensor[B, N], its nodes' noise; draw, fill: as `Method`'s.
 
     A node is absent where the draft's support ran out, or deeper than its sequence can still emit, whatever the rest of
-    the batch drafts. visible_rows: cache rows that hold the longest prefix and its tree. rows: LongTensor[B, N], noise
-    rows.
-
-    The token before the root is fed along with it: it may have been an accepted leaf, which no draft forward has seen.
+    the batch drafts.
     """
     root, lengths = sequences.root, sequences.lengths
-    batch, nodes = len(root), len(shape)
-    tokens = torch.full((batch, nodes), -1, device=root.device)
+    visible_rows = int(lengths.max()) + len(shape)
+    tokens = torch.full((len(root), len(shape)), -1, device=root.device)
     tokens[:, 0] = root
-    logits = torch.zeros(batch, nodes, draft.vocab_size, device=root.device)
-    likeliest = method.draw == "top_k" or filters.temperature == 0
-    drawing = (filters._replace(temperature=0.0) if likeliest else filters)._asdict()
+    logits = None
+    drawing = filters if draw != "top_k" else filters._replace(temperature=0.0)
     for depth, level in enumerate(shape.levels):
         if depth == 0:
-            inputs = torch.stack([sequences.previous, root], 1)
-            positions = cache_rows = torch.stack([lengths - 1, lengths], 1)
+            feed = root_feed(sequences, level.mask, visible_rows)
         else:
-            inputs = tokens[:, level.nodes].clamp(min=0)
-            positions = (lengths + depth)[:, None].expand_as(inputs)
-            cache_rows = lengths[:, None] + level.nodes
-        attend = prepared_attention(
-            prefix_length=lengths, rows=visible_rows, dtype=draft.dtype, ancestor_mask=level.mask
-        )
-        after = draft(inputs, positions, cache_rows, cache, attend)[:, -len(level.nodes) :]
+            feed = Feed(
+                tokens=tokens[:, level.nodes].clamp(min=0),
+                positions=(lengths + depth)[:, None].expand(-1, len(level.nodes)),
+                rows=lengths[:, None] + level.nodes,
+                parent_rows=lengths[:, None] + level.above,
+                lengths=lengths,
+                visible_rows=visible_rows,
+                ancestor_mask=level.mask,
+            )
+        after = draft(feed, cache)[:, -len(level.nodes) :]
         drawn = gumbel_topk(
             after,
             level.width,
-            **drawing,
+            **drawing._asdict(),
             seed=seed,
             rows=rows[:, level.nodes],
-            replacement=method.draw == "with_replacement" and not likeliest,
-            uniform_fill=method.fill and not likeliest,
+            replacement=draw == "with_replacement" and drawing.temperature > 0,
+            uniform_fill=fill and draft.smooth,
         )
+        check_distributions(drawn.keys[..., 0], lengths + depth)
         tokens[:, level.children] = drawn.tokens[:, level.parent, level.rank]
+        if logits is None:
+            logits = after.new_zeros(*tokens.shape, after.shape[-1])
         logits[:, level.nodes] = after
-    return tokens.where(shape.depths <= sequences.room[:, None], -1), logits
+    return Drafted(
+        tokens=tokens.where(shape.depths <= sequences.room[:, None], -1),
+        parents=shape.parents,
+        ranks=shape.ranks,
+        depths=shape.depths,
+        subtree_end=shape.subtree_end,
+        rows=rows,
+        draft_rows=torch.arange(len(shape), device=root.device),
+        logits=logits,
+    )
+
+
+def root_feed(sequences: Sequences, mask: Tensor, visible_rows: int) -> Feed:
+    """The root and the token before it, which may have been an accepted leaf that the draft has not seen.
+
+    mask: bool [1, M], what the root sees of the tree.
+    """
+    lengths = sequences.lengths
+    rows = torch.stack([lengths - 1, lengths], 1)
+    return Feed(
+        tokens=torch.stack([sequences.previous, sequences.root], 1),
+        positions=rows,
+        rows=rows,
+        parent_rows=rows - 1,
+        lengths=lengths,
+        visible_rows=visible_rows,
+        ancestor_mask=torch.cat([torch.zeros_like(mask), mask]),
+    )
+
+
+def check_distributions(largest: Tensor, positions: Tensor) -> None:
+    """ValueError for draft logits that are no distribution, where asking does not stop a GPU.
+
+    largest: [B, n], a row's largest logit, or key, which is NaN then; positions: LongTensor[B], of the rows' tokens.
+    """
+    if largest.device.type == "cpu" and (bad := largest.isnan() | (largest == torch.inf)).any():
+        sequence = int(bad.any(-1).nonzero()[0, 0])
+        where = f"position {int(positions[sequence])} of sequence {sequence}"
+        raise ValueError(f"the draft's logits after {where} hold NaN or +inf")

@@ -53,11 +53,13 @@ class KeyValueCache:
 class LlamaForward:
     """A transformers Llama, Mistral, Qwen2 or Qwen3 causal language model, called on tree nodes.
 
+    layers: how many of its layers to go through before the final norm and head (default: all).
+
     Raises TypeError for something that is not such a model, ValueError for one with an attention or rotary embedding
     that depends on more than token positions.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str = "model"):
+    def __init__(self, model: PreTrainedModel, name: str = "model", layers: int | None = None):
         config = getattr(model, "config", None)
         if not isinstance(model, nn.Module) or getattr(config, "model_type", None) not in MODEL_TYPES:
             kind = getattr(config, "model_type", None) or type(model).__name__
@@ -85,6 +87,10 @@ class LlamaForward:
         self._model = model
         self._embed: nn.Embedding = model.get_input_embeddings()  # pyright: ignore[reportAttributeAccessIssue]
         self._layers = list(model.model.layers)
+        if layers is not None:
+            if not 1 <= layers < len(self._layers):
+                raise ValueError(f"an early exit must leave 1 .. {len(self._layers) - 1} layers, got {layers}")
+            self._layers = self._layers[:layers]
         self._norm = model.model.norm
         self._head_dim: int = self._layers[0].self_attn.head_dim
         self._kv_heads: int = config.num_key_value_heads

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import load_demo_pair
+from heavypath.speculative.drafts import EarlyExit, PromptLookup
 from heavypath.speculative.llama import MODEL_TYPES
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -20,7 +21,7 @@ class Pair(NamedTuple):
     """Models in eval mode on one device, and the target's tokenizer. Without a draft, only plain decoding works."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | None
+    draft: PreTrainedModel | PromptLookup | EarlyExit | None
     tokenizer: PreTrainedTokenizerBase
 
     @property
@@ -36,16 +37,21 @@ class Pair(NamedTuple):
 def load_pair(target: str | None = None, draft: str | None = None, device: torch.device | str | None = None) -> Pair:
     """The models in two folders, or of two names in the Hugging Face cache; the shipped pair if neither is given.
 
+    draft: also "prompt-lookup", or "early-exit:LAYERS", which take no model.
     device: default a GPU where there is one. Models keep the precision they were saved in, the shipped pair is float32.
 
     Raises ValueError, TypeError or OSError, in one line, for a missing folder, a model type that is not supported,
     files that don't fit together, and tokenizers with different vocabularies.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    modelless = None if draft is None else _modelless(draft)
     if target is None:
-        if draft is not None:
+        if draft is not None and modelless is None:
             raise ValueError(f"a draft ({draft!r}) needs its target; only the shipped pair loads without one")
-        return Pair(*load_demo_pair(device=device))
+        pair = load_demo_pair(device=device)
+        return Pair(pair.target, modelless or pair.draft, pair.tokenizer)
+    if modelless is not None:
+        draft = None
     folders = {
         role: find_folder(role, name) for role, name in (("target", target), ("draft", draft)) if name is not None
     }
@@ -55,7 +61,19 @@ def load_pair(target: str | None = None, draft: str | None = None, device: torch
     if "draft" in folders and any((folders["draft"] / name).is_file() for name in _TOKENIZER_FILES):
         _check_vocabularies(tokenizer, _load_tokenizer("draft", folders["draft"]))
     models = {role: _load_model(role, folder, device) for role, folder in folders.items()}
-    return Pair(models["target"], models.get("draft"), tokenizer)
+    return Pair(models["target"], modelless or models.get("draft"), tokenizer)
+
+
+def _modelless(draft: str) -> PromptLookup | EarlyExit | None:
+    """The draft of that name, unless it is a folder's or a model's."""
+    if draft == "prompt-lookup":
+        return PromptLookup()
+    kind, _, layers = draft.partition(":")
+    if kind != "early-exit":
+        return None
+    if not layers.isdecimal():
+        raise ValueError(f"expected early-exit:LAYERS, a number of the target's layers, got {draft!r}")
+    return EarlyExit(int(layers))
 
 
 def find_folder(role: str, name: str) -> Path:

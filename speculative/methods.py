@@ -1,13 +1,17 @@
 """The published methods, as what they differ in: the tree's shape, how children are drawn, how they are verified."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from heavypath.speculative.planning import greedy_tree
+from heavypath.speculative.growing import Growth
+from heavypath.speculative.planning import sequoia_tree
 from heavypath.speculative.tree import TokenTree
 
-MAX_DEPTH = 6  # edges: each level costs a draft forward, and few paths go deeper
+MAX_DEPTH = 6  # edges, unless asked for: each level costs a draft forward, and few paths go deeper
+# Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
+DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0127)
 
 
 @dataclass(frozen=True)
@@ -16,43 +20,94 @@ class Method:
 
     draw:   children are successive draws without replacement, independent draws, or the draft's most likely tokens
     verify: `method` of heavypath.kernels.verification.verify_tree
-    shape:  the tree of at most `size` nodes for an acceptance vector
+    shape:  a tree of at most `size` nodes, or how trees of that size grow; its other parameters are the options of
+            SpeculativeDecoder that the method has
     fill:   draw uniformly once the draft's support is used up
     """
 
     draw: Literal["without_replacement", "with_replacement", "top_k"]
-    verify: Literal["without_replacement", "with_replacement", "race", "target_sample"]
-    shape: Callable[[int, Sequence[float]], TokenTree]
+    verify: Literal["without_replacement", "with_replacement", "kseq", "race", "target_sample"]
+    shape: Callable[..., TokenTree | Growth]
     fill: bool = False
 
-
-def _planned(size: int, acceptance: Sequence[float]) -> TokenTree:
-    children = len(acceptance)
-    largest = len(TokenTree.k_ary(children, MAX_DEPTH)) if children < 3 else size
-    return greedy_tree(acceptance, min(size, largest), MAX_DEPTH)
-
-
-def _three_chains(size: int, _: Sequence[float]) -> TokenTree:
-    return TokenTree.independent(min(3, size - 1), max(1, (size - 1) // 3))
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What `shape` takes besides the size."""
+        return tuple(inspect.signature(self.shape).parameters)[1:]
 
 
-def _binary(size: int, _: Sequence[float]) -> TokenTree:
-    return TokenTree.k_ary(2, (size + 1).bit_length() - 2) if size > 2 else TokenTree.chain(1)
+def _root(size: int) -> TokenTree:
+    return TokenTree([-1])
+
+
+def _chain(size: int, threshold: float = 0.0) -> TokenTree | Growth:
+    """One that may end early grows, a node a level."""
+    return Growth("slot", size, 1, size - 1, threshold) if threshold > 0 else TokenTree.chain(size - 1)
+
+
+def _sequences(size: int, width: int = 3) -> TokenTree:
+    width = min(width, size - 1)
+    return TokenTree.independent(width, max(1, (size - 1) // width))
+
+
+def _constant(size: int, width: int = 2) -> TokenTree:
+    """The deepest tree of constant branching that has at most `size` nodes."""
+    nodes, level, depth = 1, width, 0
+    while nodes + level <= size:
+        nodes, level, depth = nodes + level, level * width, depth + 1
+    return TokenTree.k_ary(width, depth) if depth else TokenTree.k_ary(size - 1, 1)
+
+
+def _planned(size: int, acceptance: Sequence[float] = DEFAULT_ACCEPTANCE, max_depth: int = MAX_DEPTH) -> TokenTree:
+    children, possible = len(acceptance), 1
+    for depth in range(1, max_depth + 1):
+        possible = min(size, possible + children**depth)
+    return sequoia_tree(acceptance, possible, max_depth)
+
+
+def _beam(size: int, width: int | None = None, max_depth: int = MAX_DEPTH) -> Growth:
+    if width is None:
+        width = max(1, (size - 1) // max_depth)
+    depth = max(1, min(max_depth, (size - 1) // width))
+    return Growth("beam", min(size, 1 + width * depth), width, depth)
+
+
+def _grown(by: Literal["slot", "node"], size: int, width: int | None, max_depth: int, threshold: float) -> Growth:
+    """By default a level may have half of the nodes: wider ones are rare, and cost the draft's time."""
+    if width is None:
+        width = max(-(-size // 2), -(-(size - 1) // max_depth))
+    return Growth(by, min(size, 1 + width * max_depth), width, max_depth, threshold)
+
+
+def _by_slots(size: int, width: int | None = None, max_depth: int = MAX_DEPTH, threshold: float = 0.0) -> Growth:
+    return _grown("slot", size, width, max_depth, threshold)
+
+
+def _by_nodes(size: int, width: int | None = None, max_depth: int = MAX_DEPTH, threshold: float = 0.0) -> Growth:
+    return _grown("node", size, width, max_depth, threshold)
 
 
 METHODS = {
     # Plain decoding: a tree of one node. Its samples are those of a race without any drafts.
-    "autoregressive": Method("without_replacement", "race", lambda size, _: TokenTree([-1])),
+    "autoregressive": Method("without_replacement", "race", _root),
     # Leviathan et al. 2023, Chen et al. 2023
-    "chain": Method("without_replacement", "without_replacement", lambda size, _: TokenTree.chain(size - 1)),
+    "chain": Method("without_replacement", "without_replacement", _chain),
     # Miao et al. 2023: independent sequences, multi-step speculative sampling
-    "specinfer": Method("with_replacement", "with_replacement", _three_chains),
-    # Jeon et al. 2024: constant branching
-    "rsd-c": Method("without_replacement", "without_replacement", _binary),
+    "specinfer": Method("with_replacement", "with_replacement", _sequences),
+    # Sun et al. 2023: independent sequences, K-SEQ
+    "spectr": Method("with_replacement", "kseq", _sequences),
     # Chen et al. 2024
     "sequoia": Method("without_replacement", "without_replacement", _planned, fill=True),
+    # Xiong et al. 2024
+    "dyspec": Method("without_replacement", "without_replacement", _by_slots),
+    # Jeon et al. 2024: constant branching
+    "rsd-c": Method("without_replacement", "without_replacement", _constant),
+    # Jeon et al. 2024: stochastic beam search
+    "rsd-s": Method("without_replacement", "without_replacement", _beam),
     # exponential races: the text of "autoregressive" under the same seed
     "ersd": Method("without_replacement", "race", _planned),
+    # Li et al. 2024: expand where the draft is sure, keep the likeliest nodes; the draft's likeliest tokens
+    "eagle-2": Method("top_k", "target_sample", _by_nodes),
     # the draft's most likely tokens against a sample of the target
     "top-k": Method("top_k", "target_sample", _planned),
     # Miao et al. 2023, naive sampling: drafted samples against an independent sample of the target

@@ -9,32 +9,36 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.verification import Verified
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.drafting import Drafted
 
 
 @dataclass
 class Statistics:
     """Sums over the batch; `str()` is a small table.
 
-    tree:          the whole tree that was drafted from
+    depth, branching: levels of the largest tree drafted, and the most children of a node
     steps:         target forwards, the prefill of each prompt included
     new_tokens:    tokens generated, end-of-sequence included, padding not
     seconds:       wall time by phase: prefill, draft, target, verify, compact, commit
     total_seconds: wall time of the whole call
-    offered:       LongTensor[N], how often node i hung below an accepted node; accepted: how often it was accepted
+    nodes:         nodes that the target scored, roots and absent ones included
+    offered:       LongTensor[depth, branching]: how often an accepted node at depth d had child j; accepted: how often
+                   that child was the accepted one
     """
 
-    tree: TokenTree
+    depth: int
+    branching: int
     steps: int = 0
     new_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     total_seconds: float = 0.0
+    nodes: int = 0
     offered: Tensor = field(init=False, repr=False)
     accepted: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.offered = torch.zeros(len(self.tree), dtype=torch.long)
-        self.accepted = torch.zeros(len(self.tree), dtype=torch.long)
+        self.offered = torch.zeros(self.depth, self.branching, dtype=torch.long)
+        self.accepted = torch.zeros_like(self.offered)
 
     @property
     def tokens_per_step(self) -> float:
@@ -52,21 +56,13 @@ class Statistics:
 
         Where draws with replacement gave equal siblings, only the accepted path's node counts, not its equals.
         """
-        return self._shares(self.tree.ranks, self.offered)
+        return _shares(self.accepted.sum(0), self.offered.sum(0))
 
     @property
     def acceptance_by_depth(self) -> list[float]:
         """[d]: of the accepted nodes at depth d with children, the share of which a child was accepted."""
-        first = self.offered * (self.tree.ranks == 0)  # a node with children has one of rank 0
-        return self._shares(self.tree.depths - 1, first)
-
-    def _shares(self, group: Tensor, offered: Tensor) -> list[float]:
-        group, offered, accepted = group[1:], offered[1:], self.accepted[1:]
-        if not len(group):
-            return []
-        total = torch.zeros(int(group.max()) + 1).index_add_(0, group, offered.float())
-        kept = torch.zeros_like(total).index_add_(0, group, accepted.float())
-        return (kept / total.clamp(min=1)).tolist()
+        first = self.offered[:, :1].sum(1)  # a node with children has one of rank 0
+        return _shares(self.accepted.sum(1), first)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -77,21 +73,20 @@ class Statistics:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def count(self, parents: Tensor, kept: Tensor, tokens: Tensor, verified: Verified, active: Tensor) -> None:
-        """Tally one verification of a part of the tree.
-
-        parents, kept: LongTensor[N] of the part, kept[i] its node i's number in the whole tree; tokens:
-        LongTensor[B, N], -1 absent; active: bool [B], the sequences still generating.
-        """
+    def count(self, drafted: Drafted, verified: Verified, active: Tensor) -> None:
+        """Tally one verification; active: bool [B], the sequences still generating."""
+        tokens = drafted.tokens
         reached = torch.zeros(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.bool, device=tokens.device)
-        reached = reached.scatter_(1, verified.path.where(verified.path >= 0, tokens.shape[1]), True)[
-            active, :-1
-        ]  # [A, N]
-        offered = reached[:, parents.clamp(min=0)] & (tokens[active] >= 0)
-        self.steps += len(reached)
-        kept = kept.cpu()
-        self.offered[kept] += offered.sum(0).cpu()
-        self.accepted[kept] += reached.sum(0).cpu()
+        reached = reached.scatter_(1, verified.path.where(verified.path >= 0, tokens.shape[1]), True)[:, :-1]
+        self.steps += int(active.sum())
+        self.nodes += int(active.sum()) * tokens.shape[1]
+        if tokens.shape[1] == 1:
+            return
+        place = ((drafted.depths - 1) * self.branching + drafted.ranks).expand_as(tokens)[:, 1:]  # [B, N - 1]
+        above = drafted.parents.clamp(min=0).expand_as(tokens)[:, 1:]
+        counted = active[:, None] & reached.gather(1, above) & (tokens[:, 1:] >= 0)
+        for total, which in ((self.offered, counted), (self.accepted, counted & reached[:, 1:])):
+            total += torch.bincount(place[which], minlength=total.numel()).view_as(total).cpu()
 
     def __str__(self) -> str:
         rows = [
@@ -104,3 +99,7 @@ class Statistics:
             *((f"seconds, {name}", f"{seconds:.3f}") for name, seconds in self.seconds.items()),
         ]
         return "\n".join(f"{name:<22}{value}" for name, value in rows)
+
+
+def _shares(accepted: Tensor, offered: Tensor) -> list[float]:
+    return (accepted.double() / offered.clamp(min=1)).tolist()

@@ -117,6 +117,11 @@ class TokenTree:
         return int(self._depths.max())
 
     @property
+    def branching(self) -> int:
+        """The most children of a node."""
+        return int(self._ranks.max()) + 1 if len(self) > 1 else 0
+
+    @property
     def subtree_size(self) -> Tensor:
         """LongTensor[N], nodes in the subtree of each node, itself included."""
         return torch.tensor(self._sizes)

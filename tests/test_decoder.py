@@ -9,8 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.tree_attention import prepared_attention
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, load_demo_pair
+from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
 from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.growing import Growth
 
 STOCHASTIC = [name for name in METHODS if METHODS[name].verify != "race"]
 SPECULATIVE = [name for name in METHODS if name != "autoregressive"]
@@ -88,7 +89,7 @@ def test_decoding_through_the_kernel(temperature, monkeypatch):
         return decoding.generate(prompts, max_new_tokens=12, temperature=temperature, attention_mask=padding).sequences
 
     expected = text()
-    for module in ("decoder", "drafting", "llama"):
+    for module in ("decoder", "drafts", "llama"):
         by_kernel = partial(prepared_attention, impl="triton")
         monkeypatch.setattr(f"heavypath.speculative.{module}.prepared_attention", by_kernel)
     assert torch.equal(text(), expected)
@@ -169,8 +170,9 @@ def test_the_joint_law_of_four_tokens_is_exact(method, options, tiny_pair):
     prompt, sequences = torch.tensor([3, 1, 4]), 20_000
     law = exact_law(target, prompt, Filters(**options), 4)
     ragged, deepest = TokenTree([-1, 0, 0, 2, 2, 0, 5]), []
-    for tree in [None] if method == "autoregressive" else [None, ragged]:
-        decoder = SpeculativeDecoder(target, draft, method, tree_size=6, tree=tree)
+    fixed = method == "autoregressive" or isinstance(METHODS[method].shape(6), Growth)
+    for shape in [{"tree_size": 6}] if fixed else [{"tree_size": 6}, {"tree": ragged}]:
+        decoder = SpeculativeDecoder(target, draft, method, **shape)
         out = decoder.generate(prompt.expand(sequences, -1), max_new_tokens=4, seed=11, **options)
         counts = joint_counts(out.sequences[:, 3:], 7)
         assert chi_square_p_value(counts, law) > SIGNIFICANCE
@@ -291,6 +293,14 @@ def with_nan(model):
     (lambda t, d: SpeculativeDecoder(t, d, tree_size=1), "tree_size counts the root and must be at least 2, got 1"),
     (lambda t, d: SpeculativeDecoder(t, d, tree=[-1, 0]), "tree must be a TokenTree, got list"),
     (lambda t, d: SpeculativeDecoder(t, d, draft_top_p=0.0), "draft_top_p must be"),
+    (lambda t, d: SpeculativeDecoder(t, d, "chain", width=2), "'chain' has no option 'width'; it has threshold"),
+    (lambda t, d: SpeculativeDecoder(t, d, "autoregressive", width=2), "it has none but tree_size"),
+    (lambda t, d: SpeculativeDecoder(t, d, "dyspec", width=0), "width must be at least 1, got 0"),
+    (lambda t, d: SpeculativeDecoder(t, d, "dyspec", threshold=1.5), r"threshold must be in \[0, 1\], got 1.5"),
+    (lambda t, d: SpeculativeDecoder(t, d, "dyspec", tree=TokenTree.chain(2)), "'dyspec' grows its trees"),
+    (lambda t, d: SpeculativeDecoder(t, d, tree=TokenTree.chain(2), tree_size=4), "leave out tree_size"),
+    (lambda t, d: SpeculativeDecoder(t, EarlyExit(2)), r"must leave 1 .. 1 layers, got 2"),
+    (lambda t, d: PromptLookup(2, 3), "min_ngram <= max_ngram, got 3 and 2"),
 ])  # fmt: skip
 def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pair):
     with pytest.raises((ValueError, TypeError), match=message):

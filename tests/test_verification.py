@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.residual import k_seq, residual_chain
+from heavypath.kernels.k_seq import k_seq
+from heavypath.kernels.residual import residual_chain
 from heavypath.kernels.verification import sibling_order, verify_tree
 
 
@@ -282,10 +283,16 @@ def test_an_empty_batch_gives_an_empty_answer():
     assert [field.shape for field in verified] == [(0, 2), (0,), (0,)]
 
 
-def test_a_tiny_temperature_is_the_argmax():
-    logits = torch.tensor([[[50.0, 3.0, 60.0]]])
-    verified = verify_tree(torch.tensor([[0]]), torch.tensor([-1]), logits, None, method="race", temperature=1e-37)
-    assert verified.next_token.tolist() == [2]
+@pytest.mark.parametrize("temperature", [1e-8, 1e-37, 1e-42, 5e-324])
+@pytest.mark.parametrize("method", ["without_replacement", "with_replacement", "kseq", "race", "target_sample"])
+def test_a_tiny_temperature_is_the_argmax(method, temperature):
+    """The child is the draft's argmax, which the target accepts after node 0 only."""
+    draft_logits = torch.tensor([50.0, 3.0, 60.0]).expand(1, 3, 3)
+    target_logits = torch.stack([draft_logits[0, 0], torch.tensor([-1e38, 3e38, 0.0]), torch.zeros(3)])[None]
+    tokens, parents = torch.tensor([[0, 2, 2]]), torch.tensor([-1, 0, 1])
+    verified = verify_tree(tokens, parents, target_logits, draft_logits, method=method, temperature=temperature)
+    assert verified.path.tolist() == [[0, 1, -1]]
+    assert verified.next_token.tolist() == [1]
 
 
 GOOD = {

@@ -2,12 +2,14 @@
 
 import importlib.util
 import inspect
+import random
+import sys
 
 import pytest
 import torch
 from torch import Tensor
 
-from heavypath.kernels import residual, verification
+from heavypath.kernels import decision, k_seq, residual, verification
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import METHODS, Verified, verify_tree
@@ -109,6 +111,37 @@ def test_the_kernels_accept_what_the_reference_accepts(method, filters):
         assert Problem(tree, method, *FILTERS[filters], **shape).agrees(), (seed, tree)
 
 
+def random_problem(method: str, seed: int) -> Problem:
+    """Small, and any: the tree, draw order, distributions' distance, filters of both, dtype and absent nodes."""
+    chosen = random.Random(f"{method} {seed}")
+
+    def filters(*temperatures: float) -> Filters:
+        top_k, top_p, min_p = chosen.randint(1, 5), chosen.uniform(0.2, 0.99), chosen.uniform(0, 0.3)
+        off = [chosen.random() < 0.8 for _ in range(3)]
+        return Filters(
+            chosen.choice(temperatures), None if off[0] else top_k, None if off[1] else top_p, None if off[2] else min_p
+        )
+
+    parents = [-1, *(chosen.randrange(node) for node in range(1, chosen.randint(1, 8)))]
+    ranks, order = [0] * len(parents), chosen.sample(range(1, len(parents)), len(parents) - 1)
+    for place, node in enumerate(order):
+        ranks[node] = sum(parents[other] == parents[node] for other in order[:place])
+    return Problem(
+        TokenTree(parents, ranks), method,
+        filters(0.3, 1.0, 1.7), filters(*[0.0] * (method != "kseq"), 0.5, 1.0, 1.3),
+        vocab_size=chosen.choice([1, 2, 3, 5, 8, 40]), batch=chosen.choice([1, 1, 2]),
+        dtype=chosen.choice([torch.float32, torch.float16, torch.bfloat16]), absent=chosen.choice([0.0, 0.2]),
+        noise=chosen.choice([0.0, 0.3, 1.0, 3.0]), seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_the_kernels_accept_what_the_reference_accepts_in_random_trees(method):
+    differ = [seed for seed in range(110) if not random_problem(method, seed).agrees()]
+    assert not differ
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_vocabulary_of_several_chunks_is_shared_by_programs(method):
     problem = Problem(
@@ -177,19 +210,19 @@ MUTATIONS = {
     "the remaining mass is dropped": (residual, "this_q + log_mass) - tl.exp2(log_multiple + log_mass)",
                                       "this_q) - tl.exp2(log_multiple)"),
     "F is dropped": (residual, "tl.maximum(ratio, 0.0) / over", "tl.maximum(ratio, 0.0)"),
-    "lambda stays": (residual, "log_multiple = add_logs(log_multiple, tl.log2(over) - log_mass)", "pass"),
-    "children are not left out": (residual, "open = (order < _NONE) & (rejected == 0)", "open = order < _NONE"),
-    "equal siblings are separate": (residual, "equal = same | (there &", "equal = same & (there &"),
-    "all children share a coin": (residual, "word = rank % 4\n", "word = rank * 0\n"),
+    "lambda stays": (residual, "log_multiple = _add_logs(log_multiple, tl.log2(over) - log_mass)", "pass"),
+    "children are not left out": (residual, "open = (order < NONE) & (rejected == 0)", "open = order < NONE"),
+    "equal siblings are separate": (decision, "equal = same | (there &", "equal = same & (there &"),
+    "all children share a coin": (decision, "word = rank % 4\n", "word = rank * 0\n"),
     "the draft's filters are the target's": (
-        residual, "cut_of(draft_filters, vocab_size)", "cut_of(target_filters, vocab_size)"
+        decision, "cut_of(draft_filters, vocab_size)", "cut_of(target_filters, vocab_size)"
     ),
     "the recovered token uses the draft's noise": (verification, "int(Stream.TARGET))", "int(Stream.DRAFT))"),
     "the recovered token comes from the target": (verification, "weight = p - share * cover", "weight = p"),
-    "K-SEQ searches no further than K": (residual, "g = high.to(tl.float32)", "g = children.to(tl.float32)"),
+    "K-SEQ searches no further than K": (k_seq, "g = high.to(tl.float32)", "g = children.to(tl.float32)"),
     "the path names another sibling": (verification, "node = tl.load(parents_ptr + node).to(tl.int32)\n            pos",
                                        "node = 1\n            pos"),
-    "rank is ignored": (residual, "tl.where(child, rank * N + index, _NONE)", "tl.where(child, index, _NONE)"),
+    "rank is ignored": (decision, "tl.where(child, rank * N + index, NONE)", "tl.where(child, index, NONE)"),
 }  # fmt: skip
 
 
@@ -210,10 +243,13 @@ def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
     module, original, replacement = MUTATIONS[name]
     copy = mutant(tmp_path, module, original, replacement, "mutant")
     verify = verify_tree
-    if module is residual:
-        monkeypatch.setattr(verification, "launch_chain", copy.launch_chain)
-    else:
+    if module in (residual, k_seq):  # what the kernel of decision calls
+        monkeypatch.setitem(sys.modules, "mutant", copy)
+        copy = mutant(tmp_path, decision, f"from {module.__name__} import", "from mutant import", "calls_mutant")
+    if module is verification:
         verify = copy.verify_tree
+    else:
+        monkeypatch.setattr(verification, "decide", copy.decide)
 
     def differs(problem: Problem) -> bool:
         pairs = zip(problem.verified("triton", verify), problem.verified("torch"), strict=True)

@@ -1,0 +1,279 @@
+"""Decide on a GPU, for every node of a tree at once, which of its children is accepted if the walk comes to the node.
+
+`residual` and `k_seq` have the formulas and the references of what is decided at one node. Programs share a node's rows
+for the one pass that normalises them; the last to finish goes through the children. It leaves the accepted child, and
+where there is none, what the recovered token is drawn by: a few numbers that stand for
+
+    P(v) - share * min(P(v), l Q(v))        P and Q perhaps restricted to the tokens that no rejected child carries
+"""
+
+# Triton's language is no Python that a type checker knows.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heavypath.kernels.distributions import CHUNK, LANES, NONE, log_prob, normalized, softmax_part
+from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of
+from heavypath.kernels.k_seq import try_k_seq
+from heavypath.kernels.noise import Stream, philox_words, seed_words
+from heavypath.kernels.residual import try_chain
+from heavypath.kernels.tickets import is_last, tickets
+
+# What is left about a node, by place:
+#
+#     facts, fp32    0  the target's largest logit      2  the draft's      4  log2 l    6  share, 1 but for K-SEQ
+#                    1  the target's log_total          3  the draft's      5  uniform   7  p_offset
+#     marks, int32   0  the target's cut_key, its bits  2  the draft's      4  the node whose draft row is Q
+#                    1  the target's cut_end            3  the draft's      5, 6, 7  nothing
+#
+# l is K-SEQ's g; or 0, and the token drawn by P, where no child was rejected, or none since the chain started again.
+# Where it did, uniform is log2 Q of each token left, and p_offset log2 of the P of them all; else uniform is 1, which
+# such a logarithm never is, and p_offset 0.
+FACTS = tl.constexpr(8)
+_ACCEPT = tl.constexpr(int(Stream.ACCEPT))
+
+
+@triton.jit
+def ranks_of(parent, index, parents_ptr, N):
+    """Places among siblings in index order."""
+    rank = tl.zeros_like(index)
+    for other in range(N):
+        rank += tl.where((parent == tl.load(parents_ptr + other)) & (index > other), 1, 0)
+    return rank
+
+
+@triton.jit
+def _equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
+    """Whether the tokens from the root to each `parent` are those from the root to `node`."""
+    same = parent == node
+    equal = parent >= 0
+    while node > 0:
+        there = equal & (parent > 0)
+        their = tl.load(tokens_ptr + parent, mask=there, other=-1)
+        equal = same | (there & (their == tl.load(tokens_ptr + node)) & (their >= 0))
+        parent = tl.load(parents_ptr + parent, mask=there, other=-1).to(tl.int32)
+        node = tl.load(parents_ptr + node).to(tl.int32)
+        same |= equal & (parent == node)
+    return equal & (parent == node)
+
+
+_NUMBERS = ["seed_low", "seed_high", "temperature", "top_k", "top_p", "log_min_p"]
+_NUMBERS += ["draft_temperature", "draft_top_k", "draft_top_p", "draft_log_min_p"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _decide_kernel(
+    tokens_ptr,  # [B, N]
+    parents_ptr,  # [B, N], rows parents_stride apart
+    ranks_ptr,  # the same, if HAS_RANKS
+    rows_ptr,  # [B, N] if HAS_ROWS
+    target_ptr,  # [B, N, V]
+    draft_ptr,  # [B, N, V]
+    choice_ptr,  # int32 [B, N]: the accepted child, -1 for none, -2 if a row has no distribution
+    left_out_ptr,  # int32 [B, N]: children of whom P is restricted to others
+    facts_ptr,  # fp32 [B, N, FACTS]
+    marks_ptr,  # int32 [B, N, FACTS]
+    parts_ptr,  # fp32 [B, N, 4, CHUNKS]: each chunk's largest logit and sum of exponentials, the target's, the draft's
+    tickets_ptr,  # [B, N]
+    N,
+    V,
+    parents_stride,
+    ranks_stride,
+    target_batch_stride,
+    target_stride,
+    draft_batch_stride,
+    draft_stride,
+    seed_low,
+    seed_high,
+    temperature,
+    top_k,
+    top_p,
+    log_min_p,
+    draft_temperature,
+    draft_top_k,
+    draft_top_p,
+    draft_log_min_p,
+    REPLACEMENT: tl.constexpr,
+    K_SEQ: tl.constexpr,
+    POINT_MASSES: tl.constexpr,
+    HAS_DRAFT: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    FILTERED: tl.constexpr,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
+    DRAFT_HAS_TOP_K: tl.constexpr,
+    DRAFT_HAS_TOP_P: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    DRAFT_HIDDEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
+):
+    chunk = tl.program_id(0) % CHUNKS
+    batch = tl.program_id(0) // CHUNKS // N
+    node = tl.program_id(0) // CHUNKS % N
+    place = batch.to(tl.int64) * N + node
+    tokens_ptr += batch.to(tl.int64) * N
+    parents_ptr += batch.to(tl.int64) * parents_stride
+    leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
+
+    index = tl.arange(0, BLOCK)
+    parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
+    token = tl.load(tokens_ptr + index, mask=index < N, other=-1).to(tl.int32)
+    child = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
+    if REPLACEMENT and not POINT_MASSES:
+        child &= _equal_contexts(parent, token, node, parents_ptr, tokens_ptr)
+    else:
+        child &= parent == node
+    if not HAS_DRAFT:
+        child &= index < 0
+    has_children = tl.max(child.to(tl.int32)) > 0
+    first = tl.argmax(child.to(tl.int32), 0)
+    source = tl.max(tl.where(index == first, parent, 0))  # whose draft row the children were drawn from
+
+    none = tl.full([], 0, tl.uint32)
+    target_row = target_ptr + batch.to(tl.int64) * target_batch_stride + node.to(tl.int64) * target_stride
+    draft_row = draft_ptr + batch.to(tl.int64) * draft_batch_stride + source.to(tl.int64) * draft_stride
+    target = (target_row, 0.0, 0.0, temperature, none, V, log_min_p)
+    draft = (draft_row, 0.0, 0.0, draft_temperature, none, V, draft_log_min_p)
+    begin = chunk * CHUNK
+    end = tl.minimum(begin + CHUNK, V)
+    left_out = child if leaves_out else child & (index < 0)
+    part_ptr = parts_ptr + place * 4 * CHUNKS + chunk
+    largest, total = softmax_part(target, begin, end, V, token, left_out, False, HIDDEN)
+    tl.store(part_ptr, largest)
+    tl.store(part_ptr + CHUNKS, total)
+    if has_children and not POINT_MASSES:
+        largest, total = softmax_part(draft, begin, end, V, token, left_out, False, DRAFT_HIDDEN)
+        tl.store(part_ptr + 2 * CHUNKS, largest)
+        tl.store(part_ptr + 3 * CHUNKS, total)
+    if is_last(tickets_ptr + place, CHUNKS):
+        if HAS_RANKS:
+            rank = tl.load(ranks_ptr + batch.to(tl.int64) * ranks_stride + index, mask=index < N, other=0).to(tl.int32)
+        else:
+            rank = ranks_of(parent, index, parents_ptr, N)
+        if HAS_ROWS:
+            row = tl.load(rows_ptr + batch.to(tl.int64) * N + parent, mask=child, other=0)
+        else:
+            row = batch.to(tl.int64) * N + parent
+        words = (rank // 4).to(tl.uint32), row.to(tl.uint32), (row >> 32).to(tl.uint32)
+        w0, w1, w2, w3 = philox_words(seed_low, seed_high, *words, tl.full([], _ACCEPT, tl.uint32))
+        word = rank % 4
+        word = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+        coin = (word >> 8).to(tl.float32) * (2.0**-24)
+        order = tl.where(child, rank * N + index, NONE)
+
+        target, target_outside, usable = normalized(
+            target, part_ptr - chunk, V, token, left_out, top_k, top_p,
+            leaves_out, FILTERED, HAS_TOP_K, HAS_TOP_P, HIDDEN, CHUNKS,
+        )  # fmt: skip
+        choice = tl.where(usable, -1, -2)
+        log_multiple = tl.full([], float("-inf"), tl.float32)
+        share = tl.full([], 1.0, tl.float32)
+        p_offset = tl.full([], 0.0, tl.float32)
+        uniform = tl.full([], 1.0, tl.float32)
+        restricted = tl.zeros_like(index)
+        if has_children:
+            if POINT_MASSES:
+                draft_outside = tl.full([], float("-inf"), tl.float32)
+            else:
+                draft, draft_outside, draft_usable = normalized(
+                    draft, part_ptr - chunk + 2 * CHUNKS, V, token, left_out, draft_top_k, draft_top_p,
+                    leaves_out, DRAFT_FILTERED, DRAFT_HAS_TOP_K, DRAFT_HAS_TOP_P, DRAFT_HIDDEN, CHUNKS,
+                )  # fmt: skip
+                choice = tl.where(draft_usable, choice, -2)
+            x = tl.load(target_row + token, mask=child, other=float("-inf")).to(tl.float32)
+            log_p = log_prob(target, x, token, FILTERED, HIDDEN)
+            log_q = tl.full([BLOCK], float("-inf"), tl.float32)
+            if not POINT_MASSES:
+                y = tl.load(draft_row + token, mask=child, other=float("-inf")).to(tl.float32)
+                log_q = log_prob(draft, y, token, DRAFT_FILTERED, DRAFT_HIDDEN)
+            if K_SEQ:
+                choice, log_multiple, share = try_k_seq(
+                    target, draft, V, token, order, coin, log_p, log_q, choice,
+                    FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+                )  # fmt: skip
+            else:
+                choice, log_multiple, p_offset, uniform, restricted = try_chain(
+                    target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q, choice,
+                    REPLACEMENT, POINT_MASSES, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+                )  # fmt: skip
+
+        tl.store(choice_ptr + place, choice)
+        if leaves_out:
+            tl.store(left_out_ptr + batch.to(tl.int64) * N + index, restricted, mask=child)
+        facts_ptr += place * FACTS
+        tl.store(facts_ptr, target[1])
+        tl.store(facts_ptr + 1, target[2])
+        tl.store(facts_ptr + 2, draft[1])
+        tl.store(facts_ptr + 3, draft[2])
+        tl.store(facts_ptr + 4, log_multiple)
+        tl.store(facts_ptr + 5, uniform)
+        tl.store(facts_ptr + 6, share)
+        tl.store(facts_ptr + 7, p_offset)
+        marks_ptr += place * FACTS
+        tl.store(marks_ptr, target[4].to(tl.int32, bitcast=True))
+        tl.store(marks_ptr + 1, target[5])
+        tl.store(marks_ptr + 2, draft[4].to(tl.int32, bitcast=True))
+        tl.store(marks_ptr + 3, draft[5])
+        tl.store(marks_ptr + 4, source)
+
+
+class Decided(NamedTuple):
+    """What _decide_kernel leaves for the walk, as its arguments say."""
+
+    choice: Tensor
+    left_out: Tensor
+    facts: Tensor
+    marks: Tensor
+
+
+def leaves_out(method: str, draft_filters: Filters) -> bool:
+    """Whether a chain may restrict P to the tokens that no rejected child carries."""
+    return method == "without_replacement" or (method == "with_replacement" and draft_filters.temperature == 0)
+
+
+def decide(
+    tokens: Tensor,
+    parents: Tensor,
+    ranks: Tensor | None,
+    rows: Tensor | None,
+    target: Tensor,
+    draft: Tensor | None,
+    method: str,
+    target_filters: Filters,
+    draft_filters: Filters,
+    seed: int,
+) -> Decided:
+    """Decide for every node of [B, N] at once; logits [B, N, V], contiguous in V; without a draft there is one node."""
+    batch, nodes = tokens.shape
+    device, vocab_size = tokens.device, target.shape[-1]
+    cut, draft_cut = cut_of(target_filters, vocab_size), cut_of(draft_filters, vocab_size)
+    chunks = triton.cdiv(vocab_size, CHUNK.value)
+    ints = torch.empty(batch * nodes * (2 + FACTS.value), dtype=torch.int32, device=device)
+    numbers = torch.empty(batch * nodes * (FACTS.value + 4 * chunks), device=device)
+    choice, left_out, marks = ints.split([batch * nodes, batch * nodes, batch * nodes * FACTS.value])
+    facts, parts = numbers.split([batch * nodes * FACTS.value, batch * nodes * 4 * chunks])
+    source = target if draft is None else draft
+    with torch.cuda.device_of(tokens):
+        _decide_kernel[(batch * nodes * chunks,)](
+            tokens, parents, ranks, rows, target, source, choice, left_out, facts, marks, parts,
+            tickets(batch * nodes, device), nodes, vocab_size,
+            parents.stride(0), 0 if ranks is None else ranks.stride(0),
+            *target.stride()[:2], *source.stride()[:2], *seed_words(seed), *cut.numbers, *draft_cut.numbers,
+            REPLACEMENT=method != "without_replacement", K_SEQ=method == "kseq",
+            POINT_MASSES=draft_filters.temperature == 0, HAS_DRAFT=draft is not None, HAS_RANKS=ranks is not None,
+            HAS_ROWS=rows is not None, FILTERED=cut.filtered, HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p,
+            DRAFT_FILTERED=draft_cut.filtered, DRAFT_HAS_TOP_K=draft_cut.has_top_k,
+            DRAFT_HAS_TOP_P=draft_cut.has_top_p, HIDDEN=HIDDEN_BITS[target.dtype],
+            DRAFT_HIDDEN=HIDDEN_BITS[source.dtype], CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(nodes)),
+            num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,  # or ptxas spills for occupancy
+        )  # fmt: skip
+    return Decided(choice, left_out, facts, marks)

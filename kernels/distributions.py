@@ -1,0 +1,188 @@
+"""A node's distributions: the target's P and the draft's Q, read off their rows of logits, and what both share.
+
+For a row of logits x with the largest m, at temperature T, and with all logarithms to base 2:
+
+    log_total    log sum_v 2^((x(v) - m) log(e) / T)         over the tokens v that the filters keep
+    log P(v)     (x(v) - m) log(e) / T - log_total           -inf for other tokens
+    F(l)         sum_v max(P(v) - l Q(v), 0)
+    C(l)         sum_v min(P(v), l Q(v))
+
+No row of probabilities is stored on a GPU: kernels hand a row of logits around with the numbers that turn it into a
+distribution, and compute P and Q where they read x. Programs that share a row take a chunk's largest logit and sum
+each, and the last of them to finish puts these together.
+"""
+
+# Triton's language is no Python that a type checker knows.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+
+import math
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heavypath.kernels.filtering import (
+    LEAST_TEMPERATURE,
+    LOWEST,
+    Filters,
+    filter_cut,
+    filtered_scores,
+    is_kept,
+    softmax_scale,
+)
+
+
+def log_probs(logits: Tensor, largest: Tensor, filters: Filters) -> Tensor:
+    """log2 P of fp32 logits [A, V] with their largest [A, 1], fp32 and as exact as the kernels'; temperature > 0."""
+    if filters.top_k or filters.top_p or filters.min_p:
+        logs = filtered_scores(logits, filters).mul_(math.log2(math.e))
+    else:
+        logs = (logits - largest).mul_(math.log2(math.e) / max(filters.temperature, LEAST_TEMPERATURE))
+    return logs.sub_(logs.exp2().sum(-1, keepdim=True).log2_())
+
+
+# In the references rows stay where they are, and what is one number for a sequence is fp64 on the host.
+
+
+def host(rows: Tensor) -> np.ndarray:
+    """What a sequence has one number of, in fp64 on the host."""
+    return rows.double().cpu().numpy()
+
+
+def column(values: np.ndarray, like: Tensor) -> Tensor:
+    """Host values [A] as [A, 1] beside rows [A, V]."""
+    return torch.from_numpy(values)[:, None].to(like.device)
+
+
+def at(rows: Tensor, tokens: np.ndarray) -> np.ndarray:
+    """fp64 values of rows [A, V] at tokens [A] or [A, K], on the host."""
+    place = torch.from_numpy(tokens if tokens.ndim == 2 else tokens[:, None]).to(rows.device)
+    return rows.gather(1, place).double().cpu().numpy().reshape(tokens.shape)
+
+
+LANES = tl.constexpr(256)  # threads of a program; each holds eight neighbouring tokens of a tile
+TILE = tl.constexpr(8 * 256)
+CHUNK = tl.constexpr(4 * 8 * 256)
+NONE = tl.constexpr(2**31 - 1)  # above every child's place in draw order: there is no child
+
+
+# A row and what turns its logits into a filtered distribution, as kernels hand it around:
+#     side = (row_ptr, largest, log_total, temperature, cut_key, cut_end, log_min_p)
+# largest is the largest logit; log_total, and every logarithm here, is to base 2.
+
+
+@triton.jit
+def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.constexpr, HIDDEN: tl.constexpr):
+    """The largest logit of tokens begin .. end - 1 but left_out children's, and the sum of exponentials less it."""
+    row_ptr, whole_largest, _, temperature, cut_key, cut_end, log_min_p = side
+    scale = softmax_scale(temperature)
+    largest = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    for start in range(begin, end, TILE):
+        token = start + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        x = tl.load(row_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)
+        if FILTERED:
+            kept = is_kept(x, token, whole_largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
+            x = tl.where(kept, x, float("-inf"))
+        x = without(x, token, start, start + TILE, child_token, left_out, V)
+        higher = tl.maximum(largest, tl.max(x, 1))
+        total = total * tl.exp2((largest - higher) * scale) + tl.sum(tl.exp2((x - higher[:, None]) * scale), 1)
+        largest = higher
+    highest = tl.max(largest)
+    return highest, tl.sum(total * tl.exp2((largest - highest) * scale))
+
+
+@triton.jit
+def normalized(
+    side, part_ptr, V, token, left_out, top_k, top_p, LEAVES_OUT: tl.constexpr,
+    FILTERED: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HIDDEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The side with all it needs, the logarithm of its mass outside the children left out, and whether there is any."""
+    row_ptr, _, _, temperature, cut_key, cut_end, log_min_p = side
+    scale = softmax_scale(temperature)
+    chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
+    parts = tl.load(part_ptr + chunk, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
+    totals = tl.load(part_ptr + CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
+    outside_largest = tl.max(parts)
+    outside = tl.sum(totals * tl.exp2((parts - outside_largest) * scale))
+    largest, total = outside_largest, outside
+    if LEAVES_OUT:
+        x = tl.load(row_ptr + token, mask=left_out, other=float("-inf")).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(x))
+        total = outside * tl.exp2((outside_largest - largest) * scale)
+        out = tl.min(tl.where(left_out, token, V))
+        while out < V:  # each token once
+            total += tl.exp2((tl.max(tl.where(left_out & (token == out), x, float("-inf"))) - largest) * scale)
+            out = tl.min(tl.where(left_out & (token > out), token, V))
+    usable = total > 0
+    if FILTERED:
+        cut_key, cut_end, total = filter_cut(
+            row_ptr, V, largest, temperature, top_k, top_p, log_min_p, HAS_TOP_K, HAS_TOP_P, HIDDEN
+        )
+        if LEAVES_OUT:
+            whole = (row_ptr, largest, 0.0, temperature, cut_key, cut_end, log_min_p)
+            outside_largest, outside = softmax_part(whole, 0, V, V, token, left_out, True, HIDDEN)
+    log_total = tl.log2(tl.where(usable, total, 1.0))
+    log_outside = (outside_largest - largest) * scale + tl.log2(outside) - log_total
+    return (row_ptr, largest, log_total, temperature, cut_key, cut_end, log_min_p), log_outside, usable
+
+
+@triton.jit
+def log_prob(side, x, token, FILTERED: tl.constexpr, HIDDEN: tl.constexpr):
+    """log2 of the probability of tokens with logits x."""
+    _, largest, log_total, temperature, cut_key, cut_end, log_min_p = side
+    logs = (x - largest) * softmax_scale(temperature) - log_total
+    if FILTERED:
+        kept = is_kept(x, token, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
+        logs = tl.where(kept, logs, float("-inf"))
+    return logs
+
+
+@triton.jit
+def without(values, token, start, end, child_token, left_out, V):
+    """values [...] at tokens start <= token < end, -inf at those that left_out children carry."""
+    here = left_out & (child_token >= start) & (child_token < end)
+    out = tl.min(tl.where(here, child_token, V))
+    while out < V:
+        values = tl.where(token == out, float("-inf"), values)
+        out = tl.min(tl.where(here & (child_token > out), child_token, V))
+    return values
+
+
+@triton.jit
+def shares(
+    target, draft, log_multiple, uniform, token, start, end, V, child_token, left_out,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """P and min(P, l Q) of tokens start <= token < end, with log l, and for Q `uniform` where that is a logarithm."""
+    x = tl.load(target[0] + token, mask=token < end, other=float("-inf")).to(tl.float32)
+    log_p = log_prob(target, x, token, FILTERED, HIDDEN)
+    if uniform > 0:
+        y = tl.load(draft[0] + token, mask=token < end, other=float("-inf")).to(tl.float32)
+        log_q = log_prob(draft, y, token, DRAFT_FILTERED, DRAFT_HIDDEN)
+    else:
+        log_q = tl.zeros_like(log_p) + uniform
+        log_p = without(log_p, token, start, end, child_token, left_out, V)
+    p = tl.exp2(log_p)
+    return p, tl.minimum(p, tl.exp2(log_q + log_multiple))
+
+
+@triton.jit
+def sums_of_shares(
+    target, draft, log_multiple, uniform, V, child_token, left_out,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """F(l) and C(l)."""
+    over, covered = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+    for start in range(0, V, TILE):
+        p, cover = shares(
+            target, draft, log_multiple, uniform, start + tl.arange(0, TILE), start, tl.minimum(start + TILE, V), V,
+            child_token, left_out, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+        )  # fmt: skip
+        over += p - cover
+        covered += cover
+    return tl.sum(over), tl.sum(covered)

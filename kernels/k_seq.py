@@ -1,0 +1,133 @@
+"""K-SEQ (SpecTr, Sun et al. 2023, algorithm 2): accept one of a node's independent children.
+
+At a node with target distribution P and draft distribution Q let K children be independent draws of Q. With
+C(g) = sum_v min(P(v), g Q(v)), the part of P that g Q covers, and A(g) = 1 - (1 - C(g) / g)^K, the probability that it
+accepts any,
+
+    g in [1, K]      the least with C(g) >= A(g); K is always one
+    accept x_k  iff  coin_k < P(x_k) / (g Q(x_k))
+    all rejected     recovered token ~ P - min(P, g Q) A(g) / C(g)
+
+The target's law is kept for every g with C(g) >= A(g), so the search for the least one may stop anywhere above it. It
+is regula falsi by the Illinois rule; a child that the draft could not have drawn is passed over like an absent one.
+
+On a GPU `decision` has the last of a node's programs try its children; the search takes a pass over both rows a step.
+"""
+
+# Triton's language is no Python that a type checker knows.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heavypath.kernels.distributions import NONE, at, column, host, sums_of_shares
+
+SEARCH_STEPS = tl.constexpr(12)  # for g
+
+
+def k_seq(log_target: Tensor, log_draft: Tensor, drawn: np.ndarray, coins: np.ndarray) -> tuple[np.ndarray, Tensor]:
+    """Try the children of one node per sequence.
+
+    log_target, log_draft: [A, V], log2 P and log2 Q. drawn: int64 [A, K], -1 for no child. coins: fp64 [A, K]. Returns
+    the place of the accepted child or -1, [A], and weights [A', V] that the recovered tokens of the A' sequences
+    without an accepted child are drawn by.
+    """
+    tokens = drawn.clip(min=0)
+    log_p, log_q = (at(rows, tokens) for rows in (log_target, log_draft))
+    here = (drawn >= 0) & (log_q > -np.inf)
+    children = here.sum(1)
+    target, draft = log_target.exp2(), log_draft.exp2()
+    share_of = torch.empty_like(draft)
+
+    def covered(g: np.ndarray) -> np.ndarray:
+        torch.mul(draft, column(g, draft).to(draft.dtype), out=share_of)
+        return host(torch.minimum(target, share_of, out=share_of).sum(-1))
+
+    def accepting(g: np.ndarray, cover: np.ndarray) -> np.ndarray:
+        return 1 - np.maximum(1 - cover / g, 0) ** children
+
+    # Regula falsi by the Illinois rule: the least g lies in [low, high], whose upper end always does.
+    low, high = np.ones(len(drawn)), np.maximum(children, 1.0)
+    cover = covered(low)
+    low_gap = cover - accepting(low, cover)
+    cover = covered(high)
+    high_gap = cover - accepting(high, cover)
+    high, enough = np.where(low_gap >= 0, low, high), None
+    for _ in range(SEARCH_STEPS.value):
+        if (high == low).all():
+            break
+        slope = np.where(high > low, high_gap - low_gap, 1)
+        middle = (high - high_gap * (high - low) / np.where(slope == 0, 1, slope)).clip(low, high)
+        cover = covered(middle)
+        gap = cover - accepting(middle, cover)
+        before, enough = enough, gap >= 0
+        again = np.zeros_like(enough) if before is None else enough == before
+        low_gap = np.where(enough, np.where(again, low_gap / 2, low_gap), gap)
+        high_gap = np.where(enough, gap, np.where(again, high_gap / 2, high_gap))
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+
+    with np.errstate(all="ignore"):
+        accepted = here & (coins < np.exp2(log_p - log_q) / high[:, None])
+    choice = np.where(accepted.any(1), accepted.argmax(1) if drawn.shape[1] else -1, -1)
+    cover = covered(high)
+    share = np.minimum(accepting(high, cover) / np.maximum(cover, np.finfo(np.float64).tiny), 1)
+    stopped = torch.from_numpy(choice < 0).to(target.device)
+    weights = (target - column(share, target).to(target.dtype) * share_of)[stopped].clamp_(min=0)
+    return choice, weights.where((weights > 0).any(-1, keepdim=True), target[stopped])
+
+
+@triton.jit
+def _accepting(g, covered, children):
+    """A(g), in fp64."""
+    refuse = tl.maximum(1 - covered.to(tl.float64) / g, 1e-300)
+    return 1 - tl.exp(children * tl.log(refuse))
+
+
+@triton.jit
+def try_k_seq(
+    target, draft, V, token, order, coin, log_p, log_q, choice,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """`k_seq`: choice, log g, A(g) / C(g)."""
+    here = (order < NONE) & (log_q > float("-inf"))
+    children = tl.sum(here.to(tl.int32)).to(tl.float64)
+    low = tl.full([], 1.0, tl.float64)
+    high = tl.maximum(children, 1.0)
+    low_gap, high_gap = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+    before = tl.full([], -1, tl.int32)
+    for step in range(SEARCH_STEPS + 2):  # both ends first
+        width = (high - low) / tl.where(high > low, high_gap - low_gap, 1.0)
+        middle = tl.minimum(tl.maximum(high - high_gap * width, low), high)
+        middle = tl.where(step == 0, low, tl.where(step == 1, high, middle))
+        _, covered = sums_of_shares(
+            target, draft, tl.log2(middle.to(tl.float32)), 1.0, V, token, order < 0,
+            FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+        )  # fmt: skip
+        gap = covered.to(tl.float64) - _accepting(middle, covered, children)
+        enough = gap >= 0
+        if step == 0:
+            low_gap = gap
+            high = tl.where(enough, low, high)
+        elif step == 1:
+            high_gap = gap
+        elif enough:
+            low_gap = tl.where(before == 1, low_gap / 2, low_gap)
+            high, high_gap, before = middle, gap, tl.full([], 1, tl.int32)
+        else:
+            high_gap = tl.where(before == 0, high_gap / 2, high_gap)
+            low, low_gap, before = middle, gap, tl.full([], 0, tl.int32)
+    g = high.to(tl.float32)
+    _, covered = sums_of_shares(
+        target, draft, tl.log2(g), 1.0, V, token, order < 0, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN
+    )
+    accepting = _accepting(g.to(tl.float64), covered, children).to(tl.float32)
+    share = tl.minimum(accepting / tl.maximum(covered, 2.0**-126), 1.0)
+    accepted = tl.min(tl.where(here & (coin < tl.exp2(log_p - log_q) / g), order, NONE))
+    index = tl.arange(0, order.shape[0])
+    found = tl.sum(tl.where((order == accepted) & here, index, 0))
+    choice = tl.where((choice == -1) & (accepted < NONE), found, choice)
+    return choice, tl.log2(g), share

@@ -1,0 +1,152 @@
+"""What drafts: prompt lookup against a search by hand, early exits against a cut model, padded vocabularies."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from test_decoder import exact_law, tiny_llama, transformers_greedy
+
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.tree_attention import prepared_attention
+from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder
+from heavypath.speculative.drafts import Feed, LookupDraft, ModelDraft
+from heavypath.speculative.llama import LlamaForward
+
+VOCAB = 4
+
+
+def searched(text, context, options):
+    """Probabilities of what followed the longest suffix of `context` that occurred in `text`."""
+    for length in range(options.max_ngram, options.min_ngram - 1, -1):
+        suffix = context[-length:]
+        followed = [text[i + length] for i in range(len(text) - length) if text[i : i + length] == suffix]
+        if len(suffix) == length and followed:
+            probs = [0.0] * VOCAB
+            for age, token in enumerate(reversed(followed), start=1):
+                probs[token] += 0.5**age
+            return probs
+    return [0.0] * VOCAB
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    texts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=24), min_size=1, max_size=3),
+    branch=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
+    longest=st.integers(1, 4), shortest=st.integers(1, 2), commit=st.booleans(),
+)  # fmt: skip
+def test_prompt_lookup_finds_what_a_search_finds(texts, branch, longest, shortest, commit):
+    options = PromptLookup(max(longest, shortest), shortest)
+    draft = LookupDraft(options, VOCAB, torch.device("cpu"))
+    width, batch = max(map(len, texts)), len(texts)
+    prompt = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+    lengths = torch.tensor([len(text) - 1 for text in texts])  # the last token is the root
+    cache = draft.new_cache(batch, width + len(branch) + 1)
+    draft.prefill(prompt, lengths + 1, cache)
+    if commit:  # rows of the last two tokens as drafting left them: nothing of them may be read
+        for b, length in enumerate(lengths.tolist()):
+            for field in (cache.keys, cache.values):
+                field[b, :, length - 1 :] = 3
+
+    rows = torch.stack([lengths - 1, lengths], 1)
+    tokens = prompt.gather(1, rows)
+    ones = torch.ones(1, 1, dtype=torch.bool)
+    logits = draft(Feed(tokens, rows, rows, rows - 1, lengths, int(lengths.max()) + 1, ones), cache)[:, -1:]
+    for depth in range(len(branch) + 1):
+        for b, text in enumerate(texts):
+            expected = searched(text, text + branch[:depth], options)
+            assert logits[b, 0].exp().tolist() == pytest.approx(expected, abs=2e-4)
+        if depth < len(branch):
+            here = (lengths + depth + 1)[:, None]
+            fed = torch.full((batch, 1), branch[depth])
+            logits = draft(Feed(fed, here, here, here - 1, lengths, int(here.max()) + 1, ones), cache)
+
+
+def test_prompt_lookup_drafts_a_repetition():
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, PromptLookup(), "chain", tree_size=6)
+    prompt = torch.tensor([[1, 2, 3, 4]])
+    out = decoder.generate(prompt, 59)  # greedy text of so small a model repeats itself
+    assert torch.equal(out.sequences, transformers_greedy(target, prompt, 59))
+    assert out.stats.tokens_per_step > 2
+
+
+DRAFTS = {"prompt lookup": lambda: PromptLookup(2), "early exit": lambda: EarlyExit(1)}
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "autoregressive"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_the_law_is_the_targets_with_any_draft(name, method):
+    target, prompt = tiny_llama(1), torch.tensor([3, 1, 4, 3, 1])
+    decoder = SpeculativeDecoder(target, DRAFTS[name](), method, tree_size=6)
+    out = decoder.generate(prompt.expand(12_000, -1), max_new_tokens=3, temperature=0.9, seed=4)
+    law = exact_law(target, prompt, Filters(0.9), 3)
+    assert chi_square_p_value(joint_counts(out.sequences[:, 5:], 7), law) > SIGNIFICANCE
+    assert torch.equal(decoder.generate(prompt[None], 20).sequences, transformers_greedy(target, prompt[None], 20))
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("method", ["sequoia", "dyspec", "ersd"])
+def test_a_batch_is_decoded_as_each_alone_with_any_draft(name, method):
+    decoder = SpeculativeDecoder(tiny_llama(1), DRAFTS[name](), method, tree_size=7)
+    prompts, mask = torch.tensor([[1, 2, 1, 2, 1], [0, 0, 5, 5, 5]]), torch.ones(2, 5, dtype=torch.long)
+    mask[1, :2] = 0
+    options = {"max_new_tokens": 30, "temperature": 0.5, "seed": 2}
+    batch = decoder.generate(prompts, attention_mask=mask, **options).sequences[:, 5:]
+    for b, prompt in enumerate((prompts[0], prompts[1, 2:])):
+        alone = decoder.generate(prompt[None], sequence_ids=torch.tensor([b]), **options).sequences[0, len(prompt) :]
+        assert torch.equal(batch[b], alone)
+
+
+@torch.inference_mode()
+def test_an_early_exit_is_the_model_of_its_first_layers():
+    whole = tiny_llama(1, layers=3)
+    cut = copy.deepcopy(whole)
+    cut.model.layers = cut.model.layers[:2]
+    tokens = torch.randint(0, 7, (2, 9))
+    forward = LlamaForward(whole, "draft", layers=2)
+    rows = torch.arange(9).expand(2, -1)
+    attend = prepared_attention(
+        prefix_length=torch.tensor(0), rows=9, dtype=torch.float32, subtree_end=torch.full((9,), 9)
+    )
+    ours = forward(tokens, rows, rows, forward.new_cache(2, 9), attend)
+    assert torch.allclose(ours, cut(tokens).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("draft_size", [199, 202])
+@pytest.mark.parametrize("method", ["sequoia", "specinfer", "dyspec", "rsd-s", "ersd", "spectr", "top-k"])
+def test_padded_vocabularies_are_masked(method, draft_size):
+    target, draft = tiny_llama(1, 200), tiny_llama(2, draft_size, layers=1)
+    prompt = torch.tensor([[199, 3, 199]])  # a token that the smaller draft lacks
+    decoder = SpeculativeDecoder(target, draft, method, tree_size=6)
+    assert torch.equal(decoder.generate(prompt, 16).sequences, transformers_greedy(target, prompt, 16))
+    out = decoder.generate(prompt.expand(4000, -1), 2, temperature=1.0, top_k=8)
+    law = exact_law(target, prompt[0], Filters(1.0, 8), 2).view(200, 200).sum(0)  # of the second, which was drafted
+    counts = torch.bincount(out.sequences[:, 4], minlength=200)
+    assert chi_square_p_value(counts, law) > SIGNIFICANCE
+
+
+def test_a_padded_draft_equal_to_the_target_is_always_accepted():
+    target = tiny_llama(1, 200)
+    draft = copy.deepcopy(target)
+    draft.resize_token_embeddings(202, mean_resizing=False)
+    with torch.no_grad():
+        draft.lm_head.weight[200:] = draft.lm_head.weight[:200].mean(0)
+    out = SpeculativeDecoder(target, draft.eval(), "chain", tree_size=5).generate(torch.tensor([[1, 2]]), 41)
+    assert out.stats.acceptance_by_rank == [1.0]
+    assert ModelDraft(LlamaForward(draft), 200)
+
+
+@pytest.mark.parametrize(("sizes", "message"), [
+    ((200, 203), "got 200 and 203 tokens; padding may differ by at most 1 in 100 and 128 tokens"),
+    ((32_000, 32_200), "got 32000 and 32200 tokens"),
+])  # fmt: skip
+def test_other_vocabularies_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder(tiny_llama(1, sizes[0]), tiny_llama(2, sizes[1]))
+
+
+def test_llamas_padding_is_taken():
+    assert SpeculativeDecoder(tiny_llama(1, 32_000), tiny_llama(2, 32_064))
