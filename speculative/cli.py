@@ -1,53 +1,52 @@
-"""The `heavypath` command: `demo`, `generate`, `info`.
+"""The `heavypath` command: `demo`, `generate`, `calibrate`, `plan`, `info`.
 
 Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, said in one line;
 2 for wrong usage; 130 for Ctrl-C.
 """
 
-import importlib.metadata
-import json
 import os
-import platform
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import torch
-import transformers
 import typer
 from rich.console import Console
 from rich.text import Text
+from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
+from heavypath.speculative import cli_planning
+from heavypath.speculative.cli_support import (
+    AsJson,
+    Draft,
+    MaxNewTokens,
+    Seed,
+    Target,
+    Temperature,
+    TopK,
+    TopP,
+    TreeSize,
+    encode,
+    environment,
+    load,
+    print_json,
+    progress,
+)
 from heavypath.speculative.comparison import PLAIN, TIE, Row, as_table, compare
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.loading import Pair, find_folder, load_pair
+from heavypath.speculative.loading import Pair, find_folder
 from heavypath.speculative.methods import METHODS
+from heavypath.speculative.profile import Profile
 from heavypath.speculative.statistics import Statistics
 from heavypath.speculative.text_stream import TextStream
 
-KERNELS = {  # whether it has a Triton version, which runs on a GPU
-    "tree_attention": True,
-    "heavy_path_order": True,
-    "gumbel_topk": True,
-    "verify_tree": True,
-    "compact_cache": True,
-}
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")
-
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; > 0 samples.")]
-TopK = Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens; 0 for all.")]
-TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that reach this probability.")]
-TreeSize = Annotated[int, typer.Option(min=2, help="Nodes of the drafted tree, the root included.")]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+app.command()(cli_planning.calibrate)
+app.command()(cli_planning.plan)
 
 
 @app.command()
@@ -66,9 +65,9 @@ def demo(
     texts = demo_prompts()
     if prompts > len(texts):
         raise ValueError(f"--prompts must be at most {len(texts)}, the number of shipped prompts, got {prompts}")
-    pair = _load()
-    assert pair.draft is not None
-    inputs = [_encode(pair, text) for text in texts[:prompts]]
+    pair = load()
+    assert isinstance(pair.draft, PreTrainedModel)
+    inputs = [encode(pair, text) for text in texts[:prompts]]
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if not as_json:
         decoder = SpeculativeDecoder(pair.target, pair.draft, tree_size=tree_size)
@@ -76,7 +75,7 @@ def demo(
             _stream_demo_text(decoder, pair, text, ids, {**sampling, "max_new_tokens": max_new_tokens})
     if not as_json:
         typer.echo(f"comparing {len(METHODS) + 2} ways to decode ...", err=True)
-    with _progress("comparing the methods") as report:
+    with progress("comparing the methods") as report:
         rows = compare(
             pair.target,
             pair.draft,
@@ -88,7 +87,7 @@ def demo(
         )
     settings = {"prompts": prompts, "max_new_tokens": max_new_tokens, "tree_size": tree_size, **sampling}
     if as_json:
-        _print_json({"settings": settings, "environment": environment(), "rows": [asdict(row) for row in rows]})
+        print_json({"settings": settings, "environment": environment(), "rows": [asdict(row) for row in rows]})
     else:
         _print_table(rows, settings)
 
@@ -97,29 +96,31 @@ def demo(
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue, or - for standard input.")] = None,
     file: Annotated[Path | None, typer.Option(help="File with the text to continue (UTF-8).")] = None,
-    target: Annotated[str | None, typer.Option(help="Folder, or name in the Hugging Face cache.")] = None,
-    draft: Annotated[str | None, typer.Option(help="The same for the draft model.")] = None,
+    target: Target = None,
+    draft: Draft = None,
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "sequoia",
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    tree_size: TreeSize = 8,
+    tree_size: Annotated[int | None, typer.Option(min=2, help="Nodes of the drafted tree; default: 8.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="File of `heavypath calibrate`, to plan trees by.")] = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text. Without --target and --draft the shipped pair does it, which knows Python source."""
     text = _read_prompt(prompt, file)
-    Filters(temperature, top_k, top_p).check()
+    filters = Filters(temperature, top_k, top_p).check()
     if method not in METHODS:
         raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
     if target is not None:
         find_folder("target", target)
     if target is not None and draft is None and method != "autoregressive":
         raise ValueError(f"--method {method} needs a --draft with the --target; only autoregressive works without one")
-    pair = _load(target, draft)
-    decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree_size=tree_size)
-    ids = _encode(pair, text)
+    measured = None if profile is None else Profile.load(profile)
+    pair = load(target, draft)
+    decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree_size=tree_size, profile=measured)
+    ids = encode(pair, text)
     pieces: list[str] = []
     out = decoder.generate(
         ids,
@@ -134,9 +135,9 @@ def generate(
     if as_json:
         tokens = out.sequences[0, ids.shape[1] :].tolist()
         settings = {"method": method, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        settings |= {"max_new_tokens": max_new_tokens, "tree_size": len(decoder.tree), "prompt": text}
+        settings |= {"max_new_tokens": max_new_tokens, "tree_size": len(decoder.tree_for(filters)), "prompt": text}
         answer = {"settings": settings, "text": "".join(pieces), "token_ids": tokens, "stats": _summary(out.stats)}
-        _print_json(answer)
+        print_json(answer)
     else:
         _write("\n")
         typer.echo(f"{out.stats}", err=True)
@@ -147,28 +148,13 @@ def info(as_json: AsJson = False) -> None:
     """Show versions, the device, and what would run on it."""
     facts = environment()
     if as_json:
-        _print_json(facts)
+        print_json(facts)
         return
     kernels = facts.pop("kernels")
     for name, value in facts.items():
         typer.echo(f"{name:<16}{value}")
     for name, implementation in kernels.items():
         typer.echo(f"{name:<16}{implementation}")
-
-
-def environment() -> dict:
-    """Versions, device, threads and which implementation each kernel runs with here."""
-    cuda = torch.cuda.is_available()
-    return {
-        "heavypath": importlib.metadata.version("heavypath"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton"),
-        "transformers": transformers.__version__,
-        "device": f"cuda ({torch.cuda.get_device_name()})" if cuda else "cpu",
-        "threads": torch.get_num_threads(),
-        "kernels": {name: "Triton" if cuda and in_triton else "PyTorch" for name, in_triton in KERNELS.items()},
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,22 +186,6 @@ def _fail_usage(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "heavypath"
     return _fail(f"{error.format_message()} (see {command} --help)", 2)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _load(target: str | None = None, draft: str | None = None) -> Pair:
-    """Load without the libraries' chatter: what matters is raised."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    with _progress("loading the models"):
-        return load_pair(target, draft)
-
-
-def _encode(pair: Pair, text: str) -> torch.Tensor:
-    """LongTensor[1, T] on the target's device."""
-    ids = pair.tokenizer(text, return_tensors="pt")["input_ids"]
-    assert isinstance(ids, torch.Tensor)
-    return ids.to(pair.target.device)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -276,21 +246,6 @@ def _summary(stats: Statistics) -> dict:
         "seconds": stats.seconds,
         "total_seconds": stats.total_seconds,
     }
-
-
-@contextmanager
-def _progress(text: str) -> Iterator[Callable[[str], object]]:
-    """A status line on standard error while the block runs, if that is a terminal."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(text) as status:
-            yield status.update
-    else:
-        yield lambda line: None
-
-
-def _print_json(content: dict) -> None:
-    typer.echo(json.dumps(content))
 
 
 def _write(text: str) -> None:

@@ -100,6 +100,7 @@ class SpeculativeDecoder:
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.method = method
+        self.clock = time.perf_counter
         self._method = METHODS[method]
         self._planned: dict[Filters, TokenTree | Growth] = {}
         options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
@@ -220,7 +221,7 @@ class SpeculativeDecoder:
                 raise ValueError(f"a streamer takes one sequence, got a batch of {len(input_ids)}")
             streamer.put(input_ids.cpu())
         tree = self.tree_for(request.filters)
-        stats = Statistics(tree.depth, tree.branching)
+        stats = Statistics(tree.depth, tree.branching, clock=self.clock)
         with torch.inference_mode():
             sequences = self._decode(request, tree, draft_filters, stats, streamer)
         if streamer is not None:

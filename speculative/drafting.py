@@ -130,7 +130,7 @@ def draft_tree(
     drawing = filters if draw != "top_k" else filters._replace(temperature=0.0)
     for depth, level in enumerate(shape.levels):
         if depth == 0:
-            feed = root_feed(sequences, level.mask, visible_rows)
+            feed = root_feed(sequences, len(shape))
         else:
             feed = Feed(
                 tokens=tokens[:, level.nodes].clamp(min=0),
@@ -168,12 +168,14 @@ def draft_tree(
     )
 
 
-def root_feed(sequences: Sequences, mask: Tensor, visible_rows: int) -> Feed:
+def root_feed(sequences: Sequences, nodes: int) -> Feed:
     """The root and the token before it, which may have been an accepted leaf that the draft has not seen.
 
-    mask: bool [1, M], what the root sees of the tree.
+    nodes: of the tree, at least 2: as many as ask.
     """
     lengths = sequences.lengths
+    mask = torch.zeros(2, nodes, dtype=torch.bool, device=lengths.device)
+    mask[1, 0] = True
     rows = torch.stack([lengths - 1, lengths], 1)
     return Feed(
         tokens=torch.stack([sequences.previous, sequences.root], 1),
@@ -181,8 +183,8 @@ def root_feed(sequences: Sequences, mask: Tensor, visible_rows: int) -> Feed:
         rows=rows,
         parent_rows=rows - 1,
         lengths=lengths,
-        visible_rows=visible_rows,
-        ancestor_mask=torch.cat([torch.zeros_like(mask), mask]),
+        visible_rows=int(lengths.max()) + nodes,
+        ancestor_mask=mask,
     )
 
 

@@ -128,9 +128,8 @@ def grow_tree(
     logits: list[Tensor] = []
     for depth in range(1, growth.depth + 1):
         slots = torch.arange(first, first + tokens.shape[1], device=device)
-        visible_rows = longest + first + len(slots)
         if depth == 1:
-            feed = root_feed(sequences, sees[0], visible_rows)
+            feed = root_feed(sequences, nodes=2)
         else:
             feed = Feed(
                 tokens=tokens.clamp(min=0),
@@ -138,7 +137,7 @@ def grow_tree(
                 rows=lengths[:, None] + slots,
                 parent_rows=lengths[:, None] + above,
                 lengths=lengths,
-                visible_rows=visible_rows,
+                visible_rows=longest + first + len(slots),
                 ancestor_mask=sees,
             )
         after = draft(feed, cache)[:, -len(slots) :]  # [B, n, V]

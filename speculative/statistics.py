@@ -1,7 +1,7 @@
 """What a generation did: counts, acceptance and seconds by phase."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ class Statistics:
     nodes:         nodes that the target scored, roots and absent ones included
     offered:       LongTensor[depth, branching]: how often an accepted node at depth d had child j; accepted: how often
                    that child was the accepted one
+    clock:         seconds so far; phases on a GPU are told apart only by one that waits for it
     """
 
     depth: int
@@ -35,6 +36,7 @@ class Statistics:
     nodes: int = 0
     offered: Tensor = field(init=False, repr=False)
     accepted: Tensor = field(init=False, repr=False)
+    clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
 
     def __post_init__(self) -> None:
         self.offered = torch.zeros(self.depth, self.branching, dtype=torch.long)
@@ -67,11 +69,11 @@ class Statistics:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time inside the block to a phase."""
-        start = time.perf_counter()
+        start = self.clock()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start
 
     def count(self, drafted: Drafted, verified: Verified, active: Tensor) -> None:
         """Tally one verification; active: bool [B], the sequences still generating."""

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import huggingface_hub
 import pytest
@@ -25,7 +26,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from heavypath.speculative import METHODS
+from heavypath.speculative import METHODS, cli_planning
 from heavypath.speculative.cli import main
 
 PROMPT = "def read(self, size=-1):\n"
@@ -161,13 +162,64 @@ def test_demo_shows_the_text_and_then_a_table(heavypath):
     assert rows["ersd"] == "equal"
 
 
+@pytest.fixture
+def calibrated(heavypath, folders, tmp_path, monkeypatch):
+    """A profile of the small models, from a text of one's own."""
+    quick = partial(cli_planning.measure, sizes=(1, 2, 6), tokens=6, sequences=3)
+    monkeypatch.setattr(cli_planning, "measure", quick)
+    (tmp_path / "own.txt").write_text("one two three four five six " * 30)
+    models = ("--target", folders / "target", "--draft", folders / "draft")
+    path = tmp_path / "profile.json"
+    code, output, errors = heavypath("calibrate", *models, "--text", tmp_path / "own.txt", "--out", path)
+    assert (code, output) == (0, "")
+    assert "heavypath plan" in errors
+    return models, path
+
+
+def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, calibrated, tmp_path):
+    _, path = calibrated
+    code, output, _ = heavypath("plan", path, "--method", "chain", "--temperature", 1, "--svg", tmp_path / "tree.svg")
+    assert code == 0
+    assert [line for line in output.splitlines() if line.startswith("temperature")] == [
+        "temperature 0.0", "temperature 0.6", "temperature 1.0",
+    ]  # fmt: skip
+    assert {line.split()[0] for line in output.splitlines() if line.strip()} > set(METHODS) - {"autoregressive"}
+    assert "The tree of chain, temperature 1.0:" in output.replace("\n", " ")
+    assert (tmp_path / "tree.svg").read_text().startswith("<svg")
+    answer = json.loads(heavypath("plan", path, "--json")[1])
+    assert len(answer["plans"]) == 3 * (len(METHODS) - 1)
+    assert all(row["expected_tokens"] <= row["bound"] + 1e-9 for row in answer["plans"])
+
+
+def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
+    models, path = calibrated
+    options = ("--max-new-tokens", 4, "--json")
+    plain = json.loads(heavypath("generate", "one two", *models, *options)[1])
+    code, output, _ = heavypath("generate", "one two", *models, *options, "--profile", path)
+    assert (code, json.loads(output)["token_ids"]) == (0, plain["token_ids"])
+    refused = heavypath("generate", "one two", *models, "--profile", path, "--tree-size", 4)
+    assert_refused(refused, 1, "a profile says what trees to take; leave out tree_size")
+    assert_refused(
+        heavypath("generate", "one", "--profile", path), 1, "the profile was measured with a target of llama"
+    )
+    assert_refused(heavypath("plan", path, "--method", "autoregressive"), 1, "--method must be one of chain, ")
+    assert_refused(heavypath("calibrate", "--text", path.parent / "no.txt"), 1, "No such file")
+    assert_refused(heavypath("calibrate", "--out", path / "below"), 1, "--out must be in a folder that exists")
+
+
+@pytest.mark.parametrize("draft", ["prompt-lookup", "early-exit:4"])
+def test_generate_drafts_without_a_draft_model(heavypath, draft):
+    _, plain, _ = heavypath("generate", PROMPT, "--max-new-tokens", 12)
+    assert heavypath("generate", PROMPT, "--max-new-tokens", 12, "--draft", draft)[:2] == (0, plain)
+
+
 def test_info_reports_what_is_installed(heavypath):
     code, output, _ = heavypath("info", "--json")
     facts = json.loads(output)
     assert code == 0
     assert (facts["torch"], facts["transformers"]) == (torch.__version__, transformers.__version__)
     assert facts["kernels"]["tree_attention"] == ("Triton" if torch.cuda.is_available() else "PyTorch")
-    assert facts["kernels"]["verify_tree"] == "PyTorch"
+    assert facts["kernels"]["verify_tree"] == facts["kernels"]["tree_attention"]
     assert torch.__version__ in heavypath("info")[1]
 
 
@@ -229,6 +281,8 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
         ("half the layers", "draft", "weights in 'half the layers' lack 9 tensors, first 'model.layers.1"),
         ("nan weights", "draft", "target has NaN or infinite weights in lm_head.weight"),
         ("target", None, "--method sequoia needs a --draft"),
+        ("target", "early-exit:all", "expected early-exit:LAYERS, a number of the target's layers"),
+        ("target", "early-exit:1", "an early exit must leave 1 .. 0 layers, got 1"),
         (None, "draft", r"a draft \('draft'\) needs its target"),
     ],
 )

@@ -78,14 +78,15 @@ def test_greedy_text_is_that_of_transformers_generate(method, demo_pair, greedy_
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="decoding on the GPU is a test of its own")
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_decoding_through_the_kernel(temperature, monkeypatch):
+@pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("sequoia", 1.0), ("dyspec", 1.0)])
+def test_decoding_through_the_kernel(method, temperature, monkeypatch):
     target, draft = (tiny_llama(seed, hidden_size=32, num_key_value_heads=1) for seed in (1, 2))
     prompts = torch.tensor([[3, 1, 4, 1, 5], [6, 6, 2, 6, 5]])
     padding = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
 
     def text():
-        decoding = SpeculativeDecoder(target, draft, "sequoia", tree=TokenTree.from_branching([2, 2, 1]))
+        shape = {"tree": TokenTree.from_branching([2, 2, 1])} if method == "sequoia" else {"width": 3, "max_depth": 3}
+        decoding = SpeculativeDecoder(target, draft, method, **shape)
         return decoding.generate(prompts, max_new_tokens=12, temperature=temperature, attention_mask=padding).sequences
 
     expected = text()

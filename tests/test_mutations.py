@@ -16,7 +16,7 @@ import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from toy_language import ToyLanguage, decode
 
-from heavypath.kernels import residual, sampling, verification
+from heavypath.kernels import k_seq, residual, sampling, verification
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import SpeculativeDecoder, TokenTree, decoder, drafting
 
@@ -40,7 +40,7 @@ MUTATIONS = {
         residual, "np.log2(total) - log_mass", "np.log2(total)", {}
     ),
     "F is not divided by": (
-        residual, "_at(residual, child) / total *", "_at(residual, child) *", {}
+        residual, "at(residual, child) / total *", "at(residual, child) *", {}
     ),
     "the recovered token is drawn from the target": (
         verification, "gumbel_argmax(weights, bits)", "gumbel_argmax(log_target[stop].exp2(), bits)", {}
@@ -50,11 +50,11 @@ MUTATIONS = {
         {"tree": TokenTree.chain(1)},
     ),
     "draft filters are ignored": (
-        verification, "sequence[inner], first, draft_filters)", "sequence[inner], first, Filters())",
+        verification, "sequence[inner], first), draft_filters)", "sequence[inner], first), Filters())",
         {"draft_filters": Filters(0.5)},
     ),
     "target filters are ignored": (
-        verification, "sequence, node, target_filters)", "sequence, node, Filters())",
+        verification, "sequence, node), target_filters)", "sequence, node), Filters())",
         {"target_filters": Filters(0.5)},
     ),
     "siblings are tried in index order": (
@@ -68,11 +68,11 @@ MUTATIONS = {
         residual, "coins[:, place] <", "coins[:, 0] <", {}
     ),
     "K-SEQ takes a single child's threshold": (
-        residual, "np.exp2(log_p - log_q) / high[:, None]", "np.exp2(log_p - log_q)",
+        k_seq, "np.exp2(log_p - log_q) / high[:, None]", "np.exp2(log_p - log_q)",
         {"method": "kseq", "replacement": True},
     ),
     "K-SEQ recovers from the target": (
-        residual, "_column(share, target).to(target.dtype) * share_of", "0 * share_of",
+        k_seq, "column(share, target).to(target.dtype) * share_of", "0 * share_of",
         {"method": "kseq", "replacement": True},
     ),
     "independent draws share their noise": (
@@ -99,9 +99,9 @@ def test_a_bug_is_found(name, monkeypatch):
 
     language, right = decoded()
     copy = mutated(module, original, replacement)
-    if module is residual:
-        monkeypatch.setattr(verification, "residual_chain", copy.residual_chain)
-        monkeypatch.setattr(verification, "k_seq", copy.k_seq)
+    if module in (residual, k_seq):
+        reference = "residual_chain" if module is residual else "k_seq"
+        monkeypatch.setattr(verification, reference, getattr(copy, reference))
     names = [name for name in ("verify_tree", "gumbel_topk") if name in vars(module)]
     _, wrong = decoded(**{name: getattr(copy, name) for name in names})
     law = language.law(settings.get("target_filters", Filters()))
@@ -122,10 +122,10 @@ def test_accepting_at_equality_is_found():
 
 
 @pytest.mark.parametrize(("original", "replacement"), [
-    ("lengths[:, None], shape.kept", "0 * lengths[:, None], shape.kept"),  # the same noise in every step
-    ("(position << 12) | node", "(position << 12) | 0 * node"),  # shared by all nodes
-    ("compact_cache([cache.keys]", "(lambda *_: None)([cache.keys]"),  # accepted rows stay where they were
-    ("lengths[:, None] + shape.depths,\n", "lengths[:, None] + 0 * shape.depths,\n"),  # the target's positions
+    ("(name | (lengths << 12))[:, None] | shape.kept", "name[:, None] | shape.kept"),  # the same noise in every step
+    ("[:, None] | shape.kept", "[:, None] | 0 * shape.kept"),  # shared by all nodes
+    ("compact_cache([target_cache.keys]", "(lambda *_: None)([target_cache.keys]"),  # rows stay
+    ("lengths[:, None] + drafted.depths,\n", "lengths[:, None] + 0 * drafted.depths,\n"),  # the target's positions
 ])  # fmt: skip
 def test_a_bug_of_the_decoder_is_found(original, replacement):
     from test_decoder import exact_law, tiny_llama
@@ -152,6 +152,6 @@ def test_a_gap_in_the_drafts_cache_is_found(monkeypatch):
         return chain.generate(torch.tensor([[1, 2]]), max_new_tokens=40, temperature=1.0).stats.acceptance_by_rank
 
     assert acceptance() == [1.0]
-    copy = mutated(drafting, "[sequences.previous, root]", "[root, root]")
+    copy = mutated(drafting, "[sequences.previous, sequences.root]", "[sequences.root, sequences.root]")
     monkeypatch.setattr(decoder, "draft_tree", copy.draft_tree)
     assert acceptance() < [1.0]

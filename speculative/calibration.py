@@ -1,0 +1,239 @@
+"""Measure what planning a tree needs: what steps cost on this machine, and how often which child is accepted.
+
+Costs are those of real decoding: trees of many sizes are decoded with, in turn and several rounds, and the phases of
+their steps timed.
+
+Acceptance [depth, child] is counted on a walk along text that the target itself writes. At every token the draft offers
+`children` tokens and the verifier decides, as it would at a node of a tree:
+
+    accepted child j  ->  the text goes on with it, one deeper; the next token is offered below it
+    none accepted     ->  the text goes on with the recovered token, at a new root
+
+A tree's nodes meet the same, as long as the tree has the children that are accepted; so nothing is assumed about how
+depth and acceptance hang together (Sequoia measures one vector for all depths). After `depth` accepted ones the target
+draws a bonus token, as it does below a tree's deepest leaves.
+"""
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.tree_attention import prepared_attention
+from heavypath.kernels.verification import verify_tree
+from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.drafting import check_distributions, root_feed
+from heavypath.speculative.drafts import Draft, EarlyExit, PromptLookup, as_draft
+from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
+from heavypath.speculative.planning import greedy_tree
+from heavypath.speculative.profile import Acceptance, Costs, Profile, describe
+from heavypath.speculative.sequences import Sequences
+from heavypath.speculative.tree import TokenTree
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+DEPTH = 8
+CHILDREN = 8
+ROUNDS = 3
+Report = Callable[[str], object]
+
+
+def calibrate(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | PromptLookup | EarlyExit,
+    *,
+    prompts: Sequence[Tensor] = (),
+    temperatures: Sequence[float] = (0.0, 0.6, 1.0),
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    sizes: Sequence[int] = SIZES,
+    tokens: int = 48,
+    sequences: int = 48,
+    seed: int = 0,
+    on_progress: Report | None = None,
+) -> Profile:
+    """Costs and acceptance of a pair, for `SpeculativeDecoder(..., profile=)`.
+
+    prompts: LongTensors [T], what is to be continued; as many as `sequences` are used. Without any, the target samples
+        some of its own from its first token on.
+    temperatures, top_k, top_p, min_p: how it will be sampled; temperature 0 takes no filters.
+    sizes: of the trees timed; `tokens`, of each walk.
+
+    Raises ValueError for models that don't fit, and settings out of range.
+    """
+    for temperature in temperatures:
+        Filters(temperature, top_k, top_p, min_p).check()
+    if tokens < 2 or sequences < 1 or not sizes or min(sizes) < 1:
+        raise ValueError(f"expected tokens >= 2, sequences >= 1, sizes >= 1, got {tokens}, {sequences} and {[*sizes]}")
+    report = on_progress or (lambda line: None)
+    forward = LlamaForward(target, "target")
+    source = as_draft(draft, forward, target)
+    limits = [model.max_positions for model in (forward, source.forward) if model is not None]
+    room = min(limits) - tokens - 2 * DEPTH
+    if room < 1:
+        raise ValueError(f"the models have {min(limits)} positions; tokens must leave some for a prompt, got {tokens}")
+    if not prompts:
+        report("sampling prompts from the target")
+        prompts = own_prompts(target, min(sequences, 16), min(32, room), seed)
+    prompts = [prompt[-room:] for prompt in prompts]
+
+    costs = measure_costs(target, draft, prompts[: max(1, len(prompts))], sizes, tokens, report)
+    kinds = {(METHODS[name].draw, METHODS[name].verify): name for name in METHODS if name != "autoregressive"}
+    measured = []
+    for temperature in temperatures:
+        sampling = Filters(temperature, top_k, top_p, min_p) if temperature > 0 else Filters(0.0)
+        verifiers = kinds if temperature > 0 else {("top_k", "greedy"): "greedy"}
+        for number, (draw, verify) in enumerate(verifiers, start=1):
+            report(f"acceptance at temperature {temperature:g}: {verify} ({number} of {len(verifiers)})")
+            children = KSEQ_CHILDREN if verify == "kseq" else CHILDREN
+            accepted, reached = walk(
+                forward, source, prompts, draw=draw, verify=verify, filters=sampling, children=children, depth=DEPTH,
+                tokens=tokens, sequences=sequences, seed=seed,
+            )  # fmt: skip
+            measured.append(Acceptance(draw, verify, *sampling, accepted=accepted.tolist(), reached=reached.tolist()))
+    return Profile(describe(target), describe(draft), environment(target), costs, tuple(measured))
+
+
+KSEQ_CHILDREN = 3  # K-SEQ's threshold depends on their number: that of the methods' trees unless asked for
+
+
+def environment(target: PreTrainedModel) -> dict[str, str | int]:
+    """What costs depend on."""
+    device = target.device
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> list[Tensor]:
+    """Texts LongTensor[length] that the target samples behind its first token (bos, else eos, else 0)."""
+    config = target.config
+    known = (getattr(config, name, None) for name in ("bos_token_id", "eos_token_id"))
+    first = next((token for token in known if isinstance(token, int)), 0)
+    start = torch.full((count, 1), first, device=target.device)
+    plain = SpeculativeDecoder(target, None, "autoregressive")
+    return list(plain.generate(start, length, temperature=1.0, seed=seed).sequences)
+
+
+def measure_costs(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | PromptLookup | EarlyExit,
+    prompts: Sequence[Tensor],
+    sizes: Sequence[int],
+    tokens: int,
+    report: Report,
+) -> Costs:
+    """Seconds of a step without its drafting, by tree size, and of drafting a level: the least of the rounds.
+
+    Whatever else the machine does only adds to a round.
+    """
+    decoders = {}
+    for size in sorted({1, *sizes}):
+        tree = greedy_tree(DEFAULT_ACCEPTANCE, size, DEPTH) if size > 1 else TokenTree([-1])
+        decoders[size] = SpeculativeDecoder(target, draft, "sequoia", tree=tree)
+        if target.device.type == "cuda":
+            decoders[size].clock = _clock_of_gpu
+    steps: dict[int, list[float]] = {size: [] for size in decoders}
+    levels: list[float] = []
+    for round_ in range(ROUNDS + 1):
+        for size, decoder in decoders.items():
+            report(f"timing trees of {size} nodes, round {round_ + 1} of {ROUNDS + 1}")
+            prompt = prompts[round_ % len(prompts)][None]
+            stats = decoder.generate(prompt, tokens, temperature=1.0, seed=round_).stats
+            if round_ == 0 or stats.steps < 2:  # a warm-up
+                continue
+            seconds, drafted = stats.seconds, stats.steps - 1
+            rest = sum(seconds[phase] for phase in ("verify", "compact", "commit")) / stats.steps
+            steps[size].append(seconds["target"] / drafted + rest)
+            if size > 1:
+                levels.append(seconds["draft"] / drafted / decoder.tree.depth)
+    return Costs({size: min(found) for size, found in steps.items()}, median(levels) if levels else 0.0)
+
+
+def _clock_of_gpu() -> float:
+    """Seconds, once the GPU has done what it was given."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@torch.inference_mode()
+def walk(
+    target: LlamaForward,
+    draft: Draft,
+    prompts: Sequence[Tensor],
+    *,
+    draw: str,
+    verify: str,
+    filters: Filters,
+    children: int,
+    depth: int,
+    tokens: int,
+    sequences: int,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """How often child j of a node at depth d was the accepted one, LongTensor[depth, children], and how many such nodes
+    there were, LongTensor[depth].
+
+    prompts: LongTensors [T], taken in turn for `sequences` texts of `tokens` tokens. draw, verify: as `Method`'s.
+    """
+    chosen = [prompts[i % len(prompts)] for i in range(sequences)]
+    lengths = torch.tensor([len(prompt) for prompt in chosen], device=target.device)
+    padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+    rows = padded.shape[1] + tokens + 1
+    target_cache, draft_cache = target.new_cache(sequences, rows), draft.new_cache(sequences, rows)
+    target.prefill(padded, lengths, target_cache)
+    draft.prefill(padded, lengths, draft_cache)
+    state = Sequences.begin(padded, lengths, tokens, lengths.new_zeros(0), 0)
+    state.previous = padded.gather(1, (lengths[:, None] - 2).clamp(min=0))[:, 0]
+
+    children = min(children, target.vocab_size)
+    star = torch.tensor([-1] + [0] * children, device=target.device)
+    likeliest = draw == "top_k" or filters.temperature == 0
+    drawing = filters._replace(temperature=0.0) if likeliest else filters
+    off = {f"draft_{name}": value for name, value in drawing._asdict().items() if name == "temperature"}
+    at = torch.zeros_like(lengths)  # accepted in a row: the depth of the node
+    accepted = torch.zeros(depth, children, dtype=torch.long, device=target.device)
+    reached = torch.zeros(depth, dtype=torch.long, device=target.device)
+    name = torch.arange(sequences, device=target.device) << 36
+    for _ in range(tokens):
+        here = state.lengths[:, None]
+        after = draft(root_feed(state, nodes=2), draft_cache)[:, -1]
+        longest = int(state.lengths.max())
+        attend = prepared_attention(
+            prefix_length=state.lengths, rows=longest + 1, dtype=target.dtype, subtree_end=torch.ones_like(star[:1])
+        )
+        logits = target(state.root[:, None], here, here, target_cache, attend)
+        noise = name | (state.lengths << 12)
+        drawn = gumbel_topk(
+            after, children, **drawing._asdict(), seed=seed, rows=noise,
+            replacement=draw == "with_replacement" and not likeliest,
+        )  # fmt: skip
+        check_distributions(drawn.keys, state.lengths)
+        offered = torch.cat([state.root[:, None], drawn.tokens.masked_fill((at == depth)[:, None], -1)], 1)
+        verified = verify_tree(
+            offered, star, logits.expand(-1, children + 1, -1), after[:, None].expand(-1, children + 1, -1),
+            method=verify, max_depth=1, **filters._asdict(), **off, seed=seed,
+            rows=noise[:, None].expand(-1, children + 1),
+        )  # fmt: skip
+        child = verified.path[:, 1]
+        hit = verified.length > 0
+        inside = at < depth
+        reached += torch.bincount(at[inside], minlength=depth)
+        accepted += torch.bincount(at[hit] * children + child[hit] - 1, minlength=accepted.numel()).view_as(accepted)
+        at = (at + 1).where(hit, 0)
+        state.previous = state.root
+        state.root = offered.gather(1, child.clamp(min=0)[:, None])[:, 0].where(hit, verified.next_token)
+        state.lengths = state.lengths + 1
+    return accepted.cpu(), reached.cpu()

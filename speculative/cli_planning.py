@@ -1,0 +1,170 @@
+"""`heavypath calibrate` measures a pair of models, `heavypath plan` says which trees that calls for."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.bounds import tree_bounds
+from heavypath.speculative.calibration import calibrate as measure
+from heavypath.speculative.cli_support import (
+    AsJson,
+    Draft,
+    Seed,
+    Target,
+    TopK,
+    TopP,
+    encode,
+    load,
+    print_json,
+    progress,
+)
+from heavypath.speculative.loading import Pair
+from heavypath.speculative.methods import METHODS
+from heavypath.speculative.planning import node_probabilities
+from heavypath.speculative.profile import Acceptance, Profile
+from heavypath.speculative.tree_drawing import tree_svg
+
+PROMPT_TOKENS = 64  # of each piece of a text that is continued
+PROMPTS = 64
+
+
+def calibrate(
+    target: Target = None,
+    draft: Draft = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text like that to be continued (UTF-8); else the target samples some.")
+    ] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="A temperature to be used; repeat it for several. Default: 0, 0.6, 1.")
+    ] = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    out: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path("profile.json"),
+    seed: Seed = 0,
+) -> None:
+    """Measure what steps cost here and which drafts are accepted, for `plan` and `generate --profile`."""
+    temperatures = sorted(set(temperature or [0.0, 0.6, 1.0]))
+    for each in temperatures:
+        Filters(each, top_k, top_p).check()
+    if not out.parent.is_dir():
+        raise ValueError(f"--out must be in a folder that exists, got {str(out)!r}")
+    content = None if text is None else _read(text)
+    pair = load(target, draft)
+    if pair.draft is None:
+        raise ValueError("calibrate needs a --draft with the --target")
+    prompts = [] if content is None else _pieces(pair, content)
+    with progress("calibrating") as report:
+        profile = measure(
+            pair.target, pair.draft, prompts=prompts, temperatures=temperatures, top_k=top_k, top_p=top_p, seed=seed,
+            on_progress=report,
+        )  # fmt: skip
+    profile.save(out)
+    typer.echo(f"wrote {out}; `heavypath plan {out}` says what follows", err=True)
+
+
+def plan(
+    profile: Annotated[Path, typer.Argument(help="File of `heavypath calibrate`.")],
+    method: Annotated[str, typer.Option(help=f"The method whose tree is drawn: {', '.join(METHODS)}.")] = "sequoia",
+    temperature: Annotated[
+        float | None, typer.Option(help="For which it is drawn; default: the lowest measured.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw it into this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the best tree of every method for each sampling of a profile, and draw one."""
+    if method not in METHODS or method == "autoregressive":
+        names = ", ".join(name for name in METHODS if name != "autoregressive")
+        raise ValueError(f"--method must be one of {names}, got {method!r}")
+    measured = Profile.load(profile)
+    samplings = list(dict.fromkeys(entry.filters for entry in measured.acceptance))
+    chosen = samplings[0] if temperature is None else samplings[0]._replace(temperature=temperature)
+    rows = [_row(measured, name, filters) for filters in samplings for name in METHODS if name != "autoregressive"]
+    drawn = measured.plan(method, chosen)
+    if svg is not None:
+        rates = measured.measured(method, chosen).rates()
+        svg.write_text(tree_svg(drawn.tree, probabilities=node_probabilities(drawn.tree, rates)), encoding="utf-8")
+    if as_json:
+        tree = {"method": method, "temperature": chosen.temperature, "parents": drawn.tree.parents.tolist()}
+        print_json({"plans": rows, "tree": tree | {"ranks": drawn.tree.ranks.tolist()}})
+        return
+    console = Console(highlight=False)
+    console.print(f"target: {measured.target}\ndraft: {measured.draft}", style="dim")
+    facts = ", ".join(f"{name} {value}" for name, value in measured.environment.items())
+    console.print(f"measured with {facts}\n", style="dim")
+    for filters in samplings:
+        console.print(_described(filters))
+        console.print(_table([row for row in rows if row["temperature"] == filters.temperature]))
+    for note in NOTES:
+        console.print(note, style="dim")
+    console.print(f"\nThe tree of {method}, {_described(chosen)}:\n{drawn.tree}")
+
+
+NOTES = (
+    "expected: tokens per step of the target. bound: what no tree of so many nodes exceeds (ERSD, theorem 4.1).",
+    "speed-up: over plain decoding, by the costs measured. MBSU: the same if a tree cost no more than a token.",
+    "rsd-s, dyspec and eagle-2 grow their trees anew each step: shown is the static tree that sizes them.",
+)
+
+
+def _row(profile: Profile, method: str, filters: Filters) -> dict:
+    planned = profile.plan(method, filters)
+    tree = planned.tree
+    return {
+        "temperature": filters.temperature,
+        "method": method,
+        "nodes": len(tree),
+        "depth": tree.depth,
+        "expected_tokens": planned.expected_tokens,
+        "bound": tree_bounds(_dominating(profile.measured(method, filters)), len(tree)).least,
+        "speedup": planned.speedup,
+        "mbsu": planned.mbsu,
+    }
+
+
+def _dominating(measured: Acceptance) -> torch.Tensor:
+    """An acceptance vector under which every best tree yields at least what it does under rates that depend on depth.
+
+    Its partial sums are the largest of any depth's: with larger subtrees below likelier children, a sum over children
+    only grows with the partial sums (Abel).
+    """
+    sums = measured.rates().cumsum(1).amax(0)
+    return sums.diff(prepend=sums.new_zeros(1))
+
+
+def _table(rows: list[dict]) -> Table:
+    table = Table(Column("method", no_wrap=True), box=box.SIMPLE_HEAD)
+    for heading in ("nodes", "depth", "expected", "bound", "speed-up", "MBSU"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        figures = (f"{row[name]:.2f}" for name in ("expected_tokens", "bound", "speedup", "mbsu"))
+        table.add_row(row["method"], str(row["nodes"]), str(row["depth"]), *figures)
+    return table
+
+
+def _described(filters: Filters) -> str:
+    given = [f"{name} {value}" for name, value in filters._asdict().items() if value is not None]
+    return ", ".join(given).replace("_", "-")
+
+
+def _read(file: Path) -> str:
+    try:
+        content = file.read_text(encoding="utf-8")
+    except UnicodeError as error:
+        raise ValueError(f"the text in {str(file)!r} is not UTF-8: {error}") from error
+    if not content.strip():
+        raise ValueError(f"the text in {str(file)!r} is empty; expected some like that to be continued")
+    return content
+
+
+def _pieces(pair: Pair, content: str) -> list[torch.Tensor]:
+    """Up to PROMPTS pieces LongTensor[T] of PROMPT_TOKENS tokens, spread over the text."""
+    ids = encode(pair, content)[0]
+    pieces = [piece for piece in ids.split(PROMPT_TOKENS) if len(piece) == PROMPT_TOKENS] or [ids]
+    every = max(1, len(pieces) // PROMPTS)
+    return pieces[::every][:PROMPTS]

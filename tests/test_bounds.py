@@ -1,0 +1,230 @@
+"""Bounds on trees against every tree, races against their direct formula and against simulated arrivals."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from statistical import SIGNIFICANCE, chi_square_p_value
+
+from heavypath.kernels.noise import Stream, gumbel_noise
+from heavypath.speculative import bounds
+from heavypath.speculative.planning import expected_tokens, greedy_tree
+from heavypath.speculative.tree import TokenTree
+
+TARGET = torch.tensor([0.05, 0.5, 0.15, 0.3], dtype=torch.float64)
+DRAFT = torch.tensor([0.4, 0.25, 0.3, 0.05], dtype=torch.float64)
+DRAWS = 200_000
+MARGIN = 5.1 * 0.5 / DRAWS**0.5  # a mean of DRAWS values in [0, 1] is further off less than once in a million
+RANDOMISED = settings(deadline=None, derandomize=True, database=None)
+GEOMETRIC = [0.6 * 0.4**child for child in range(40)]
+
+weights = st.floats(1e-6, 1)
+acceptances = st.lists(weights, min_size=2, max_size=9).map(
+    lambda each: [share / sum(each) for share in sorted(each[1:], reverse=True)]  # each[0] is left to "no child"
+)
+
+
+@st.composite
+def pairs_of_laws(draw, zeros=True):
+    size = draw(st.integers(1, 7))
+    entries = st.one_of(st.just(0.0), st.floats(1e-9, 1)) if zeros else st.floats(1e-4, 1)
+    laws = [
+        torch.tensor(draw(st.lists(entries, min_size=size, max_size=size).filter(any)), dtype=torch.float64)
+        for _ in range(2)
+    ]
+    return [law / law.sum() for law in laws]
+
+
+def trees(nodes):
+    """Every tree, as parents; several of one shape."""
+    return [TokenTree([-1, *parents]) for parents in product(*(range(node) for node in range(1, nodes)))]
+
+
+@pytest.mark.parametrize(("depth", "nodes"), [(1, 1), (2, 3), (3, 7), (10, 1023)])
+def test_full_binary_trees_of_even_odds_meet_the_bound(depth, nodes):
+    assert expected_tokens(TokenTree.k_ary(2, depth - 1), [0.5, 0.5]) == depth
+    assert bounds.tree_bounds([0.5, 0.5], nodes).leaves == pytest.approx(depth)
+    assert bounds.tokens_per_doubling([0.5, 0.5]) == pytest.approx(1)
+
+
+def test_the_renewal_bound_by_hand():
+    # X is always log 2, so c = log 2, and the bound at n = 7 is (log(6 log 2 + 1) + log 2) / log 2.
+    assert bounds.tree_bounds([0.5, 0.5], 7).renewal == pytest.approx(math.log2(6 * math.log(2) + 1) + 1)
+    assert bounds.tree_bounds([0.5, 0.5], 1).renewal == pytest.approx(1)
+    assert bounds.tree_bounds([0.9, 0.1], 1).renewal == math.inf  # n H < c
+
+
+def test_no_tree_yields_more_than_its_nodes_or_than_an_endless_one():
+    assert bounds.tree_bounds([1.0], 9).least == 9  # a chain that is always accepted
+    assert expected_tokens(TokenTree.chain(8), [1.0]) == 9
+    assert bounds.tokens_per_doubling([1.0]) == math.inf
+    assert bounds.tree_bounds([0.3, 0.2], 10**9).least == pytest.approx(2)  # 1 + 0.5 + 0.25 + ...
+    assert bounds.tree_bounds([0.0], 5).least == 1
+
+
+ALL_OF_SIX = trees(6)
+
+
+@RANDOMISED
+@given(acceptances)
+def test_no_tree_of_six_nodes_exceeds_a_bound(acceptance):
+    limit = min(bounds.tree_bounds(acceptance, 6))
+    assert max(expected_tokens(tree, acceptance) for tree in ALL_OF_SIX) <= limit + 1e-9
+
+
+@RANDOMISED
+@given(acceptances, st.integers(1, 300))
+@example([1 / 7] * 7, 57)
+@example([0.999, 0.0005], 300)
+def test_the_best_tree_exceeds_no_bound(acceptance, size):
+    limits = bounds.tree_bounds(acceptance, size)
+    best = expected_tokens(greedy_tree(acceptance, size), acceptance)
+    assert all(best <= limit + 1e-9 for limit in limits)
+    assert limits.least == min(limits) <= size
+
+
+@pytest.mark.parametrize("acceptance", [GEOMETRIC, [0.5, 0.25, 0.15, 0.1]])
+def test_the_best_tree_grows_as_the_slope_says_and_stays_near_the_bound(acceptance):
+    sizes = [2**power for power in range(5, 13)]
+    best = [expected_tokens(greedy_tree(acceptance, size), acceptance) for size in sizes]
+    slope = (best[-1] - best[0]) / (len(sizes) - 1)
+    assert slope == pytest.approx(bounds.tokens_per_doubling(acceptance), rel=0.02)
+    gaps = [bounds.tree_bounds(acceptance, size).least - tokens for size, tokens in zip(sizes, best, strict=True)]
+    assert max(gaps) < 1
+    assert abs(gaps[-1] - gaps[0]) < 0.1  # the bound is off by a constant, not by a factor
+
+
+def test_by_hand_a_race_reaches_the_least_that_it_may():
+    # Token 0 is first in both where E(0) is the smallest of three.
+    target, draft = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.5, 0.0, 0.5])
+    assert float(bounds.overlap(target, draft)) == pytest.approx(1 / 2)
+    assert float(bounds.race_acceptance(target, draft)) == pytest.approx(1 / 3)
+    assert float(bounds.race_acceptance_bound(target, draft)) == pytest.approx(1 / 3)
+
+
+@RANDOMISED
+@given(pairs_of_laws())
+def test_a_race_is_the_double_sum_and_lies_between_its_bounds(laws):
+    target, draft = laws
+    direct = 0.0
+    for p, q in zip(target.tolist(), draft.tolist(), strict=True):
+        if p > 0 and q > 0:
+            direct += 1 / sum(max(p2 / p, q2 / q) for p2, q2 in zip(target.tolist(), draft.tolist(), strict=True))
+    exact = float(bounds.race_acceptance(target, draft))
+    assert exact == pytest.approx(direct, abs=1e-9)
+    assert float(bounds.race_acceptance_bound(target, draft)) <= exact + 1e-9
+    assert exact <= float(bounds.overlap(target, draft)) + 1e-9
+    assert float(bounds.race_index_cdf(target, draft, 1)) == pytest.approx(exact, abs=1e-9)
+    if len(target) == 2:
+        assert exact == pytest.approx(float(bounds.overlap(target, draft)), abs=1e-9)
+
+
+def test_rows_are_independent():
+    targets, drafts = torch.stack([TARGET, DRAFT]), torch.stack([DRAFT, DRAFT])
+    assert bounds.race_acceptance(targets, drafts)[1] == pytest.approx(1)
+    assert bounds.race_acceptance(targets, drafts)[0] == bounds.race_acceptance(TARGET, DRAFT)
+    assert bounds.race_index_cdf(targets, drafts, 3).shape == (2, 3)
+    assert [bits.shape for bits in bounds.entropy_bounds(targets, drafts)] == [(2,)] * 3
+
+
+def test_the_packages_own_noise_races_as_often():
+    noise = gumbel_noise(3, Stream.DRAFT, torch.arange(DRAWS), len(TARGET))
+    winner = (TARGET.log() + noise).argmax(1)
+    keys = DRAFT.log() + noise
+    together = float((keys.argmax(1) == winner).double().mean())
+    assert together == pytest.approx(float(bounds.race_acceptance(TARGET, DRAFT)), abs=MARGIN)
+    # Distinct children: k of them hold the target's token at least as often as k draws with repeats.
+    place = (keys > keys.gather(1, winner[:, None])).sum(1)
+    index = bounds.race_index_cdf(TARGET, DRAFT, 3)
+    for children in (2, 3):
+        assert float((place < children).double().mean()) > float(index[children - 1]) + MARGIN
+
+
+def test_arrivals_drawn_one_by_one_follow_the_law_of_the_index():
+    """A Poisson process of marks from the draft: the target's token is the mark of least time / w."""
+    generator = torch.Generator().manual_seed(1)
+    draws, arrivals = 40_000, 220  # none of 40,000 takes so many: w is at most 6, and the least time / w exponential
+    times = torch.rand(draws, arrivals, generator=generator, dtype=torch.float64).log().neg().cumsum(1)
+    marks = torch.multinomial(DRAFT, draws * arrivals, replacement=True, generator=generator).view(draws, arrivals)
+    index = (times / (TARGET / DRAFT)[marks]).argmin(1)
+    counts = index.clamp(max=30).bincount(minlength=31)
+    cdf = bounds.race_index_cdf(TARGET, DRAFT, 30)
+    law = torch.cat([cdf, torch.ones(1)]).diff(prepend=torch.zeros(1))
+    assert chi_square_p_value(counts, law) > SIGNIFICANCE
+    assert chi_square_p_value(marks.gather(1, index[:, None]).flatten().bincount(minlength=4), TARGET) > SIGNIFICANCE
+
+
+@RANDOMISED
+@given(pairs_of_laws(zeros=False))
+def test_the_entropy_of_the_index_lies_between_its_bounds(laws):
+    entropy = float(bounds.race_index_entropy(*laws))
+    lower, upper, finer = (float(bits) for bits in bounds.entropy_bounds(*laws))
+    assert lower - 1e-6 <= entropy <= finer + 1e-4
+    assert finer <= upper + 1e-9
+    assert lower == pytest.approx(float((laws[0] * (laws[0] / laws[1]).log2()).sum()), abs=1e-9)
+
+
+def test_the_entropy_of_the_index_term_by_term():
+    cdf = bounds.race_index_cdf(TARGET, DRAFT, 2000)
+    law = cdf.diff(prepend=torch.zeros(1))
+    assert float(cdf[-1]) == pytest.approx(1, abs=1e-12)
+    assert float(bounds.race_index_entropy(TARGET, DRAFT)) == pytest.approx(float(bounds.entropy_bits(law)), abs=1e-4)
+    far = [torch.tensor([0.5, 0.5]), torch.tensor([0.999, 0.001])]  # hundreds of arrivals, beyond the single terms
+    law = bounds.race_index_cdf(*far, 30_000).diff(prepend=torch.zeros(1))
+    assert float(bounds.race_index_entropy(*far)) == pytest.approx(float(bounds.entropy_bits(law)), abs=1e-4)
+
+
+@RANDOMISED
+@given(pairs_of_laws(zeros=False))
+def test_greedy_rejection_of_independent_draws_carries_the_divergence_too(laws):
+    """Multi-step speculative sampling stops at draw k with probability F(l_k) - F(l_{k+1}), l_{k+1} = l_k + F(l_k)."""
+    target, draft = laws
+    left, multiplier, entropy = 1.0, 0.0, 0.0
+    for _ in range(2000):
+        multiplier += left
+        after = float((target - multiplier * draft).clamp_min(0).sum())
+        entropy -= (left - after) * math.log2(left - after) if left > after else 0
+        left = after
+    if left < 1e-9:
+        assert entropy >= float(bounds.entropy_bounds(target, draft).lower) - 1e-5
+
+
+def test_the_place_among_distinct_children_may_carry_less_than_the_divergence():
+    target, draft = torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([0.999, 0.001], dtype=torch.float64)
+    first = float(bounds.race_acceptance(target, draft))
+    assert first == pytest.approx(0.001)
+    place = bounds.entropy_bits(torch.tensor([first, 1 - first]))  # the second of two is the other
+    limits = bounds.entropy_bounds(target, draft)
+    assert float(place) < 0.02 < 9.9 < float(limits.lower)
+    assert float(bounds.race_index_entropy(target, draft)) > float(limits.lower)
+
+
+def test_what_the_draft_never_draws_never_arrives():
+    target, draft = torch.tensor([0.25, 0.75]), torch.tensor([1.0, 0.0])
+    assert bounds.race_index_cdf(target, draft, 50)[[0, -1]].tolist() == pytest.approx([0.25, 0.25])
+    limits = bounds.entropy_bounds(target, draft)
+    assert all(float(bits) == math.inf for bits in limits)
+    alike = bounds.entropy_bounds(target, target)
+    assert [float(bits) for bits in alike] == pytest.approx([0, 3, 1])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bounds.tree_bounds([0.5], 0), "size"),
+        (lambda: bounds.tree_bounds([0.5, 0.6], 3), "sum to at most 1"),
+        (lambda: bounds.tree_bounds([-0.1], 3), "acceptance"),
+        (lambda: bounds.tokens_per_doubling([[0.5], [0.4]]), r"\[child\]"),
+        (lambda: bounds.overlap(TARGET, DRAFT[:3]), "shapes"),
+        (lambda: bounds.race_acceptance(TARGET, DRAFT * 2), "draft_probs"),
+        (lambda: bounds.race_acceptance(TARGET - 0.1, DRAFT), "target_probs"),
+        (lambda: bounds.race_index_cdf(TARGET, DRAFT, 0), "children"),
+        (lambda: bounds.race_index_entropy(TARGET[None], DRAFT[None]), r"\[V\]"),
+    ],
+)
+def test_what_is_no_law_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,187 @@
+"""What calibration measures, and the trees that follow from a profile."""
+
+import json
+
+import pytest
+import torch
+from test_decoder import tiny_llama, transformers_greedy
+
+from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.speculative import (
+    METHODS,
+    EarlyExit,
+    Profile,
+    PromptLookup,
+    SpeculativeDecoder,
+    TokenTree,
+    expected_tokens,
+)
+from heavypath.speculative.calibration import calibrate, own_prompts, walk
+from heavypath.speculative.drafts import as_draft
+from heavypath.speculative.growing import Growth
+from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.profile import PRIOR, Acceptance, Costs
+
+
+def constant_llama(logits):
+    """A model whose next token has the same law after any text."""
+    model = tiny_llama(0, len(logits))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.get_input_embeddings().weight.fill_(1.0)
+        model.model.norm.weight.fill_(1.0)
+        model.lm_head.weight.copy_(torch.tensor(logits)[:, None].expand(-1, 16) / 16)
+    return model
+
+
+def counts(accepted, reached=1000, temperature=1.0, draw="without_replacement", verify="without_replacement"):
+    return Acceptance(draw, verify, temperature, None, None, None, accepted, [reached] * len(accepted))
+
+
+def profile_of(*acceptance, step=None, level=0.001, models=("a target", "a draft")):
+    return Profile(*models, {"dtype": "float32"}, Costs(step or {1: 0.01, 4: 0.012, 16: 0.03}, level), acceptance)
+
+
+KINDS = sorted({(method.draw, method.verify) for name, method in METHODS.items() if name != "autoregressive"})
+
+
+@pytest.mark.parametrize(("draw", "verify"), KINDS)
+def test_acceptance_on_a_walk_is_that_of_the_law(draw, verify):
+    """Where no law depends on the text, every depth has the same acceptance, known for the first child or for all."""
+    target_logits, draft_logits, filters = [1.0, 0.2, -0.5, 0.0], [0.3, 0.9, -0.2, -1.0], Filters(0.8)
+    target = LlamaForward(constant_llama(target_logits))
+    draft = as_draft(constant_llama(draft_logits), target, None)
+    tokens, sequences = 40, 100
+    accepted, reached = walk(
+        target, draft, [torch.tensor([1, 2, 3]), torch.tensor([0])], draw=draw, verify=verify, filters=filters,
+        children=3, depth=3, tokens=tokens, sequences=sequences, seed=3,
+    )  # fmt: skip
+    p, q = (filtered_logprobs(torch.tensor([x]), filters)[0].exp() for x in (target_logits, draft_logits))
+    assert (reached[1:] <= accepted.sum(1)[:-1]).all()
+    assert int(reached.sum()) <= tokens * sequences  # the rest follow three accepted ones
+    first = {
+        "without_replacement": torch.minimum(p, q).sum(), "with_replacement": torch.minimum(p, q).sum(),
+        "race": (1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(1)).sum(),
+        "target_sample": p[q.argmax()] if draw == "top_k" else (p * q).sum(),
+    }  # fmt: skip
+    for depth in range(3):
+        error = 5 / float(reached[depth]) ** 0.5
+        share = accepted[depth].double() / reached[depth]
+        if verify in first:
+            assert float(share[0]) == pytest.approx(float(first[verify]), abs=error)
+        if draw == "top_k":
+            assert float(share.sum()) == pytest.approx(float(p[q.topk(3).indices].sum()), abs=error)
+    assert verify != "kseq" or float(accepted.sum() / reached.sum()) > float(torch.minimum(p, q).sum())
+
+
+def test_a_draft_equal_to_the_target_is_accepted_at_every_depth():
+    model = tiny_llama(1)
+    target = LlamaForward(model)
+    accepted, reached = walk(
+        target, as_draft(model, target, model), [torch.tensor([1, 2])], draw="without_replacement",
+        verify="without_replacement", filters=Filters(1.0), children=2, depth=2, tokens=9, sequences=4, seed=0,
+    )  # fmt: skip
+    assert reached.tolist() == [12, 12]  # of nine tokens, every third is a bonus
+    assert accepted.tolist() == [[12, 0], [12, 0]]
+
+
+@pytest.mark.parametrize("draft", [None, PromptLookup(), EarlyExit(1)], ids=["model", "prompt lookup", "early exit"])
+def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path):
+    target = tiny_llama(1, max_position_embeddings=128)
+    draft = draft or tiny_llama(2, layers=1, max_position_embeddings=128)
+    lines = []
+    profile = calibrate(
+        target, draft, temperatures=(0.0, 0.9), sizes=(1, 2, 8), tokens=12, sequences=4, on_progress=lines.append
+    )
+    assert len(profile.acceptance) == 1 + len(KINDS)
+    assert any("trees of 8 nodes" in line for line in lines)
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    prompt = torch.tensor([[1, 2, 3]])
+    for method in METHODS:
+        if method == "autoregressive":
+            continue
+        decoder = SpeculativeDecoder(target, draft, method, profile=tmp_path / "profile.json")
+        assert torch.equal(decoder.generate(prompt, 12).sequences, transformers_greedy(target, prompt, 12))
+        assert decoder.generate(prompt, 12, temperature=0.8).sequences.shape == (1, 15)
+
+
+def test_the_target_samples_prompts_of_its_own():
+    prompts = own_prompts(tiny_llama(1), 3, 5, seed=1)
+    assert [len(prompt) for prompt in prompts] == [6, 6, 6]
+    assert len({tuple(prompt.tolist()) for prompt in prompts}) == 3
+
+
+def test_costs_lie_on_straight_lines_and_never_fall():
+    costs = Costs({1: 0.010, 3: 0.020, 5: 0.019, 9: 0.040}, 0.0)
+    assert costs.steps_of(range(1, 10)) == pytest.approx(
+        {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.0, 5: 2.0, 6: 2.5, 7: 3.0, 8: 3.5, 9: 4.0}
+    )
+
+
+def test_seldom_seen_depths_are_drawn_to_the_mean():
+    measured = Acceptance("top_k", "greedy", 0.0, None, None, None, [[600, 100], [5, 0]], [1000, 10])
+    pooled = torch.tensor([605, 100]) / 1010
+    expected = [[(600 + PRIOR * pooled[0]) / 1050, (100 + PRIOR * pooled[1]) / 1050],
+                [(5 + PRIOR * pooled[0]) / 60, PRIOR * pooled[1] / 60]]  # fmt: skip
+    assert torch.allclose(measured.rates(), torch.tensor(expected).double())
+
+
+def test_plans_are_the_fastest_of_their_kind():
+    acceptance = [[550, 150, 60], [500, 120, 70], [450, 100, 60]]
+    kinds = [counts(acceptance, draw=draw, verify=verify) for draw, verify in KINDS]
+    profile = profile_of(*kinds)
+    rates, costs = kinds[0].rates(), profile.costs.steps_of(range(1, 17))
+
+    def speedup(tree):
+        return expected_tokens(tree, rates) / (costs[len(tree)] + 0.1 * tree.depth)
+
+    chains = [speedup(TokenTree.chain(length)) for length in range(4)]
+    planned = profile.plan("chain", Filters(1.0))
+    assert planned.speedup == pytest.approx(max(chains))
+    assert planned.tree.depth == chains.index(max(chains))
+    sequences = [TokenTree.independent(3, length) for length in (1, 2, 3)]
+    assert profile.plan("spectr", Filters(1.0)).speedup == pytest.approx(max(map(speedup, sequences)))
+    best = profile.plan("sequoia", Filters(1.0))
+    assert best.speedup == pytest.approx(speedup(best.tree))
+    for method in METHODS:
+        if method != "autoregressive":
+            assert 1 <= profile.plan(method, Filters(1.0)).speedup <= best.speedup + 1e-12
+    grown = profile.shape("dyspec", Filters(1.0))
+    assert isinstance(grown, Growth)
+    assert (grown.size, grown.depth) == (len(best.tree), best.tree.depth)
+
+
+def test_drafts_that_do_not_pay_are_not_made():
+    profile = profile_of(counts([[50, 10]]), level=0.02)
+    assert len(profile.plan("sequoia", Filters(1.0)).tree) == 1
+    assert len(profile.shape("dyspec", Filters(1.0))) == 1
+
+
+def test_the_nearest_measurement_is_taken():
+    filtered = Acceptance("without_replacement", "without_replacement", 0.9, 40, None, None, [[1, 0]], [2])
+    profile = profile_of(counts([[1, 0]], temperature=0.6), counts([[1, 0]]), filtered)
+    assert profile.measured("sequoia", Filters(0.7)).temperature == 0.6
+    assert profile.measured("dyspec", Filters(5.0)).temperature == 1.0
+    assert profile.measured("sequoia", Filters(0.6, top_k=40)) == filtered
+    for filters, method in ((Filters(0.0), "sequoia"), (Filters(1.0), "ersd")):
+        with pytest.raises(ValueError, match="calibrate with --temperature"):
+            profile.measured(method, filters)
+
+
+def test_a_profile_of_other_models_is_refused(tmp_path):
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    profile = profile_of(counts([[1, 0]]))
+    with pytest.raises(ValueError, match="measured with a target of a target, got llama, 2 layers"):
+        SpeculativeDecoder(target, draft, profile=profile)
+    with pytest.raises(ValueError, match="leave out tree_size"):
+        SpeculativeDecoder(target, draft, profile=profile, tree_size=8)
+    path = tmp_path / "profile.json"
+    for content in ("{}", "[1]", "no JSON", json.dumps({"heavypath profile": 99})):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"is no profile that `heavypath calibrate` writes"):
+            SpeculativeDecoder(target, draft, profile=path)
+    with pytest.raises(FileNotFoundError):
+        SpeculativeDecoder(target, draft, profile=tmp_path / "absent.json")
