@@ -27,6 +27,7 @@ from heavypath.speculative.drafts import Cache, Draft, EarlyExit, ModelDraft, Pr
 from heavypath.speculative.growing import VALUE_TEMPERATURE, Growth, grow_tree
 from heavypath.speculative.llama import LlamaForward
 from heavypath.speculative.methods import METHODS
+from heavypath.speculative.planning import Acceptance
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.request import Request, checked_request
 from heavypath.speculative.sequences import Sequences
@@ -66,7 +67,8 @@ class SpeculativeDecoder:
 
     Options of some methods, refused by the others:
 
-    acceptance: [child] probability that child j of an accepted node is accepted, by which trees are planned.
+    acceptance: [child] or [depth, child] probability that child j of an accepted node is accepted, by which trees are
+        planned.
     max_depth:  levels of planned and grown trees, at most.
     width:      sequences of specinfer and spectr, branching of rsd-c, nodes a level of grown trees.
     threshold:  chain, dyspec, eagle-2: places worth less, by the draft's probabilities along the path, stay empty, so
@@ -88,7 +90,7 @@ class SpeculativeDecoder:
         tree_size: int | None = None,
         tree: TokenTree | None = None,
         profile: Profile | str | Path | None = None,
-        acceptance: Sequence[float] | Tensor | None = None,
+        acceptance: Acceptance | None = None,
         max_depth: int | None = None,
         width: int | None = None,
         threshold: float | None = None,
@@ -153,10 +155,6 @@ class SpeculativeDecoder:
                 if name not in self._method.options:
                     has = ", ".join(self._method.options) or "none but tree_size"
                     raise ValueError(f"method {self.method!r} has no option {name!r}; it has {has}")
-            if "acceptance" in given:
-                given["acceptance"] = torch.as_tensor(given["acceptance"]).tolist()
-                if not given["acceptance"] or not isinstance(given["acceptance"][0], float):
-                    raise ValueError(f"acceptance must be [child], not empty, got {given['acceptance']}")
             tree = self._method.shape(size, **given)
         if len(tree) > MAX_NODES:
             raise ValueError(f"a tree may have at most {MAX_NODES} nodes, got {len(tree)}")

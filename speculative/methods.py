@@ -1,12 +1,14 @@
 """The published methods, as what they differ in: the tree's shape, how children are drawn, how they are verified."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from heavypath.speculative.growing import Growth
-from heavypath.speculative.planning import sequoia_tree
+from heavypath.speculative.planning import Acceptance, sequoia_tree
 from heavypath.speculative.tree import TokenTree
 
 MAX_DEPTH = 6  # edges, unless asked for: each level costs a draft forward, and few paths go deeper
@@ -58,9 +60,10 @@ def _constant(size: int, width: int = 2) -> TokenTree:
     return TokenTree.k_ary(width, depth) if depth else TokenTree.k_ary(size - 1, 1)
 
 
-def _planned(size: int, acceptance: Sequence[float] = DEFAULT_ACCEPTANCE, max_depth: int = MAX_DEPTH) -> TokenTree:
-    children, possible = len(acceptance), 1
-    for depth in range(1, max_depth + 1):
+def _planned(size: int, acceptance: Acceptance = DEFAULT_ACCEPTANCE, max_depth: int = MAX_DEPTH) -> TokenTree:
+    rates = torch.as_tensor(acceptance)
+    children, possible = rates.shape[-1], 1
+    for depth in range(1, (max_depth if rates.dim() == 1 else min(max_depth, len(rates))) + 1):
         possible = min(size, possible + children**depth)
     return sequoia_tree(acceptance, possible, max_depth)
 

@@ -294,6 +294,8 @@ def with_nan(model):
     (lambda t, d: SpeculativeDecoder(t, d, tree_size=1), "tree_size counts the root and must be at least 2, got 1"),
     (lambda t, d: SpeculativeDecoder(t, d, tree=[-1, 0]), "tree must be a TokenTree, got list"),
     (lambda t, d: SpeculativeDecoder(t, d, draft_top_p=0.0), "draft_top_p must be"),
+    (lambda t, d: SpeculativeDecoder(t, d, acceptance=[]), "not empty"),
+    (lambda t, d: SpeculativeDecoder(t, d, acceptance=[[0.9, 0.4]]), "rows that sum to at most 1"),
     (lambda t, d: SpeculativeDecoder(t, d, "chain", width=2), "'chain' has no option 'width'; it has threshold"),
     (lambda t, d: SpeculativeDecoder(t, d, "autoregressive", width=2), "it has none but tree_size"),
     (lambda t, d: SpeculativeDecoder(t, d, "dyspec", width=0), "width must be at least 1, got 0"),
