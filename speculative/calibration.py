@@ -11,17 +11,20 @@ Acceptance [depth, child] is counted on a walk along text that the target itself
 
 A tree's nodes meet the same, as long as the tree has the children that are accepted; so nothing is assumed about how
 depth and acceptance hang together (Sequoia measures one vector for all depths). After `depth` accepted ones the target
-draws a bonus token, as it does below a tree's deepest leaves.
+draws a bonus token, as it does below a tree's deepest leaves. Of sequences drawn apart (SpecInfer, SpecTr) those that
+began with the accepted token go on together, one child each.
 """
 
 import platform
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
@@ -41,6 +44,7 @@ from heavypath.speculative.tree import TokenTree
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 DEPTH = 8
 CHILDREN = 8
+SEQUENCES = (2, 3, 4, 6, 8)  # of SpecInfer and SpecTr: how many are drawn decides how often one is accepted
 ROUNDS = 3
 Report = Callable[[str], object]
 
@@ -86,23 +90,24 @@ def calibrate(
     prompts = [prompt[-room:] for prompt in prompts]
 
     costs = measure_costs(target, draft, prompts[: max(1, len(prompts))], sizes, tokens, report)
-    kinds = {(METHODS[name].draw, METHODS[name].verify): name for name in METHODS if name != "autoregressive"}
     measured = []
     for temperature in temperatures:
         sampling = Filters(temperature, top_k, top_p, min_p) if temperature > 0 else Filters(0.0)
-        verifiers = kinds if temperature > 0 else {("top_k", "greedy"): "greedy"}
-        for number, (draw, verify) in enumerate(verifiers, start=1):
-            report(f"acceptance at temperature {temperature:g}: {verify} ({number} of {len(verifiers)})")
-            children = KSEQ_CHILDREN if verify == "kseq" else CHILDREN
-            accepted, reached = walk(
-                forward, source, prompts, draw=draw, verify=verify, filters=sampling, children=children, depth=DEPTH,
-                tokens=tokens, sequences=sequences, seed=seed,
+        for number, (draw, verify, apart) in enumerate(ways := ways_to_draft(temperature), start=1):
+            many = f", {apart} sequences" if apart else ""
+            report(f"acceptance at temperature {temperature:g}: {verify}{many} ({number} of {len(ways)})")
+            found = walk(
+                forward, source, prompts, draw=draw, verify=verify, filters=sampling, children=apart or CHILDREN,
+                apart=apart is not None, depth=DEPTH, tokens=tokens, sequences=sequences, seed=seed,
             )  # fmt: skip
-            measured.append(Acceptance(draw, verify, *sampling, accepted=accepted.tolist(), reached=reached.tolist()))
+            measured.append(Acceptance(draw, verify, apart, *sampling, *(field.tolist() for field in found)))
     return Profile(describe(target), describe(draft), environment(target), costs, tuple(measured))
 
 
-KSEQ_CHILDREN = 3  # K-SEQ's threshold depends on their number: that of the methods' trees unless asked for
+def ways_to_draft(temperature: float) -> list[tuple[str, str, int | None]]:
+    """(draw, verify, how many sequences) of all methods at a temperature; None for trees that branch."""
+    kinds = dict.fromkeys(METHODS[name].kind(temperature) for name in METHODS if name != "autoregressive")
+    return [(*kind, count) for *kind, apart in kinds for count in (SEQUENCES if apart else (None,))]
 
 
 def environment(target: PreTrainedModel) -> dict[str, str | int]:
@@ -168,6 +173,21 @@ def _clock_of_gpu() -> float:
     return time.perf_counter()
 
 
+class Walk(NamedTuple):
+    """What was counted, on the CPU.
+
+    accepted: LongTensor[depth, children], how often child j of a node at depth d was the accepted one; of sequences
+              drawn apart, those below the root count as one child
+    reached:  LongTensor[depth], how many such nodes there were
+    moments:  fp64 [children, 5], over the nodes that tried child k: their number, the sums of q, q^2, y and q y, where
+              q is the draft's share of the child among the tokens left, and y is 1 if it was accepted
+    """
+
+    accepted: Tensor
+    reached: Tensor
+    moments: Tensor
+
+
 @torch.inference_mode()
 def walk(
     target: LlamaForward,
@@ -178,15 +198,16 @@ def walk(
     verify: str,
     filters: Filters,
     children: int,
+    apart: bool,
     depth: int,
     tokens: int,
     sequences: int,
     seed: int,
-) -> tuple[Tensor, Tensor]:
-    """How often child j of a node at depth d was the accepted one, LongTensor[depth, children], and how many such nodes
-    there were, LongTensor[depth].
+) -> Walk:
+    """Count on texts of `tokens` tokens behind `sequences` prompts.
 
-    prompts: LongTensors [T], taken in turn for `sequences` texts of `tokens` tokens. draw, verify: as `Method`'s.
+    prompts: LongTensors [T], taken in turn. draw, verify: as `Method`'s; children: offered at a node; apart: they begin
+    as many sequences, each with a child a node.
     """
     chosen = [prompts[i % len(prompts)] for i in range(sequences)]
     lengths = torch.tensor([len(prompt) for prompt in chosen], device=target.device)
@@ -206,6 +227,9 @@ def walk(
     at = torch.zeros_like(lengths)  # accepted in a row: the depth of the node
     accepted = torch.zeros(depth, children, dtype=torch.long, device=target.device)
     reached = torch.zeros(depth, dtype=torch.long, device=target.device)
+    moments = torch.zeros(children, 5, dtype=torch.float64, device=target.device)
+    place = torch.arange(children, device=target.device)
+    alive = torch.full_like(lengths, children)  # children to be offered
     name = torch.arange(sequences, device=target.device) << 36
     for _ in range(tokens):
         here = state.lengths[:, None]
@@ -221,7 +245,8 @@ def walk(
             replacement=draw == "with_replacement" and not likeliest,
         )  # fmt: skip
         check_distributions(drawn.keys, state.lengths)
-        offered = torch.cat([state.root[:, None], drawn.tokens.masked_fill((at == depth)[:, None], -1)], 1)
+        here_offered = (place < alive[:, None]) & (at < depth)[:, None]
+        offered = torch.cat([state.root[:, None], drawn.tokens.where(here_offered, -1)], 1)
         verified = verify_tree(
             offered, star, logits.expand(-1, children + 1, -1), after[:, None].expand(-1, children + 1, -1),
             method=verify, max_depth=1, **filters._asdict(), **off, seed=seed,
@@ -229,11 +254,25 @@ def walk(
         )  # fmt: skip
         child = verified.path[:, 1]
         hit = verified.length > 0
-        inside = at < depth
-        reached += torch.bincount(at[inside], minlength=depth)
-        accepted += torch.bincount(at[hit] * children + child[hit] - 1, minlength=accepted.numel()).view_as(accepted)
+        token = offered.gather(1, child.clamp(min=0)[:, None])
+        counted = (child - 1).where(at == 0, 0) if apart else child - 1
+        reached += torch.bincount(at[at < depth], minlength=depth)
+        accepted += torch.bincount((at * children + counted)[hit], minlength=accepted.numel()).view_as(accepted)
+        moments += _moments(drawn.logprobs.double().exp(), (child - 1).where(hit, children), at < depth)
+        if apart:
+            alive = (offered[:, 1:] == token).sum(1).where(hit, children)
         at = (at + 1).where(hit, 0)
         state.previous = state.root
-        state.root = offered.gather(1, child.clamp(min=0)[:, None])[:, 0].where(hit, verified.next_token)
+        state.root = token[:, 0].where(hit, verified.next_token)
         state.lengths = state.lengths + 1
-    return accepted.cpu(), reached.cpu()
+    return Walk(accepted.cpu(), reached.cpu(), moments.cpu())
+
+
+def _moments(probs: Tensor, choice: Tensor, counted: Tensor) -> Tensor:
+    """`Walk.moments` of one step. probs: fp64 [S, K], the children's; choice: LongTensor[S], K for none accepted."""
+    left = (1 - pad(probs[:, :-1], (1, 0)).cumsum(1)).clamp(min=1e-12)
+    share = (probs / left).clamp(max=1)
+    index = torch.arange(probs.shape[1], device=probs.device)
+    tried = ((index <= choice[:, None]) & counted[:, None] & (probs > 0)).double()
+    hit = (index == choice[:, None]).double()
+    return torch.stack([(tried * term).sum(0) for term in (1 + 0 * share, share, share**2, hit, share * hit)], 1)

@@ -85,10 +85,10 @@ def plan(
     samplings = list(dict.fromkeys(entry.filters for entry in measured.acceptance))
     chosen = samplings[0] if temperature is None else samplings[0]._replace(temperature=temperature)
     rows = [_row(measured, name, filters) for filters in samplings for name in METHODS if name != "autoregressive"]
-    drawn = measured.plan(method, chosen)
+    drawn, acceptance = measured.plan(method, chosen)
     if svg is not None:
-        rates = measured.measured(method, chosen).rates()
-        svg.write_text(tree_svg(drawn.tree, probabilities=node_probabilities(drawn.tree, rates)), encoding="utf-8")
+        probabilities = node_probabilities(drawn.tree, acceptance.rates())
+        svg.write_text(tree_svg(drawn.tree, probabilities=probabilities), encoding="utf-8")
     if as_json:
         tree = {"method": method, "temperature": chosen.temperature, "parents": drawn.tree.parents.tolist()}
         print_json({"plans": rows, "tree": tree | {"ranks": drawn.tree.ranks.tolist()}})
@@ -113,7 +113,7 @@ NOTES = (
 
 
 def _row(profile: Profile, method: str, filters: Filters) -> dict:
-    planned = profile.plan(method, filters)
+    planned, acceptance = profile.plan(method, filters)
     tree = planned.tree
     return {
         "temperature": filters.temperature,
@@ -121,7 +121,7 @@ def _row(profile: Profile, method: str, filters: Filters) -> dict:
         "nodes": len(tree),
         "depth": tree.depth,
         "expected_tokens": planned.expected_tokens,
-        "bound": tree_bounds(_dominating(profile.measured(method, filters)), len(tree)).least,
+        "bound": tree_bounds(_dominating(acceptance), len(tree)).least,
         "speedup": planned.speedup,
         "mbsu": planned.mbsu,
     }

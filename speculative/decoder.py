@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from heavypath.kernels.tree_attention import MAX_NODES, prepared_attention
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.drafting import Drafted, Shape, draft_tree, root_alone, tree_shape
 from heavypath.speculative.drafts import Cache, Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
-from heavypath.speculative.growing import VALUE_TEMPERATURE, Growth, grow_tree
+from heavypath.speculative.growing import VALUE_TEMPERATURE, Confidence, Growth, grow_tree
 from heavypath.speculative.llama import LlamaForward
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.planning import Acceptance
@@ -71,8 +71,9 @@ class SpeculativeDecoder:
         planned.
     max_depth:  levels of planned and grown trees, at most.
     width:      sequences of specinfer and spectr, branching of rsd-c, nodes a level of grown trees.
-    threshold:  chain, dyspec, eagle-2: places worth less, by the draft's probabilities along the path, stay empty, so
-        that a chain ends early.
+    threshold:  chain, dyspec, eagle-2: slots of less value stay empty, so that a chain ends early; see `growing`.
+    confidence: dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default: as measured on the
+        shipped pair), or "draft": they are it, as in the paper.
 
     draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft samples; None takes the target's. Where it
         is greedy, draft_temperature is that of the probabilities by which trees grow (default: 0.6).
@@ -94,6 +95,7 @@ class SpeculativeDecoder:
         max_depth: int | None = None,
         width: int | None = None,
         threshold: float | None = None,
+        confidence: Confidence | Literal["draft"] | None = None,
         draft_temperature: float | None = None,
         draft_top_k: int | None = None,
         draft_top_p: float | None = None,
@@ -106,7 +108,7 @@ class SpeculativeDecoder:
         self._method = METHODS[method]
         self._planned: dict[Filters, TokenTree | Growth] = {}
         options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
-        options |= {"width": width, "threshold": threshold}
+        options |= {"width": width, "threshold": threshold, "confidence": confidence}
         given = {name: value for name, value in options.items() if value is not None}
         self.tree: TokenTree | Growth | None = None
         self.profile = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)

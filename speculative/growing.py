@@ -1,15 +1,24 @@
 """Grow a tree where the draft is confident: DySpec, EAGLE-2's expand-and-rerank, and RSD-S's stochastic beam.
 
-A slot is a place for the next draw below a node. With Q the draft's distribution after a node and x_1, x_2, ... its
-children in draw order, let
+A slot is a place for the next draw below a node. With Q the draft's distribution after a node, x_1, x_2, ... its
+children in draw order, R_k = 1 - Q(x_1) - ... - Q(x_{k-1}) and c_k the chance that x_k is accepted once x_1 .. x_{k-1}
+are rejected, let
 
-    value(root) = 1,    value(child x_k) = value(parent) Q(x_k),    R_k = 1 - Q(x_1) - ... - Q(x_{k-1}),
-    value(slot k below a node) = value(node) R_k
+    worth(root) = 1,    worth(child x_k) = worth(node) (1 - c_1) ... (1 - c_{k-1}) c_k
+    value(slot k below a node) = worth(node) (1 - c_1) ... (1 - c_{k-1}) e_k
 
-(DySpec, Xiong et al. 2024, algorithm 1: its product of 1 - conditional Q over the earlier siblings telescopes to R_k.)
-A slot's value is known before its token, and never exceeds that of the slot that its parent was drawn in, nor that of
-an earlier sibling's. So the N slots of largest value are a tree, which the paper's heap finds with a draft call for
-each (`heap_tree`). Here a level is drafted in one call:
+    DySpec (Xiong et al. 2024, algorithm 1)    c_k = Q(x_k) / R_k,                  e_k = 1
+    by measured confidence                     c_k = base_k + slope_k Q(x_k) / R_k,  e_k = E[c_k | x_1 .. x_{k-1}]
+                                                   = base_k + slope_k sum_v Q(v)^2 / R_k^2 over v not drawn yet
+
+In DySpec's the products telescope: a slot is worth worth(node) R_k. But a drawn token is accepted far more often than
+with its draft probability (the paper's figure 2 has a line, with neither slope 1 nor through 0), so its trees are too
+wide where the draft is flat; the second form takes the line as measured, and a slot's value is what it is expected to
+add to the tokens of a step.
+
+A slot's value is known before its token, and is cut to that of the slot which its parent was drawn in and to its elder
+sibling's. So the N slots of largest value are a tree, which the paper's heap finds with a draft call for each
+(`heap_tree`). Here a level is drafted in one call:
 
     depth times:  the `width` best slots below the nodes just drafted get their tokens, and one draft forward
     at the end:   the best size - 1 of all of them stay
@@ -18,9 +27,9 @@ That is the heap's tree whenever no level of it is wider than `width` and it is 
 shallower slot, then to the lower rank, then to the parent drafted earlier.
 
 What is lossless: a slot may be left out for its value, which does not depend on its own token; never for its token. By
-"node" the value is that of the node itself, which is for deterministic drafts alone (EAGLE-2, Li et al. 2024,
-sec. 4). By "beam" a level is the next of a stochastic beam search (RSD-S, Jeon et al. 2024, algorithm 3): the keys that
-it keeps are independent of the tokens that have them.
+"node" the value is the node's own worth, which is for deterministic drafts alone (EAGLE-2, Li et al. 2024, sec. 4). By
+"beam" a level is the next of a stochastic beam search (RSD-S, Jeon et al. 2024, algorithm 3): the keys that it keeps
+are independent of the tokens that have them.
 """
 
 import heapq
@@ -34,12 +43,38 @@ from torch.nn.functional import pad
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.ordering import Ordering, heavy_path_order
-from heavypath.kernels.sampling import Beam, TopK, gumbel_topk, stochastic_beam
+from heavypath.kernels.sampling import Beam, gumbel_topk, stochastic_beam
 from heavypath.speculative.drafting import Drafted, check_distributions, root_feed
 from heavypath.speculative.drafts import Cache, Draft, Feed
 from heavypath.speculative.sequences import Sequences
 
+TINY = 1e-300
 VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tokens are drawn at temperature 0 (DySpec)
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """c_k = base[k] + slope[k] q, the chance that child k is accepted once its elder siblings are rejected, where the
+    draft gives it the share q of the tokens left. The last entries serve all further children.
+    """
+
+    base: tuple[float, ...]
+    slope: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        lines = list(zip(self.base, self.slope, strict=False))
+        if len(self.base) != len(self.slope) or not lines or not all(0 <= b <= b + s <= 1 for b, s in lines):
+            raise ValueError(f"confidence must rise within [0, 1] for each child, got {self.base} and {self.slope}")
+
+    def of(self, children: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """fp64 base and slope [children]."""
+        index = torch.arange(children).clamp(max=len(self.base) - 1)
+        lines = torch.tensor([self.base, self.slope], dtype=torch.float64)[:, index].to(device)
+        return lines[0], lines[1]
+
+
+# Of the demo pair at temperature 0.6, drawn without replacement.
+DEFAULT_CONFIDENCE = Confidence((0.41, 0.16, 0.12, 0.09, 0.08), (0.5, 0.5, 0.4, 0.3, 0.3))
 
 
 @dataclass(frozen=True)
@@ -51,6 +86,7 @@ class Growth:
     width:     nodes drafted on a level, at most
     depth:     levels
     threshold: slots of less value stay empty; with one node a level, a chain that ends early
+    confidence: by "slot", where the text is sampled: what values are made of; None for DySpec's own
     """
 
     by: Literal["slot", "node", "beam"]
@@ -58,6 +94,7 @@ class Growth:
     width: int
     depth: int
     threshold: float = 0.0
+    confidence: Confidence | None = None
 
     def __post_init__(self) -> None:
         for name in ("width", "depth"):
@@ -86,7 +123,7 @@ class _Level(NamedTuple):
     """The nodes drafted on a level, best first; [B, W].
 
     parent: LongTensor into the nodes of the level above; rank, tokens: LongTensors, tokens -1 where there is none
-    slot:   fp64, what the place is worth, 0 where it stays empty
+    slot:   fp64, the slot's value, 0 where it stays empty
     node:   fp64, what the node is worth; by "beam" its path's log-probability, and key its key
     """
 
@@ -121,7 +158,8 @@ def grow_tree(
     # The level above: its slots are first .. first + n - 1, and what they see of the slots up to their own.
     first, tokens = 0, root[:, None]
     key = torch.zeros(batch, 1, dtype=torch.float64, device=device)
-    node = key if growth.by == "beam" else torch.ones_like(key)
+    slot = torch.ones_like(key)
+    node = key if growth.by == "beam" else slot
     sees = torch.ones(batch, 1, 1, dtype=torch.bool, device=device)
     above = torch.zeros_like(tokens)  # slots of the parents
     levels: list[_Level] = []
@@ -150,17 +188,20 @@ def grow_tree(
             drawing = filters if growth.by == "slot" else filters._replace(temperature=0.0)
             drawn = gumbel_topk(after, min(growth.width, after.shape[-1]), **drawing._asdict(), seed=seed, rows=rows)
             check_distributions(drawn.keys[..., 0], lengths + depth - 1)
-            if drawing.temperature == 0:
-                drawn = drawn._replace(
-                    logprobs=_logprobs(after, drawn.tokens, filters.temperature or value_temperature)
-                )
-            level = _best_level(drawn, node, growth)
+            sampled, temperature = drawing.temperature > 0, filters.temperature or value_temperature
+            logprobs = drawn.logprobs if sampled else _logprobs(after, drawn.tokens, temperature)
+            confidence = growth.confidence if sampled else None
+            squares = None if confidence is None else sum_of_squares(after, temperature)
+            slots_value, children_worth = values(logprobs.double().exp(), squares, confidence)
+            if growth.by == "node":
+                slots_value = children_worth
+            level = _best_level(drawn.tokens, slots_value, children_worth, node, slot, growth.width)
         there = (level.slot > 0) & (level.slot >= growth.threshold) & (depth <= sequences.room)[:, None]
         level = level._replace(tokens=level.tokens.where(there, -1), slot=level.slot.where(there, 0))
 
         above = first + level.parent
         first += len(slots)
-        tokens, node, key = level.tokens, level.node, level.key
+        tokens, slot, node, key = level.tokens, level.slot, level.node, level.key
         own = torch.eye(tokens.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
         inherited = sees.gather(1, level.parent[..., None].expand(-1, -1, sees.shape[2]))
         sees = torch.cat([inherited, own], 2)
@@ -171,6 +212,31 @@ def grow_tree(
     return _assembled(levels, torch.cat(logits, 1), growth, root, first_row, on_cpu)
 
 
+def values(probs: Tensor, squares: Tensor | None, confidence: Confidence | None) -> tuple[Tensor, Tensor]:
+    """The values of the slots below a node of worth 1, and the worth of the children drawn there; fp64 [..., K].
+
+    probs: fp64 [..., K], Q of the children in draw order, 0 for an absent one; squares: [..., 1], the sum of Q(v)^2
+    over all tokens, for a confidence.
+    """
+    before = pad(probs[..., :-1], (1, 0))
+    remaining = (1 - before.cumsum(-1)).clamp(min=0)  # R_k
+    if confidence is None:
+        return remaining, torch.minimum(probs, remaining)  # more by rounding, if at all
+    assert squares is not None
+    base, slope = confidence.of(probs.shape[-1], probs.device)
+    accept = base + slope * (probs / remaining.clamp(min=TINY)).clamp(max=1)
+    expected = base + slope * ((squares - (before**2).cumsum(-1)) / remaining.clamp(min=TINY) ** 2).clamp(0, 1)
+    reached = (1 - pad(accept[..., :-1], (1, 0))).cumprod(-1)
+    return (reached * expected).where(remaining > 0, 0), reached * accept
+
+
+def sum_of_squares(logits: Tensor, temperature: float) -> Tensor:
+    """The sum over tokens of squared probabilities, fp64 [..., 1], for logits [..., V] at a temperature."""
+    scores = logits / temperature
+    total = scores.logsumexp(-1, keepdim=True).double()
+    return ((2 * scores).logsumexp(-1, keepdim=True).double() - 2 * total).exp().nan_to_num()
+
+
 def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """Log-probabilities of tokens [B, n, K] by logits [B, n, V] at a temperature; -inf for a token of -1."""
     scores = logits / temperature
@@ -178,20 +244,20 @@ def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     return logprobs.masked_fill(tokens < 0, -torch.inf)
 
 
-def _best_level(drawn: TopK, node: Tensor, growth: Growth) -> _Level:
-    """The `width` best of the slots, or of the nodes, below the nodes worth `node` [B, n]; drawn: [B, n, K]."""
+def _best_level(tokens: Tensor, value: Tensor, worth: Tensor, node: Tensor, slot: Tensor, width: int) -> _Level:
+    """The `width` best of the slots below n nodes worth `node` [B, n], which were drawn in slots of value `slot`.
+
+    tokens: LongTensor[B, n, K], -1 where absent; value, worth: [B, n, K] of `values`.
+    """
     parents = node.shape[1]
-    probs = drawn.logprobs.double().exp()
-    remaining = (1 - pad(probs[..., :-1], (1, 0)).cumsum(-1)).clamp(min=0)  # R_k
-    slot = (node[..., None] * remaining).masked_fill(drawn.tokens < 0, 0)
-    worth = torch.minimum(node[..., None] * probs, slot)  # more by rounding, if at all
-    if growth.by == "node":
-        slot = worth
+    value = (node[..., None] * value).masked_fill(tokens < 0, 0).cummin(-1).values
+    value = torch.minimum(value, slot[..., None])
     # By falling value, then rank, then parent.
-    slot, worth, tokens = (field.transpose(1, 2).flatten(1) for field in (slot, worth, drawn.tokens))  # [B, K * n]
-    order = slot.sort(dim=-1, descending=True, stable=True).indices[:, : growth.width]
-    slot, worth, tokens = (field.gather(1, order) for field in (slot, worth, tokens))
-    return _Level(order % parents, order // parents, tokens, slot, worth, worth)
+    fields = (field.transpose(1, 2).flatten(1) for field in (value, node[..., None] * worth, tokens))  # [B, K * n]
+    value, worth, tokens = fields
+    order = value.sort(dim=-1, descending=True, stable=True).indices[:, :width]
+    value, worth, tokens = (field.gather(1, order) for field in (value, worth, tokens))
+    return _Level(order % parents, order // parents, tokens, value, worth, worth)
 
 
 def _beam_level(beam: Beam) -> _Level:
@@ -245,26 +311,30 @@ def _assembled(
 
 
 def heap_tree(
-    children: Callable[[tuple[int, ...]], Sequence[float]], size: int, max_depth: int
+    below: Callable[[tuple[int, ...]], tuple[Sequence[float], Sequence[float]]], size: int, max_depth: int
 ) -> list[tuple[int, ...]]:
     """DySpec's algorithm 1 as published: the drafted nodes as paths of ranks, in the order they are drawn.
 
-    children(path): the draft's probabilities Q of the children of the node at `path`, in draw order. The reference of
-    `grow_tree`, which asks the draft once for each node: O(size log size) beside that.
+    below(path): `values` of the node at `path`. The reference of `grow_tree`, which asks the draft once for each node;
+    O(size log size) beside that.
     """
     nodes: list[tuple[int, ...]] = [()]
-    rows: dict[tuple[int, ...], Sequence[float]] = {}
-    # (-value, depth, rank, parent's number, parent's value, Q of the earlier siblings)
-    queue = [(-1.0, 1, 0, 0, 1.0, 0.0)]
-    while queue and len(nodes) < size:
-        negative, depth, rank, parent, worth, drawn = heapq.heappop(queue)
-        probs = rows.setdefault(nodes[parent], children(nodes[parent]))
-        if rank >= len(probs) or negative == 0:
-            continue
+    worths = [1.0]
+    rows: dict[int, tuple[Sequence[float], Sequence[float]]] = {}
+    queue: list[tuple[float, int, int, int]] = []  # (-value, depth, rank, parent's number)
+
+    def offer(parent: int, rank: int, most: float) -> None:
+        depth = len(nodes[parent]) + 1
+        if parent not in rows and depth <= max_depth:
+            rows[parent] = below(nodes[parent])
+        if depth <= max_depth and rank < len(rows[parent][0]):
+            heapq.heappush(queue, (-min(most, worths[parent] * rows[parent][0][rank]), depth, rank, parent))
+
+    offer(0, 0, 1.0)
+    while queue and queue[0][0] < 0 and len(nodes) < size:
+        negative, _, rank, parent = heapq.heappop(queue)
         nodes.append((*nodes[parent], rank))
-        drawn_now = drawn + probs[rank]
-        heapq.heappush(queue, (-worth * max(0.0, 1 - drawn_now), depth, rank + 1, parent, worth, drawn_now))
-        if depth < max_depth:
-            below = min(worth * probs[rank], -negative)
-            heapq.heappush(queue, (-below, depth + 1, 0, len(nodes) - 1, below, 0.0))
+        worths.append(worths[parent] * rows[parent][1][rank])
+        offer(parent, rank + 1, -negative)
+        offer(len(nodes) - 1, 0, -negative)
     return nodes[1:]

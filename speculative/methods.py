@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from heavypath.speculative.growing import Growth
+from heavypath.speculative.growing import DEFAULT_CONFIDENCE, Confidence, Growth
 from heavypath.speculative.planning import Acceptance, sequoia_tree
 from heavypath.speculative.tree import TokenTree
 
@@ -31,6 +31,11 @@ class Method:
     verify: Literal["without_replacement", "with_replacement", "kseq", "race", "target_sample"]
     shape: Callable[..., TokenTree | Growth]
     fill: bool = False
+
+    def kind(self, temperature: float) -> tuple[str, str, bool]:
+        """How children are drawn and verified at a temperature, and whether they are sequences drawn apart."""
+        apart = self.draw == "with_replacement"
+        return ("top_k", "greedy", apart) if temperature == 0 else (self.draw, self.verify, apart)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -75,19 +80,28 @@ def _beam(size: int, width: int | None = None, max_depth: int = MAX_DEPTH) -> Gr
     return Growth("beam", min(size, 1 + width * depth), width, depth)
 
 
-def _grown(by: Literal["slot", "node"], size: int, width: int | None, max_depth: int, threshold: float) -> Growth:
-    """By default a level may have half of the nodes: wider ones are rare, and cost the draft's time."""
-    if width is None:
-        width = max(-(-size // 2), -(-(size - 1) // max_depth))
-    return Growth(by, min(size, 1 + width * max_depth), width, max_depth, threshold)
+def _width(size: int, max_depth: int) -> int:
+    """A level may have half of the nodes: wider ones are rare, and cost the draft's time."""
+    return max(-(-size // 2), -(-(size - 1) // max_depth))
 
 
-def _by_slots(size: int, width: int | None = None, max_depth: int = MAX_DEPTH, threshold: float = 0.0) -> Growth:
-    return _grown("slot", size, width, max_depth, threshold)
+def _by_slots(
+    size: int,
+    width: int | None = None,
+    max_depth: int = MAX_DEPTH,
+    threshold: float = 0.0,
+    confidence: Confidence | Literal["draft"] = DEFAULT_CONFIDENCE,
+) -> Growth:
+    width = _width(size, max_depth) if width is None else width
+    if confidence != "draft" and not isinstance(confidence, Confidence):
+        raise ValueError(f"confidence must be a Confidence or 'draft', got {confidence!r}")
+    known = confidence if isinstance(confidence, Confidence) else None
+    return Growth("slot", min(size, 1 + width * max_depth), width, max_depth, threshold, known)
 
 
 def _by_nodes(size: int, width: int | None = None, max_depth: int = MAX_DEPTH, threshold: float = 0.0) -> Growth:
-    return _grown("node", size, width, max_depth, threshold)
+    width = _width(size, max_depth) if width is None else width
+    return Growth("node", min(size, 1 + width * max_depth), width, max_depth, threshold)
 
 
 METHODS = {

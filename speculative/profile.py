@@ -11,10 +11,11 @@ for the others.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.drafts import EarlyExit, PromptLookup
-from heavypath.speculative.growing import Growth
+from heavypath.speculative.growing import Confidence, Growth
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.planning import Plan, expected_tokens, select_tree
 from heavypath.speculative.tree import TokenTree
@@ -53,19 +54,22 @@ class Costs:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Counts for a way to draw and verify (as `Method`'s; "greedy" at temperature 0) under some sampling.
+    """What `calibration.walk` counted for a way to draw and verify (`Method.kind`) under some sampling.
 
-    accepted: [depth][child], how often the child was the accepted one; reached: [depth], nodes that offered children
+    apart: the number of sequences drawn apart; None for trees that branch everywhere
+    accepted, reached, moments: as in `Walk`
     """
 
     draw: str
     verify: str
+    apart: int | None
     temperature: float
     top_k: int | None
     top_p: float | None
     min_p: float | None
     accepted: list[list[int]]
     reached: list[int]
+    moments: list[list[float]]
 
     @property
     def filters(self) -> Filters:
@@ -73,11 +77,38 @@ class Acceptance:
         return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def rates(self) -> Tensor:
-        """fp64 [depth, child]: each depth's shares, drawn to those of all depths by `PRIOR` nodes' worth of them."""
+        """fp64 [depth, child]: the shares at each depth, drawn to those of all by `PRIOR` nodes' worth of them.
+
+        For sequences drawn apart the first row stays as counted, and the others are drawn to their own mean.
+        """
         accepted = torch.tensor(self.accepted, dtype=torch.float64)
-        reached = torch.tensor(self.reached, dtype=torch.float64)
-        overall = accepted.sum(0) / reached.sum().clamp(min=1)
-        return (accepted + PRIOR * overall) / (reached[:, None] + PRIOR)
+        reached = torch.tensor(self.reached, dtype=torch.float64)[:, None]
+        alike = slice(1 if self.apart else 0, None)
+        overall = accepted[alike].sum(0) / reached[alike].sum().clamp(min=1)
+        rates = accepted / reached.clamp(min=1)
+        rates[alike] = (accepted[alike] + PRIOR * overall) / (reached[alike] + PRIOR)
+        return rates
+
+    def confidence(self) -> Confidence:
+        """The lines of least squares through acceptance against the draft's share; a seldom tried child has the last."""
+        base, slope = [], []
+        for tried, shares, squares, hits, products in self.moments:
+            if tried < PRIOR and base:
+                break
+            tried = max(tried, 1.0)
+            spread = squares / tried - (shares / tried) ** 2
+            rise = 0.0 if spread < 1e-6 else (products / tried - hits * shares / tried**2) / spread
+            start = min(1.0, max(0.0, (hits - max(0.0, rise) * shares) / tried))
+            base.append(start)
+            slope.append(min(max(0.0, rise), 1.0 - start))
+        return Confidence(tuple(base), tuple(slope))
+
+
+class Planned(NamedTuple):
+    """A tree, and the acceptance that it is planned by."""
+
+    plan: Plan
+    acceptance: Acceptance
 
 
 @dataclass(frozen=True)
@@ -121,15 +152,14 @@ class Profile:
         if dtype != self.environment["dtype"]:
             raise ValueError(f"the profile was measured in {self.environment['dtype']}, got a target in {dtype}")
 
-    def measured(self, method: str, filters: Filters) -> Acceptance:
-        """The measurement nearest in temperature, of the same filters if there is one; ValueError if there is none."""
-        how = METHODS[method].draw, METHODS[method].verify
-        if filters.temperature == 0:
-            fitting = [entry for entry in self.acceptance if entry.temperature == 0]
-        else:
-            fitting = [
-                entry for entry in self.acceptance if entry.temperature > 0 and (entry.draw, entry.verify) == how
-            ]
+    def measured(self, method: str, filters: Filters) -> list[Acceptance]:
+        """The measurements nearest in temperature, of the same filters if there are such; ValueError for none.
+
+        One, or one for each number of sequences drawn apart.
+        """
+        draw, verify, apart = METHODS[method].kind(filters.temperature)
+        fitting = [entry for entry in self.acceptance if (entry.temperature == 0) == (filters.temperature == 0)]
+        fitting = [e for e in fitting if (e.draw, e.verify, e.apart is not None) == (draw, verify, apart)]
         if not fitting:
             given = f"{filters.temperature:g}"
             raise ValueError(
@@ -140,30 +170,38 @@ class Profile:
         def distance(entry: Acceptance) -> tuple[bool, float]:
             return entry.filters[1:] != filters[1:], abs(entry.temperature - filters.temperature)
 
-        return min(fitting, key=distance)
+        nearest = min(map(distance, fitting))
+        return [entry for entry in fitting if distance(entry) == nearest]
 
-    def plan(self, method: str, filters: Filters) -> Plan:
-        """The best tree of a method under some sampling; its `tree` is a `Growth` for methods whose trees grow.
+    def plan(self, method: str, filters: Filters) -> "Planned":
+        """The best tree of a method under some sampling, and the acceptance that it is planned by.
 
-        Growing trees take the nodes, levels and widest level of the best static tree, whose expected tokens are given:
-        theirs depend on each step's draft, and are more.
+        For methods whose trees grow it is the best static tree: how many tokens theirs yield depends on each step's
+        draft.
         """
-        rates = self.measured(method, filters).rates()
         sizes = range(1, max(self.costs.step) + 1)
         costs, level = self.costs.steps_of(sizes), self.costs.level / self.costs.step[1]
-        trees = _FAMILIES.get(method)
-        if trees is not None:
-            return _best(trees(max(sizes), rates), rates, costs, level)
-        return select_tree(rates, costs, level)
+        plans = []
+        for entry in self.measured(method, filters):
+            rates = entry.rates()
+            trees = _trees(method, max(sizes), rates, entry.apart)
+            found = select_tree(rates, costs, level) if trees is None else _best(trees, rates, costs, level)
+            plans.append(Planned(found, entry))
+        return max(plans, key=lambda planned: planned.plan.speedup)
 
     def shape(self, method: str, filters: Filters) -> TokenTree | Growth:
-        """What `SpeculativeDecoder` drafts by."""
-        tree = self.plan(method, filters).tree
-        how = METHODS[method].shape(8) if len(tree) > 1 else tree
-        if not isinstance(how, Growth):
+        """What `SpeculativeDecoder` drafts by.
+
+        Growing trees take the nodes and levels of the best static tree, and twice its widest level.
+        """
+        plan, entry = self.plan(method, filters)
+        tree = plan.tree
+        usual = METHODS[method].shape(8) if len(tree) > 1 else tree
+        if not isinstance(usual, Growth):
             return tree
-        width = int(torch.bincount(tree.depths)[1:].max())
-        return Growth(how.by, len(tree), width, tree.depth)
+        width = min(len(tree) - 1, 2 * int(torch.bincount(tree.depths)[1:].max()))
+        known = entry.confidence() if filters.temperature > 0 and usual.by == "slot" else None
+        return Growth(usual.by, len(tree), width, tree.depth, confidence=known)
 
 
 def describe(model: PreTrainedModel | PromptLookup | EarlyExit) -> str:
@@ -184,33 +222,17 @@ def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float],
     return max(plans, key=lambda plan: plan.speedup)
 
 
-def _chains(size: int, rates: Tensor) -> Iterator[TokenTree]:
-    yield from (TokenTree.chain(length) for length in range(min(size, len(rates) + 1)))
-
-
-def _sequences(width: int | None) -> Callable[[int, Tensor], Iterator[TokenTree]]:
-    def trees(size: int, rates: Tensor) -> Iterator[TokenTree]:
-        yield TokenTree([-1])
-        for count in range(1, rates.shape[1] + 1) if width is None else [width]:
-            for length in range(1, len(rates) + 1):
-                if 1 + count * length <= size:
-                    yield TokenTree.independent(count, length)
-
-    return trees
-
-
-def _constant(size: int, rates: Tensor) -> Iterator[TokenTree]:
-    yield TokenTree([-1])
-    for branching in range(1, rates.shape[1] + 1):
-        for depth in range(1, len(rates) + 1):
-            if sum(branching**d for d in range(depth + 1)) <= size:
-                yield TokenTree.k_ary(branching, depth)
-
-
-# K-SEQ's acceptance is measured for three sequences, and depends on their number.
-_FAMILIES: dict[str, Callable[[int, Tensor], Iterator[TokenTree]]] = {
-    "chain": _chains,
-    "specinfer": _sequences(None),
-    "spectr": _sequences(3),
-    "rsd-c": _constant,
-}
+def _trees(method: str, size: int, rates: Tensor, apart: int | None) -> Iterator[TokenTree] | None:
+    """The trees of at most `size` nodes that a method may have, [-1] among them; None for all there are."""
+    depth = len(rates)
+    if apart is not None:
+        lengths = range(min(depth, (size - 1) // apart) + 1)
+        return (TokenTree.independent(apart, length) for length in lengths)
+    if method == "chain":
+        return (TokenTree.chain(length) for length in range(min(size - 1, depth) + 1))
+    if method == "rsd-c":
+        shapes = [(1, 0)]
+        shapes += [(width, levels) for width in range(1, rates.shape[1] + 1) for levels in range(1, depth + 1)]
+        fitting = [shape for shape in shapes if sum(shape[0] ** d for d in range(shape[1] + 1)) <= size]
+        return (TokenTree.k_ary(*shape) for shape in fitting)
+    return None

@@ -298,6 +298,7 @@ def with_nan(model):
     (lambda t, d: SpeculativeDecoder(t, d, acceptance=[[0.9, 0.4]]), "rows that sum to at most 1"),
     (lambda t, d: SpeculativeDecoder(t, d, "chain", width=2), "'chain' has no option 'width'; it has threshold"),
     (lambda t, d: SpeculativeDecoder(t, d, "autoregressive", width=2), "it has none but tree_size"),
+    (lambda t, d: SpeculativeDecoder(t, d, "dyspec", confidence="high"), "a Confidence or 'draft', got 'high'"),
     (lambda t, d: SpeculativeDecoder(t, d, "dyspec", width=0), "width must be at least 1, got 0"),
     (lambda t, d: SpeculativeDecoder(t, d, "dyspec", threshold=1.5), r"threshold must be in \[0, 1\], got 1.5"),
     (lambda t, d: SpeculativeDecoder(t, d, "dyspec", tree=TokenTree.chain(2)), "'dyspec' grows its trees"),

@@ -13,7 +13,7 @@ from test_mutations import mutated
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import Beam, TopK
 from heavypath.speculative import SpeculativeDecoder, growing
-from heavypath.speculative.growing import Growth, heap_tree
+from heavypath.speculative.growing import DEFAULT_CONFIDENCE, Confidence, Growth, heap_tree
 from heavypath.speculative.sequences import Sequences
 
 VOCAB = 3
@@ -73,44 +73,63 @@ def random_law(vocab_size: int, seed: int, spread: float = 1.0):
     return law
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
+    confidence=st.sampled_from([None, DEFAULT_CONFIDENCE]),
     seed=st.integers(0, 10_000), vocab_size=st.integers(1, 9), size=st.integers(2, 14), spread=st.floats(0.1, 4),
     temperature=st.sampled_from([0.0, 1.0]),
 )  # fmt: skip
-def test_growing_by_levels_gives_the_heaps_tree(seed, vocab_size, size, spread, temperature):
+def test_growing_by_levels_gives_the_heaps_tree(confidence, seed, vocab_size, size, spread, temperature):
     law = random_law(vocab_size, seed, spread)
-    growth = Growth("slot", size, width=size - 1, depth=size - 1)
+    growth = Growth("slot", size, width=size - 1, depth=size - 1, confidence=confidence)
     draft, drafted = grown(law, growth, Filters(temperature), seed)
     slot_of = {path: slot for slot, path in draft.paths.items()}
 
-    def children(path):
-        """The same draws, found again by the path of tokens that `path`, of ranks, leads along."""
+    def below(path):
+        """By the same draws, found again by the path of tokens that `path`, of ranks, leads along."""
         tokens = ()
         for rank in path:
             tokens += (draws(tokens)[0][rank],)
-        return draws(tokens)[1]
+        squares = torch.tensor([sum(math.exp(2 * logprob) for logprob in law(tokens))], dtype=torch.float64)
+        used = confidence if temperature > 0 else None
+        return [field.tolist() for field in growing.values(draws(tokens)[1], squares, used)]
 
     def draws(tokens):
         logits, row = torch.tensor([law(tokens)]), torch.tensor([(1 << 12) + slot_of[tokens]])
         drawn = growing.gumbel_topk(logits, min(size - 1, vocab_size), temperature=temperature, seed=seed, rows=row)
         logprobs = growing._logprobs(logits[None], drawn.tokens[None], 0.6)[0] if temperature == 0 else drawn.logprobs
-        return drawn.tokens[0].tolist(), logprobs[0].double().exp().tolist()
+        return drawn.tokens[0].tolist(), logprobs[0].double().exp()
 
-    expected = heap_tree(children, size, max_depth=size - 1)
+    expected = heap_tree(below, size, max_depth=size - 1)
     assert sorted(node_paths(drafted, "ranks")) == sorted(expected)
 
 
 def test_the_heaps_tree_by_hand():
     """Root: 0.6, 0.3, 0.1 in draw order; below every other node 0.5, 0.5."""
 
-    def children(path):
-        return [0.5, 0.5] if path else [0.6, 0.3, 0.1]
+    def below(path):
+        return ([1.0, 0.5], [0.5, 0.5]) if path else ([1.0, 0.4, 0.1], [0.6, 0.3, 0.1])
 
     # The root's first slot is worth 1, that below it 0.6, the root's second 0.4; then three are worth 0.3, of which the
     # shallower come first, and of those the one of lower rank.
-    assert heap_tree(children, 7, 9) == [(0,), (0, 0), (1,), (1, 0), (0, 1), (0, 0, 0)]
-    assert heap_tree(children, 6, 1) == [(0,), (1,), (2,)]
+    assert heap_tree(below, 7, 9) == [(0,), (0, 0), (1,), (1, 0), (0, 1), (0, 0, 0)]
+    assert heap_tree(below, 6, 1) == [(0,), (1,), (2,)]
+
+
+def test_values_by_hand():
+    probs, squares = torch.tensor([0.5, 0.3]).double(), torch.tensor([0.25 + 0.09 + 0.04]).double()
+    slot, worth = growing.values(probs, None, None)
+    assert slot.tolist() == pytest.approx([1, 0.5])
+    assert worth.tolist() == pytest.approx([0.5, 0.3])
+    slot, worth = growing.values(probs, squares, Confidence((0.4, 0.2), (0.5, 0.6)))
+    accept = [0.4 + 0.5 * 0.5, 0.2 + 0.6 * 0.3 / 0.5]
+    assert worth.tolist() == pytest.approx([accept[0], (1 - accept[0]) * accept[1]], abs=1e-7)
+    expected = [0.4 + 0.5 * 0.38, 0.2 + 0.6 * (0.09 + 0.04) / 0.25]
+    assert slot.tolist() == pytest.approx([expected[0], (1 - accept[0]) * expected[1]], abs=1e-7)
+    logits = torch.tensor([[0.5, 0.3, 0.2, 0.0]]).log()
+    assert float(growing.sum_of_squares(logits, 1.0)) == pytest.approx(0.38)
+    cool = (logits / 0.5).softmax(-1)
+    assert float(growing.sum_of_squares(logits, 0.5)) == pytest.approx(float((cool**2).sum()))
 
 
 def test_narrow_levels_and_a_shallow_tree_keep_their_bounds():
@@ -210,6 +229,8 @@ def emitted_law(target, draft_law, drafted, sampled):
 GROWTHS = {
     "dyspec": Growth("slot", 4, 2, 2),
     "dyspec, wide": Growth("slot", 5, 3, 2),
+    "dyspec by confidence": Growth("slot", 4, 2, 2, confidence=DEFAULT_CONFIDENCE),
+    "dyspec by confidence, threshold": Growth("slot", 5, 2, 2, 0.2, Confidence((0.2, 0.1), (0.7, 0.4))),
     "dyspec, threshold": Growth("slot", 6, 3, 2, 0.4),
     "chain that ends early": Growth("slot", 3, 1, 2, 0.35),
     "eagle-2": Growth("node", 4, 3, 2),
@@ -287,17 +308,30 @@ def test_every_way_to_grow_leaves_the_targets_law_exactly(name, monkeypatch):
 
 @pytest.mark.parametrize(("original", "replacement"), [
     # Slots are kept for the node that was drawn in them: its token decides.
-    ('if growth.by == "node":\n        slot = worth', "if True:\n        slot = worth"),
+    ('if growth.by == "node":', "if True:"),
     # The value of the earlier siblings' slots counts the slot's own token too.
-    ("pad(probs[..., :-1], (1, 0)).cumsum(-1)", "probs.cumsum(-1)"),
+    ("before = pad(probs[..., :-1], (1, 0))", "before = probs"),
     # A threshold on the drafted token's probability.
     ("(level.slot >= growth.threshold)", "(level.node >= growth.threshold)"),
+    # What a slot is expected to yield, by its own token.
+    ("(reached * expected).where(", "(reached * accept).where("),
 ])  # fmt: skip
 def test_dropping_nodes_by_their_token_is_found(original, replacement):
     copy = mutated(growing, original, replacement)
-    growth = GROWTHS["dyspec, threshold"] if "threshold" in original else GROWTHS["dyspec"]
+    growth = GROWTHS["dyspec"]
+    if "threshold" in original:
+        growth = GROWTHS["dyspec, threshold"]
+    elif "expected" in original:
+        growth = GROWTHS["dyspec by confidence"]
     total, expected = exact_law(growth, module=copy)
     assert (total - expected).abs().max() > 1e-3
+
+
+def test_a_child_kept_without_its_parent_is_found():
+    """Below a likely token a slot may be worth more than the one that the token was drawn in."""
+    copy = mutated(growing, "value = torch.minimum(value, slot[..., None])", "pass")
+    with pytest.raises(ValueError, match="ranks must differ among siblings"):
+        exact_law(Growth("slot", 4, 3, 2, confidence=Confidence((0.3, 0.0), (0.7, 0.1))), module=copy)
 
 
 def test_a_chain_ends_where_the_drafts_probability_falls_below_the_threshold():

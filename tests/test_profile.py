@@ -16,7 +16,7 @@ from heavypath.speculative import (
     TokenTree,
     expected_tokens,
 )
-from heavypath.speculative.calibration import calibrate, own_prompts, walk
+from heavypath.speculative.calibration import SEQUENCES, calibrate, own_prompts, walk
 from heavypath.speculative.drafts import as_draft
 from heavypath.speculative.growing import Growth
 from heavypath.speculative.llama import LlamaForward
@@ -37,7 +37,9 @@ def constant_llama(logits):
 
 
 def counts(accepted, reached=1000, temperature=1.0, draw="without_replacement", verify="without_replacement"):
-    return Acceptance(draw, verify, temperature, None, None, None, accepted, [reached] * len(accepted))
+    apart = len(accepted[0]) if draw == "with_replacement" else None
+    moments = [[0.0] * 5] * len(accepted[0])
+    return Acceptance(draw, verify, apart, temperature, None, None, None, accepted, [reached] * len(accepted), moments)
 
 
 def profile_of(*acceptance, step=None, level=0.001, models=("a target", "a draft")):
@@ -54,10 +56,12 @@ def test_acceptance_on_a_walk_is_that_of_the_law(draw, verify):
     target = LlamaForward(constant_llama(target_logits))
     draft = as_draft(constant_llama(draft_logits), target, None)
     tokens, sequences = 40, 100
-    accepted, reached = walk(
+    accepted, reached, moments = walk(
         target, draft, [torch.tensor([1, 2, 3]), torch.tensor([0])], draw=draw, verify=verify, filters=filters,
-        children=3, depth=3, tokens=tokens, sequences=sequences, seed=3,
+        children=3, apart=False, depth=3, tokens=tokens, sequences=sequences, seed=3,
     )  # fmt: skip
+    assert moments[0, 0] == reached.sum()
+    assert moments[:, 3].tolist() == accepted.sum(0).tolist()
     p, q = (filtered_logprobs(torch.tensor([x]), filters)[0].exp() for x in (target_logits, draft_logits))
     assert (reached[1:] <= accepted.sum(1)[:-1]).all()
     assert int(reached.sum()) <= tokens * sequences  # the rest follow three accepted ones
@@ -79,12 +83,31 @@ def test_acceptance_on_a_walk_is_that_of_the_law(draw, verify):
 def test_a_draft_equal_to_the_target_is_accepted_at_every_depth():
     model = tiny_llama(1)
     target = LlamaForward(model)
-    accepted, reached = walk(
+    accepted, reached, _ = walk(
         target, as_draft(model, target, model), [torch.tensor([1, 2])], draw="without_replacement",
-        verify="without_replacement", filters=Filters(1.0), children=2, depth=2, tokens=9, sequences=4, seed=0,
+        verify="without_replacement", filters=Filters(1.0), children=2, apart=False, depth=2, tokens=9, sequences=4,
+        seed=0,
     )  # fmt: skip
     assert reached.tolist() == [12, 12]  # of nine tokens, every third is a bonus
     assert accepted.tolist() == [[12, 0], [12, 0]]
+
+
+@pytest.mark.parametrize("verify", ["with_replacement", "kseq"])
+def test_sequences_drawn_apart_are_accepted_as_in_decoding(verify):
+    """On a language where depth counts for nothing but which sequences are still alive."""
+    target, draft = constant_llama([1.0, 0.2, -0.5, 0.0]), constant_llama([0.3, 0.9, -0.2, -1.0])
+    forward, filters, count, length = LlamaForward(target), Filters(0.6), 3, 3
+    accepted, reached, _ = walk(
+        forward, as_draft(draft, forward, target), [torch.tensor([1, 2, 3])], draw="with_replacement", verify=verify,
+        filters=filters, children=count, apart=True, depth=length, tokens=40, sequences=200, seed=3,
+    )  # fmt: skip
+    method = {"with_replacement": "specinfer", "kseq": "spectr"}[verify]
+    decoder = SpeculativeDecoder(target, draft, method, tree=TokenTree.independent(count, length))
+    stats = decoder.generate(torch.tensor([[1, 2, 3]]).expand(200, -1), 40, temperature=0.6, seed=1).stats
+    entry = Acceptance("", "", count, *filters, accepted.tolist(), reached.tolist(), [])
+    expected = expected_tokens(TokenTree.independent(count, length), entry.rates())
+    steps = stats.steps - 200
+    assert (stats.new_tokens - 200) / steps == pytest.approx(expected, abs=0.06 + 5 * 1.2 / steps**0.5)
 
 
 @pytest.mark.parametrize("draft", [None, PromptLookup(), EarlyExit(1)], ids=["model", "prompt lookup", "early exit"])
@@ -95,7 +118,8 @@ def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path):
     profile = calibrate(
         target, draft, temperatures=(0.0, 0.9), sizes=(1, 2, 8), tokens=12, sequences=4, on_progress=lines.append
     )
-    assert len(profile.acceptance) == 1 + len(KINDS)
+    trees = sum(draw != "with_replacement" for draw, _ in KINDS)
+    assert len(profile.acceptance) == 1 + len(SEQUENCES) + trees + (len(KINDS) - trees) * len(SEQUENCES)
     assert any("trees of 8 nodes" in line for line in lines)
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
@@ -122,11 +146,27 @@ def test_costs_lie_on_straight_lines_and_never_fall():
 
 
 def test_seldom_seen_depths_are_drawn_to_the_mean():
-    measured = Acceptance("top_k", "greedy", 0.0, None, None, None, [[600, 100], [5, 0]], [1000, 10])
+    measured = Acceptance("top_k", "greedy", None, 0.0, None, None, None, [[600, 100], [5, 0]], [1000, 10], [])
     pooled = torch.tensor([605, 100]) / 1010
     expected = [[(600 + PRIOR * pooled[0]) / 1050, (100 + PRIOR * pooled[1]) / 1050],
                 [(5 + PRIOR * pooled[0]) / 60, PRIOR * pooled[1] / 60]]  # fmt: skip
     assert torch.allclose(measured.rates(), torch.tensor(expected).double())
+    apart = Acceptance("top_k", "greedy", 2, 0.0, None, None, None, [[600, 100], [5, 0], [9, 0]], [1000, 10, 10], [])
+    assert torch.allclose(apart.rates()[0], torch.tensor([0.6, 0.1]).double())
+    assert apart.rates()[1:, 0].tolist() == pytest.approx(
+        [(5 + PRIOR * 0.7) / (10 + PRIOR), (9 + PRIOR * 0.7) / (10 + PRIOR)]
+    )
+
+
+def test_confidence_is_the_line_of_least_squares():
+    share = torch.rand(500, generator=torch.Generator().manual_seed(0)).double()
+    hit = 0.3 + 0.5 * share
+    first = [500.0, float(share.sum()), float((share**2).sum()), float(hit.sum()), float((share * hit).sum())]
+    constant = [100.0, 20.0, 4.0, 30.0, 6.0]  # always a share of 0.2, accepted 0.3 of the time
+    seldom = [3.0, 1.0, 0.5, 3.0, 1.0]
+    measured = Acceptance("", "", None, 1.0, None, None, None, [[0]], [1], [first, constant, seldom])
+    assert measured.confidence().base == pytest.approx((0.3, 0.3))
+    assert measured.confidence().slope == pytest.approx((0.5, 0.0))
 
 
 def test_plans_are_the_fastest_of_their_kind():
@@ -139,16 +179,18 @@ def test_plans_are_the_fastest_of_their_kind():
         return expected_tokens(tree, rates) / (costs[len(tree)] + 0.1 * tree.depth)
 
     chains = [speedup(TokenTree.chain(length)) for length in range(4)]
-    planned = profile.plan("chain", Filters(1.0))
+    planned = profile.plan("chain", Filters(1.0)).plan
     assert planned.speedup == pytest.approx(max(chains))
     assert planned.tree.depth == chains.index(max(chains))
     sequences = [TokenTree.independent(3, length) for length in (1, 2, 3)]
-    assert profile.plan("spectr", Filters(1.0)).speedup == pytest.approx(max(map(speedup, sequences)))
-    best = profile.plan("sequoia", Filters(1.0))
+    apart = counts(acceptance, draw="with_replacement").rates()
+    gains = [expected_tokens(tree, apart) / (costs[len(tree)] + 0.1 * tree.depth) for tree in sequences]
+    assert profile.plan("spectr", Filters(1.0)).plan.speedup == pytest.approx(max(gains))
+    best = profile.plan("sequoia", Filters(1.0)).plan
     assert best.speedup == pytest.approx(speedup(best.tree))
     for method in METHODS:
         if method != "autoregressive":
-            assert 1 <= profile.plan(method, Filters(1.0)).speedup <= best.speedup + 1e-12
+            assert 1 <= profile.plan(method, Filters(1.0)).plan.speedup <= best.speedup + 1e-12
     grown = profile.shape("dyspec", Filters(1.0))
     assert isinstance(grown, Growth)
     assert (grown.size, grown.depth) == (len(best.tree), best.tree.depth)
@@ -156,16 +198,16 @@ def test_plans_are_the_fastest_of_their_kind():
 
 def test_drafts_that_do_not_pay_are_not_made():
     profile = profile_of(counts([[50, 10]]), level=0.02)
-    assert len(profile.plan("sequoia", Filters(1.0)).tree) == 1
+    assert len(profile.plan("sequoia", Filters(1.0)).plan.tree) == 1
     assert len(profile.shape("dyspec", Filters(1.0))) == 1
 
 
 def test_the_nearest_measurement_is_taken():
-    filtered = Acceptance("without_replacement", "without_replacement", 0.9, 40, None, None, [[1, 0]], [2])
+    filtered = Acceptance("without_replacement", "without_replacement", None, 0.9, 40, None, None, [[1, 0]], [2], [])
     profile = profile_of(counts([[1, 0]], temperature=0.6), counts([[1, 0]]), filtered)
-    assert profile.measured("sequoia", Filters(0.7)).temperature == 0.6
-    assert profile.measured("dyspec", Filters(5.0)).temperature == 1.0
-    assert profile.measured("sequoia", Filters(0.6, top_k=40)) == filtered
+    assert profile.measured("sequoia", Filters(0.7))[0].temperature == 0.6
+    assert profile.measured("dyspec", Filters(5.0))[0].temperature == 1.0
+    assert profile.measured("sequoia", Filters(0.6, top_k=40)) == [filtered]
     for filters, method in ((Filters(0.0), "sequoia"), (Filters(1.0), "ersd")):
         with pytest.raises(ValueError, match="calibrate with --temperature"):
             profile.measured(method, filters)

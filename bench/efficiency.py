@@ -1,0 +1,151 @@
+"""Tokens per target forward of every method with an equal budget of nodes, and what planning expected of it.
+
+For T = 0, 0.6 and 1.0 and trees of 32 and 64 nodes: the pair's acceptance [depth, child] is measured along text the
+target writes (`heavypath calibrate` does the same), trees are planned by it, and the prompts of the demo are continued
+in one batch, by the decoder itself; with three of SpecInfer's and SpecTr's sequences, and as many as promise most.
+"expected" is expected_tokens(tree, acceptance) for trees planned in advance; the first token of each text comes from
+the prompt and counts for neither.
+
+    python bench/efficiency.py --json bench/results/efficiency-cpu.json
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens, load_demo_pair, sequoia_tree
+from heavypath.speculative.calibration import CHILDREN, DEPTH, walk, ways_to_draft
+from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.drafts import as_draft
+from heavypath.speculative.growing import Growth
+from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.profile import Acceptance
+
+DYNAMIC = [name for name, method in METHODS.items() if isinstance(method.shape(8), Growth)]
+
+
+def shapes(method: str, size: int, measured: dict[int | None, Acceptance]) -> list[tuple[str, dict, int | None]]:
+    """Names of rows, the decoder's options, and by how many sequences' acceptance the tree is planned."""
+    if None not in measured:
+        counts = [count for count in measured if count is not None and count < size]
+        lengths = {count: min(DEPTH, (size - 1) // count) for count in counts}
+        trees = {count: TokenTree.independent(count, length) for count, length in lengths.items()}
+        best = max(trees, key=lambda count: expected_tokens(trees[count], measured[count].rates()))
+        trees = {count: trees[count] for count in {best, 3}}
+        return [(f"{method}, {count} sequences", {"tree": tree}, count) for count, tree in trees.items()]
+    rates = measured[None].rates()
+    if method in DYNAMIC:
+        options = {"tree_size": size, "max_depth": DEPTH}
+        published = [("dyspec as published", options | {"confidence": "draft"}, None)] if method == "dyspec" else []
+        return [(method, options, None), *published]
+    if method == "chain":
+        return [(method, {"tree": TokenTree.chain(min(size - 1, DEPTH))}, None)]
+    tree = METHODS[method].shape(size) if method == "rsd-c" else sequoia_tree(rates, size, DEPTH)
+    return [(method, {"tree": tree}, None)]
+
+
+def measure(arguments: argparse.Namespace, report) -> list[dict]:
+    """A row for each temperature, size, method and shape."""
+    target, draft, tokenizer = load_demo_pair()
+    forward = LlamaForward(target, "target")
+    source = as_draft(draft, forward, target)
+    texts = demo_prompts()[: arguments.prompts]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    prompts = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
+    rows = []
+    for temperature in arguments.temperatures:
+        filters, measured = Filters(temperature), {}
+        for draw, verify, apart in ways_to_draft(temperature):
+            report(f"T = {temperature:g}: acceptance, {verify}, {apart or 'a tree'}")
+            counts = walk(
+                forward, source, prompts, draw=draw, verify=verify, filters=filters, children=apart or CHILDREN,
+                apart=apart is not None, depth=DEPTH, tokens=arguments.tokens, sequences=2 * len(prompts), seed=1,
+            )  # fmt: skip
+            entry = Acceptance(draw, verify, apart, *filters, *(count.tolist() for count in counts))
+            measured.setdefault((draw, verify, apart is not None), {})[apart] = entry
+        decoded = {}  # at temperature 0 methods differ in their trees alone
+        for size in arguments.sizes:
+            for name in [name for name in METHODS if name != "autoregressive"]:
+                own = measured[METHODS[name].kind(temperature)]
+                for label, options, apart in shapes(name, size, own):
+                    report(f"T = {temperature:g}, {size} nodes: {label}")
+                    tree = options.get("tree")
+                    key = (tree or str(options), name if temperature > 0 or tree is None else "")
+                    if key not in decoded:
+                        decoder = SpeculativeDecoder(target, draft, name, **options)
+                        decoded[key] = decoder.generate(
+                            **batch, max_new_tokens=arguments.tokens, temperature=temperature, seed=2
+                        ).stats
+                    out = decoded[key]
+                    steps = out.steps - len(texts)
+                    rows.append(
+                        {
+                            "temperature": temperature, "size": size, "method": label,
+                            "nodes": (out.nodes - len(texts)) / steps,
+                            "block_efficiency": (out.new_tokens - len(texts)) / steps,
+                            "expected": None if tree is None else expected_tokens(tree, own[apart].rates()),
+                            "steps": steps,
+                        }
+                    )  # fmt: skip
+    return rows
+
+
+def tables(rows: list[dict]) -> list[Table]:
+    """One for each temperature."""
+    found = []
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        table = Table(Column("method", no_wrap=True), box=box.SIMPLE_HEAD, title=f"temperature {temperature:g}")
+        sizes = list(dict.fromkeys(row["size"] for row in rows))
+        for size in sizes:
+            for heading in (f"{size} nodes", "expected", "ratio"):
+                table.add_column(heading, justify="right")
+        by_method = {}
+        for row in rows:
+            if row["temperature"] == temperature:
+                kind = row["method"].split(",")[0]
+                by_method.setdefault(kind, {}).setdefault(row["size"], []).append(row)
+        for kind, by_size in by_method.items():
+            cells = []
+            for size in sizes:
+                best = max(by_size[size], key=lambda row: row["block_efficiency"])
+                expected = best["expected"]
+                cells += [f"{best['block_efficiency']:.2f}"]
+                cells += (
+                    ["", ""] if expected is None else [f"{expected:.2f}", f"{best['block_efficiency'] / expected:.2f}"]
+                )
+            table.add_row(kind, *cells)
+        found.append(table)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 64])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    console = Console(highlight=False)
+    with Console(stderr=True).status("") as status:
+        rows = measure(arguments, status.update)
+    for table in tables(rows):
+        console.print(table)
+    console.print(f"{arguments.prompts} prompts x {arguments.tokens} tokens, demo pair, fp32 on a CPU")
+    if arguments.json:
+        settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+        content = {"torch": torch.__version__, "settings": settings, "rows": rows}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
