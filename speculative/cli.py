@@ -1,4 +1,4 @@
-"""The `heavypath` command: `demo`, `generate`, `calibrate`, `plan`, `info`.
+"""The `heavypath` command: `demo`, `generate`, `trace`, `calibrate`, `plan`, `info`.
 
 Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, said in one line;
 2 for wrong usage; 130 for Ctrl-C.
@@ -18,7 +18,7 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import cli_planning
+from heavypath.speculative import cli_planning, cli_trace
 from heavypath.speculative.cli_support import (
     AsJson,
     Draft,
@@ -47,6 +47,7 @@ from heavypath.speculative.text_stream import TextStream
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")
 app.command()(cli_planning.calibrate)
 app.command()(cli_planning.plan)
+app.command()(cli_trace.trace)
 
 
 @app.command()
@@ -56,7 +57,7 @@ def demo(
     temperature: Temperature = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    tree_size: TreeSize = 8,
+    tree_size: TreeSize = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -103,9 +104,10 @@ def generate(
     temperature: Temperature = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    tree_size: Annotated[int | None, typer.Option(min=2, help="Nodes of the drafted tree; default: 8.")] = None,
+    tree_size: TreeSize = None,
     profile: Annotated[Path | None, typer.Option(help="File of `heavypath calibrate`, to plan trees by.")] = None,
     seed: Seed = 0,
+    trace: cli_trace.TraceFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text. Without --target and --draft the shipped pair does it, which knows Python source."""
@@ -117,6 +119,8 @@ def generate(
         find_folder("target", target)
     if target is not None and draft is None and method != "autoregressive":
         raise ValueError(f"--method {method} needs a --draft with the --target; only autoregressive works without one")
+    if trace is not None and not trace.parent.is_dir():
+        raise ValueError(f"--trace must be in a folder that exists, got {str(trace)!r}")
     measured = None if profile is None else Profile.load(profile)
     pair = load(target, draft)
     decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree_size=tree_size, profile=measured)
@@ -131,6 +135,8 @@ def generate(
         seed=seed,
         eos_token_id=pair.eos_token_ids,
         streamer=TextStream(pair.tokenizer, pieces.append if as_json else _write),
+        tokenizer=pair.tokenizer,
+        trace=trace,
     )
     if as_json:
         tokens = out.sequences[0, ids.shape[1] :].tolist()

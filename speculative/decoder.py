@@ -12,16 +12,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.tree_attention import MAX_NODES, prepared_attention
 from heavypath.kernels.verification import verify_tree
+from heavypath.speculative.custom_generate import Streamer, custom_generate
 from heavypath.speculative.drafting import Drafted, Shape, draft_tree, root_alone, tree_shape
 from heavypath.speculative.drafts import Cache, Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
 from heavypath.speculative.growing import VALUE_TEMPERATURE, Confidence, Growth, grow_tree
@@ -32,16 +41,11 @@ from heavypath.speculative.profile import Profile
 from heavypath.speculative.request import Request, checked_request
 from heavypath.speculative.sequences import Sequences
 from heavypath.speculative.statistics import Statistics
+from heavypath.speculative.stopping import checked_criteria
+from heavypath.speculative.trace import Recorder, recording
 from heavypath.speculative.tree import TokenTree
 
-DEFAULT_SIZE = 8  # nodes of a tree: what suits the shipped pair on a CPU
-
-
-class Streamer(Protocol):
-    """What transformers' streamers have."""
-
-    def put(self, value: Tensor) -> None: ...  # noqa: D102
-    def end(self) -> None: ...  # noqa: D102
+DEFAULT_SIZE = {"cpu": 5, "cuda": 32}  # nodes of a tree: on a CPU what suits the shipped pair
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class SpeculativeDecoder:
         be None for method "autoregressive".
     method: one of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
         top-k, naive.
-    tree_size: nodes of the drafted tree, root included; shapes that cannot have so many take the next smaller.
+    tree_size: nodes of the drafted tree, root included (default: 5 on a CPU, 32 on a GPU); shapes that cannot have so
+        many take the next smaller.
     tree: a TokenTree to use instead, for methods whose trees do not grow.
     profile: instead of both, what `heavypath calibrate` measured, a file or a `Profile`: each generation takes the tree
         with which it is expected to be fastest.
@@ -69,7 +74,7 @@ class SpeculativeDecoder:
 
     acceptance: [child] or [depth, child] probability that child j of an accepted node is accepted, by which trees are
         planned.
-    max_depth:  levels of planned and grown trees, at most.
+    max_depth:  levels of planned and grown trees, at most (default: log2 of the nodes).
     width:      sequences of specinfer and spectr, branching of rsd-c, nodes a level of grown trees.
     threshold:  chain, dyspec, eagle-2: slots of less value stay empty, so that a chain ends early; see `growing`.
     confidence: dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default: as measured on the
@@ -78,7 +83,8 @@ class SpeculativeDecoder:
     draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft samples; None takes the target's. Where it
         is greedy, draft_temperature is that of the probabilities by which trees grow (default: 0.6).
 
-    Text follows the target's distribution exactly, whatever the method, tree and draft. Raises TypeError or ValueError
+    Text follows the target's distribution exactly, whatever the method, tree and draft. A decoder is a function for
+    transformers' own generate, too: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or ValueError
     for models or options that do not fit.
     """
 
@@ -107,6 +113,11 @@ class SpeculativeDecoder:
         self.clock = time.perf_counter
         self._method = METHODS[method]
         self._planned: dict[Filters, TokenTree | Growth] = {}
+        self._draft_options = (draft_temperature, draft_top_k, draft_top_p, draft_min_p)
+        self._drafting_filters(Filters()).check("draft_")
+
+        self.target = target
+        self._target = LlamaForward(target, "target")
         options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
         options |= {"width": width, "threshold": threshold, "confidence": confidence}
         given = {name: value for name, value in options.items() if value is not None}
@@ -116,10 +127,6 @@ class SpeculativeDecoder:
             self.tree = self._checked_tree(given)
         elif given:
             raise ValueError(f"a profile says what trees to take; leave out {', '.join(given)}")
-        self._draft_options = (draft_temperature, draft_top_k, draft_top_p, draft_min_p)
-        self._drafting_filters(Filters()).check("draft_")
-
-        self._target = LlamaForward(target, "target")
         self._draft: Draft | None = None
         self._shapes: dict[tuple[TokenTree, int], Shape] = {}
         models = [self._target]
@@ -132,9 +139,7 @@ class SpeculativeDecoder:
         if self.profile is not None:
             self.profile.check(target, draft)
         for model in models:
-            for name, weight in model.weights():
-                if not weight.sum(dtype=torch.float32).isfinite():
-                    raise ValueError(f"{model.name} has NaN or infinite weights in {name}")
+            model.check_weights()
 
     def _checked_tree(self, given: dict[str, Any]) -> TokenTree | Growth:
         """What the method makes of the options given, in heavy-path order."""
@@ -144,13 +149,13 @@ class SpeculativeDecoder:
                 raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}")
             if given:
                 raise ValueError(f"tree says all of the tree's shape; leave out {', '.join(given)}")
-            usual = self._method.shape(DEFAULT_SIZE)
+            usual = self._method.shape(8)
             if isinstance(usual, Growth):
                 raise ValueError(f"method {self.method!r} grows its trees; give it tree_size, not tree")
             if len(usual) == 1 < len(tree):
                 raise ValueError(f"method {self.method!r} drafts nothing, got a tree of {len(tree)} nodes")
         else:
-            size = given.pop("tree_size", DEFAULT_SIZE)
+            size = given.pop("tree_size", DEFAULT_SIZE.get(self._target.device.type, 8))
             if size < 2:
                 raise ValueError(f"tree_size counts the root and must be at least 2, got {size}")
             for name in given:
@@ -185,6 +190,12 @@ class SpeculativeDecoder:
         sequence_ids: Tensor | None = None,
         streamer: Streamer | None = None,
         min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        min_new_tokens: int = 0,
+        stop_strings: str | Sequence[str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        stopping_criteria: Sequence[StoppingCriteria] | None = None,
+        trace: str | Path | None = None,
     ) -> Generation:
         """Continue each prompt of input_ids LongTensor[B, T] by up to max_new_tokens tokens.
 
@@ -196,6 +207,11 @@ class SpeculativeDecoder:
         sequence_ids: LongTensor[B] in 0 .. 2**27 - 1 (default 0 .. B - 1) names each sequence's noise: a sequence
             decoded alone under its id gives its text of the batch.
         streamer: a transformers streamer; batch 1.
+        repetition_penalty: 1 is none; more makes tokens of the text so far less likely, prompt included.
+        min_new_tokens: until there are so many, no end-of-sequence token is drawn.
+        stop_strings: a sequence ends with the token that completes one of them; needs the tokenizer.
+        stopping_criteria: transformers' or your own, asked after each new token of each sequence, [1, T + new].
+        trace: a file to write what each step drafted and why it was accepted or not; with a tokenizer, as text too.
 
         Raises ValueError before any work for arguments that do not fit, prompt + new tokens beyond the models'
         positions included, and during it for NaN logits.
@@ -212,6 +228,9 @@ class SpeculativeDecoder:
             sequence_ids,
             eos_token_id,
             pad_token_id,
+            repetition_penalty,
+            min_new_tokens,
+            checked_criteria(stop_strings, tokenizer, stopping_criteria),
         )
         draft_filters = self._drafting_filters(request.filters)
         if self._method.verify == "kseq" and draft_filters.temperature == 0 < request.filters.temperature:
@@ -222,13 +241,48 @@ class SpeculativeDecoder:
             streamer.put(input_ids.cpu())
         tree = self.tree_for(request.filters)
         stats = Statistics(tree.depth, tree.branching, clock=self.clock)
-        with torch.inference_mode():
-            sequences = self._decode(request, tree, draft_filters, stats, streamer)
+        models = self._target, self._draft
+        verify = self._verify(request.filters)
+        with (
+            torch.inference_mode(),
+            recording(trace, tokenizer, self.method, verify, *models, request, draft_filters) as recorder,
+        ):
+            sequences = self._decode(request, tree, draft_filters, stats, streamer, recorder)
         if streamer is not None:
             streamer.end()
         stats.new_tokens = int(sequences.produced.sum())
         stats.total_seconds = time.perf_counter() - begin
         return Generation(torch.cat([input_ids, sequences.output[:, : int(sequences.produced.max())]], 1), stats)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        generation_config: GenerationConfig | None = None,
+        streamer: Streamer | None = None,
+        seed: int | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """What `model.generate(**inputs, custom_generate=decoder, ...)` calls; model is the decoder's target.
+
+        seed: of the noise; None draws one from torch's generator, so that torch.manual_seed makes a text repeatable.
+        tokenizer: for stop_strings; transformers keeps its own to itself, so bind one with functools.partial:
+            custom_generate=partial(decoder, tokenizer=tokenizer).
+
+        The other settings of transformers mean what they mean there. Raises ValueError for those that the decoder
+        does not have, by name.
+        """
+        stops = {"stop_strings": stop_strings, "tokenizer": tokenizer}
+        given = input_ids, logits_processor, stopping_criteria, generation_config, streamer, seed, stops, model_kwargs
+        return custom_generate(self.generate, self.target, model, *given)
+
+    def _verify(self, filters: Filters) -> str:
+        """What `verify_tree` does for a sampling."""
+        return "greedy" if filters.temperature == 0 else self._method.verify
 
     def _drafting_filters(self, target: Filters) -> Filters:
         """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""
@@ -242,6 +296,7 @@ class SpeculativeDecoder:
         draft_filters: Filters,
         stats: Statistics,
         streamer: Streamer | None,
+        recorder: Recorder | None,
     ) -> Sequences:
         """The loop over steps, until every sequence has ended."""
         device = request.prompt.device
@@ -259,12 +314,14 @@ class SpeculativeDecoder:
         drafted = self._drafted(request, tree, draft_filters, sequences, None, 0)
         while True:
             with stats.phase("verify"):
+                if request.processing is not None:
+                    logits = request.processing(logits, drafted, sequences)
                 verified = verify_tree(
                     drafted.tokens,
                     drafted.parents,
                     logits,
                     drafted.logits,
-                    method="greedy" if request.filters.temperature == 0 else self._method.verify,
+                    method=self._verify(request.filters),
                     ranks=drafted.ranks,
                     max_depth=min(tree.depth, drafted.tokens.shape[1] - 1),
                     **request.filters._asdict(),
@@ -281,11 +338,15 @@ class SpeculativeDecoder:
                         drafted.draft_rows.expand_as(drafted.tokens).gather(1, path.clamp(min=0)).where(path >= 0, -1)
                     )
                     compact_cache([draft_cache.keys], [draft_cache.values], rows, length, sequences.lengths)
+            before = None if recorder is None else replace(sequences)
             with stats.phase("commit"):
                 stats.count(drafted, verified, sequences.active)
-                emitted = sequences.commit(drafted.tokens, verified)
+                emitted = sequences.commit(drafted.tokens, verified, request.stopping)
                 if streamer is not None:
                     streamer.put(emitted.cpu())
+            if recorder is not None and before is not None:
+                with stats.phase("trace"):
+                    recorder.step(drafted, logits, verified, before, sequences)
             if not sequences.active.any():
                 return sequences
 

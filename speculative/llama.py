@@ -28,11 +28,22 @@ class KeyValueCache:
     """Keys and values [B, layers * Hkv, rows, D]: layers side by side, so that one gather moves a row of all.
 
     Rows are written in any order; nothing is counted here. Zeroed at first, so that rows never written can be masked.
+    rotary: cos and sin of the positions that the rows may have.
     """
 
-    def __init__(self, batch: int, layers: int, kv_heads: int, rows: int, head_dim: int, like: Tensor):
+    def __init__(
+        self,
+        batch: int,
+        layers: int,
+        kv_heads: int,
+        rows: int,
+        head_dim: int,
+        like: Tensor,
+        rotary: tuple[Tensor, Tensor],
+    ):
         self.keys = like.new_zeros(batch, layers * kv_heads, rows, head_dim)
         self.values = torch.zeros_like(self.keys)
+        self.rotary = rotary
         self._kv_heads = kv_heads
 
     def write(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
@@ -74,8 +85,12 @@ class LlamaForward:
             raise ValueError(f"{name} has rope type {rope!r}; supported are {', '.join(_STATIC_ROPE)}")
         if model.training:
             raise ValueError(f"{name} is in training mode; call {name}.eval() first")
-        if model.device.type == "meta":
-            raise ValueError(f"{name} is on the meta device, it has no weights; load it first")
+        devices = sorted({str(weight.device) for weight in model.parameters()})
+        if "meta" in devices:
+            raise ValueError(f"{name} is on the meta device, it has no weights or offloads them; load it first")
+        if len(devices) > 1:
+            spread = f"{name} must be on one device, got one spread over {', '.join(devices)}"
+            raise ValueError(spread + "; load it with device_map={'': device}")
 
         self.name = name
         self.config = config
@@ -86,6 +101,8 @@ class LlamaForward:
         self.window: int | None = config.sliding_window if windowed else None
         self._model = model
         self._embed: nn.Embedding = model.get_input_embeddings()  # pyright: ignore[reportAttributeAccessIssue]
+        if not _is_plain(self._embed.weight):
+            raise ValueError(f"{name} has a quantised token embedding; quantise its linear layers alone")
         self._layers = list(model.model.layers)
         if layers is not None:
             if not 1 <= layers < len(self._layers):
@@ -108,15 +125,28 @@ class LlamaForward:
         """Type of weights, activations and cache."""
         return self._embed.weight.dtype
 
+    @property
+    def layers(self) -> int:
+        """How many layers it goes through."""
+        return len(self._layers)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and parameters of the model."""
         return self._model.named_parameters()
 
+    def check_weights(self) -> None:
+        """ValueError for NaN or infinite weights; quantised ones are taken as they are."""
+        for name, weight in self.weights():
+            if _is_plain(weight) and not weight.sum(dtype=torch.float32).isfinite():
+                raise ValueError(f"{self.name} has NaN or infinite weights in {name}")
+
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
         """An empty cache of `rows` rows for `batch` sequences; positions below `rows` can be used with it."""
-        if rows > len(self._rotary[0]):
-            self._rotary = self._rotary_tables(rows)
-        return KeyValueCache(batch, len(self._layers), self._kv_heads, rows, self._head_dim, self._embed.weight)
+        rotary = self._rotary
+        if rows > len(rotary[0]):
+            self._rotary = rotary = self._rotary_tables(rows)  # for this cache, whatever another thread does to it
+        shape = batch, len(self._layers), self._kv_heads, rows, self._head_dim
+        return KeyValueCache(*shape, self._embed.weight, rotary)
 
     def __call__(
         self,
@@ -134,7 +164,7 @@ class LlamaForward:
         last: LongTensor[B]; if given, only the logits after token last[b] of each sequence are computed, [B, 1, V].
         """
         batch, nodes = tokens.shape
-        cos, sin = (table[positions][:, :, None] for table in self._rotary)  # [B, N, 1, D]
+        cos, sin = (table[positions][:, :, None] for table in cache.rotary)  # [B, N, 1, D]
 
         hidden = self._embed(tokens)  # [B, N, hidden]
         for index, layer in enumerate(self._layers):
@@ -188,6 +218,8 @@ class LlamaForward:
         rows = hidden.shape[0] * hidden.shape[1]
         if rows > self._few_rows or type(module) is not nn.Linear or module.weight.numel() > 1 << 21:
             return module(hidden)
+        if not _is_plain(module.weight):  # torchao quantises the weight, not the module
+            return module(hidden)
         flat = hidden.reshape(rows, -1)
         product = torch.mm(module.weight, (flat if rows > 1 else flat.repeat(2, 1)).t()).t()[:rows].contiguous()
         if module.bias is not None:
@@ -200,6 +232,11 @@ class LlamaForward:
         cos, sin = self._model.model.rotary_emb(self._embed.weight, torch.arange(positions, device=self.device)[None])
         half = self._head_dim // 2
         return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether it is an ordinary tensor of floating-point numbers; a quantised one has a class or dtype of its own."""
+    return type(weight) is nn.Parameter and weight.is_floating_point() and weight.dtype.itemsize > 1
 
 
 def _normed(norm: nn.Module, hidden: Tensor) -> Tensor:

@@ -1,14 +1,18 @@
 """What `generate` was asked for, checked before any work."""
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.processing import Processing
+from heavypath.speculative.stopping import Stopping
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,7 @@ class Request:
     filters:      the target's
     sequence_ids: LongTensor[B], names of the sequences' noise
     stops:        LongTensor[any], end-of-sequence tokens; pad: what follows them
+    processing:   what is done to the target's logits before the filters; stopping: what else ends a sequence
     """
 
     prompt: Tensor
@@ -29,6 +34,8 @@ class Request:
     sequence_ids: Tensor
     stops: Tensor
     pad: int
+    processing: Processing | None
+    stopping: Stopping | None
 
 
 def checked_request(
@@ -42,6 +49,9 @@ def checked_request(
     sequence_ids: Tensor | None,
     eos_token_id: int | Sequence[int] | None,
     pad_token_id: int | None,
+    repetition_penalty: float,
+    min_new_tokens: int,
+    criteria: StoppingCriteriaList,
 ) -> Request:
     """The request, or a ValueError that says what was given and what is expected."""
     filters.check()
@@ -61,17 +71,40 @@ def checked_request(
             if not 0 <= token < target.vocab_size:
                 raise ValueError(f"{name} must be in 0 .. {target.vocab_size - 1}, got {token}")
     batch, width = input_ids.shape
+    if criteria and batch > 1 and not eos and pad_token_id is None:
+        raise ValueError("sequences of a batch that stop early need pad_token_id or eos_token_id, got neither")
     columns = torch.arange(int(lengths.max()), device=input_ids.device) + (width - lengths)[:, None]
+    prompt = input_ids.gather(1, columns.clamp(max=width - 1))
+    stops = torch.tensor(eos, dtype=torch.long, device=input_ids.device)
     return Request(
-        prompt=input_ids.gather(1, columns.clamp(max=width - 1)),
+        prompt=prompt,
         lengths=lengths,
         max_new_tokens=max_new_tokens,
         filters=filters,
         seed=seed,
         sequence_ids=_checked_sequence_ids(sequence_ids, batch, input_ids.device),
-        stops=torch.tensor(eos, dtype=torch.long, device=input_ids.device),
+        stops=stops,
         pad=pad,
+        processing=_processing(repetition_penalty, min_new_tokens, max_new_tokens, prompt, lengths, stops),
+        stopping=Stopping(input_ids, criteria) if criteria else None,
     )
+
+
+def _processing(
+    repetition_penalty: float, min_new_tokens: int, max_new_tokens: int, prompt: Tensor, lengths: Tensor, stops: Tensor
+) -> Processing | None:
+    """None where it would change nothing."""
+    if not (isinstance(repetition_penalty, int | float) and math.isfinite(repetition_penalty)):
+        raise ValueError(f"repetition_penalty must be a finite number > 0, got {repetition_penalty!r}")
+    if repetition_penalty <= 0:
+        raise ValueError(f"repetition_penalty must be a finite number > 0, got {repetition_penalty!r}")
+    min_new_tokens = _integer("min_new_tokens", min_new_tokens)
+    if not 0 <= min_new_tokens <= max_new_tokens:
+        raise ValueError(f"min_new_tokens must be in 0 .. max_new_tokens = {max_new_tokens}, got {min_new_tokens}")
+    early = min_new_tokens if len(stops) else 0
+    if repetition_penalty == 1 and early < 1:
+        return None
+    return Processing(float(repetition_penalty), early, prompt, lengths, stops)
 
 
 def _integer(name: str, value: object) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.verification import Verified
+from heavypath.speculative.stopping import Stopping
 
 
 @dataclass
@@ -48,10 +49,11 @@ class Sequences:
         """How deep below the root a node can still be emitted: one place is the recovered or bonus token's."""
         return (self.output.shape[1] - self.produced - 1).clamp(min=0)
 
-    def commit(self, tokens: Tensor, verified: Verified) -> Tensor:
+    def commit(self, tokens: Tensor, verified: Verified, stopping: Stopping | None = None) -> Tensor:
         """Append the accepted tokens of each active sequence and the one after them, as far as it goes on.
 
-        tokens: LongTensor[B, N] of the tree's nodes. Returns the tokens appended, all sequences', in order.
+        tokens: LongTensor[B, N] of the tree's nodes; stopping: what may end a sequence besides its tokens. Returns the
+        tokens appended, all sequences', in order.
         """
         length, path = verified.length[:, None], verified.path
         emitted = tokens.gather(1, path.clamp(min=0)).roll(-1, 1)  # the accepted tokens, then
@@ -60,6 +62,10 @@ class Sequences:
         fresh = (place <= length) & (place <= self.room[:, None]) & self.active[:, None]
         stops = torch.isin(emitted, self.stops) & fresh
         fresh &= stops.cumsum(1) - stops.long() == 0  # nothing after the first end-of-sequence token
+        if stopping is not None:
+            ends = stopping(self.output, self.produced, emitted, fresh)
+            fresh &= ends.cumsum(1) - ends.long() == 0
+            stops |= ends
         sequence, column = fresh.nonzero(as_tuple=True)
         self.output[sequence, self.produced[sequence] + column] = emitted[fresh]
 

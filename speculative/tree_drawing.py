@@ -47,7 +47,7 @@ def tree_svg(
     parents, ranks, depths = tree.parents.tolist(), tree.ranks.tolist(), tree.depths.tolist()
     radii = [PLAIN] * nodes if chances is None else [max(SMALLEST, LARGEST * math.sqrt(chance)) for chance in chances]
     above = [radius + (LINE if texts and texts[node] else 0) for node, radius in enumerate(radii)]
-    ys = _layout(parents, ranks, above, radii)
+    ys = layout(parents, ranks, above, radii)
     shift = MARGIN - min(y - reach for y, reach in zip(ys, above, strict=True))
     ys = [y + shift for y in ys]
     letters = max((min(len(text), LONGEST) for text in texts or ()), default=0) * LETTER
@@ -106,7 +106,7 @@ def _printable(label: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in label)
 
 
-def _layout(parents: list[int], ranks: list[int], above: list[float], below: list[float]) -> list[float]:
+def layout(parents: list[int], ranks: list[int], above: list[float], below: list[float]) -> list[float]:
     """Where each node stands across the levels, for nodes that reach so far up and down; parents before children."""
     children: list[list[int]] = [[] for _ in parents]
     for node in range(1, len(parents)):

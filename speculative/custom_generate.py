@@ -1,0 +1,257 @@
+"""`model.generate(..., custom_generate=decoder)`: transformers' settings as the decoder's own, or refused by name.
+
+transformers prepares the inputs, the settings, the logits processors and the stopping criteria, and calls
+
+    decoder(model, input_ids, logits_processor=, stopping_criteria=, generation_config=, **model_kwargs)
+
+so a processor is turned back into the setting that it was made of. What comes through `decoder(...)`'s own names
+(seed, stop_strings) is taken out before.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitNormalization,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+# Settings that leave no trace among the processors and criteria, and the values with which they do nothing.
+_UNSUPPORTED = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0),
+    "dola_layers": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "use_mtp": (None, False),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "token_healing": (None, False),
+    "use_cache": (None, True),
+    "cache_implementation": (None,),
+    "prefill_chunk_size": (None,),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
+# What a model's forward is given and the decoder sees to itself; anything else that it may be given is refused.
+_SERVED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache", "cache_position")
+
+# In the order in which the decoder does what they do; the first three may change places.
+_ORDER: dict[type[LogitsProcessor], int] = {
+    RepetitionPenaltyLogitsProcessor: 0,
+    MinLengthLogitsProcessor: 0,
+    MinNewTokensLengthLogitsProcessor: 0,
+    TemperatureLogitsWarper: 1,
+    TopKLogitsWarper: 2,
+    TopPLogitsWarper: 3,
+    MinPLogitsWarper: 4,
+    LogitNormalization: 5,  # changes no probability
+}
+
+
+class Streamer(Protocol):
+    """What transformers' streamers have."""
+
+    def put(self, value: Tensor) -> None: ...  # noqa: D102
+    def end(self) -> None: ...  # noqa: D102
+
+
+class _OneByOne:
+    """A streamer that gets new tokens as from transformers: one a call, and the prompt only if it has not had it."""
+
+    def __init__(self, streamer: Streamer, has_prompt: bool):
+        self._streamer, self._has_prompt, self._began = streamer, has_prompt, False
+
+    def put(self, value: Tensor) -> None:
+        if self._began:
+            for token in value.flatten():
+                self._streamer.put(token[None])
+        elif not self._has_prompt:
+            self._streamer.put(value)
+        self._began = True
+
+    def end(self) -> None:
+        self._streamer.end()
+
+
+def custom_generate(
+    generate: Callable[..., Any],
+    target: PreTrainedModel,
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList | None,
+    stopping_criteria: StoppingCriteriaList | None,
+    generation_config: GenerationConfig | None,
+    streamer: Streamer | None,
+    seed: int | None,
+    stops: dict[str, Any],
+    model_kwargs: dict[str, Any],
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """What transformers' generate returns. generate: the decoder's; stops: its stop_strings and tokenizer.
+
+    Raises ValueError for whatever would change the text, or what is returned, and is not supported.
+    """
+    if model is not target:
+        raise ValueError(f"custom_generate: the decoder's target is another model than this {type(model).__name__}")
+    config = generation_config or model.generation_config
+    _check_settings(config, input_ids, model_kwargs)
+    caller = _generate_call(input_ids)
+    if caller.get("assistant_model") is not None:
+        raise _unsupported("assistant_model", "the decoder has a draft of its own")
+    if caller.get("synced_gpus"):
+        raise _unsupported("synced_gpus", "one process decodes")
+    has_prompt = streamer is None and caller.get("streamer") is not None
+    streamer = caller.get("streamer") if streamer is None else streamer
+
+    options = _from_processors(logits_processor or [], config, input_ids.shape[1], model_kwargs.get("attention_mask"))
+    options |= _from_criteria(stopping_criteria or [], input_ids.shape[1])
+    for tokens in options.pop("held_back"):
+        if tokens != set(options.get("eos_token_id", [])):
+            raise _unsupported(f"a least length with eos_token_id={sorted(tokens)}", "give generate the same ones")
+    if "max_new_tokens" not in options:
+        raise _unsupported("a stopping_criteria without MaxLengthCriteria", "say max_new_tokens or max_length")
+    options["min_new_tokens"] = min(options["min_new_tokens"], options["max_new_tokens"])  # transformers has warned
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, ())) if options["temperature"] > 0 else 0
+    pad = getattr(config, "_pad_token_tensor", config.pad_token_id)
+    sequences = generate(
+        input_ids,
+        attention_mask=model_kwargs.get("attention_mask"),
+        seed=seed,
+        pad_token_id=None if pad is None else int(pad),
+        streamer=None if streamer is None else _OneByOne(streamer, has_prompt),
+        **options,
+        **stops,
+    ).sequences
+    if config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+    return sequences
+
+
+def _unsupported(what: str, why: str) -> ValueError:
+    return ValueError(f"custom_generate=SpeculativeDecoder does not support {what}: {why}")
+
+
+def _check_settings(config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+    for name, without in _UNSUPPORTED.items():
+        value = getattr(config, name, None)
+        if value not in without:
+            raise _unsupported(f"{name}={value!r}", f"leave it at {without[-1]!r}")
+    for name, value in model_kwargs.items():
+        if name not in _SERVED and value is not None and value is not False:
+            raise _unsupported(name, "the decoder's forward pass takes input_ids and attention_mask alone")
+    if model_kwargs.get("use_cache") is False:
+        raise _unsupported("use_cache=False", "the decoder has caches of its own")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+        raise _unsupported("past_key_values", "the decoder has caches of its own")
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if positions is not None:
+        mask = torch.ones_like(input_ids) if mask is None else mask.long()
+        if not ((mask.cumsum(-1) - 1 == positions) | (mask == 0)).all():
+            raise _unsupported("position_ids", "text is counted from its first token, 0, 1, 2, ...")
+
+
+def _generate_call(input_ids: Tensor) -> dict[str, Any]:
+    """The arguments that transformers' generate was called with, if it is what called.
+
+    It keeps streamer, assistant_model and synced_gpus from callables. A streamer has had the prompt by then, and would
+    be waited for by its reader in vain; so they are looked up where they are, in generate's own frame.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == "transformers.generation.utils":
+            given = frame.f_locals if frame.f_locals.get("input_ids") is input_ids else {}
+            return {name: given.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
+        frame = frame.f_back
+    return {}
+
+
+def _from_processors(
+    processors: list[LogitsProcessor], config: GenerationConfig, width: int, mask: Tensor | None
+) -> dict[str, Any]:
+    """Options of the decoder that do what the processors do, one after the other; "held_back", what ends a text."""
+    options: dict[str, Any] = {"temperature": 1.0, "min_new_tokens": 0, "held_back": []}
+    done = -1
+    for processor in processors:
+        name, place = type(processor).__name__, _ORDER.get(type(processor))
+        if place is None:
+            supported = ", ".join(kind.__name__ for kind in _ORDER)
+            raise _unsupported(f"the logits processor {name}", f"supported are {supported}")
+        if place < done or (place == done and place > 0):
+            raise _unsupported(f"{name} at this place", "filters come once each: temperature, top_k, top_p, min_p")
+        done = place
+        if getattr(processor, "filter_value", -torch.inf) != -torch.inf:
+            raise _unsupported(f"{name} with filter_value={processor.filter_value}", "tokens are left out, -inf")  # pyright: ignore[reportAttributeAccessIssue]
+        if getattr(processor, "min_tokens_to_keep", 1) != 1:
+            raise _unsupported(f"{name} with min_tokens_to_keep={processor.min_tokens_to_keep}", "1 is kept")  # pyright: ignore[reportAttributeAccessIssue]
+        match processor:
+            case RepetitionPenaltyLogitsProcessor():
+                if "repetition_penalty" in options:
+                    raise _unsupported(f"two of {name}", "give one")
+                _check_penalised(processor.prompt_ignore_length, mask)
+                options["repetition_penalty"] = processor.penalty
+            case MinLengthLogitsProcessor():
+                options["min_new_tokens"] = max(options["min_new_tokens"], processor.min_length - width)
+                options["held_back"].append(set(processor.eos_token_id.tolist()))
+            case MinNewTokensLengthLogitsProcessor():
+                least = processor.min_new_tokens + processor.prompt_length_to_skip - width
+                options["min_new_tokens"] = max(options["min_new_tokens"], least)
+                options["held_back"].append(set(processor.eos_token_id.tolist()))
+            case TemperatureLogitsWarper():
+                options["temperature"] = processor.temperature
+            case TopKLogitsWarper():
+                options["top_k"] = processor.top_k
+            case TopPLogitsWarper():
+                options["top_p"] = processor.top_p
+            case MinPLogitsWarper():
+                options["min_p"] = processor.min_p
+    if not config.do_sample:
+        options["temperature"] = 0.0  # no filter changes the likeliest token
+    return options
+
+
+def _check_penalised(ignored: int | Tensor | None, mask: Tensor | None) -> None:
+    """Before 5.23 transformers takes padding for text, which is None; later it gives the padding's lengths."""
+    if isinstance(ignored, Tensor):
+        padding = 0 if mask is None else (mask != 0).int().argmax(1)
+        if bool((ignored == padding).all()):
+            return
+    elif not ignored:
+        return
+    raise _unsupported(f"prompt_ignore_length={ignored}", "all of the prompt counts, and padding does not")
+
+
+def _from_criteria(criteria: list[Any], width: int) -> dict[str, Any]:
+    """Options of the decoder for the criteria that it has itself; the others stay criteria."""
+    options: dict[str, Any] = {}
+    others = StoppingCriteriaList()
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            most = criterion.max_length - width
+            options["max_new_tokens"] = min(most, options.get("max_new_tokens", most))
+        elif type(criterion) is EosTokenCriteria:
+            options["eos_token_id"] = options.get("eos_token_id", []) + criterion.eos_token_id.tolist()
+        else:
+            others.append(criterion)
+    return options | {"stopping_criteria": others or None}

@@ -1,0 +1,209 @@
+"""Why each node of a verified tree is on the accepted path, or is not.
+
+`verify_tree` says which path it accepted. Here the walk down that path is taken again for one sequence, in fp64 and
+from the formulas that head `heavypath.kernels.residual` and `heavypath.kernels.k_seq`, so that every child it tried
+has its coin and the threshold that the coin had to stay below. What was accepted is `verify_tree`'s word: its
+fp32 and this fp64 could part over a coin within rounding of its threshold.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.kernels.noise import coins
+
+# What may be said of a node:
+#
+#     root       it was committed before
+#     accepted   it is on the accepted path
+#     rejected   its coin was not below its threshold
+#     skipped    it was tried and could not count: the draft could not have drawn it, or it repeats a rejected token
+#     elder      a sibling drawn before it was accepted
+#     equal      it carries the token that was accepted, but the path goes on below a sibling with the same token
+#     other      the target's token was another: the next one on the path, or the next token
+#     parent     the node above it was not accepted
+#     absent     nothing was drafted there
+FATES = ("root", "accepted", "rejected", "skipped", "elder", "equal", "other", "parent", "absent")
+
+WITH_COINS = ("without_replacement", "with_replacement", "kseq")
+
+
+class Reasons(NamedTuple):
+    """Of N nodes, and of the token after the accepted ones.
+
+    fates:        one of FATES for each node
+    coins, thresholds: of the nodes that were tried against a coin; None for the others
+    chosen:       for each node of the path, the one by which its token was accepted: itself, but for equal siblings
+    draft, target: probabilities of each node's token after the node above it; None for the root and absent nodes
+    kind:         of the next token: "recovered" where drafted children were refused, "bonus" where the accepted leaf
+                  had none, "plain" where nothing was drafted
+    next_target:  the target's probability of it
+    """
+
+    fates: list[str]
+    coins: list[float | None]
+    thresholds: list[float | None]
+    chosen: list[int]
+    draft: list[float | None]
+    target: list[float | None]
+    kind: str
+    next_target: float
+
+
+def explain(
+    tokens: Tensor,
+    parents: Tensor,
+    ranks: Tensor,
+    rows: Tensor,
+    target_logits: Tensor,
+    draft_logits: Tensor | None,
+    path: Tensor,
+    next_token: int,
+    *,
+    method: str,
+    target_filters: Filters,
+    draft_filters: Filters,
+    seed: int,
+) -> Reasons:
+    """The reasons of one sequence.
+
+    tokens, parents, ranks, rows: LongTensor[N], target_logits, draft_logits: [N, V], and the options, as `verify_tree`
+    took them; path: LongTensor[any] and next_token as it gave them, whatever the device.
+
+    Probabilities are those of the filtered distributions; at temperature 0, those of the unfiltered logits.
+    """
+    token, parent, rank, row = (field.tolist() for field in (tokens, parents, ranks, rows))
+    accepted = [node for node in path.tolist() if node >= 0]
+    nodes = range(1, len(token))
+    present = [node for node in nodes if token[node] >= 0]
+    inner = sorted({parent[node] for node in present} | {accepted[-1]})
+    log_target = _distributions(target_logits, inner, target_filters)
+    log_draft = {} if draft_logits is None else _distributions(draft_logits, inner, draft_filters)
+
+    fates = ["parent" if token[node] >= 0 else "absent" for node in range(len(token))]
+    fates[0] = "root"
+    coin: list[float | None] = [None] * len(token)
+    threshold: list[float | None] = [None] * len(token)
+    chosen = [0]
+    reached, candidates = {0}, []  # the last accepted node with its siblings of equal token, and the children of all
+    for node, following in zip(accepted, [*accepted[1:], None], strict=True):
+        candidates = sorted((child for child in present if parent[child] in reached), key=lambda one: (rank[one], one))
+        if method in WITH_COINS and candidates:
+            drawn = [token[child] for child in candidates]
+            above = np.array([row[parent[child]] for child in candidates])
+            tossed = coins(seed, above, np.array([rank[child] for child in candidates]))
+            q = log_draft[parent[candidates[0]]] if draft_filters.temperature > 0 else None
+            if method == "kseq":
+                assert q is not None
+                bounds = _k_seq(log_target[node], q, drawn)
+            else:
+                bounds = _chain(log_target[node], q, drawn, method == "with_replacement")
+            last = len(drawn) - 1
+            if following is not None:  # the first of equal siblings whose coin was low enough
+                equals = [place for place, one in enumerate(drawn) if one == token[following]]
+                low = (place for place in equals if tossed[place] < (bounds[place] or 0))
+                last = next(low, candidates.index(following))
+                chosen.append(candidates[last])
+            for place, child in enumerate(candidates):
+                if place <= last:
+                    fates[child] = "skipped" if bounds[place] is None else "rejected"
+                    threshold[child], coin[child] = bounds[place], None if bounds[place] is None else tossed[place]
+                else:
+                    fates[child] = "elder"
+        else:
+            for child in candidates:
+                fates[child] = "other"
+            if following is not None:
+                chosen.append(next(child for child in candidates if token[child] == token[following]))
+        if following is not None:
+            reached = {child for child in candidates if token[child] == token[following]}
+            for child in reached:
+                if fates[child] in ("elder", "other") or child == chosen[-1]:
+                    fates[child] = "equal"
+            fates[following] = "accepted"
+
+    def probabilities(logs: dict[int, np.ndarray]) -> list[float | None]:
+        there = set(present) if logs else set()
+        return [float(np.exp(logs[parent[node]][token[node]])) if node in there else None for node in range(len(token))]
+
+    return Reasons(
+        fates,
+        coin,
+        threshold,
+        chosen,
+        probabilities(log_draft),
+        probabilities(log_target),
+        "plain" if not present else "recovered" if candidates else "bonus",
+        float(np.exp(log_target[accepted[-1]][next_token])),
+    )
+
+
+def shown(filters: Filters) -> Filters:
+    """The filters of the probabilities in `Reasons`."""
+    return filters if filters.temperature > 0 else Filters()
+
+
+def _distributions(logits: Tensor, nodes: list[int], filters: Filters) -> dict[int, np.ndarray]:
+    """Log-probabilities fp64 [V] after each of some nodes; logits: [N, V]."""
+    logs = filtered_logprobs(logits[nodes].float(), shown(filters))
+    return dict(zip(nodes, logs.cpu().numpy(), strict=True))
+
+
+def _chain(
+    log_target: np.ndarray, log_draft: np.ndarray | None, drawn: list[int], replacement: bool
+) -> list[float | None]:
+    """Thresholds of children that are tried one after the other, all but the last rejected; None for a skipped one.
+
+    log_target, log_draft: [V], without log_draft each child is a point mass; the names are the formula's in `residual`.
+    """
+    thresholds: list[float | None] = []
+    p = np.exp(log_target)
+    log_q = np.full_like(p, -np.inf) if log_draft is None else log_draft
+    left = np.ones(len(p), dtype=bool)  # tokens not yet drawn
+    log_lambda = -np.inf
+    for x in drawn:
+        log_r = 0.0 if replacement and log_draft is not None else _log_sum(log_q[left])
+        if log_r == -np.inf:  # it was drawn uniformly from the tokens left, or is a point mass
+            p = np.where(left, p, 0)
+            p = p / max(p.sum(), np.finfo(p.dtype).tiny)
+            here = left if log_draft is not None else np.arange(len(p)) == x
+            log_q = np.where(here, -np.log(here.sum()), -np.inf)
+            log_lambda, log_r = -np.inf, 0.0
+        if log_q[x] == -np.inf or not left[x]:
+            thresholds.append(None)
+            continue
+        residual = np.maximum(p - np.exp(log_lambda + log_q), 0)
+        total = residual.sum()
+        thresholds.append(min(1.0, residual[x] / total * np.exp(log_r - log_q[x])) if total > 0 else 0.0)
+        log_lambda = np.logaddexp(log_lambda, (np.log(total) if total > 0 else -np.inf) - log_r)
+        if not replacement or log_draft is None:
+            left[x] = False
+    return thresholds
+
+
+def _k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> list[float | None]:
+    """Thresholds P / (g Q) of independent children [V]; None for one that the draft could not have drawn."""
+    p, q = np.exp(log_target), np.exp(log_draft)
+    fits = [log_draft[x] > -np.inf for x in drawn]
+
+    def enough(g: float) -> bool:
+        cover = np.minimum(p, g * q).sum()
+        return cover >= 1 - max(1 - cover / g, 0) ** sum(fits)
+
+    low, high = 1.0, max(1.0, sum(fits))  # the least g that is enough, by bisection
+    if enough(low):
+        high = low
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return [
+        min(1.0, float(np.exp(log_target[x] - log_draft[x])) / high) if fit else None
+        for x, fit in zip(drawn, fits, strict=True)
+    ]
+
+
+def _log_sum(logs: np.ndarray) -> float:
+    largest = logs.max(initial=-np.inf)
+    return largest if largest == -np.inf else largest + np.log(np.exp(logs - largest).sum())

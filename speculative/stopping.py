@@ -1,0 +1,63 @@
+"""Stop strings and transformers' stopping criteria, asked after each new token.
+
+A block of accepted tokens is cut where plain decoding would have stopped: after the first token at which a criterion
+says so. Criteria are called as by transformers, with the text up to that token as it was given, left padding and all;
+but with one sequence at a time, LongTensor[1, T + new], so that no sequence's end depends on the rest of the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.stopping_criteria import ConfidenceCriteria
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """Criteria for a batch. input_ids: LongTensor[B, T], the prompts as given."""
+
+    input_ids: Tensor
+    criteria: StoppingCriteriaList
+
+    def __call__(self, output: Tensor, produced: Tensor, emitted: Tensor, fresh: Tensor) -> Tensor:
+        """bool [B, P]: the emitted token with which each sequence ends, if there is one.
+
+        output: LongTensor[B, any], the new tokens before, produced LongTensor[B] of them; emitted: LongTensor[B, P],
+        those to come, of which fresh, bool [B, P], true up to some place, are in question.
+        """
+        ends = torch.zeros_like(fresh)
+        for sequence, (before, more) in enumerate(zip(produced.tolist(), fresh.sum(1).tolist(), strict=True)):
+            new = output[sequence, :before], emitted[sequence, :more]
+            text = torch.cat([self.input_ids[sequence], *new])[None]
+            end = text.shape[1] - more
+            for place in range(more):
+                if bool(self.criteria(text[:, : end + place + 1], None)):  # pyright: ignore[reportArgumentType]
+                    ends[sequence, place] = True
+                    break
+        return ends
+
+
+def checked_criteria(
+    stop_strings: str | Sequence[str] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    stopping_criteria: Sequence[StoppingCriteria] | None,
+) -> StoppingCriteriaList:
+    """All of them as one list, empty for none; TypeError or ValueError for what is no such thing."""
+    criteria = StoppingCriteriaList()
+    if stop_strings is not None:
+        strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+        if not strings or not all(isinstance(string, str) and string for string in strings):
+            raise ValueError(f"stop_strings must be one or more strings that are not empty, got {stop_strings!r}")
+        if tokenizer is None:
+            raise ValueError("stop_strings need tokenizer=, which says what tokens spell them; got None")
+        criteria.append(StopStringCriteria(tokenizer, strings))
+    if stopping_criteria is not None:
+        if not isinstance(stopping_criteria, Sequence) or not all(map(callable, stopping_criteria)):
+            raise TypeError(f"stopping_criteria must be a StoppingCriteriaList, got {stopping_criteria!r}")
+        for criterion in stopping_criteria:
+            if isinstance(criterion, ConfidenceCriteria):
+                raise ValueError("ConfidenceCriteria needs the scores of each step, which are not kept")
+            criteria.append(criterion)
+    return criteria

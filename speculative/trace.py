@@ -1,0 +1,258 @@
+"""Write what each step of a generation drafted, accepted and refused, and why; and read it again.
+
+A trace is a file of JSON lines. The first is the header:
+
+    heavypath, trace    versions of the package and of this format
+    method, verify      the method, and what `verify_tree` did for it; `reasons` says what can then become of a node
+    target, draft       the models: name, type, layers, parameters; a draft may be null
+    filters, draft_filters    how both are sampled, and shown, draft_shown: the filters of the probabilities below
+    seed, max_new_tokens, eos_token_ids
+    sequences           of each: id (that of its noise), prompt (its tokens), and text if a tokenizer was given
+
+Each other line is one step of one sequence that was still generating, N nodes with the root as node 0:
+
+    step, sequence, position    counted from 0; position is the root's place in the text
+    tokens, parents, ranks, depths    [N]; a token of -1 is an absent node
+    draft, target       [N] probabilities of the node's token after the node above it; null where there is none
+    fates               [N] why a node is on the path or not, one of `reasons.FATES`
+    coins, thresholds   [N] of the nodes tried against a coin; accepted where it is below the threshold; else null
+    path, length        the accepted nodes from the root on, and how many of them were drafted
+    chosen              the nodes by which these were accepted: the same, but for siblings of equal tokens
+    next, kind, next_target   the token after them; "recovered", "bonus" or "plain"; the target's probability of it
+    emitted             the tokens that went into the text, fewer where it ended; pieces, their text
+    texts               texts of tokens that no line before had, by token
+
+Numbers have four significant digits, or as many more as tell a coin from its threshold.
+"""
+
+import importlib.metadata
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.verification import Verified
+from heavypath.speculative.drafting import Drafted
+from heavypath.speculative.drafts import Draft
+from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.reasons import Reasons, explain, shown
+from heavypath.speculative.request import Request
+from heavypath.speculative.sequences import Sequences
+from heavypath.speculative.text_stream import TextStream
+
+FORMAT = 1
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of a part of a character
+
+
+class Recorder:
+    """Writes a generation's trace, step by step."""
+
+    def __init__(
+        self,
+        file: TextIO,
+        tokenizer: PreTrainedTokenizerBase | None,
+        verify: str,
+        request: Request,
+        draft_filters: Filters,
+    ):
+        self._file, self._tokenizer = file, tokenizer
+        self._verify, self._request, self._draft_filters = verify, request, draft_filters
+        self._step = 0
+        self._known: set[int] = set()  # tokens whose text has been written
+        self._pieces: list[list[str]] = [[] for _ in request.lengths]
+        self._streams: list[TextStream] = []
+        if tokenizer is not None:
+            for prompt, pieces in zip(self._prompts(), self._pieces, strict=True):
+                self._streams.append(TextStream(tokenizer, pieces.append))
+                self._streams[-1].put(torch.tensor(prompt))
+
+    def header(self, method: str, target: LlamaForward, draft: Draft | None) -> None:
+        """Write the first line."""
+        request = self._request
+        sequences = [
+            {"id": name, "prompt": prompt} | ({} if self._tokenizer is None else {"text": self._text(prompt)})
+            for name, prompt in zip(request.sequence_ids.tolist(), self._prompts(), strict=True)
+        ]
+        self._write(
+            {
+                "heavypath": importlib.metadata.version("heavypath"),
+                "trace": FORMAT,
+                "method": method,
+                "verify": self._verify,
+                "target": _described(target),
+                "draft": None if draft is None else _described(draft.forward),
+                "filters": request.filters._asdict(),
+                "draft_filters": self._draft_filters._asdict(),
+                "shown": shown(request.filters)._asdict(),
+                "draft_shown": shown(self._draft_filters)._asdict(),
+                "seed": request.seed,
+                "max_new_tokens": request.max_new_tokens,
+                "eos_token_ids": request.stops.tolist(),
+                "sequences": sequences,
+            }
+        )
+
+    def step(self, drafted: Drafted, logits: Tensor, verified: Verified, before: Sequences, after: Sequences) -> None:
+        """Write one verification, and what was committed of it.
+
+        logits: [B, N, V], the target's as `verify_tree` took them; before, after: the batch around the commit.
+        """
+        parents, ranks, depths = (
+            field.expand_as(drafted.tokens) for field in (drafted.parents, drafted.ranks, drafted.depths)
+        )
+        for sequence in before.active.nonzero()[:, 0].tolist():
+            tokens = drafted.tokens[sequence]
+            nodes = len(tokens)
+            if drafted.parents.dim() == 2:  # a tree that grew has what is absent behind all others, and nowhere
+                nodes = int((tokens >= 0).sum())
+            draft_logits = None if drafted.logits is None else drafted.logits[sequence, :nodes]
+            path, next_token = verified.path[sequence], int(verified.next_token[sequence])
+            reasons = explain(
+                tokens[:nodes],
+                parents[sequence, :nodes],
+                ranks[sequence, :nodes],
+                drafted.rows[sequence, :nodes],
+                logits[sequence, :nodes],
+                draft_logits,
+                path,
+                next_token,
+                method=self._verify,
+                target_filters=self._request.filters,
+                draft_filters=self._draft_filters,
+                seed=self._request.seed,
+            )
+            tree = {
+                "tokens": tokens[:nodes].tolist(),
+                "parents": parents[sequence, :nodes].tolist(),
+                "ranks": ranks[sequence, :nodes].tolist(),
+                "depths": depths[sequence, :nodes].tolist(),
+            }
+            accepted = path[path >= 0].tolist()
+            emitted = after.output[sequence, int(before.produced[sequence]) : int(after.produced[sequence])].tolist()
+            line = {"step": self._step, "sequence": sequence, "position": int(before.lengths[sequence])}
+            line |= tree | _rounded(reasons)
+            line |= {"path": accepted, "length": len(accepted) - 1, "chosen": reasons.chosen}
+            line |= {"next": next_token, "kind": reasons.kind, "next_target": _short(reasons.next_target)}
+            line |= {"emitted": emitted}
+            if self._tokenizer is not None:
+                line["pieces"] = [self._piece(sequence, token) for token in emitted]
+                fresh = {*tree["tokens"], next_token, *emitted} - self._known - {-1}
+                self._known |= fresh
+                line["texts"] = {token: token_text(self._tokenizer, token) for token in sorted(fresh)}
+            self._write(line)
+        self._step += 1
+
+    def _prompts(self) -> list[list[int]]:
+        rows = zip(self._request.prompt.tolist(), self._request.lengths.tolist(), strict=True)
+        return [prompt[:length] for prompt, length in rows]
+
+    def _text(self, tokens: list[int]) -> str:
+        assert self._tokenizer is not None
+        text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _piece(self, sequence: int, token: int) -> str:
+        """What a token adds to the text; a character of several tokens comes with its last one."""
+        pieces = self._pieces[sequence]
+        pieces.clear()
+        self._streams[sequence].put(torch.tensor([token]))
+        if not "".join(pieces):  # a special token, which a stream leaves out, or a part of a character
+            own = self._text([token])
+            return "" if _UNFINISHED in own else own
+        return "".join(pieces)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+
+
+@contextmanager
+def recording(
+    trace: str | Path | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    method: str,
+    verify: str,
+    target: LlamaForward,
+    draft: Draft | None,
+    request: Request,
+    draft_filters: Filters,
+) -> Iterator[Recorder | None]:
+    """A recorder into an open file, or None where no trace is wanted."""
+    if trace is None:
+        yield None
+        return
+    if not isinstance(trace, (str, Path)):
+        raise TypeError(f"trace must be the path of a file, got {type(trace).__name__}")
+    with Path(trace).open("w", encoding="utf-8") as file:
+        recorder = Recorder(file, tokenizer, verify, request, draft_filters)
+        recorder.header(method, target, draft)
+        yield recorder
+
+
+def read_trace(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header and the steps of a file. A last line that was never finished is left out.
+
+    Raises ValueError for a file that is no trace, or one of another format.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
+        header, *steps = [json.loads(line) for line in lines]
+        made = header["trace"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{str(path)!r} is no trace that `generate` writes ({type(error).__name__}: {error}); make one with "
+            "`heavypath generate --trace FILE`"
+        ) from error
+    if made != FORMAT:
+        raise ValueError(f"{str(path)!r} is a trace of format {made}, expected {FORMAT}; make it anew")
+    return header, steps
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """A token's text, with the space in front that some vocabularies drop at the beginning of a text."""
+    once, twice = (tokenizer.decode([token] * times, clean_up_tokenization_spaces=False) for times in (1, 2))
+    assert isinstance(once, str)
+    assert isinstance(twice, str)
+    text = twice[len(once) :] if twice.startswith(once) else once
+    return text or once
+
+
+def _described(model: LlamaForward | None) -> dict[str, Any]:
+    """A model, or the draft that has none."""
+    if model is None:
+        return {"name": "prompt lookup"}
+    return {
+        "name": Path(str(getattr(model.config, "name_or_path", ""))).name,
+        "type": model.config.model_type,
+        "layers": model.layers,
+        "parameters": sum(weight.numel() for _, weight in model.weights()),
+    }
+
+
+def _rounded(reasons: Reasons) -> dict[str, Sequence[Any]]:
+    coins: list[float | None] = []
+    thresholds: list[float | None] = []
+    for coin, threshold in zip(reasons.coins, reasons.thresholds, strict=True):
+        digits = 4
+        if coin is not None and threshold is not None:
+            while coin != threshold and _short(coin, digits) == _short(threshold, digits):
+                digits += 1
+        coins.append(None if coin is None else _short(coin, digits))
+        thresholds.append(None if threshold is None else _short(threshold, digits))
+    return {
+        "draft": [None if chance is None else _short(chance) for chance in reasons.draft],
+        "target": [None if chance is None else _short(chance) for chance in reasons.target],
+        "fates": reasons.fates,
+        "coins": coins,
+        "thresholds": thresholds,
+    }
+
+
+def _short(number: float, digits: int = 4) -> float:
+    return float(f"{number:.{digits}g}")

@@ -1,0 +1,362 @@
+"""`model.generate(..., custom_generate=decoder)` is `model.generate(...)`, and what a decoder survives."""
+
+import copy
+import threading
+from functools import partial
+
+import pytest
+import torch
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from test_decoder import exact_law, tiny_llama, transformers_greedy
+from test_processing import EOS, PROMPTS, left_padded
+from torch import nn
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextIteratorStreamer,
+    pipeline,
+)
+from transformers.generation import (
+    ConfidenceCriteria,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder
+from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.llama import LlamaForward
+
+IDS = torch.tensor([[1, 2, 3]])
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_pair):
+    return SpeculativeDecoder(*tiny_pair)
+
+
+class Recorder:
+    """A streamer that keeps what it is told."""
+
+    def __init__(self):
+        self.heard = []
+
+    def put(self, value):
+        self.heard.append(value.tolist())
+
+    def end(self):
+        self.heard.append("end")
+
+
+SETTINGS = [
+    {"max_new_tokens": 20},
+    {"max_new_tokens": 20, "eos_token_id": [EOS, 6]},
+    {"max_length": 25, "min_length": 14, "eos_token_id": EOS},
+    {"max_new_tokens": 20, "min_new_tokens": 7, "eos_token_id": EOS, "renormalize_logits": True},
+    {"generation_config": GenerationConfig(max_new_tokens=9, eos_token_id=EOS, pad_token_id=0, top_k=3, top_p=0.5)},
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_batches_are_those_of_generate(method, tiny_pair):
+    decoder = SpeculativeDecoder(*tiny_pair, method)
+    for settings in SETTINGS:
+        settings = left_padded(PROMPTS) | {"pad_token_id": 0} | settings
+        expected = tiny_pair[0].generate(**settings)
+        assert torch.equal(tiny_pair[0].generate(**settings, custom_generate=decoder), expected)
+
+
+def test_a_penalty_is_that_of_generate_and_ignores_what_generate_ignores(decoder, demo_pair):
+    settings = {"max_new_tokens": 20, "repetition_penalty": 1.4, "pad_token_id": 0}
+    expected = decoder.target.generate(IDS, **settings)
+    assert torch.equal(decoder.target.generate(IDS, custom_generate=decoder, **settings), expected)
+    target, draft, tokenizer = demo_pair
+    batch = tokenizer(demo_prompts()[:2], return_tensors="pt", padding=True)
+    written = target.generate(**batch, **settings | {"custom_generate": SpeculativeDecoder(target, draft)})
+    for row, prompt in zip(written, demo_prompts(), strict=False):
+        alone = tokenizer(prompt, return_tensors="pt")
+        assert row[-20:].tolist() == target.generate(**alone, **settings)[0, -20:].tolist()
+
+
+@pytest.mark.parametrize("draft", [PromptLookup(), EarlyExit(1)])
+def test_drafts_without_a_model_serve_too(draft, tiny_pair):
+    target = tiny_pair[0]
+    decoder = SpeculativeDecoder(target, draft)
+    expected = target.generate(IDS, max_new_tokens=12, pad_token_id=0)
+    assert torch.equal(target.generate(IDS, max_new_tokens=12, pad_token_id=0, custom_generate=decoder), expected)
+
+
+def test_sampled_texts_follow_the_law_of_the_settings(decoder):
+    sampling = {"temperature": 2.0, "top_k": 5, "top_p": 0.85, "min_p": 0.3}  # each of them changes the law
+    law = exact_law(decoder.target, IDS[0], Filters(**sampling), 3)
+    settings = sampling | {"do_sample": True, "num_return_sequences": 8_000, "pad_token_id": 0, "eos_token_id": None}
+    out = decoder.target.generate(IDS, max_new_tokens=3, custom_generate=decoder, **settings)
+    assert chi_square_p_value(joint_counts(out[:, 3:], 7), law) > SIGNIFICANCE
+
+
+def test_filters_given_as_processors_are_the_decoders_filters(decoder):
+    processors = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(4), TopPLogitsWarper(0.8)]
+    options = {"max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0, "do_sample": True, "top_k": 0}
+    options |= {"logits_processor": LogitsProcessorList(processors), "custom_generate": decoder}
+    out = decoder.target.generate(IDS, seed=5, **options)
+    expected = decoder.generate(IDS, 16, temperature=0.7, top_k=4, top_p=0.8, seed=5)
+    assert torch.equal(out, expected.sequences)
+
+
+def test_torchs_seed_makes_sampled_text_repeatable(decoder):
+    def text(seed):
+        torch.manual_seed(seed)
+        settings = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": 0, "custom_generate": decoder}
+        return decoder.target.generate(IDS, **settings).tolist()
+
+    assert text(1) == text(1) != text(2)
+    state = torch.get_rng_state()
+    decoder.target.generate(IDS, max_new_tokens=4, pad_token_id=0, custom_generate=decoder)
+    assert torch.equal(torch.get_rng_state(), state)  # greedy text draws nothing
+
+
+def test_a_dictionary_of_sequences_is_returned_on_demand(decoder):
+    settings = {"max_new_tokens": 8, "pad_token_id": 0, "return_dict_in_generate": True}
+    out = decoder.target.generate(IDS, custom_generate=decoder, **settings)
+    expected = decoder.target.generate(IDS, **settings)
+    assert type(out) is type(expected)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert out.scores is None
+
+
+def test_a_streamer_hears_what_generate_would_tell_it(decoder):
+    ours, theirs, bound = Recorder(), Recorder(), Recorder()
+    settings = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": 3}
+    decoder.target.generate(IDS, streamer=theirs, **settings)
+    decoder.target.generate(IDS, streamer=ours, custom_generate=decoder, **settings)
+    decoder.target.generate(IDS, custom_generate=partial(decoder, streamer=bound), **settings)
+    assert ours.heard == theirs.heard == bound.heard
+
+
+def test_text_can_be_read_while_it_is_written(demo_pair):
+    target, draft, tokenizer = demo_pair
+    inputs = tokenizer(demo_prompts()[0], return_tensors="pt")
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    settings = {"max_new_tokens": 24, "custom_generate": SpeculativeDecoder(target, draft), "streamer": streamer}
+    thread = threading.Thread(target=target.generate, kwargs={**inputs, **settings})
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    new = target.generate(**inputs, max_new_tokens=24)[0, inputs.input_ids.shape[1] :]
+    assert "".join(pieces) == tokenizer.decode(new)
+    assert len([piece for piece in pieces if piece]) > 3
+
+
+def test_stop_strings_and_criteria_end_a_text_where_generate_ends_it(demo_pair):
+    target, draft, tokenizer = demo_pair
+    decoder = SpeculativeDecoder(target, draft)
+    inputs = tokenizer(demo_prompts()[:3], return_tensors="pt", padding=True)
+    settings = {"max_new_tokens": 24, "stop_strings": ["self", "ret"]}
+    expected = target.generate(**inputs, tokenizer=tokenizer, **settings)
+    bound = partial(decoder, tokenizer=tokenizer)
+    assert torch.equal(target.generate(**inputs, custom_generate=bound, **settings), expected)
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, settings.pop("stop_strings")), MaxTimeCriteria(600)])
+    out = target.generate(**inputs, custom_generate=decoder, stopping_criteria=criteria, **settings)
+    assert torch.equal(out, expected)
+    assert len({int((row != 0).sum()) for row in out}) > 1
+
+
+def test_a_pipeline_writes_through_the_decoder(demo_pair):
+    target, draft, tokenizer = demo_pair
+    decoder, calls = SpeculativeDecoder(target, draft), []
+    write = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    settings = {"max_new_tokens": 16, "do_sample": False, "return_full_text": False}
+
+    def counted(model, input_ids, **settings):
+        calls.append(input_ids)
+        return decoder(model, input_ids, **settings)
+
+    prompts = demo_prompts()[:2]
+    expected = write(prompts, **settings)
+    assert write(prompts, custom_generate=decoder, **settings) == expected
+    assert write(prompts, batch_size=2, custom_generate=counted, **settings) == expected
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"num_beams": 2}, "num_beams=2"),
+    ({"assistant_model": tiny_llama(2, layers=1)}, "assistant_model: the decoder has a draft"),
+    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
+    ({"use_cache": False}, "use_cache=False"),
+    ({"cache_implementation": "static"}, "cache_implementation='static'"),
+    ({"past_key_values": DynamicCache()}, "past_key_values"),
+    ({"synced_gpus": True}, "synced_gpus"),
+    ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
+    ({"output_logits": True, "return_dict_in_generate": True}, "output_logits=True"),
+    ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
+    ({"no_repeat_ngram_size": 2}, "the logits processor NoRepeatNGramLogitsProcessor"),
+    ({"bad_words_ids": [[1]]}, "the logits processor NoBadWordsLogitsProcessor"),
+    ({"guidance_scale": 1.5}, "the logits processor UnbatchedClassifierFreeGuidance"),
+    ({"do_sample": True, "typical_p": 0.5}, "the logits processor TypicalLogitsWarper"),
+    ({"prefix_allowed_tokens_fn": lambda *_: [1]}, "the logits processor PrefixConstrained"),
+    ({"logits_processor": [NoRepeatNGramLogitsProcessor(2)]}, "the logits processor NoRepeatNGram"),
+    ({"logits_processor": [lambda ids, scores: scores]}, "the logits processor function"),
+    ({"logits_processor": [TopPLogitsWarper(0.5), TopKLogitsWarper(2)]}, "TopKLogitsWarper at this place"),
+    ({"logits_processor": [TopKLogitsWarper(3)], "do_sample": True, "temperature": 0.5}, "Temperature.* at this place"),
+    ({"logits_processor": [TopKLogitsWarper(3, -9.0)]}, "TopKLogitsWarper with filter_value=-9.0"),
+    ({"logits_processor": [TopPLogitsWarper(0.3, min_tokens_to_keep=2)]}, "TopPLogitsWarper with min_tokens_to_keep=2"),
+    ({"logits_processor": [RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)]}, "prompt_ignore_length=3"),
+    ({"logits_processor": [MinNewTokensLengthLogitsProcessor(3, 2, 4)]}, r"a least length with eos_token_id=\[4\]"),
+    ({"stopping_criteria": [ConfidenceCriteria(0.5)]}, "ConfidenceCriteria needs the scores"),
+    ({"stop_strings": "x"}, "stop_strings need tokenizer="),
+    ({"position_ids": torch.tensor([[4, 5, 6]])}, "position_ids"),
+    ({"inputs_embeds": torch.zeros(1, 3, 16)}, "inputs_embeds"),
+    ({"token_type_ids": torch.zeros(1, 3)}, "token_type_ids"),
+    ({"max_new_tokens": 90}, r"need 93 positions \(3 \+ 90\), but target has 64"),
+])  # fmt: skip
+def test_settings_that_the_decoder_lacks_are_refused_by_name(settings, message, decoder):
+    settings = {"max_new_tokens": 4, "pad_token_id": 0, "custom_generate": decoder} | settings
+    with pytest.raises((ValueError, TypeError), match=message):
+        decoder.target.generate(IDS, **settings)
+
+
+def test_another_model_than_the_target_is_refused(decoder):
+    with pytest.raises(ValueError, match="the decoder's target is another model than this LlamaForCausalLM"):
+        tiny_llama(1).generate(IDS, max_new_tokens=4, pad_token_id=0, custom_generate=decoder)
+
+
+def test_what_a_tokenizer_may_add_is_refused_by_name(decoder):
+    with pytest.raises(TypeError, match="token_type_ids"):
+        decoder.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), token_type_ids=torch.zeros_like(IDS))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("which", [0, 1])
+def test_decoding_goes_on_after_it_was_broken_off(error, which, tiny_pair, monkeypatch):
+    decoder = SpeculativeDecoder(*tiny_pair)
+    expected = decoder.generate(IDS, 20, temperature=0.8, seed=4).sequences
+    before = [copy.deepcopy(model.state_dict()) for model in tiny_pair]
+    config = tiny_pair[0].config.to_dict()
+    calls = []
+
+    def breaks(self, hidden):
+        calls.append(hidden)
+        if len(calls) == 12:
+            raise error("in the middle")
+        return nn.functional.silu(hidden)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tiny_pair[which].model.layers[0].mlp.act_fn), "forward", breaks)
+        with pytest.raises(error, match="in the middle"):
+            decoder.generate(IDS, 20, temperature=0.8, seed=4)
+    assert not torch.is_inference_mode_enabled()
+    assert torch.equal(decoder.generate(IDS, 20, temperature=0.8, seed=4).sequences, expected)
+    for model, state in zip(tiny_pair, before, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert tiny_pair[0].config.to_dict() == config
+    tiny_pair[0](IDS, labels=IDS).loss.backward()
+    tiny_pair[0].zero_grad()
+
+
+@pytest.mark.parametrize("decoders", [1, 2])
+def test_threads_write_the_texts_that_they_write_alone(decoders, tiny_pair):
+    """Of several lengths, so that each needs other rotary tables and other trees."""
+    jobs = [(seed, length) for length in (40, 5, 58) for seed in range(2)]
+
+    def text(decoder, seed, length):
+        return decoder.generate(IDS, length, temperature=0.7, seed=seed).sequences.tolist()
+
+    expected = [text(SpeculativeDecoder(*tiny_pair), *job) for job in jobs]
+    shared = [SpeculativeDecoder(*tiny_pair) for _ in range(decoders)]
+    written = {}
+
+    def work(which):
+        for number in range(which, len(jobs), 3):
+            written[number] = text(shared[which % decoders], *jobs[number])
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [written.get(number) for number in range(len(jobs))] == expected
+
+
+def test_a_cache_keeps_the_positions_that_it_was_made_for(tiny_pair):
+    """Whatever another thread's shorter text makes of the model's tables meanwhile."""
+    forward = LlamaForward(tiny_pair[0])
+    cache = forward.new_cache(1, 50)
+    forward._rotary = forward._rotary_tables(2)
+    ids = torch.arange(40)[None] % 7
+    expected = tiny_pair[0](ids).logits[:, -1:]
+    assert torch.allclose(forward.prefill(ids, torch.tensor([40]), cache), expected, atol=1e-5)
+
+
+class Int8Linear(nn.Linear):
+    """Weights as bytes, as bitsandbytes has them."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight / scale).round().to(torch.int8), requires_grad=False)
+        self.scale = nn.Buffer(scale)
+
+    def forward(self, hidden):
+        return nn.functional.linear(hidden, self.weight * self.scale)
+
+
+class Packed(torch.Tensor):
+    """A weight whose module is an ordinary nn.Linear, as torchao has them; it lends itself to `linear` alone."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.mm, torch.sum, torch.Tensor.sum):
+            raise NotImplementedError(func)
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out.as_subclass(torch.Tensor) if func is nn.functional.linear else out
+
+
+def int8(model):
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(layer.mlp, name, Int8Linear(getattr(layer.mlp, name)))
+    return model
+
+
+def packed(model):
+    for layer in model.model.layers:
+        weight = layer.mlp.up_proj.weight
+        layer.mlp.up_proj.weight = nn.Parameter(weight.detach().as_subclass(Packed), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("quantised", [int8, packed])
+def test_quantised_linear_layers_are_called_as_they_are(quantised):
+    target = quantised(tiny_llama(1, hidden_size=256, intermediate_size=1024))  # large enough to be read from memory
+    expected = transformers_greedy(target, IDS, 24)
+    out = SpeculativeDecoder(target, EarlyExit(1), "sequoia").generate(IDS, 24)
+    assert torch.equal(out.sequences, expected)
+
+
+def test_a_model_on_several_devices_or_offloaded_is_refused(tiny_pair, monkeypatch):
+    offloaded = tiny_llama(1)
+    offloaded.lm_head.to("meta")
+    with pytest.raises(ValueError, match="target is on the meta device, it has no weights or offloads them"):
+        SpeculativeDecoder(offloaded, tiny_pair[1])
+    spread = tiny_llama(1)
+
+    class Elsewhere:
+        device = torch.device("cuda:1")
+
+    monkeypatch.setattr(spread, "parameters", lambda: [next(tiny_pair[0].parameters()), Elsewhere()])
+    with pytest.raises(ValueError, match="target must be on one device, got one spread over cpu, cuda:1"):
+        SpeculativeDecoder(spread, tiny_pair[1])

@@ -1,0 +1,362 @@
+"""Traces say what verify_tree decided, and reasons that are true: coins, thresholds, probabilities, the text."""
+
+import json
+from itertools import pairwise
+from math import log
+
+import numpy as np
+import pytest
+import torch
+from test_decoder import tiny_llama
+from test_tree import trees
+from test_verification import acceptance_and_weights
+
+from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.kernels.k_seq import k_seq
+from heavypath.kernels.noise import Stream, coins, gumbel_noise
+from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.verification import verify_tree
+from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree, trace
+from heavypath.speculative.reasons import WITH_COINS, Reasons, _chain, _k_seq, explain
+from heavypath.speculative.trace import read_trace, token_text
+
+SAMPLING = {"temperature": 0.8, "top_k": 5, "seed": 3}
+
+
+def seed_of_coins(row, wanted):
+    """A seed whose coins for children 0, 1, ... of a node satisfy the wanted conditions."""
+    for seed in range(1000):
+        tossed = coins(seed, np.full(len(wanted), row), np.arange(len(wanted)))
+        if all(condition(coin) for condition, coin in zip(wanted, tossed, strict=True)):
+            return seed, tossed
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("wanted", "fates", "path"), [
+    ([lambda coin: coin < 0.6, lambda coin: True], ["root", "accepted", "elder"], [0, 1]),
+    ([lambda coin: coin >= 0.6, lambda coin: True], ["root", "rejected", "accepted"], [0, 2]),
+])  # fmt: skip
+def test_two_children_without_replacement_by_hand(wanted, fates, path):
+    """P = .5 .3 .2 and Q = .2 .5 .3: token 1 is accepted below .3 / .5. Then max(P - Q, 0) is all token 0's, which has
+    .2 of the half of Q that is left: its threshold is 1."""
+    target = torch.tensor([[0.5, 0.3, 0.2]] * 3).log()
+    draft = torch.tensor([[0.2, 0.5, 0.3]] * 3).log()
+    seed, tossed = seed_of_coins(7, wanted)
+    tokens, parents, ranks = torch.tensor([2, 1, 0]), torch.tensor([-1, 0, 0]), torch.tensor([0, 0, 1])
+    rows = torch.tensor([7, 8, 9])
+    given = {"method": "without_replacement", "seed": seed}
+    verified = verify_tree(tokens[None], parents, target[None], draft[None], ranks=ranks, rows=rows[None], **given)
+    assert verified.path[0, : len(path)].tolist() == path
+    reasons = explain(
+        tokens, parents, ranks, rows, target, draft, verified.path[0], int(verified.next_token[0]),
+        target_filters=Filters(), draft_filters=Filters(), **given,
+    )  # fmt: skip
+    assert reasons.fates == fates
+    assert reasons.chosen == path
+    assert reasons.kind == "bonus"
+    tried = fates.index("accepted")
+    assert reasons.coins == [None, *tossed[:tried], *[None] * (2 - tried)]
+    assert reasons.thresholds[1:] == pytest.approx([0.6, 1.0 if tried == 2 else None])
+    assert reasons.draft == [None, pytest.approx(0.5), pytest.approx(0.2)]
+    assert reasons.target == [None, pytest.approx(0.3), pytest.approx(0.5)]
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("filters", [Filters(), Filters(0.5), Filters(top_k=2), Filters(temperature=0.0)])
+def test_thresholds_are_the_coins_at_which_the_verifier_changes_its_mind(filters, replacement):
+    """Found by bisecting the coins of the reference that decides at one node."""
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(6):
+        target = torch.randn(6, generator=generator).double().softmax(-1)
+        draft = 2 * torch.randn(6, generator=generator)
+        drawn = torch.stack([torch.randperm(6, generator=generator)[:4] for _ in range(3)])
+        if replacement:
+            drawn[:, 2] = drawn[:, 0]
+        expected, _ = acceptance_and_weights(target, draft, filters, drawn, replacement)
+        log_draft = filtered_logprobs(draft, filters).numpy() if filters.temperature > 0 else None
+        for children, row in zip(drawn.tolist(), expected.tolist(), strict=True):
+            thresholds = _chain(target.log().numpy(), log_draft, children, replacement)
+            reached = thresholds.index(1.0) + 1 if 1.0 in thresholds else 4  # what always is accepted ends the chain
+            assert [threshold or 0 for threshold in thresholds[:reached]] == pytest.approx(row[:reached], abs=1e-9)
+
+
+def test_k_seqs_thresholds_are_the_coins_at_which_it_changes_its_mind():
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(12):
+        target, draft = (torch.randn(8, generator=generator).double().log_softmax(-1) for _ in range(2))
+        draft[7] = -torch.inf
+        children = [int(token) for token in torch.randint(8, (4,), generator=generator)]
+        for place, threshold in enumerate(_k_seq(target.numpy(), draft.numpy(), children)):
+            low, high = 0.0, 1.0
+            for _ in range(40):
+                tossed = np.ones((1, 4))
+                tossed[0, place] = middle = (low + high) / 2
+                accepted = k_seq(target[None] / log(2), draft[None] / log(2), np.array([children]), tossed)[0][0] >= 0
+                low, high = (middle, high) if accepted else (low, middle)
+            sure = k_seq(target[None] / log(2), draft[None] / log(2), np.array([children]), np.ones((1, 4)))[0][0] >= 0
+            assert sure or low == pytest.approx(threshold or 0, abs=1e-6)
+
+
+def verified_cases(method, draft_temperature=0.9, top_k=None, vocab_size=6):
+    """Drawn and verified trees: what explain takes, and what it must explain."""
+    target_filters = Filters(0.0 if method == "greedy" else 0.7)
+    draft_filters = Filters(draft_temperature, top_k)
+    replacement = method in ("with_replacement", "kseq")
+    shapes = {"k-ary": TokenTree.k_ary(3, 3), "heavy": TokenTree.k_ary(2, 4).reordered("heavy_path")[0]}
+    for name, tree in (trees(14) | shapes).items():
+        nodes = len(tree)
+        if nodes == 1 or tree.branching > vocab_size:
+            continue
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(seed)
+            target, draft = (1.5 * torch.randn(2, nodes, vocab_size, generator=generator) for _ in range(2))
+            draft += target / 2
+            rows = torch.arange(2 * nodes).view(2, nodes) + 1000 * seed
+            tokens = torch.zeros(2, nodes, dtype=torch.long)
+            context = {}
+            for node in range(nodes):
+                children = (tree.parents == node).nonzero()[:, 0]
+                if replacement:  # equal siblings have equal contexts, hence equal distributions
+                    for sequence in range(2):
+                        walk, above = [sequence], node
+                        while above > 0:
+                            walk.append(int(tokens[sequence, above]))
+                            above = int(tree.parents[above])
+                        first = context.setdefault(tuple(walk), node)
+                        target[sequence, node], draft[sequence, node] = target[sequence, first], draft[sequence, first]
+                if len(children):
+                    drawn = gumbel_topk(
+                        draft[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=rows[:, node],
+                        replacement=replacement, uniform_fill=not replacement,
+                    )  # fmt: skip
+                    tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
+            tokens[1, nodes - 1] = -1  # absent
+            verified = verify_tree(
+                tokens, tree.parents, target, draft, method=method, ranks=tree.ranks, seed=seed, rows=rows,
+                **target_filters._asdict(), **{f"draft_{key}": value for key, value in draft_filters._asdict().items()},
+            )  # fmt: skip
+            for sequence in range(2):
+                fields = tokens[sequence], tree.parents, tree.ranks, rows[sequence], target[sequence], draft[sequence]
+                path, next_token = verified.path[sequence], int(verified.next_token[sequence])
+                reasons = explain(
+                    *fields, path, next_token, method=method, target_filters=target_filters,
+                    draft_filters=draft_filters, seed=seed,
+                )  # fmt: skip
+                yield name, fields, [node for node in path.tolist() if node >= 0], next_token, reasons, seed
+
+
+CASES = [(method, 0.9, None) for method in (*WITH_COINS, "race", "target_sample", "greedy")]
+CASES += [("without_replacement", 0.9, 2), ("without_replacement", 0.0, None), ("with_replacement", 0.9, 2)]
+
+
+@pytest.mark.parametrize(("method", "draft_temperature", "top_k"), CASES)
+def test_reasons_agree_with_what_verify_tree_decided(method, draft_temperature, top_k):
+    """Every fate is checked for what it claims, with coins and winners tossed and drawn anew."""
+    seen = set()
+    for name, (tokens, parents, ranks, rows, target, _), path, next_token, reasons, seed in verified_cases(
+        method, draft_temperature, top_k
+    ):
+        token, parent, rank = tokens.tolist(), parents.tolist(), ranks.tolist()
+        contexts = [()]
+        for node in range(1, len(token)):
+            contexts.append((*contexts[parent[node]], token[node]))
+        reached = {contexts[node] for node in path}
+        assert len(reasons.chosen) == len(path)
+        assert [contexts[node] for node in reasons.chosen] == [contexts[node] for node in path], name
+        for node in range(1, len(token)):
+            fate, coin, threshold = reasons.fates[node], reasons.coins[node], reasons.thresholds[node]
+            seen.add(fate)
+            assert (fate == "absent") == (token[node] < 0)
+            if token[node] < 0:
+                continue
+            assert (fate == "parent") == (contexts[parent[node]] not in reached)
+            assert (fate == "accepted") == (node in path)
+            if coin is not None and threshold is not None:
+                assert coin == coins(seed, rows[[parent[node]]].numpy(), ranks[[node]].numpy())[0]
+                assert (coin < threshold) == (node in reasons.chosen), (name, node, coin, threshold)
+            order = (rank[node], node)
+            rivals = [one for one in reasons.chosen[1:] if contexts[parent[one]] == contexts[parent[node]]]
+            if fate in ("elder", "rejected", "skipped"):
+                assert method in WITH_COINS
+                assert all((fate == "elder") == ((rank[one], one) < order) for one in rivals)
+                assert rivals or fate != "elder"
+            if fate == "rejected":
+                assert coin is not None
+            if fate == "equal":
+                assert contexts[node] in reached
+            if fate == "other":
+                depth = len(contexts[parent[node]])
+                winner = token[path[depth + 1]] if depth + 1 < len(path) else next_token
+                assert token[node] != winner
+                assert winner == chosen_token(method, target[path[depth]], rows[path[depth]], seed)
+        below = [one for one in range(1, len(token)) if token[one] >= 0 and contexts[parent[one]] == contexts[path[-1]]]
+        assert reasons.kind == ("recovered" if below else "bonus")
+    expected = {"accepted", "parent", "absent"} | ({"rejected", "elder"} if method in WITH_COINS else {"other"})
+    assert expected <= seen
+    if method in ("with_replacement", "kseq"):
+        assert "equal" in seen
+
+
+def chosen_token(method, logits, row, seed):
+    """The token that the other methods choose first."""
+    if method == "greedy":
+        return int(logits.argmax())
+    logprobs = filtered_logprobs(logits, Filters(0.7))
+    stream = Stream.DRAFT if method == "race" else Stream.TARGET
+    return int((logprobs + gumbel_noise(seed, stream, row[None], len(logits))[0]).argmax())
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    """Two models that are of one mind at times."""
+    target, draft = tiny_llama(1, vocab_size=11), tiny_llama(1, vocab_size=11)
+    for weight in draft.parameters():
+        weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    return target, draft
+
+
+PROMPTS = torch.tensor([[0, 0, 3, 1], [2, 5, 7, 4], [0, 6, 1, 8]])
+MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_trace_holds_the_batchs_text_and_the_statistics_counts(method, temperature, tiny_pair, tmp_path):
+    decoder = SpeculativeDecoder(*tiny_pair, method)
+    options = (
+        {"max_new_tokens": 12, "eos_token_id": [9], "attention_mask": MASK} | SAMPLING | {"temperature": temperature}
+    )
+    plain = decoder.generate(PROMPTS, **options)
+    out = decoder.generate(PROMPTS, trace=tmp_path / "trace", **options)
+    assert torch.equal(plain.sequences, out.sequences)
+    header, steps = read_trace(tmp_path / "trace")
+    assert header["method"] == method
+    assert [one["prompt"] for one in header["sequences"]] == [
+        PROMPTS[row][MASK[row].bool()].tolist() for row in range(3)
+    ]
+    assert len(steps) == out.stats.steps
+    offered, accepted = (torch.zeros_like(out.stats.offered.sum(1)) for _ in range(2))
+    for sequence in range(3):
+        own = [step for step in steps if step["sequence"] == sequence]
+        assert [step["step"] for step in own] == list(range(len(own)))
+        text = [token for step in own for token in step["emitted"]]
+        assert out.sequences[sequence, 4:].tolist() == text + [9] * (out.sequences.shape[1] - 4 - len(text))
+        for step, following in pairwise(own):
+            assert step["emitted"] == [*(step["tokens"][node] for node in step["path"][1:]), step["next"]]
+            assert following["tokens"][0] == step["next"]
+            assert following["position"] == step["position"] + step["length"] + 1
+        for step in own:
+            with_children = {
+                step["parents"][node] for node in range(1, len(step["tokens"])) if step["tokens"][node] >= 0
+            }
+            for depth, node in enumerate(step["path"]):
+                if node in with_children:
+                    offered[depth] += 1
+                    accepted[depth] += depth < step["length"]
+            if method in ("rsd-s", "dyspec", "eagle-2") and step["step"]:
+                assert -1 not in step["tokens"]  # a grown tree's absent nodes are nowhere
+    assert torch.equal(accepted, out.stats.accepted.sum(1))
+    if len(offered):
+        assert torch.equal(offered, out.stats.offered[:, 0])
+
+
+def test_probabilities_are_the_models_own_after_their_filters(tiny_pair, tmp_path):
+    """Against transformers' forward pass on the text down to each node, and a softmax written out."""
+    target, draft = tiny_pair
+    SpeculativeDecoder(target, draft, "rsd-c", tree_size=7, draft_top_k=4).generate(
+        PROMPTS[1:2], 12, trace=tmp_path / "trace", **SAMPLING
+    )
+    header, steps = read_trace(tmp_path / "trace")
+    text = list(header["sequences"][0]["prompt"])
+    for step in steps:
+        for node in range(1, len(step["tokens"])):
+            if step["tokens"][node] < 0:
+                continue
+            walk, above = [], step["parents"][node]
+            while above > 0:
+                walk.insert(0, step["tokens"][above])
+                above = step["parents"][above]
+            for model, name, top_k in ((target, "target", 5), (draft, "draft", 4)):
+                with torch.no_grad():
+                    logits = model(torch.tensor([text + walk])).logits[0, -1].double() / 0.8
+                logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
+                chance = float(logits.softmax(-1)[step["tokens"][node]])
+                assert step[name][node] == pytest.approx(chance, rel=1e-3, abs=1e-6)
+        text += step["emitted"]
+    assert any(step["length"] for step in steps)
+
+
+def test_pieces_are_the_text_and_texts_those_of_every_token(demo_pair, tmp_path):
+    target, draft, tokenizer = demo_pair
+    prompt = tokenizer('x = "日本語 🙂", Ω', return_tensors="pt").input_ids
+    decoder = SpeculativeDecoder(target, draft)
+    out = decoder.generate(prompt, 30, temperature=1.5, seed=1, trace=str(tmp_path / "trace"), tokenizer=tokenizer)
+    header, steps = read_trace(tmp_path / "trace")
+    assert header["sequences"][0]["text"] == 'x = "日本語 🙂", Ω'
+    assert header["target"]["parameters"] == sum(weight.numel() for weight in target.parameters())
+    assert "".join(piece for step in steps for piece in step["pieces"]) == tokenizer.decode(
+        out.sequences[0, prompt.shape[1] :]
+    )
+    texts = {}
+    for step in steps:
+        texts |= step["texts"]
+        assert {str(token) for token in (*step["tokens"], step["next"]) if token >= 0} <= texts.keys()
+    assert all(texts[token] == tokenizer.decode([int(token)]) for token in texts)
+    assert token_text(tokenizer, tokenizer(" the").input_ids[0]) == " the"
+
+
+def test_prompt_lookup_has_absent_nodes_and_steps_without_drafts(tiny_pair, tmp_path):
+    decoder = SpeculativeDecoder(tiny_pair[0], PromptLookup(), "chain", tree_size=4)
+    decoder.generate(PROMPTS[1:2], 25, trace=tmp_path / "trace", **SAMPLING)
+    header, steps = read_trace(tmp_path / "trace")
+    assert header["draft"] == {"name": "prompt lookup"}
+    fates = {fate for step in steps for fate in step["fates"]}
+    assert {"absent", "root"} <= fates
+    assert {step["kind"] for step in steps} >= {"plain"}
+
+
+def test_without_a_trace_nothing_of_it_runs(tiny_pair, monkeypatch):
+    def never(*arguments, **options):
+        raise AssertionError
+
+    monkeypatch.setattr(trace, "explain", never)
+    monkeypatch.setattr(trace.Recorder, "__init__", never)
+    out = SpeculativeDecoder(*tiny_pair).generate(PROMPTS[1:2], 8)
+    assert "trace" not in out.stats.seconds
+
+
+def test_numbers_have_four_digits_or_as_many_as_tell_a_coin_from_its_threshold():
+    coins, thresholds = [0.41234, 0.41234, 0.5], [0.41231, 0.9, 0.5]
+    reasons = Reasons(["root"] * 3, coins, thresholds, [0], [1 / 3, None, 0.0], [None] * 3, "bonus", 1.0)
+    short = trace._rounded(reasons)
+    assert short["coins"] == [0.41234, 0.4123, 0.5]
+    assert short["thresholds"] == [0.41231, 0.9, 0.5]
+    assert short["draft"] == [0.3333, None, 0.0]
+
+
+def test_a_line_that_was_cut_off_is_left_out_and_no_other_file_is_taken(tiny_pair, tmp_path):
+    file = tmp_path / "trace"
+    SpeculativeDecoder(*tiny_pair).generate(PROMPTS[1:2], 8, trace=file)
+    whole = file.read_text()
+    _, steps = read_trace(file)
+    file.write_text(whole[:-9])
+    assert read_trace(file)[1] == steps[:-1]
+    header = json.loads(whole.split("\n")[0])
+    for content, message in (
+        ("", "is no trace that `generate` writes"),
+        ("[1]\n", "is no trace that `generate` writes"),
+        ('{"a": 1}\n', "is no trace that `generate` writes"),
+        ("not json\n", "is no trace that `generate` writes"),
+        (json.dumps(header | {"trace": 99}) + "\n", "is a trace of format 99, expected 1"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_trace(file)
+
+
+def test_a_place_where_no_trace_can_be_is_refused_before_any_work(tiny_pair, tmp_path):
+    decoder = SpeculativeDecoder(*tiny_pair)
+    with pytest.raises(TypeError, match="trace must be the path of a file, got int"):
+        decoder.generate(PROMPTS[1:2], 8, trace=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FileNotFoundError):
+        decoder.generate(PROMPTS[1:2], 8, trace=tmp_path / "missing" / "trace")
