@@ -7,6 +7,7 @@ from heavypath.speculative import huggingface
 from heavypath.speculative.decoder import Generation, SpeculativeDecoder
 from heavypath.speculative.demo import load_demo_pair
 from heavypath.speculative.drafts import EarlyExit, PromptLookup
+from heavypath.speculative.growing import Confidence
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.planning import Plan, expected_tokens, greedy_tree, select_tree, sequoia_tree
 from heavypath.speculative.profile import Profile
@@ -17,6 +18,7 @@ huggingface.register()
 
 __all__ = [
     "METHODS",
+    "Confidence",
     "EarlyExit",
     "Generation",
     "Plan",

@@ -107,7 +107,7 @@ def calibrate(
 def ways_to_draft(temperature: float) -> list[tuple[str, str, int | None]]:
     """(draw, verify, how many sequences) of all methods at a temperature; None for trees that branch."""
     kinds = dict.fromkeys(METHODS[name].kind(temperature) for name in METHODS if name != "autoregressive")
-    return [(*kind, count) for *kind, apart in kinds for count in (SEQUENCES if apart else (None,))]
+    return [(draw, verify, count) for draw, verify, apart in kinds for count in (SEQUENCES if apart else (None,))]
 
 
 def environment(target: PreTrainedModel) -> dict[str, str | int]:

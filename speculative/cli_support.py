@@ -25,7 +25,7 @@ Target = Annotated[str | None, typer.Option(help="Folder, or name in the Hugging
 Draft = Annotated[
     str | None, typer.Option(help="The same for the draft model; or prompt-lookup, or early-exit:LAYERS.")
 ]
-TreeSize = Annotated[int, typer.Option(min=2, help="Nodes of the drafted tree, the root included.")]
+TreeSize = Annotated[int | None, typer.Option(min=2, help="Nodes of the drafted tree; default: 5 on a CPU.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 

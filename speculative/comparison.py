@@ -75,7 +75,7 @@ def compare(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    tree_size: int = 8,
+    tree_size: int | None = None,
     seed: int = 0,
     on_progress: Callable[[str], object] | None = None,
 ) -> list[Row]:

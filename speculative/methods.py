@@ -11,7 +11,6 @@ from heavypath.speculative.growing import DEFAULT_CONFIDENCE, Confidence, Growth
 from heavypath.speculative.planning import Acceptance, sequoia_tree
 from heavypath.speculative.tree import TokenTree
 
-MAX_DEPTH = 6  # edges, unless asked for: each level costs a draft forward, and few paths go deeper
 # Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
 DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0127)
 
@@ -65,43 +64,55 @@ def _constant(size: int, width: int = 2) -> TokenTree:
     return TokenTree.k_ary(width, depth) if depth else TokenTree.k_ary(size - 1, 1)
 
 
-def _planned(size: int, acceptance: Acceptance = DEFAULT_ACCEPTANCE, max_depth: int = MAX_DEPTH) -> TokenTree:
+def _depth(size: int) -> int:
+    """Levels unless asked for: doubling a tree pays for one more, each of which costs a draft forward."""
+    return min(size - 1, max(2, size.bit_length() - 1))
+
+
+def _planned(size: int, acceptance: Acceptance = DEFAULT_ACCEPTANCE, max_depth: int | None = None) -> TokenTree:
     rates = torch.as_tensor(acceptance)
-    children, possible = rates.shape[-1], 1
-    for depth in range(1, (max_depth if rates.dim() == 1 else min(max_depth, len(rates))) + 1):
+    children, levels, possible = rates.shape[-1], _depth(size) if max_depth is None else max_depth, 1
+    for depth in range(1, (levels if rates.dim() == 1 else min(levels, len(rates))) + 1):
         possible = min(size, possible + children**depth)
-    return sequoia_tree(acceptance, possible, max_depth)
+    return sequoia_tree(acceptance, possible, levels)
 
 
-def _beam(size: int, width: int | None = None, max_depth: int = MAX_DEPTH) -> Growth:
-    if width is None:
-        width = max(1, (size - 1) // max_depth)
-    depth = max(1, min(max_depth, (size - 1) // width))
+def _beam(size: int, width: int | None = None, max_depth: int | None = None) -> Growth:
+    depth = _depth(size) if max_depth is None else max_depth
+    width = max(1, (size - 1) // max(1, depth)) if width is None else width
+    depth = min(depth, max(1, (size - 1) // max(1, width)))
     return Growth("beam", min(size, 1 + width * depth), width, depth)
-
-
-def _width(size: int, max_depth: int) -> int:
-    """A level may have half of the nodes: wider ones are rare, and cost the draft's time."""
-    return max(-(-size // 2), -(-(size - 1) // max_depth))
 
 
 def _by_slots(
     size: int,
     width: int | None = None,
-    max_depth: int = MAX_DEPTH,
+    max_depth: int | None = None,
     threshold: float = 0.0,
     confidence: Confidence | Literal["draft"] = DEFAULT_CONFIDENCE,
 ) -> Growth:
-    width = _width(size, max_depth) if width is None else width
     if confidence != "draft" and not isinstance(confidence, Confidence):
         raise ValueError(f"confidence must be a Confidence or 'draft', got {confidence!r}")
     known = confidence if isinstance(confidence, Confidence) else None
-    return Growth("slot", min(size, 1 + width * max_depth), width, max_depth, threshold, known)
+    return _grown("slot", size, width, max_depth, threshold, known)
 
 
-def _by_nodes(size: int, width: int | None = None, max_depth: int = MAX_DEPTH, threshold: float = 0.0) -> Growth:
-    width = _width(size, max_depth) if width is None else width
-    return Growth("node", min(size, 1 + width * max_depth), width, max_depth, threshold)
+def _by_nodes(size: int, width: int | None = None, max_depth: int | None = None, threshold: float = 0.0) -> Growth:
+    return _grown("node", size, width, max_depth, threshold, None)
+
+
+def _grown(
+    by: Literal["slot", "node"],
+    size: int,
+    width: int | None,
+    max_depth: int | None,
+    threshold: float,
+    confidence: Confidence | None,
+) -> Growth:
+    """A level may have half of the nodes, unless asked for: wider ones are rare, and cost the draft's time."""
+    depth = _depth(size) if max_depth is None else max_depth
+    width = max(-(-size // 2), -(-(size - 1) // max(1, depth))) if width is None else width
+    return Growth(by, min(size, 1 + width * depth), width, depth, threshold, confidence)
 
 
 METHODS = {

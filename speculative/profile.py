@@ -90,7 +90,7 @@ class Acceptance:
         return rates
 
     def confidence(self) -> Confidence:
-        """The lines of least squares through acceptance against the draft's share; a seldom tried child has the last."""
+        """The lines of least squares through acceptance by the draft's share; seldom tried children have the last."""
         base, slope = [], []
         for tried, shares, squares, hits, products in self.moments:
             if tried < PRIOR and base:

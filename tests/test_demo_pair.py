@@ -7,9 +7,9 @@ from safetensors import safe_open
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.acceptance import measure_acceptance
-from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.demo import FOLDER, demo_prompts
 from heavypath.speculative.demo.train import draft_config, target_config
+from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 
 RECORD = json.loads((FOLDER / "record.json").read_text())
 
