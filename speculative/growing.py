@@ -49,6 +49,7 @@ from heavypath.speculative.drafts import Cache, Draft, Feed
 from heavypath.speculative.sequences import Sequences
 
 TINY = 1e-300
+MAX_SLOTS = 1 << 12  # each has noise of its own, named by as many bits beside its root's position
 VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tokens are drawn at temperature 0 (DySpec)
 
 
@@ -102,6 +103,8 @@ class Growth:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
+        if self.slots > MAX_SLOTS:
+            raise ValueError(f"depth levels of width nodes may be at most {MAX_SLOTS} with the root, got {self.slots}")
         if self.size < 2:
             raise ValueError(f"size counts the root and must be at least 2, got {self.size}")
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from heavypath.speculative.growing import DEFAULT_CONFIDENCE, Confidence, Growth
+from heavypath.speculative.growing import DEFAULT_CONFIDENCE, MAX_SLOTS, Confidence, Growth
 from heavypath.speculative.planning import Acceptance, sequoia_tree
 from heavypath.speculative.tree import TokenTree
 
@@ -111,7 +111,9 @@ def _grown(
 ) -> Growth:
     """A level may have half of the nodes, unless asked for: wider ones are rare, and cost the draft's time."""
     depth = _depth(size) if max_depth is None else max_depth
-    width = max(-(-size // 2), -(-(size - 1) // max(1, depth))) if width is None else width
+    if width is None:
+        half, fits = max(-(-size // 2), -(-(size - 1) // max(1, depth))), (MAX_SLOTS - 1) // max(1, depth)
+        width = min(half, fits)
     return Growth(by, min(size, 1 + width * depth), width, depth, threshold, confidence)
 
 

@@ -357,6 +357,7 @@ def test_growth_that_cannot_be_is_refused():
         ({"width": 0}, "width must be at least 1, got 0"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
         ({"size": 1}, "size counts the root and must be at least 2, got 1"),
+        ({"width": 1024, "depth": 4}, "may be at most 4096 with the root, got 4097"),
         ({"threshold": -0.1}, r"threshold must be in \[0, 1\], got -0.1"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -370,7 +370,7 @@ def test_deep_trees_without_a_bound_do_not_take_a_pass_a_level():
     assert time.process_time() - begin < 5
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7, 12, 64])
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 12, 64, 2048])
 @pytest.mark.parametrize("acceptance", [[0.7], [0.5, 0.2], [0.5, 0.1, 0.1, 0.05]])
 def test_the_methods_trees_have_at_most_the_size_asked_for(size, acceptance):
     for name, method in METHODS.items():
