@@ -2,12 +2,14 @@
 #   make test PYTHON=python3.12        the Python that .venv is made with (3.11 to 3.13)
 #   make test TORCH_VERSION=2.13.0     the torch that is installed
 #   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu    where from, if not pip's own index
+#   make test WORKERS=8                processes that the tests run in, about 1 GB each
 #   make test VENV=.venv-oldest CONSTRAINTS=.ci/oldest.txt        another environment, with other versions
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
 VENV ?= .venv
 CONSTRAINTS ?=
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made-with-$(notdir $(PYTHON))
@@ -31,10 +33,10 @@ demo: setup
 test test-all: export OMP_NUM_THREADS ?= 1
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 test-all: setup
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m ""
 
 # The package's folders have other names than its modules, which an editable install maps at run time only: for the
 # type checker there is a normal one in build/installed.
