@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in two parts of under 9 minutes each, with what is installed: no network is needed.
+# Everything that wants a GPU, in three parts of under 9 minutes each, with what is installed: no network is needed.
 #
-#   bash bench/gpu.sh OUTDIR [tests | benchmarks | all] [PYTHON]
+#   bash bench/gpu.sh OUTDIR [tests | benchmarks | decoding | all] [PYTHON]
 #
-# Installs this checkout without its dependencies, runs the kernels' tests and the tables on the GPU, and leaves logs,
-# JSON and plots in OUTDIR. Prints a summary of at most 60 lines last. Without a GPU it says so and runs what it can.
+# Installs this checkout without its dependencies, runs the kernels' tests, their tables, and decoding with the shipped
+# pair on the GPU, and leaves logs, JSON and plots in OUTDIR. Prints a summary of at most 60 lines last. Without a GPU it says so and runs what it can.
 set -uo pipefail
-[ $# -ge 1 ] || { echo "usage: bash bench/gpu.sh OUTDIR [tests | benchmarks | all] [PYTHON]" >&2; exit 2; }
+[ $# -ge 1 ] || { echo "usage: bash bench/gpu.sh OUTDIR [tests | benchmarks | decoding | all] [PYTHON]" >&2; exit 2; }
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 part=${2:-all}
@@ -14,6 +14,8 @@ python=${3:-python3}
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 failed=()
+
+wants() { [ "$part" = all ] || [ "$part" = "$1" ]; }
 
 step() { # step NAME SECONDS COMMAND...: log to OUTDIR/NAME.log, stop it after SECONDS
     local name=$1 seconds=$2 begin=$SECONDS
@@ -40,9 +42,9 @@ workers=$("$python" -c 'import importlib.util as u; print("-n8" if u.find_spec("
 # project does not pin are no errors here.
 tests=(tests/test_tree_attention.py tests/test_ordering.py tests/test_huggingface.py
     tests/test_sampling.py tests/test_verification_kernel.py tests/test_cache_compaction.py)
-[ "$part" != benchmarks ] && OMP_NUM_THREADS=2 step tests 400 "$python" -m pytest -q -W default $workers "${tests[@]}"
-[ "$gpu" = 1 ] && [ "$part" != benchmarks ] && OMP_NUM_THREADS=2 step tests-gpu 90 "$python" -m pytest -q -W default $workers -m gpu tests/test_decoder.py
-if [ "$part" != tests ]; then
+wants tests && OMP_NUM_THREADS=2 step tests 400 "$python" -m pytest -q -W default $workers "${tests[@]}"
+[ "$gpu" = 1 ] && wants tests && OMP_NUM_THREADS=2 step tests-gpu 90 "$python" -m pytest -q -W default $workers -m gpu tests/test_decoder.py
+if wants benchmarks; then
     step attention 150 "$python" bench/bench_attention.py --json "$out/attention.json" --plot "$out/attention.png"
     step sampling 100 "$python" bench/bench_sampling.py --json "$out/sampling.json"
     step verification 100 "$python" bench/bench_verification.py --json "$out/verification.json"
@@ -51,13 +53,18 @@ if [ "$part" != tests ]; then
     step compaction 60 "$python" -m pytest -q -W default -o addopts= bench/bench_compaction.py \
         --benchmark-max-time=0.1 --benchmark-json "$out/compaction.json"
 fi
+if wants decoding; then
+    step calibrate 180 "$python" -m heavypath.speculative calibrate --out "$out/profile.json"
+    step plan 30 "$python" -m heavypath.speculative plan "$out/profile.json" --svg "$out/tree.svg"
+    step decoding 300 "$python" bench/decoding.py --prompts 8 --max-new-tokens 64 --out "$out/decoding.json"
+fi
 
 echo
 echo "=== summary"
 head -1 "$out/environment.log"
 for log in tests tests-gpu; do [ -f "$out/$log.log" ] && echo "$log: $(tail -1 "$out/$log.log")"; done
 grep -h "^FAILED\|^ERROR" "$out"/tests*.log | cut -c1-140 | head -8
-for log in attention sampling verification; do
+for log in attention sampling verification plan decoding; do
     [ -f "$out/$log.log" ] && grep -v "^demo" "$out/$log.log" | cut -c1-140 | head -30
 done
 echo "in $SECONDS s; failed: ${failed[*]:-none}"
