@@ -249,6 +249,7 @@ def _summary(stats: Statistics) -> dict:
         "tokens_per_second": stats.tokens_per_second,
         "acceptance_by_rank": stats.acceptance_by_rank,
         "acceptance_by_depth": stats.acceptance_by_depth,
+        "cache_bytes": stats.cache_bytes,
         "seconds": stats.seconds,
         "total_seconds": stats.total_seconds,
     }

@@ -250,7 +250,8 @@ class SpeculativeDecoder:
             sequences = self._decode(request, tree, draft_filters, stats, streamer, recorder)
         if streamer is not None:
             streamer.end()
-        stats.new_tokens = int(sequences.produced.sum())
+        stats.tokens_of = sequences.produced.cpu()
+        stats.new_tokens = int(stats.tokens_of.sum())
         stats.total_seconds = time.perf_counter() - begin
         return Generation(torch.cat([input_ids, sequences.output[:, : int(sequences.produced.max())]], 1), stats)
 
@@ -304,6 +305,8 @@ class SpeculativeDecoder:
         size = len(request.prompt), request.prompt.shape[1] + request.max_new_tokens + slots
         target_cache = self._target.new_cache(*size)
         draft_cache = self._draft.new_cache(*size) if self._draft is not None and len(tree) > 1 else None
+        caches = (target_cache, draft_cache) if draft_cache is not None else (target_cache,)
+        stats.cache_bytes = sum(field.nbytes for cache in caches for field in (cache.keys, cache.values))
         with stats.phase("prefill"):
             logits = self._target.prefill(request.prompt, request.lengths, target_cache)
             if self._draft is not None and draft_cache is not None:

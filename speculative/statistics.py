@@ -22,6 +22,8 @@ class Statistics:
     seconds:       wall time by phase: prefill, draft, target, verify, compact, commit
     total_seconds: wall time of the whole call
     nodes:         nodes that the target scored, roots and absent ones included
+    cache_bytes:   of the target's and the draft's caches
+    steps_of, tokens_of: LongTensor[B], steps and new_tokens of each sequence
     offered:       LongTensor[depth, branching]: how often an accepted node at depth d had child j; accepted: how often
                    that child was the accepted one
     clock:         seconds so far; phases on a GPU are told apart only by one that waits for it
@@ -34,6 +36,9 @@ class Statistics:
     seconds: dict[str, float] = field(default_factory=dict)
     total_seconds: float = 0.0
     nodes: int = 0
+    cache_bytes: int = 0
+    steps_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long), repr=False)
+    tokens_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long), repr=False)
     offered: Tensor = field(init=False, repr=False)
     accepted: Tensor = field(init=False, repr=False)
     clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
@@ -80,8 +85,10 @@ class Statistics:
         tokens = drafted.tokens
         reached = torch.zeros(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.bool, device=tokens.device)
         reached = reached.scatter_(1, verified.path.where(verified.path >= 0, tokens.shape[1]), True)[:, :-1]
-        self.steps += int(active.sum())
-        self.nodes += int(active.sum()) * tokens.shape[1]
+        stepped = active.long().cpu()
+        self.steps_of = self.steps_of + stepped if len(self.steps_of) else stepped
+        self.steps += int(stepped.sum())
+        self.nodes += int(stepped.sum()) * tokens.shape[1]
         if tokens.shape[1] == 1:
             return
         place = ((drafted.depths - 1) * self.branching + drafted.ranks).expand_as(tokens)[:, 1:]  # [B, N - 1]
@@ -90,12 +97,21 @@ class Statistics:
         for total, which in ((self.offered, counted), (self.accepted, counted & reached[:, 1:])):
             total += torch.bincount(place[which], minlength=total.numel()).view_as(total).cpu()
 
+    def _rows_of_sequences(self) -> list[tuple[str, str]]:
+        """How the sequences of a batch differ."""
+        if len(self.steps_of) < 2:
+            return []
+        each = self.tokens_of / self.steps_of.clamp(min=1)
+        return [("  of each sequence", f"{float(each.min()):.2f} to {float(each.max()):.2f} tokens per step")]
+
     def __str__(self) -> str:
         rows = [
             ("new tokens", f"{self.new_tokens}"),
             ("steps", f"{self.steps}"),
             ("tokens per step", f"{self.tokens_per_step:.2f}"),
             ("tokens per second", f"{self.tokens_per_second:.1f}"),
+            *self._rows_of_sequences(),
+            ("cache, MiB", f"{self.cache_bytes / 2**20:.1f}"),
             ("acceptance by rank", " ".join(f"{share:.2f}" for share in self.acceptance_by_rank)),
             ("acceptance by depth", " ".join(f"{share:.2f}" for share in self.acceptance_by_depth)),
             *((f"seconds, {name}", f"{seconds:.3f}") for name, seconds in self.seconds.items()),

@@ -199,8 +199,10 @@ def test_a_batch_of_different_prompts_is_decoded_as_each_alone(method, temperatu
         new = alone.sequences[0, len(prompt) :]
         assert torch.equal(batch.sequences[b, longest : longest + len(new)], new)
         assert (batch.sequences[b, longest + len(new) :] == 0).all()
+        assert (alone.stats.steps, alone.stats.new_tokens) == (batch.stats.steps_of[b], batch.stats.tokens_of[b])
         steps += alone.stats.steps
     assert batch.stats.steps == steps
+    assert "of each sequence" in str(batch.stats)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -258,6 +260,11 @@ def test_statistics_add_up(demo_pair):
     assert set(stats.seconds) == {"prefill", "draft", "target", "verify", "compact", "commit"}
     assert sum(stats.seconds.values()) == pytest.approx(stats.total_seconds, rel=0.2)
     assert "tokens per step" in str(stats)
+    rows = ids.shape[1] + 40 + 5
+    assert stats.cache_bytes == 2 * 4 * rows * sum(
+        model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim
+        for model in (target, draft)
+    )
     plain = SpeculativeDecoder(target, None, "autoregressive").generate(ids, 12).stats
     assert (plain.steps, plain.new_tokens, plain.acceptance_by_rank) == (12, 12, [])
 
