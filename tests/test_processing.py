@@ -210,7 +210,7 @@ def test_a_criterion_is_asked_once_for_each_new_token_and_no_more(method, tiny_p
     assert out.sequences[0, 2:].tolist() == expected.tolist()
     assert 5 < len(expected) < 40
     assert ours.seen == theirs.seen
-    assert method == "autoregressive" or out.stats.tokens_per_step > 2
+    assert method == "autoregressive" or out.stats.tokens_per_step > 1.5
 
 
 @pytest.mark.parametrize("method", METHODS)
