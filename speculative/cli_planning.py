@@ -69,7 +69,7 @@ def calibrate(
 
 
 def plan(
-    profile: Annotated[Path, typer.Argument(help="File of `heavypath calibrate`.")],
+    profile: Annotated[Path, typer.Argument(help="File of `heavypath calibrate`.")] = Path("profile.json"),
     method: Annotated[str, typer.Option(help=f"The method whose tree is drawn: {', '.join(METHODS)}.")] = "sequoia",
     temperature: Annotated[
         float | None, typer.Option(help="For which it is drawn; default: the lowest measured.")

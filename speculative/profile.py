@@ -129,6 +129,8 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
         """Read JSON; ValueError for a file that is no profile, OSError for none."""
+        if not Path(path).exists():
+            raise FileNotFoundError(f"there is no profile {str(path)!r}; `heavypath calibrate --out {path}` makes one")
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content.pop("heavypath profile") != VERSION:

@@ -225,5 +225,5 @@ def test_a_profile_of_other_models_is_refused(tmp_path):
         path.write_text(content)
         with pytest.raises(ValueError, match=r"is no profile that `heavypath calibrate` writes"):
             SpeculativeDecoder(target, draft, profile=path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="`heavypath calibrate --out"):
         SpeculativeDecoder(target, draft, profile=tmp_path / "absent.json")
