@@ -40,7 +40,8 @@ def measure_acceptance(
     logits and the accepted one is the target's argmax. Children beyond the support that top_k or top_p leave are absent
     and count as never accepted.
 
-    Raises ValueError for input_ids of another shape, filters out of range, or children outside 1 .. vocabulary.
+    Raises ValueError for input_ids of another shape, filters out of range, children outside 1 .. vocabulary, and logits
+    that are no distribution (NaN or +inf).
     """
     filters = Filters(temperature, top_k, top_p).check()
     vocabulary = target.config.vocab_size
@@ -59,6 +60,10 @@ def measure_acceptance(
             for model in (target, draft)
         )  # [R, V]
         for target_logits, draft_logits in zip(target_chunks, draft_chunks, strict=True):
+            for name, logits in (("target", target_logits), ("draft", draft_logits)):
+                if not (sound := logits.amax(-1).isfinite()).all():
+                    place = positions + int((~sound).nonzero()[0, 0])
+                    raise ValueError(f"the {name}'s logits after position {place} of input_ids are no distribution")
             rows = torch.arange(positions, positions + len(target_logits), device=target_logits.device)
             drawn = gumbel_topk(draft_logits, children, **filters._asdict(), seed=seed, rows=rows).tokens  # [R, K]
             if temperature == 0:

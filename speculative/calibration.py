@@ -89,7 +89,7 @@ def calibrate(
         prompts = own_prompts(target, min(sequences, 16), min(32, room), seed)
     prompts = [prompt[-room:] for prompt in prompts]
 
-    costs = measure_costs(target, draft, prompts[: max(1, len(prompts))], sizes, tokens, report)
+    costs = measure_costs(target, draft, prompts, sizes, tokens, report)
     measured = []
     for temperature in temperatures:
         sampling = Filters(temperature, top_k, top_p, min_p) if temperature > 0 else Filters(0.0)
@@ -114,6 +114,7 @@ def environment(target: PreTrainedModel) -> dict[str, str | int]:
     """What costs depend on."""
     device = target.device
     return {
+        "device_type": device.type,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -223,7 +224,6 @@ def walk(
     star = torch.tensor([-1] + [0] * children, device=target.device)
     likeliest = draw == "top_k" or filters.temperature == 0
     drawing = filters._replace(temperature=0.0) if likeliest else filters
-    off = {f"draft_{name}": value for name, value in drawing._asdict().items() if name == "temperature"}
     at = torch.zeros_like(lengths)  # accepted in a row: the depth of the node
     accepted = torch.zeros(depth, children, dtype=torch.long, device=target.device)
     reached = torch.zeros(depth, dtype=torch.long, device=target.device)
@@ -249,7 +249,7 @@ def walk(
         offered = torch.cat([state.root[:, None], drawn.tokens.where(here_offered, -1)], 1)
         verified = verify_tree(
             offered, star, logits.expand(-1, children + 1, -1), after[:, None].expand(-1, children + 1, -1),
-            method=verify, max_depth=1, **filters._asdict(), **off, seed=seed,
+            method=verify, max_depth=1, **filters._asdict(), draft_temperature=drawing.temperature, seed=seed,
             rows=noise[:, None].expand(-1, children + 1),
         )  # fmt: skip
         child = verified.path[:, 1]

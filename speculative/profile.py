@@ -146,13 +146,14 @@ class Profile:
             ) from error
 
     def check(self, target: PreTrainedModel, draft: PreTrainedModel | PromptLookup | EarlyExit | None) -> None:
-        """ValueError where it was measured for other models, or another kind of device."""
+        """ValueError where it was measured for other models, another precision or another kind of device."""
         for role, measured, given in (("target", self.target, target), ("draft", self.draft, draft)):
             if given is not None and describe(given) != measured:
                 raise ValueError(f"the profile was measured with a {role} of {measured}, got {describe(given)}")
-        dtype = str(target.dtype).removeprefix("torch.")
-        if dtype != self.environment["dtype"]:
-            raise ValueError(f"the profile was measured in {self.environment['dtype']}, got a target in {dtype}")
+        given = {"dtype": str(target.dtype).removeprefix("torch."), "device_type": target.device.type}
+        for name, value in given.items():
+            if self.environment.get(name) != value:
+                raise ValueError(f"the profile was measured with {name} {self.environment.get(name)}, got {value}")
 
     def measured(self, method: str, filters: Filters) -> list[Acceptance]:
         """The measurements nearest in temperature, of the same filters if there are such; ValueError for none.

@@ -68,3 +68,12 @@ def test_bad_input_is_refused(options, message):
     arguments = {"input_ids": torch.tensor([[1, 2]]), "temperature": 1.0} | options
     with pytest.raises(ValueError, match=message):
         measure_acceptance(tiny_llama(1), tiny_llama(2), **arguments)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_logits_that_are_no_distribution_are_refused(role):
+    models = {"target": tiny_llama(1), "draft": tiny_llama(2, layers=1)}
+    with torch.no_grad():
+        models[role].lm_head.weight[3] = torch.nan
+    with pytest.raises(ValueError, match=f"the {role}'s logits after position 0 of input_ids are no distribution"):
+        measure_acceptance(**models, input_ids=torch.tensor([[1, 2]]), temperature=1.0, children=3)

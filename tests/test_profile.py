@@ -1,6 +1,7 @@
 """What calibration measures, and the trees that follow from a profile."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from heavypath.speculative.calibration import SEQUENCES, calibrate, own_prompts,
 from heavypath.speculative.drafts import as_draft
 from heavypath.speculative.growing import Growth
 from heavypath.speculative.llama import LlamaForward
-from heavypath.speculative.profile import PRIOR, Acceptance, Costs
+from heavypath.speculative.profile import PRIOR, Acceptance, Costs, describe
 
 
 def constant_llama(logits):
@@ -43,7 +44,12 @@ def counts(accepted, reached=1000, temperature=1.0, draw="without_replacement", 
 
 
 def profile_of(*acceptance, step=None, level=0.001, models=("a target", "a draft")):
-    return Profile(*models, {"dtype": "float32"}, Costs(step or {1: 0.01, 4: 0.012, 16: 0.03}, level), acceptance)
+    return Profile(
+        *models,
+        {"dtype": "float32", "device_type": "cpu"},
+        Costs(step or {1: 0.01, 4: 0.012, 16: 0.03}, level),
+        acceptance,
+    )
 
 
 KINDS = sorted({(method.draw, method.verify) for name, method in METHODS.items() if name != "autoregressive"})
@@ -211,6 +217,16 @@ def test_the_nearest_measurement_is_taken():
     for filters, method in ((Filters(0.0), "sequoia"), (Filters(1.0), "ersd")):
         with pytest.raises(ValueError, match="calibrate with --temperature"):
             profile.measured(method, filters)
+
+
+def test_a_profile_of_another_device_or_precision_is_refused():
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    profile = replace(profile_of(counts([[1, 0]])), target=describe(target), draft=describe(draft))
+    assert SpeculativeDecoder(target, draft, profile=profile).profile is profile
+    for name, value in (("device_type", "cuda"), ("dtype", "bfloat16")):
+        other = replace(profile, environment=profile.environment | {name: value})
+        with pytest.raises(ValueError, match=f"measured with {name} {value}, got "):
+            SpeculativeDecoder(target, draft, profile=other)
 
 
 def test_a_profile_of_other_models_is_refused(tmp_path):
