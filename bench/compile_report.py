@@ -70,6 +70,13 @@ def on_gpu(tensor: Tensor) -> Tensor:
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SEED = on_gpu(torch.tensor(0))  # as a CUDA graph has it, where a number would stay what it was
+
+
+def named(*words: str, **options) -> str:
+    """What a case is called."""
+    plain = (key if value is True or value is SEED else f"{key} {value}" for key, value in options.items())
+    return " ".join([*words, *plain])
 
 
 def attention(
@@ -124,12 +131,12 @@ def attention_cases() -> dict[str, Callable[[], None]]:
         ("fp32", 128, 64, 4, {}),
         ("fp32", 256, 64, 1, {"masked": True}),
     ]
-    named = {}
-    for dtype, head_dim, nodes, group, options in cases:
-        words = (key if value is True else f"{key} {value}" for key, value in options.items())
-        name = " ".join([f"{dtype} D{head_dim} {nodes}x{group}", *words])
-        named[name] = partial(attention, dtype, head_dim, nodes, group, **options)
-    return named
+    return {
+        named(dtype, f"D{head_dim}", f"{nodes}x{group}", **options): partial(
+            attention, dtype, head_dim, nodes, group, **options
+        )
+        for dtype, head_dim, nodes, group, options in cases
+    }
 
 
 def ordering(nodes: int, ranked: bool) -> None:
@@ -154,6 +161,7 @@ def sampling(dtype: str, vocabulary: int, k: int, **options) -> None:
 
 
 def sampling_cases() -> dict[str, Callable[[], None]]:
+    filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
     cases = [
         *(("bf16", 128256, k, {}) for k in (1, 4, 32, 64)),
         ("fp16", 32000, 4, {}),
@@ -161,13 +169,14 @@ def sampling_cases() -> dict[str, Callable[[], None]]:
         ("bf16", 999, 4, {}),
         ("bf16", 128256, 4, {"temperature": 0.0}),
         ("bf16", 128256, 4, {"replacement": True}),
-        ("bf16", 128256, 8, {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "uniform_fill": True}),
+        ("bf16", 128256, 8, filters | {"uniform_fill": True}),
+        ("bf16", 128256, 4, {"seed": SEED}),
+        ("bf16", 128256, 8, filters | {"uniform_fill": True, "seed": SEED}),
     ]
-    named = {}
-    for dtype, vocabulary, k, options in cases:
-        name = " ".join([f"{dtype} V{vocabulary} k{k}", *(f"{key} {value}" for key, value in options.items())])
-        named[name] = partial(sampling, dtype, vocabulary, k, **options)
-    return named
+    return {
+        named(dtype, f"V{vocabulary}", f"k{k}", **options): partial(sampling, dtype, vocabulary, k, **options)
+        for dtype, vocabulary, k, options in cases
+    }
 
 
 def verification(method: str, dtype: str, nodes: int, vocabulary: int, **options) -> None:
@@ -188,12 +197,15 @@ def verification_cases() -> dict[str, Callable[[], None]]:
         ("without_replacement", "bf16", 64, 32000, filters),
         ("with_replacement", "bf16", 64, 32000, filters),
         ("without_replacement", "bf16", 64, 32000, {"draft_temperature": 0.0}),
+        *((method, "bf16", 64, 128256, {"seed": SEED}) for method in ("without_replacement", "kseq", "race")),
+        ("without_replacement", "bf16", 64, 32000, filters | {"seed": SEED}),
     ]
-    named = {}
-    for method, dtype, nodes, vocabulary, options in cases:
-        name = " ".join([method, dtype, f"{nodes} nodes V{vocabulary}", *(f"{key} {options[key]}" for key in options)])
-        named[name] = partial(verification, method, dtype, nodes, vocabulary, **options)
-    return named
+    return {
+        named(method, dtype, f"{nodes} nodes", f"V{vocabulary}", **options): partial(
+            verification, method, dtype, nodes, vocabulary, **options
+        )
+        for method, dtype, nodes, vocabulary, options in cases
+    }
 
 
 CASES = {

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from math import gcd
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -111,22 +112,25 @@ def _check_kernel_takes(caches: Sequence[Tensor], path: Tensor) -> None:
 
 
 def _check_rows(path: Tensor, length: Tensor, prefix_length: Tensor, rows: int) -> None:
-    if length.min() < 0 or length.max() >= path.shape[1]:
-        raise ValueError(f"length must be in 0 .. {path.shape[1] - 1} for path {[*path.shape]}, got {length.tolist()}")
-    accepted = torch.arange(path.shape[1]) <= length[:, None]
-    used = (prefix_length[:, None] + path)[accepted]
+    node, last, prefix = path.numpy(), length.numpy()[:, None], prefix_length.numpy()[:, None]
+    if last.min() < 0 or last.max() >= node.shape[1]:
+        raise ValueError(f"length must be in 0 .. {node.shape[1] - 1} for path {[*node.shape]}, got {length.tolist()}")
+    used = (prefix + node)[np.arange(node.shape[1]) <= last]
     if used.min() < 0 or used.max() >= rows:
         raise ValueError(f"prefix_length + path must lie in the cache's rows 0 .. {rows - 1}, got {used.tolist()}")
 
 
 def _reference(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
-    place = torch.arange(path.shape[1], device=path.device)
-    moves = (place > 0) & (place <= length[:, None]) & (path != place)  # rows already in place stay
-    sequence, position = moves.nonzero(as_tuple=True)
+    node, last, prefix = (field.cpu().numpy() for field in (path, length, prefix_length))
+    place = np.arange(node.shape[1])
+    moves = (place > 0) & (place <= last[:, None]) & (node != place)  # rows already in place stay
+    sequence, position = moves.nonzero()
     if not len(sequence):
         return
-    source = prefix_length[sequence] + path[sequence, position]
-    destination = prefix_length[sequence] + position
+    source, destination = prefix[sequence] + node[sequence, position], prefix[sequence] + position
+    sequence, source, destination = (
+        torch.from_numpy(index).to(path.device) for index in (sequence, source, destination)
+    )
     for tensor in caches:
         tensor[sequence, :, destination] = tensor[sequence, :, source]  # the right side is read whole first
 

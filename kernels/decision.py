@@ -21,7 +21,7 @@ from torch import Tensor
 from heavypath.kernels.distributions import CHUNK, LANES, NONE, log_prob, normalized, softmax_part
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of
 from heavypath.kernels.k_seq import try_k_seq
-from heavypath.kernels.noise import Stream, philox_words, seed_words
+from heavypath.kernels.noise import Stream, philox_words, seed_arguments, seed_words
 from heavypath.kernels.residual import try_chain
 from heavypath.kernels.tickets import is_last, tickets
 
@@ -63,7 +63,7 @@ def _equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
     return equal & (parent == node)
 
 
-_NUMBERS = ["seed_low", "seed_high", "temperature", "top_k", "top_p", "log_min_p"]
+_NUMBERS = ["seed_ptr", "seed_low", "seed_high", "temperature", "top_k", "top_p", "log_min_p"]
 _NUMBERS += ["draft_temperature", "draft_top_k", "draft_top_p", "draft_log_min_p"]
 
 
@@ -89,6 +89,7 @@ def _decide_kernel(
     target_stride,
     draft_batch_stride,
     draft_stride,
+    seed_ptr,
     seed_low,
     seed_high,
     temperature,
@@ -164,6 +165,7 @@ def _decide_kernel(
         else:
             row = batch.to(tl.int64) * N + parent
         words = (rank // 4).to(tl.uint32), row.to(tl.uint32), (row >> 32).to(tl.uint32)
+        seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
         w0, w1, w2, w3 = philox_words(seed_low, seed_high, *words, tl.full([], _ACCEPT, tl.uint32))
         word = rank % 4
         word = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
@@ -250,7 +252,7 @@ def decide(
     method: str,
     target_filters: Filters,
     draft_filters: Filters,
-    seed: int,
+    seed: int | Tensor,
 ) -> Decided:
     """Decide for every node of [B, N] at once; logits [B, N, V], contiguous in V; without a draft there is one node."""
     batch, nodes = tokens.shape
@@ -267,7 +269,7 @@ def decide(
             tokens, parents, ranks, rows, target, source, choice, left_out, facts, marks, parts,
             tickets(batch * nodes, device), nodes, vocab_size,
             parents.stride(0), 0 if ranks is None else ranks.stride(0),
-            *target.stride()[:2], *source.stride()[:2], *seed_words(seed), *cut.numbers, *draft_cut.numbers,
+            *target.stride()[:2], *source.stride()[:2], *seed_arguments(seed), *cut.numbers, *draft_cut.numbers,
             REPLACEMENT=method != "without_replacement", K_SEQ=method == "kseq",
             POINT_MASSES=draft_filters.temperature == 0, HAS_DRAFT=draft is not None, HAS_RANKS=ranks is not None,
             HAS_ROWS=rows is not None, FILTERED=cut.filtered, HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p,

@@ -38,7 +38,7 @@ from heavypath.kernels.filtering import (
 def log_probs(logits: Tensor, largest: Tensor, filters: Filters) -> Tensor:
     """log2 P of fp32 logits [A, V] with their largest [A, 1], fp32 and as exact as the kernels'; temperature > 0."""
     if filters.top_k or filters.top_p or filters.min_p:
-        logs = filtered_scores(logits, filters).mul_(math.log2(math.e))
+        logs = filtered_scores(logits, largest, filters).mul_(math.log2(math.e))
     else:
         logs = (logits - largest).mul_(math.log2(math.e) / max(filters.temperature, LEAST_TEMPERATURE))
     return logs.sub_(logs.exp2().sum(-1, keepdim=True).log2_())
@@ -59,8 +59,8 @@ def column(values: np.ndarray, like: Tensor) -> Tensor:
 
 def at(rows: Tensor, tokens: np.ndarray) -> np.ndarray:
     """fp64 values of rows [A, V] at tokens [A] or [A, K], on the host."""
-    place = torch.from_numpy(tokens if tokens.ndim == 2 else tokens[:, None]).to(rows.device)
-    return rows.gather(1, place).double().cpu().numpy().reshape(tokens.shape)
+    sequence = np.arange(len(tokens)).reshape(-1, *[1] * (tokens.ndim - 1))
+    return rows.cpu().numpy()[sequence, tokens].astype(np.float64)
 
 
 LANES = tl.constexpr(256)  # threads of a program; each holds eight neighbouring tokens of a tile

@@ -59,24 +59,28 @@ class Filters(NamedTuple):
         return self
 
 
-def scores(logits: Tensor, temperature: float) -> Tensor:
-    """(logits - their largest) / temperature, fp32 [..., V]; finite where the logits are, however low the temperature.
+def scores(logits: Tensor, largest: Tensor, temperature: float) -> Tensor:
+    """(logits - largest) / temperature, fp32 [..., V]; finite where the logits are, however low the temperature.
 
     What is drawn and what is filtered is decided on these numbers, the same bits on every path. A row without support,
     or with NaN or +inf in it, gives NaN.
     """
-    scaled = logits - logits.amax(-1, keepdim=True)
+    scaled = logits - largest
     if temperature != 1:
         # By a tensor: for a number a GPU multiplies by its inverse.
         scaled.div_(torch.full((), max(temperature, LEAST_TEMPERATURE), device=logits.device))
-    if scaled.is_cuda or (scaled.numel() and not scaled.amin() > -math.inf):  # it is -inf or NaN, or has overflowed
+    # A number is -inf or NaN, or has overflowed.
+    if scaled.is_cuda or (scaled.numel() and not scaled.amin().item() > -math.inf):
         scaled = scaled.clamp(min=torch.finfo(torch.float32).min).where(logits != -math.inf, scaled)
     return scaled
 
 
-def filtered_scores(logits: Tensor, filters: Filters) -> Tensor:
-    """`scores` [..., V] of fp32 logits, -inf outside the support that the filters leave; temperature > 0."""
-    scaled = scores(logits, filters.temperature)
+def filtered_scores(logits: Tensor, largest: Tensor, filters: Filters) -> Tensor:
+    """`scores` of fp32 logits [..., V] with their largest [..., 1], -inf outside the support that the filters leave.
+
+    temperature > 0.
+    """
+    scaled = scores(logits, largest, filters.temperature)
     if filters.top_k and filters.top_k < logits.shape[-1]:
         threshold = logits.topk(int(filters.top_k), sorted=True).values[..., -1:]
         scaled = scaled.masked_fill(logits < threshold, -math.inf)
@@ -96,9 +100,10 @@ def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
 
     logits: [..., V] fp32, -inf for excluded tokens; temperature > 0. A row without support gives NaN.
     """
-    exact = (logits.double() - logits.amax(-1, keepdim=True)) / filters.temperature
+    largest = logits.amax(-1, keepdim=True)
+    exact = (logits.double() - largest) / filters.temperature
     if filters.top_k or filters.top_p or filters.min_p:
-        exact = exact.masked_fill(filtered_scores(logits, filters) == -math.inf, -math.inf)
+        exact = exact.masked_fill(filtered_scores(logits, largest, filters) == -math.inf, -math.inf)
     return exact.log_softmax(-1)
 
 

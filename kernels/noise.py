@@ -21,7 +21,7 @@ fp32 once, so that a CPU, a GPU and Triton's interpreter agree on every bit of G
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from enum import IntEnum
-from typing import TypeVar
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-Words = TypeVar("Words", Tensor, np.ndarray)
+Words = np.ndarray | int
 
 
 class Stream(IntEnum):
@@ -42,20 +42,35 @@ class Stream(IntEnum):
     FILL = 3  # order of the tokens outside the draft's support
 
 
-def philox(seed: int, c0: Words, c1: Words, c2: Words, c3: Words) -> tuple[Words, Words, Words, Words]:
-    """Ten Philox-4x32 rounds on broadcastable int64 counters that hold 32-bit words; four words of the same kind.
+_FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint32)
+_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint32) * np.arange(10, dtype=np.uint32)[:, None, None]
 
-    The arithmetic is the same for tensors and NumPy arrays; on small arrays NumPy takes a third of the time.
+
+def philox(seed: int, c0: Words, c1: Words, c2: Words, c3: Words) -> np.ndarray:
+    """Ten Philox-4x32 rounds on broadcastable counters, of which the low 32 bits count; four words, uint32 [4, ...].
+
+    c0 and c2 go together, as do c1 and c3: NumPy's calls cost more than their work on small arrays.
     """
-    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    for _ in range(10):
-        # The int64 product wraps, but its 64 bits are those of the unsigned product.
-        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0 = ((odd >> 32) & _MASK) ^ c1 ^ k0
-        c2 = ((even >> 32) & _MASK) ^ c3 ^ k1
-        c1, c3 = odd & _MASK, even & _MASK
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return c0, c1, c2, c3
+    words = np.empty((4, *np.broadcast(c0, c1, c2, c3).shape), dtype=np.uint32)
+    words[0], words[1], words[2], words[3] = c0, c1, c2, c3
+    pairs = words.reshape(2, 2, -1)
+    even, odd = pairs[:, 0], pairs[:, 1]  # (c0, c2) and (c1, c3)
+    for key in np.array([[seed & _MASK], [seed >> 32 & _MASK]], dtype=np.uint32) + _KEY_STEPS:
+        product = np.multiply(even, _FACTORS, dtype=np.uint64).view(np.uint32)[::-1]  # low and high halves in turn
+        even = product[:, 1::2] ^ odd
+        even ^= key
+        odd = product[:, ::2]
+    pairs[:, 0], pairs[:, 1] = even, odd
+    return words
+
+
+def _bits(seed: int, stream: Stream, rows: Tensor, count: int, draws: int | None) -> np.ndarray:
+    """`random_bits` as uint32 on the host."""
+    row = rows.cpu().numpy()[:, None, None]  # [R, draws, quads]
+    draw = np.arange(draws or 1)[:, None]
+    words = philox(seed, np.arange(-(-count // 4)), row, row >> 32, int(stream) + 256 * draw)
+    bits = words.transpose(1, 2, 3, 0).reshape(len(rows), draws or 1, -1)[..., :count]
+    return bits[:, 0] if draws is None else bits
 
 
 def random_bits(seed: int, stream: Stream, rows: Tensor, count: int, draws: int | None = None) -> Tensor:
@@ -63,53 +78,18 @@ def random_bits(seed: int, stream: Stream, rows: Tensor, count: int, draws: int 
 
     rows: LongTensor[R], values >= 0. Returns LongTensor [R, count] or [R, draws, count], values in [0, 2**32).
     """
-    quads = -(-count // 4)
-    row = rows[:, None, None]  # [R, draws, quads]
-    word = torch.arange(quads, device=rows.device)
-    draw = torch.arange(draws or 1, device=rows.device)[:, None]
-    bits = _words(seed, word, row, int(stream) + 256 * draw).flatten(-2)[..., :count]
-    return bits[:, 0] if draws is None else bits
+    return torch.from_numpy(_bits(seed, stream, rows, count, draws).astype(np.int64)).to(rows.device)
 
 
 def gumbel_noise(seed: int, stream: Stream, rows: Tensor, count: int, draws: int | None = None) -> Tensor:
     """Standard Gumbel variables, fp32, shaped as `random_bits`."""
-    return gumbel(random_bits(seed, stream, rows, count, draws))
+    return torch.from_numpy(gumbel(_bits(seed, stream, rows, count, draws))).to(rows.device)
 
 
-def gumbel(bits: Tensor) -> Tensor:
-    """fp32 Gumbel variables of 32-bit words in a LongTensor."""
-    uniform = bits.double().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().add_(1).log_().neg_().log_().neg_().float()
-
-
-def gumbel_argmax(weights: Tensor, bits: Tensor, scores: Tensor | None = None) -> Tensor:
-    """Arg-max of log(weights) + `gumbel(bits)`, LongTensor[R], of weights >= 0 and words [R, V]; -1 where none is > 0.
-
-    scores: fp32 [R, V], to take for log(weights) where exact keys are compared. -log u bounds G = -log E from above,
-    and falls short of twice its distance below it for all but large u, so that few tokens need exact keys.
-    """
-    ratio = weights / (bits.float().add_(0.5).mul_(2.0**-32))  # no less than weight / E
-    most = ratio.amax(-1, keepdim=True)
-    least = most / 2
-    while True:
-        row, token = _places(ratio >= least)
-        keys = (weights[row, token].double().log() if scores is None else scores[row, token]) + gumbel(bits[row, token])
-        best = torch.full_like(most[:, 0], -torch.inf, dtype=keys.dtype).scatter_reduce_(0, row, keys, "amax")
-        surely = best.double().exp().float()[:, None] * (1 - 1e-5)
-        if not (surely < least).any():  # or tokens with smaller ratios might be better still
-            break
-        least = torch.minimum(least, surely)
-    won = (keys == best[row]) & (keys > -torch.inf)
-    none = torch.full([len(weights)], weights.shape[-1], device=weights.device)
-    winner = none.scatter_reduce(0, row[won], token[won], "amin")  # of equal keys the first
-    return winner.where(winner < none, -1)
-
-
-def _places(mask: Tensor) -> tuple[Tensor, ...]:
-    """`nonzero`, which on a CPU is several times as fast in NumPy."""
-    if mask.device.type == "cpu":
-        return tuple(torch.from_numpy(place) for place in np.nonzero(mask.numpy()))
-    return mask.nonzero(as_tuple=True)
+def gumbel(bits: np.ndarray) -> np.ndarray:
+    """fp32 Gumbel variables of 32-bit words."""
+    left = np.maximum((2.0**32 - 0.5 - bits) * 2.0**-32, 2.0**-24)  # 1 - u, exactly
+    return -np.log(-np.log(left)).astype(np.float32)
 
 
 def coins(seed: int, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
@@ -117,26 +97,35 @@ def coins(seed: int, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
 
     rows, ranks: int64 arrays of one shape; fp64 of that shape. Accept with strict `<`.
     """
-    words = philox(seed, ranks // 4, rows & _MASK, rows >> 32, np.full_like(rows, int(Stream.ACCEPT)))
+    words = philox(seed, ranks // 4, rows, rows >> 32, int(Stream.ACCEPT))
     return (np.choose(ranks % 4, words) >> 8) * 2.0**-24
 
 
-def _words(seed: int, quad: Tensor, row: Tensor, stream: Tensor) -> Tensor:
-    """The four words [..., 4] of each counter, from broadcastable LongTensors; by way of NumPy on a CPU."""
-    counter = (quad, row & _MASK, row >> 32, stream)
-    if row.device.type == "cpu":
-        words = philox(seed, *(part.numpy() for part in counter))
-        together = np.empty((*np.broadcast_shapes(*(word.shape for word in words)), 4), dtype=np.int64)
-        for place, word in enumerate(words):
-            together[..., place] = word
-        return torch.from_numpy(together)
-    return torch.stack(philox(seed, *counter), -1)
+def check_seed(seed: int | Tensor, device: torch.device) -> None:
+    """Raise ValueError for what is no seed for tensors on this device."""
+    if isinstance(seed, Tensor):
+        if seed.dim() or seed.dtype != torch.long or seed.device != device:
+            given = f"{seed.dtype} {[*seed.shape]} on {seed.device}"
+            raise ValueError(f"seed must be an integer or a LongTensor [] on {device}, got {given}")
+    elif not isinstance(seed, Integral):
+        raise ValueError(f"seed must be an integer or a LongTensor [] on {device}, got {seed!r}")
 
 
-def seed_words(seed: int) -> tuple[int, int]:
-    """A seed's two halves as signed 32-bit integers, which is how kernels take it."""
+def seed_arguments(seed: int | Tensor) -> tuple[Tensor | None, int, int]:
+    """What kernels take for a seed: where it lies, or the two halves of its value as signed 32-bit integers."""
+    if isinstance(seed, Tensor):
+        return seed, 0, 0
     low, high = seed & _MASK, (seed >> 32) & _MASK
-    return low - (low >> 31 << 32), high - (high >> 31 << 32)
+    return None, low - (low >> 31 << 32), high - (high >> 31 << 32)
+
+
+@triton.jit
+def seed_words(seed_ptr, seed_low, seed_high):
+    """Both halves of a seed from `seed_arguments`."""
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr)
+        seed_low, seed_high = seed.to(tl.int32), (seed >> 32).to(tl.int32)
+    return seed_low, seed_high
 
 
 @triton.jit

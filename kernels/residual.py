@@ -43,31 +43,32 @@ def residual_chain(
     -1 for no child. coins: fp64 [A, K]. Returns the place of the accepted child or -1, [A], and weights [A', V] that
     the recovered tokens of the A' sequences without an accepted child are drawn by.
     """
-    choice, waiting = np.full(len(drawn), -1), drawn >= 0
-    target = residual = undrawn = None  # P, max(P - l Q, 0) and the tokens not drawn, once a child has been rejected
+    sequence, choice, waiting = np.arange(len(drawn)), np.full(len(drawn), -1), drawn >= 0
+    target = residual = None  # P and max(P - l Q, 0), once a child has been rejected
     total, log_lambda, log_mass = np.ones(len(drawn)), np.full(len(drawn), -np.inf), 0.0  # F(l), log l, log R
     draft = torch.full_like(log_target, -torch.inf) if log_draft is None else log_draft
     distinct = log_draft is None or not replacement
+    undrawn = np.ones(draft.shape, dtype=bool)  # but for the rejected children, if distinct
     for place in range(drawn.shape[1]):
         child, here = drawn[:, place].clip(min=0), waiting[:, place]
         if log_draft is None or (place and distinct):
-            undrawn = torch.ones_like(draft, dtype=torch.bool) if undrawn is None else undrawn
-            log_mass = host(_log_sums(draft.where(undrawn, -torch.inf)))
+            open_tokens = torch.from_numpy(undrawn).to(draft.device)
+            log_mass = host(_log_sums(draft.where(open_tokens, -torch.inf)))
             restart = here & (log_mass == -np.inf)
             if restart.any():
                 again = column(restart, log_target)
-                left = undrawn
+                left = open_tokens
                 if log_draft is None:
-                    left = torch.zeros_like(undrawn).scatter_(1, column(child, log_target), True)
+                    left = torch.zeros_like(left).scatter_(1, column(child, left), True)
                 target = log_target.exp2() if target is None else target
-                target = target.where(~again | undrawn, 0)
+                target = target.where(~again | open_tokens, 0)
                 target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
                 residual = target if residual is None else target.where(again, residual)
                 uniform = -left.sum(-1, keepdim=True).to(draft.dtype).log2()
                 draft = torch.where(again, uniform.where(left, -torch.inf), draft)
                 total = np.where(restart, host(target.sum(-1)), total)
                 log_lambda, log_mass = np.where(restart, -np.inf, log_lambda), np.where(restart, 0, log_mass)
-            here = here & (at(undrawn, child) > 0)
+            here = here & undrawn[sequence, child]
 
         log_q = at(draft, child)
         here = here & (log_q > -np.inf)
@@ -86,10 +87,7 @@ def residual_chain(
                 continue
             log_lambda = np.where(rejected, np.logaddexp2(log_lambda, np.log2(total) - log_mass), log_lambda)
         if distinct:
-            undrawn = torch.ones_like(draft, dtype=torch.bool) if undrawn is None else undrawn
-            kept = torch.from_numpy(~rejected)[:, None].to(undrawn.device)
-            place_of = column(child, undrawn)
-            undrawn = undrawn.scatter(1, place_of, kept & undrawn.gather(1, place_of))
+            undrawn[sequence[rejected], child[rejected]] = False
         target = log_target.exp2() if target is None else target
         residual = torch.add(draft, column(log_lambda, draft).to(draft.dtype)).exp2_()
         residual = torch.sub(target, residual, out=residual).clamp_(min=0)

@@ -46,7 +46,17 @@ from heavypath.kernels.filtering import (
     softmax_scale,
 )
 from heavypath.kernels.implementation import check_can_launch, choose_impl
-from heavypath.kernels.noise import Stream, gumbel_noise, gumbel_of, log2_below, octet_bits, random_bits, seed_words
+from heavypath.kernels.noise import (
+    Stream,
+    check_seed,
+    gumbel_noise,
+    gumbel_of,
+    log2_below,
+    octet_bits,
+    random_bits,
+    seed_arguments,
+    seed_words,
+)
 from heavypath.kernels.tickets import is_last, tickets
 
 
@@ -74,7 +84,7 @@ def gumbel_topk(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     rows: Tensor | None = None,
     replacement: bool = False,
     uniform_fill: bool = False,
@@ -83,7 +93,8 @@ def gumbel_topk(
     """Draw k tokens per row of logits [..., R, V]; see `TopK` for what comes back.
 
     rows: LongTensor[..., R] >= 0 names each row's noise (default 0, 1, 2, ...): the same (seed, rows) gives the same
-        draw in any batch. seed: any integer, taken modulo 2**64.
+        draw in any batch. seed: any integer, taken modulo 2**64, or a LongTensor [] on the logits' device, which the
+        kernel reads when it runs.
     replacement: k independent draws instead of k distinct tokens.
     uniform_fill: where fewer than k tokens have support, draw the rest uniformly from the other tokens.
     temperature 0 takes the k largest logits and ignores the filters.
@@ -107,17 +118,18 @@ def gumbel_topk(
             raise ValueError(f"rows must be a LongTensor {[*lead]}, one per row of logits, got {given}")
         if rows.device != logits.device:
             raise ValueError(f"rows must be on the logits' device {logits.device}, got {rows.device}")
-        if rows.device.type == "cpu" and (rows < 0).any():
+        if rows.device.type == "cpu" and rows.numpy().min(initial=0) < 0:
             raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
         rows = rows.reshape(-1)
+    check_seed(seed, logits.device)
     impl = choose_impl("gumbel_topk", impl, logits)
     if impl == "triton":
         if logits.dtype not in HIDDEN_BITS:
             raise ValueError(f"impl 'triton' takes fp32, fp16 or bf16 logits, got {logits.dtype}; take impl 'torch'")
         check_can_launch(logits)
 
-    solve = launch_topk if impl == "triton" else _reference
-    draw = solve(logits.reshape(-1, vocab_size), k, filters, seed, rows, Stream.DRAFT, replacement, uniform_fill)
+    given, options = (logits.reshape(-1, vocab_size), k, filters), (rows, Stream.DRAFT, replacement, uniform_fill)
+    draw = launch_topk(*given, seed, *options) if impl == "triton" else _reference(*given, int(seed), *options)
     return TopK(*(field.view(*lead, k) for field in draw))
 
 
@@ -134,38 +146,33 @@ def _reference(
     """logits [R, V], rows [R]; TopK of [R, k]."""
     logits, vocab_size = logits.float(), logits.shape[-1]
     rows = torch.arange(len(logits), device=logits.device) if rows is None else rows
-    largest = logits.amax(-1, keepdim=True)
-    if filters.temperature == 0:
-        keys = scores = logits
-        normalizer, offset = logits.double().logsumexp(-1, keepdim=True), 0.0
-    else:
-        scores = filtered_scores(logits, filters)  # [R, V]
-        normalizer = offset = scores.double().logsumexp(-1, keepdim=True)
-        noise = gumbel_noise(seed, stream, rows, vocab_size, draws=k if replacement else None)
-        keys = (scores[:, None] if replacement else scores) + noise
-    keys = keys.where(largest.isfinite().view(-1, *[1] * (keys.dim() - 1)), -torch.inf)
-
-    if keys.dim() == 3:  # [R, k, V], independent draws
+    largest, noisy = logits.amax(-1, keepdim=True), filters.temperature > 0
+    scores = filtered_scores(logits, largest, filters if noisy else Filters())  # [R, V]
+    # By powers of two: on a CPU torch.exp has threads share even short rows.
+    normalizer = scores.double().mul_(math.log2(math.e)).exp2_().sum(-1, keepdim=True).log_()
+    if noisy and replacement:
+        keys = scores[:, None] + gumbel_noise(seed, stream, rows, vocab_size, draws=k)  # [R, k, V], independent draws
         ranked, tokens = keys.max(-1)
     else:
+        keys = scores + gumbel_noise(seed, stream, rows, vocab_size) if noisy else logits
         ranked, tokens = stable_topk(keys, min(k, vocab_size))
-    logprobs = scores.gather(-1, tokens) - normalizer
-    places = (0, k - tokens.shape[-1])
-    ranked, logprobs = (pad(field, places, value=-torch.inf) for field in (ranked, logprobs))
-    undrawn = ranked == -torch.inf
-    tokens = pad(tokens, places).masked_fill(undrawn, -1)
-    if fill and filters.temperature > 0 and not replacement and undrawn.any():
+        if k > vocab_size:
+            beyond = (0, k - vocab_size)
+            ranked, tokens = pad(ranked, beyond, value=-torch.inf), pad(tokens, beyond)
+    undefined = largest - torch.inf  # -inf, but NaN in a row with NaN or +inf in it
+    drawn = ranked > undefined
+    logprobs = (scores.gather(-1, tokens) - normalizer).float().where(drawn, undefined)
+    keys = ((ranked - normalizer).float() if noisy else ranked).where(drawn, undefined)
+    tokens = tokens.where(drawn, -1)
+    if fill and noisy and not replacement and not drawn.all():
         # Tokens outside the support, in a uniformly random order, take the places behind it.
         bits = random_bits(seed, Stream.FILL, rows, vocab_size).masked_fill(scores > -torch.inf, 2**32)
         filler = bits.sort(dim=-1, stable=True)
-        filler = filler.indices.masked_fill(filler.values == 2**32, -1)[:, :k]
-        place = torch.arange(k, device=logits.device) - (~undrawn).sum(-1, keepdim=True)
+        filler = filler.indices.masked_fill((filler.values == 2**32) | undefined.isnan(), -1)[:, :k]
+        place = torch.arange(k, device=logits.device) - drawn.sum(-1, keepdim=True)
         filler = pad(filler, (0, k - filler.shape[-1]), value=-1).gather(-1, place.clamp(min=0))
-        tokens = torch.where(undrawn, filler, tokens)
-    bad = largest.isnan() | (largest == torch.inf)
-    keys = (ranked - offset).float().masked_fill(undrawn, -torch.inf).masked_fill(bad, torch.nan)
-    logprobs = logprobs.float().masked_fill(undrawn, -torch.inf).masked_fill(bad, torch.nan)
-    return TopK(tokens.masked_fill(bad, -1), keys, logprobs)
+        tokens = torch.where(drawn, tokens, filler)
+    return TopK(tokens, keys, logprobs)
 
 
 class Beam(NamedTuple):
@@ -193,7 +200,7 @@ def stochastic_beam(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     rows: Tensor | None = None,
     impl: str = "auto",
 ) -> Beam:
@@ -262,6 +269,9 @@ def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k == 1:
         index = values.argmax(-1, keepdim=True)
         return values.gather(-1, index), index
+    best, index = values.topk(min(k + 1, values.shape[-1]))
+    if (best[:, 1:] < best[:, :-1]).all():
+        return best[:, :k], index[:, :k]
     bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # signed integers in the order of the floats
     index = torch.arange(values.shape[-1], device=values.device)
@@ -306,7 +316,7 @@ def _merge(top, packed, K, PLACES: tl.constexpr):
     return merged
 
 
-@triton.jit(do_not_specialize=["K", "seed_low", "seed_high", "temperature", "top_k", "top_p", "log_min_p"])
+@triton.jit(do_not_specialize=["K", "seed_ptr", "seed_low", "seed_high", "temperature", "top_k", "top_p", "log_min_p"])
 def _gumbel_topk_kernel(
     logits_ptr,  # [R, V]
     rows_ptr,  # [R] if HAS_ROWS
@@ -320,6 +330,7 @@ def _gumbel_topk_kernel(
     V,
     row_stride,
     K,
+    seed_ptr,
     seed_low,
     seed_high,
     temperature,
@@ -347,6 +358,7 @@ def _gumbel_topk_kernel(
     if HAS_ROWS:
         noise_row = tl.load(rows_ptr + noise_row)
     stream = STREAM + 256 * (draw % DRAWS)
+    seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
     scale = softmax_scale(temperature)
 
     lane = tl.arange(0, LANES)
@@ -510,7 +522,7 @@ def launch_topk(
     logits: Tensor,
     k: int,
     filters: Filters,
-    seed: int,
+    seed: int | Tensor,
     rows: Tensor | None,
     stream: Stream,
     replacement: bool,
@@ -537,7 +549,7 @@ def launch_topk(
     with torch.cuda.device_of(logits):
         _gumbel_topk_kernel[(programs * chunks,)](
             logits, None if rows is None else rows.contiguous(), *draw, bounds, tops, parts, tickets(programs, device),
-            vocab_size, logits.stride(0), places, *seed_words(seed), *cut.numbers,
+            vocab_size, logits.stride(0), places, *seed_arguments(seed), *cut.numbers,
             STREAM=int(stream), HAS_ROWS=rows is not None, DRAWS=draws, NOISY=noisy, FILTERED=cut.filtered,
             HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p, FILL=fill and noisy and not replacement,
             HIDDEN=HIDDEN_BITS[logits.dtype], CHUNKS=chunks, PLACES=block, OPENED=min(16, max(4, block)),

@@ -34,22 +34,23 @@ import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.decision import FACTS, decide, leaves_out, ranks_of
-from heavypath.kernels.distributions import CHUNK, LANES, NONE, TILE, log_prob, log_probs, shares, without
+from heavypath.kernels.distributions import CHUNK, LANES, NONE, TILE, host, log_prob, log_probs, shares, without
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of, filtered_scores
 from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.k_seq import k_seq
 from heavypath.kernels.noise import (
     Stream,
+    check_seed,
     coins,
-    gumbel_argmax,
+    gumbel_noise,
     gumbel_of,
     log2_below,
     octet_bits,
-    random_bits,
+    seed_arguments,
     seed_words,
 )
 from heavypath.kernels.residual import residual_chain
-from heavypath.kernels.sampling import NEVER, launch_topk, pack, stable_topk, unpack
+from heavypath.kernels.sampling import NEVER, launch_topk, pack, unpack
 from heavypath.kernels.tickets import is_last, tickets
 
 METHODS = ("without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy")
@@ -89,7 +90,7 @@ def verify_tree(
     draft_top_k: int | None = None,
     draft_top_p: float | None = None,
     draft_min_p: float | None = None,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     rows: Tensor | None = None,
     impl: str = "auto",
 ) -> Verified:
@@ -108,7 +109,8 @@ def verify_tree(
                    draft's top-k, each a point mass, which "kseq" does not take
     seed, rows:    LongTensor[B, N] >= 0 (default arange(B * N)) name the noise after each node. Coins, recovered and
                    bonus tokens use streams of their own, so children may have been drawn with the same (seed, rows);
-                   a race needs that. Give fresh rows or seeds each step.
+                   a race needs that. Give fresh rows or seeds each step. A seed in memory, LongTensor [] on the
+                   logits' device, is read when the kernels run.
     impl:          "triton": two launches, no host synchronisation where max_depth is given; fp32, fp16 or bf16 logits;
                    CUDA tensors, or any under Triton's interpreter. "torch": anything. "auto": triton for CUDA tensors,
                    else torch. They accept the same nodes, but for coins within fp32 rounding of their threshold.
@@ -142,16 +144,17 @@ def verify_tree(
     if rows is not None and (rows.shape != tokens.shape or rows.dtype != torch.long):
         raise ValueError(f"rows must be a LongTensor {[batch, nodes]}, got {rows.dtype} {[*rows.shape]}")
     ranks = None if ranks is None else _per_sequence("ranks", ranks, batch, nodes)
-    given = {
+    tensors = {
         "parents": parents,
         "target_logits": target_logits,
         "draft_logits": draft_logits,
         "ranks": ranks,
         "rows": rows,
     }
-    for name, value in given.items():
+    for name, value in tensors.items():
         if value is not None and value.device != tokens.device:
             raise ValueError(f"{name} must be on the device of tokens, {tokens.device}, got {value.device}")
+    check_seed(seed, tokens.device)
     if impl == "triton":
         for name, logits in (("target_logits", target_logits), ("draft_logits", draft_logits)):
             if logits is not None and logits.dtype not in HIDDEN_BITS:
@@ -167,10 +170,8 @@ def verify_tree(
     if batch == 0:
         return Verified(tokens.new_zeros(0, depth + 1), tokens.new_zeros(0), tokens.new_zeros(0))
 
-    verify = _launch if impl == "triton" else _reference
-    return verify(
-        tokens, parents, ranks, target_logits, draft_logits, method, depth, target_filters, draft_filters, seed, rows
-    )
+    given = tokens, parents, ranks, target_logits, draft_logits, method, depth, target_filters, draft_filters
+    return _launch(*given, seed, rows) if impl == "triton" else _reference(*given, int(seed), rows)
 
 
 def _per_sequence(name: str, value: Tensor, batch: int, nodes: int) -> Tensor:
@@ -290,18 +291,18 @@ def _reference(
                     if len(inner):
                         weights[torch.from_numpy(inner[choice[inner] < 0]).to(device)] = recovered
                     weights = weights[torch.from_numpy(stop).to(device)]
-                bits = random_bits(seed, Stream.TARGET, torch.from_numpy(noise[stop]).to(device), vocab_size)
-                next_token[sequence[stop]] = gumbel_argmax(weights, bits).cpu().numpy()
+                gumbels = gumbel_noise(seed, Stream.TARGET, torch.from_numpy(noise[stop]), vocab_size).numpy()
+                with np.errstate(divide="ignore"):  # torch.log is slow where it is given many zeros
+                    next_token[sequence[stop]] = _best_token(np.log(host(weights)) + gumbels)
         else:
             target_row, largest = _rows(target_logits, "target", sequence, node)
-            if method == "greedy":
-                winner = stable_topk(target_row, 1)[1][:, 0]
-            else:
+            keys = target_row
+            if method != "greedy":
                 stream = Stream.DRAFT if method == "race" else Stream.TARGET
-                scores = filtered_scores(target_row, target_filters)
-                bits = random_bits(seed, stream, torch.from_numpy(noise).to(device), vocab_size)
-                winner = gumbel_argmax((scores * math.log2(math.e)).exp2_(), bits, scores)
-            winner = winner.where(largest[:, 0].isfinite(), -1).cpu().numpy()
+                gumbels = gumbel_noise(seed, stream, torch.from_numpy(noise), vocab_size).to(device)
+                keys = filtered_scores(target_row, largest, target_filters) + gumbels
+            winner = _best_token(keys.cpu().numpy())
+            winner[~np.isfinite(host(largest)[:, 0])] = -1
             next_token[sequence] = winner
             hit = (drawn == winner[:, None]) & (drawn >= 0)
             choice = np.where(hit.any(1), hit.argmax(1) if width else -1, -1)
@@ -329,11 +330,8 @@ def _reference(
 
 def _rows(logits: Tensor, side: str, sequence: np.ndarray, node: np.ndarray) -> tuple[Tensor, Tensor]:
     """fp32 rows [A, V] of the given nodes, and their largest numbers [A, 1], checked on a CPU."""
-    if len(node) == 1:
-        rows = logits[sequence[0], node[0]][None].float()  # no copy
-    else:
-        place = torch.from_numpy(sequence * logits.shape[1] + node).to(logits.device)
-        rows = logits.flatten(0, 1).index_select(0, place).float()
+    place = torch.from_numpy(sequence * logits.shape[1] + node).to(logits.device)
+    rows = logits.flatten(0, 1).index_select(0, place).float()
     largest = rows.amax(-1, keepdim=True)
     if rows.device.type == "cpu":
         bad = ~np.isfinite(largest.numpy()[:, 0])
@@ -344,6 +342,12 @@ def _rows(logits: Tensor, side: str, sequence: np.ndarray, node: np.ndarray) -> 
                 f"but [{int(sequence[i])}, {int(node[i])}] has {float(largest[i])}"
             )
     return rows, largest
+
+
+def _best_token(keys: np.ndarray) -> np.ndarray:
+    """The first token of the largest key in each row [A, V]; -1 where none is above -inf."""
+    token = keys.argmax(-1)
+    return np.where(keys[np.arange(len(keys)), token] > -np.inf, token, -1)
 
 
 @triton.jit
@@ -378,8 +382,8 @@ def _best(
     return best
 
 
-@triton.jit(do_not_specialize=["max_depth", "seed_low", "seed_high", "temperature", "log_min_p", "draft_temperature",
-                               "draft_log_min_p"])  # fmt: skip
+@triton.jit(do_not_specialize=["max_depth", "seed_ptr", "seed_low", "seed_high", "temperature", "log_min_p",
+                               "draft_temperature", "draft_log_min_p"])  # fmt: skip
 def _walk_kernel(
     tokens_ptr,  # [B, N]
     parents_ptr,  # [B, N], rows parents_stride apart
@@ -405,6 +409,7 @@ def _walk_kernel(
     draft_batch_stride,
     draft_stride,
     max_depth,
+    seed_ptr,
     seed_low,
     seed_high,
     temperature,
@@ -490,6 +495,7 @@ def _walk_kernel(
         )  # fmt: skip
         log_multiple, uniform = tl.load(facts_ptr + 4), tl.load(facts_ptr + 5)
         share, p_offset = tl.load(facts_ptr + 6), tl.load(facts_ptr + 7)
+        seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
         noise_row = batch * N + last
         if HAS_ROWS:
             noise_row = tl.load(rows_ptr + noise_row)
@@ -533,7 +539,7 @@ def _launch(
     max_depth: int,
     target_filters: Filters,
     draft_filters: Filters,
-    seed: int,
+    seed: int | Tensor,
     rows: Tensor | None,
 ) -> Verified:
     """As `_reference`."""
@@ -566,7 +572,7 @@ def _launch(
         _walk_kernel[(batch * chunks,)](
             tokens, parents, ranks, rows, *given, *verified,
             nodes, vocab_size, parents.stride(0), 0 if ranks is None else ranks.stride(0),
-            *target.stride()[:2], *(target if draft is None else draft).stride()[:2], max_depth, *seed_words(seed),
+            *target.stride()[:2], *(target if draft is None else draft).stride()[:2], max_depth, *seed_arguments(seed),
             cut.numbers[0], cut.numbers[3], draft_cut.numbers[0], draft_cut.numbers[3],
             CHAIN=chain, LEAVES_OUT=leaves_out(method, draft_filters), HAS_RANKS=ranks is not None,
             HAS_ROWS=rows is not None, FILTERED=cut.filtered, DRAFT_FILTERED=draft_cut.filtered,

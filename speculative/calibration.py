@@ -29,16 +29,16 @@ from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.tree_attention import prepared_attention
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafting import check_distributions, root_feed
 from heavypath.speculative.drafts import Draft, EarlyExit, PromptLookup, as_draft
-from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.forward import Forward, TreeMask
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
 from heavypath.speculative.planning import greedy_tree
 from heavypath.speculative.profile import Acceptance, Costs, Profile, describe
 from heavypath.speculative.sequences import Sequences
+from heavypath.speculative.transformers_forward import forward_of
 from heavypath.speculative.tree import TokenTree
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -78,7 +78,7 @@ def calibrate(
     if tokens < 2 or sequences < 1 or not sizes or min(sizes) < 1:
         raise ValueError(f"expected tokens >= 2, sequences >= 1, sizes >= 1, got {tokens}, {sequences} and {[*sizes]}")
     report = on_progress or (lambda line: None)
-    forward = LlamaForward(target, "target")
+    forward = forward_of(target, "target")
     source = as_draft(draft, forward, target)
     limits = [model.max_positions for model in (forward, source.forward) if model is not None]
     room = min(limits) - tokens - 2 * DEPTH
@@ -148,8 +148,9 @@ def measure_costs(
     decoders = {}
     for size in sorted({1, *sizes}):
         tree = greedy_tree(DEFAULT_ACCEPTANCE, size, DEPTH) if size > 1 else TokenTree([-1])
-        decoders[size] = SpeculativeDecoder(target, draft, "sequoia", tree=tree)
-        if target.device.type == "cuda":
+        gpu = target.device.type == "cuda"
+        decoders[size] = SpeculativeDecoder(target, draft, "sequoia", tree=tree, cuda_graphs=False if gpu else None)
+        if gpu:
             decoders[size].clock = _clock_of_gpu
     steps: dict[int, list[float]] = {size: [] for size in decoders}
     levels: list[float] = []
@@ -158,13 +159,12 @@ def measure_costs(
             report(f"timing trees of {size} nodes, round {round_ + 1} of {ROUNDS + 1}")
             prompt = prompts[round_ % len(prompts)][None]
             stats = decoder.generate(prompt, tokens, temperature=1.0, seed=round_).stats
-            if round_ == 0 or stats.steps < 2:  # a warm-up
+            if round_ == 0:  # a warm-up
                 continue
-            seconds, drafted = stats.seconds, stats.steps - 1
-            rest = sum(seconds[phase] for phase in ("verify", "compact", "commit")) / stats.steps
-            steps[size].append(seconds["target"] / drafted + rest)
+            seconds = stats.seconds
+            steps[size].append(sum(seconds[phase] for phase in ("target", "verification", "compaction")) / stats.steps)
             if size > 1:
-                levels.append(seconds["draft"] / drafted / decoder.tree.depth)
+                levels.append((seconds["draft"] + seconds["sampling"]) / stats.steps / decoder.tree.depth)
     return Costs({size: min(found) for size, found in steps.items()}, median(levels) if levels else 0.0)
 
 
@@ -191,7 +191,7 @@ class Walk(NamedTuple):
 
 @torch.inference_mode()
 def walk(
-    target: LlamaForward,
+    target: Forward,
     draft: Draft,
     prompts: Sequence[Tensor],
     *,
@@ -215,10 +215,10 @@ def walk(
     padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
     rows = padded.shape[1] + tokens + 1
     target_cache, draft_cache = target.new_cache(sequences, rows), draft.new_cache(sequences, rows)
-    target.prefill(padded, lengths, target_cache)
-    draft.prefill(padded, lengths, draft_cache)
-    state = Sequences.begin(padded, lengths, tokens, lengths.new_zeros(0), 0)
-    state.previous = padded.gather(1, (lengths[:, None] - 2).clamp(min=0))[:, 0]
+    target.prefill(padded, target_cache)
+    draft.prefill(padded, draft_cache)
+    state = Sequences.room_for(sequences, tokens, 1, 0, 0, target.device)
+    state.begin(padded, lengths, tokens, lengths.new_zeros(0), torch.arange(sequences, device=target.device), seed)
 
     children = min(children, target.vocab_size)
     star = torch.tensor([-1] + [0] * children, device=target.device)
@@ -230,16 +230,13 @@ def walk(
     moments = torch.zeros(children, 5, dtype=torch.float64, device=target.device)
     place = torch.arange(children, device=target.device)
     alive = torch.full_like(lengths, children)  # children to be offered
-    name = torch.arange(sequences, device=target.device) << 36
     for _ in range(tokens):
         here = state.lengths[:, None]
-        after = draft(root_feed(state, nodes=2), draft_cache)[:, -1]
         longest = int(state.lengths.max())
-        attend = prepared_attention(
-            prefix_length=state.lengths, rows=longest + 1, dtype=target.dtype, subtree_end=torch.ones_like(star[:1])
-        )
-        logits = target(state.root[:, None], here, here, target_cache, attend)
-        noise = name | (state.lengths << 12)
+        after = draft(root_feed(state, longest, nodes=2), draft_cache)[:, -1]
+        mask = TreeMask(prefix_length=state.lengths, rows=longest + 1, subtree_end=torch.ones_like(star[:1]))
+        logits = target(state.root[:, None], here, here, target_cache, mask)
+        noise = state.noise | (state.lengths << 12)
         drawn = gumbel_topk(
             after, children, **drawing._asdict(), seed=seed, rows=noise,
             replacement=draw == "with_replacement" and not likeliest,
@@ -262,9 +259,9 @@ def walk(
         if apart:
             alive = (offered[:, 1:] == token).sum(1).where(hit, children)
         at = (at + 1).where(hit, 0)
-        state.previous = state.root
-        state.root = token[:, 0].where(hit, verified.next_token)
-        state.lengths = state.lengths + 1
+        state.previous.copy_(state.root)
+        state.root.copy_(token[:, 0].where(hit, verified.next_token))
+        state.lengths.add_(1)
     return Walk(accepted.cpu(), reached.cpu(), moments.cpu())
 
 

@@ -1,16 +1,15 @@
-"""Decode a Hugging Face Llama-family model through drafted token trees.
+"""Decode a Hugging Face Llama-family model through drafted token trees: what to do, with which memory.
 
-One step, for a batch of sequences that each accept their own number of tokens:
-
-    draft a tree level by level -> target forward on all its nodes -> verify -> compact both caches -> commit
-
-Between steps a sequence is its committed tokens: `length` of them in the target's cache, then the root, which is
-committed but not yet cached.
+`step` does a step of a batch, `decoding` repeats it. Between steps a sequence is its committed tokens: `length` of them
+in the target's cache, then the root, which is committed but not yet cached. So is the last token of a prompt at first.
 """
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,26 +25,30 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.tree_attention import MAX_NODES, prepared_attention
-from heavypath.kernels.verification import verify_tree
+from heavypath.kernels.tree_attention import MAX_NODES
 from heavypath.speculative.custom_generate import Streamer, custom_generate
-from heavypath.speculative.drafting import Drafted, Shape, draft_tree, root_alone, tree_shape
-from heavypath.speculative.drafts import Cache, Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
-from heavypath.speculative.growing import VALUE_TEMPERATURE, Confidence, Growth, grow_tree
-from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.decoding import decode
+from heavypath.speculative.drafting import Shape, tree_shape
+from heavypath.speculative.drafts import Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
+from heavypath.speculative.graphs import Graphs
+from heavypath.speculative.growing import VALUE_TEMPERATURE, Confidence, Growth
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.planning import Acceptance
+from heavypath.speculative.processing import Processing
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.request import Request, checked_request
-from heavypath.speculative.sequences import Sequences
+from heavypath.speculative.snapshots import host_sees
 from heavypath.speculative.statistics import Statistics
+from heavypath.speculative.step import Step, Stepped
 from heavypath.speculative.stopping import checked_criteria
 from heavypath.speculative.trace import Recorder, recording
+from heavypath.speculative.transformers_forward import forward_of
 from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.workspace import Size, Workspace
 
 DEFAULT_SIZE = {"cpu": 5, "cuda": 32}  # nodes of a tree: on a CPU what suits the shipped pair
+MOST_STEPS = 64  # kept: a step for each sampling, and for each depth near the end of a text
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,9 @@ class SpeculativeDecoder:
     draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft samples; None takes the target's. Where it
         is greedy, draft_temperature is that of the probabilities by which trees grow (default: 0.6).
 
+    cuda_graphs: replay a step as one CUDA graph (default: on a GPU); False runs the same step eagerly, for a debugger
+        or a profiler. The decoder keeps the memory of its graphs, caches included, for the next call.
+
     Text follows the target's distribution exactly, whatever the method, tree and draft. A decoder is a function for
     transformers' own generate, too: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or ValueError
     for models or options that do not fit.
@@ -106,18 +112,26 @@ class SpeculativeDecoder:
         draft_top_k: int | None = None,
         draft_top_p: float | None = None,
         draft_min_p: float | None = None,
+        cuda_graphs: bool | None = None,
     ):
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.method = method
         self.clock = time.perf_counter
         self._method = METHODS[method]
+        self._steps = lru_cache(MOST_STEPS)(self._new_step)
+        self._idle: Workspace | None = None
+        self._lock = threading.Lock()
         self._planned: dict[Filters, TokenTree | Growth] = {}
         self._draft_options = (draft_temperature, draft_top_k, draft_top_p, draft_min_p)
         self._drafting_filters(Filters()).check("draft_")
 
         self.target = target
-        self._target = LlamaForward(target, "target")
+        self._target = forward_of(target, "target")
+        self._seen = host_sees(self._target.device)
+        self.cuda_graphs = not self._seen if cuda_graphs is None else cuda_graphs
+        if self.cuda_graphs and self._seen:
+            raise ValueError(f"cuda_graphs needs models on a CUDA device, got {self._target.device}; leave it out")
         options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
         options |= {"width": width, "threshold": threshold, "confidence": confidence}
         given = {name: value for name, value in options.items() if value is not None}
@@ -128,7 +142,6 @@ class SpeculativeDecoder:
         elif given:
             raise ValueError(f"a profile says what trees to take; leave out {', '.join(given)}")
         self._draft: Draft | None = None
-        self._shapes: dict[tuple[TokenTree, int], Shape] = {}
         models = [self._target]
         if method != "autoregressive":
             if draft is None:
@@ -216,7 +229,7 @@ class SpeculativeDecoder:
         Raises ValueError before any work for arguments that do not fit, prompt + new tokens beyond the models'
         positions included, and during it for NaN logits.
         """
-        begin = time.perf_counter()
+        begin = self.clock()
         request = checked_request(
             self._target,
             self._draft.forward if self._draft is not None else None,
@@ -240,20 +253,17 @@ class SpeculativeDecoder:
                 raise ValueError(f"a streamer takes one sequence, got a batch of {len(input_ids)}")
             streamer.put(input_ids.cpu())
         tree = self.tree_for(request.filters)
-        stats = Statistics(tree.depth, tree.branching, clock=self.clock)
+        stats = Statistics(tree.depth, tree.branching, clock=self.clock, begin=begin)
         models = self._target, self._draft
         verify = self._verify(request.filters)
         with (
             torch.inference_mode(),
             recording(trace, tokenizer, self.method, verify, *models, request, draft_filters) as recorder,
         ):
-            sequences = self._decode(request, tree, draft_filters, stats, streamer, recorder)
+            new = self._decode(request, tree, draft_filters, stats, streamer, recorder)
         if streamer is not None:
             streamer.end()
-        stats.tokens_of = sequences.produced.cpu()
-        stats.new_tokens = int(stats.tokens_of.sum())
-        stats.total_seconds = time.perf_counter() - begin
-        return Generation(torch.cat([input_ids, sequences.output[:, : int(sequences.produced.max())]], 1), stats)
+        return Generation(torch.cat([input_ids, new], 1), stats)
 
     def __call__(
         self,
@@ -298,113 +308,95 @@ class SpeculativeDecoder:
         stats: Statistics,
         streamer: Streamer | None,
         recorder: Recorder | None,
-    ) -> Sequences:
-        """The loop over steps, until every sequence has ended."""
-        device = request.prompt.device
+    ) -> Tensor:
+        """The new tokens of each sequence, padding behind them."""
+        draft = self._draft if len(tree) > 1 else None
         slots = tree.slots if isinstance(tree, Growth) else len(tree)
-        size = len(request.prompt), request.prompt.shape[1] + request.max_new_tokens + slots
-        target_cache = self._target.new_cache(*size)
-        draft_cache = self._draft.new_cache(*size) if self._draft is not None and len(tree) > 1 else None
-        caches = (target_cache, draft_cache) if draft_cache is not None else (target_cache,)
-        stats.cache_bytes = sum(field.nbytes for cache in caches for field in (cache.keys, cache.values))
-        with stats.phase("prefill"):
-            logits = self._target.prefill(request.prompt, request.lengths, target_cache)
-            if self._draft is not None and draft_cache is not None:
-                self._draft.prefill(request.prompt, request.lengths, draft_cache)
+        batch, width = request.prompt.shape
+        size = Size(
+            sequences=batch,
+            rows=width + request.max_new_tokens + slots,
+            new_tokens=request.max_new_tokens,
+            stops=max(1, len(request.stops)),
+            places=tree.depth * tree.branching,
+            penalised=int(request.processing is not None and request.processing.repetition_penalty != 1),
+        )
+        with self._workspace(size, draft) as workspace:
+            stats.cache_bytes = workspace.cache_bytes
+            state, caches = workspace.state, (workspace.target_cache, workspace.draft_cache)
+            given = request.prompt, request.lengths, request.max_new_tokens, request.stops
+            state.begin(*given, request.sequence_ids, request.seed)
+            for model, cache in zip((self._target, draft), caches, strict=True):
+                if model is not None and cache is not None and width > 1:
+                    model.prefill(request.prompt[:, :-1], cache.first(batch))  # the last token is the first root
+            stats.lap("prefill")
+            step_for = partial(self._step, request, tree, draft, draft_filters)
+            run = partial(self._run, workspace, slots, stats)
+            return decode(request, workspace, step_for, run, stats, streamer, recorder)
 
-        # The prompt's last token is the first root; verifying the tree of it alone draws the first new token.
-        sequences = Sequences.begin(request.prompt, request.lengths, request.max_new_tokens, request.stops, request.pad)
-        drafted = self._drafted(request, tree, draft_filters, sequences, None, 0)
-        while True:
-            with stats.phase("verify"):
-                if request.processing is not None:
-                    logits = request.processing(logits, drafted, sequences)
-                verified = verify_tree(
-                    drafted.tokens,
-                    drafted.parents,
-                    logits,
-                    drafted.logits,
-                    method=self._verify(request.filters),
-                    ranks=drafted.ranks,
-                    max_depth=min(tree.depth, drafted.tokens.shape[1] - 1),
-                    **request.filters._asdict(),
-                    **{f"draft_{name}": value for name, value in draft_filters._asdict().items()},
-                    seed=request.seed,
-                    rows=drafted.rows,
-                )
-            with stats.phase("compact"):
-                if drafted.logits is not None:
-                    path, length = verified.path, verified.length
-                    compact_cache([target_cache.keys], [target_cache.values], path, length, sequences.lengths)
-                    assert draft_cache is not None
-                    rows = (
-                        drafted.draft_rows.expand_as(drafted.tokens).gather(1, path.clamp(min=0)).where(path >= 0, -1)
-                    )
-                    compact_cache([draft_cache.keys], [draft_cache.values], rows, length, sequences.lengths)
-            before = None if recorder is None else replace(sequences)
-            with stats.phase("commit"):
-                stats.count(drafted, verified, sequences.active)
-                emitted = sequences.commit(drafted.tokens, verified, request.stopping)
-                if streamer is not None:
-                    streamer.put(emitted.cpu())
-            if recorder is not None and before is not None:
-                with stats.phase("trace"):
-                    recorder.step(drafted, logits, verified, before, sequences)
-            if not sequences.active.any():
-                return sequences
+    @contextmanager
+    def _workspace(self, size: Size, draft: Draft | None) -> Iterator[Workspace]:
+        """A workspace for one generation; that of the last one where it fits and has graphs."""
+        if not self.cuda_graphs:
+            yield Workspace(self._target, draft, size)
+            return
+        with self._lock:
+            idle, self._idle = self._idle, None
+        if idle is None or not idle.size.covers(size) or (idle.draft_cache is None and draft is not None):
+            del idle  # before memory is taken for another
+            idle = Workspace(self._target, draft, size.rounded(), Graphs())
+        yield idle  # what an exception leaves half done is not kept
+        self._idle = idle
 
-            with stats.phase("draft"):
-                deepest = int(sequences.room[sequences.active].max())
-                drafted = self._drafted(request, tree, draft_filters, sequences, draft_cache, deepest)
-            with stats.phase("target"):
-                lengths, nodes = sequences.lengths, drafted.tokens.shape[1]
-                logits = self._target(
-                    drafted.tokens.clamp(min=0),
-                    lengths[:, None] + drafted.depths,
-                    lengths[:, None] + torch.arange(nodes, device=device),
-                    target_cache,
-                    prepared_attention(
-                        prefix_length=lengths,
-                        rows=int(lengths.max()) + nodes,
-                        dtype=self._target.dtype,
-                        subtree_end=drafted.subtree_end,
-                    ),
-                )
+    def _run(
+        self, workspace: Workspace, slots: int, stats: Statistics, step: Step, count: int, longest: int
+    ) -> Stepped:
+        """One step of the first `count` sequences, whose longest prefix has at most `longest` rows."""
+        memory = workspace.first(count)
+        if self._seen:
+            return step(*memory, longest, stats.lap)
+        visible = workspace.size.rows - slots
+        if workspace.graphs is None:
+            return step(*memory, visible, stats.lap)
+        stepped = workspace.graphs.run((step, count), lambda: step(*memory, visible, _no_lap))
+        stats.lap("step")
+        return stepped
 
-    def _drafted(
+    def _step(
+        self, request: Request, tree: TokenTree | Growth, draft: Draft | None, draft_filters: Filters, deepest: int
+    ) -> Step:
+        """The step with the top of a tree, as deep as can still be emitted; on a GPU with all of it, for its graph."""
+        depth = min(tree.depth, deepest) if self._seen else tree.depth
+        return self._steps(tree, depth, draft, request.filters, draft_filters, request.processing)
+
+    def _new_step(
         self,
-        request: Request,
         tree: TokenTree | Growth,
+        depth: int,
+        draft: Draft | None,
         filters: Filters,
-        sequences: Sequences,
-        cache: Cache | None,
-        deepest: int,
-    ) -> Drafted:
-        """The tree that each sequence drafts, at most `deepest` levels.
-
-        Noise rows are (sequence, root position, node), never used twice. A race keys its noise by (sequence, the node's
-        own position), so that it does not depend on the tree.
-        """
-        name, lengths = request.sequence_ids << 36, sequences.lengths
-        if isinstance(tree, Growth) and cache is not None and deepest > 0:
-            assert self._draft is not None
-            growth = replace(tree, depth=min(tree.depth, deepest))
-            temperature = self._draft_options[0] or VALUE_TEMPERATURE
-            first_row = name | (lengths << 12)
-            return grow_tree(self._draft, cache, growth, sequences, first_row, filters, temperature, request.seed)
-        shape = self._shape(tree if isinstance(tree, TokenTree) else TokenTree([-1]), deepest)
-        if self._method.verify == "race":
-            rows = name[:, None] | ((lengths[:, None] + shape.depths) << 12)
+        draft_filters: Filters,
+        processing: Processing | None,
+    ) -> Step:
+        """A step with the top of a tree."""
+        top: Shape | Growth
+        if isinstance(tree, Growth) and depth > 0:
+            top = replace(tree, depth=depth)
         else:
-            rows = (name | (lengths << 12))[:, None] | shape.kept
-        if self._draft is None or cache is None or not shape.levels:
-            return root_alone(sequences, rows, shape)
-        method = self._method
-        return draft_tree(self._draft, cache, shape, sequences, rows, method.draw, method.fill, filters, request.seed)
+            top = tree_shape(tree if isinstance(tree, TokenTree) else TokenTree([-1]), depth, self._target.device)
+        return Step(
+            target=self._target,
+            draft=draft,
+            method=self._method,
+            tree=top,
+            branching=tree.branching,
+            verify=self._verify(filters),
+            filters=filters,
+            draft_filters=draft_filters,
+            value_temperature=self._draft_options[0] or VALUE_TEMPERATURE,
+            processing=processing,
+        )
 
-    def _shape(self, tree: TokenTree, depth: int) -> Shape:
-        """The top of a tree, as deep as can still be emitted."""
-        key = tree, min(depth, tree.depth)
-        if key not in self._shapes:
-            self._shapes[key] = tree_shape(*key, self._target.device)
-        return self._shapes[key]
+
+def _no_lap(phase: str) -> None:
+    """What a graph does has no phases that the host could time."""

@@ -1,5 +1,6 @@
 """Draft a static tree's tokens level by level, one draft forward per level."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +11,10 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.speculative.drafts import Cache, Draft, Feed
 from heavypath.speculative.sequences import Sequences
+from heavypath.speculative.snapshots import host_sees
 from heavypath.speculative.tree import TokenTree
+
+Lap = Callable[[str], object]  # what a step calls at the end of a phase, with its name
 
 
 class Drafted(NamedTuple):
@@ -103,7 +107,7 @@ def tree_shape(whole: TokenTree, depth: int, device: torch.device) -> Shape:
 def root_alone(sequences: Sequences, rows: Tensor, shape: Shape) -> Drafted:
     """The tree of no drafts; rows: LongTensor[B, 1]."""
     fields = shape.parents, shape.ranks, shape.depths, shape.subtree_end
-    return Drafted(sequences.root[:, None], *fields, rows, shape.kept, None)
+    return Drafted(sequences.root[:, None].clone(), *fields, rows, shape.kept, None)  # the state goes on
 
 
 def draft_tree(
@@ -111,26 +115,27 @@ def draft_tree(
     cache: Cache,
     shape: Shape,
     sequences: Sequences,
+    visible: int,
     rows: Tensor,
     draw: str,
     fill: bool,
     filters: Filters,
-    seed: int,
+    lap: Lap,
 ) -> Drafted:
-    """A static tree, drafted. rows: LongTensor[B, N], its nodes' noise; draw, fill: as `Method`'s.
+    """A static tree, drafted.
 
-    A node is absent where the draft's support ran out, or deeper than its sequence can still emit, whatever the rest of
-    the batch drafts.
+    visible: cache rows that hold the longest prefix; rows: LongTensor[B, N], the nodes' noise; draw, fill: as
+    `Method`'s. A node is absent where the draft's support ran out, or deeper than its sequence can still emit, whatever
+    the rest of the batch drafts.
     """
     root, lengths = sequences.root, sequences.lengths
-    visible_rows = int(lengths.max()) + len(shape)
     tokens = torch.full((len(root), len(shape)), -1, device=root.device)
     tokens[:, 0] = root
     logits = None
     drawing = filters if draw != "top_k" else filters._replace(temperature=0.0)
     for depth, level in enumerate(shape.levels):
         if depth == 0:
-            feed = root_feed(sequences, len(shape))
+            feed = root_feed(sequences, visible, len(shape))
         else:
             feed = Feed(
                 tokens=tokens[:, level.nodes].clamp(min=0),
@@ -138,15 +143,16 @@ def draft_tree(
                 rows=lengths[:, None] + level.nodes,
                 parent_rows=lengths[:, None] + level.above,
                 lengths=lengths,
-                visible_rows=visible_rows,
+                visible_rows=visible + len(shape),
                 ancestor_mask=level.mask,
             )
         after = draft(feed, cache)[:, -len(level.nodes) :]
+        lap("draft")
         drawn = gumbel_topk(
             after,
             level.width,
             **drawing._asdict(),
-            seed=seed,
+            seed=sequences.seed,
             rows=rows[:, level.nodes],
             replacement=draw == "with_replacement" and drawing.temperature > 0,
             uniform_fill=fill and draft.smooth,
@@ -154,8 +160,9 @@ def draft_tree(
         check_distributions(drawn.keys[..., 0], lengths + depth)
         tokens[:, level.children] = drawn.tokens[:, level.parent, level.rank]
         if logits is None:
-            logits = after.new_zeros(*tokens.shape, after.shape[-1])
+            logits = after.new_empty(*tokens.shape, after.shape[-1])
         logits[:, level.nodes] = after
+        lap("sampling")
     return Drafted(
         tokens=tokens.where(shape.depths <= sequences.room[:, None], -1),
         parents=shape.parents,
@@ -168,22 +175,24 @@ def draft_tree(
     )
 
 
-def root_feed(sequences: Sequences, nodes: int) -> Feed:
+def root_feed(sequences: Sequences, visible: int, nodes: int) -> Feed:
     """The root and the token before it, which may have been an accepted leaf that the draft has not seen.
 
+    A text of one token has none before it: there it is the root itself, fed twice alike.
     nodes: of the tree, at least 2: as many as ask.
     """
     lengths = sequences.lengths
-    mask = torch.zeros(2, nodes, dtype=torch.bool, device=lengths.device)
-    mask[1, 0] = True
-    rows = torch.stack([lengths - 1, lengths], 1)
+    mask = torch.zeros(len(lengths), 2, nodes, dtype=torch.bool, device=lengths.device)
+    mask[:, 0, 0] = lengths == 0
+    mask[:, 1, 0] = True
+    rows = torch.stack([(lengths - 1).clamp(min=0), lengths], 1)
     return Feed(
         tokens=torch.stack([sequences.previous, sequences.root], 1),
         positions=rows,
         rows=rows,
         parent_rows=rows - 1,
         lengths=lengths,
-        visible_rows=int(lengths.max()) + nodes,
+        visible_rows=visible + nodes,
         ancestor_mask=mask,
     )
 
@@ -193,7 +202,7 @@ def check_distributions(largest: Tensor, positions: Tensor) -> None:
 
     largest: [B, n], a row's largest logit, or key, which is NaN then; positions: LongTensor[B], of the rows' tokens.
     """
-    if largest.device.type == "cpu" and (bad := largest.isnan() | (largest == torch.inf)).any():
+    if host_sees(largest.device) and (bad := largest.isnan() | (largest == torch.inf)).any():
         sequence = int(bad.any(-1).nonzero()[0, 0])
         where = f"position {int(positions[sequence])} of sequence {sequence}"
         raise ValueError(f"the draft's logits after {where} hold NaN or +inf")

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from heavypath.kernels.tree_attention import prepared_attention
-from heavypath.speculative.llama import KeyValueCache, LlamaForward
+from heavypath.speculative.caches import KeyValueCache, RowCache
+from heavypath.speculative.forward import Forward, TreeMask
+from heavypath.speculative.transformers_forward import forward_of
 
 MAX_PADDING = 128  # tokens by which vocabularies of one tokenizer are seen to differ (Qwen2: 151,936 and 152,064)
 
@@ -78,7 +79,7 @@ class ModelDraft:
 
     smooth = True  # every token has some probability
 
-    def __init__(self, forward: LlamaForward, vocab_size: int):
+    def __init__(self, forward: Forward, vocab_size: int):
         self.forward = forward
         self._vocab_size = vocab_size
         gap = abs(forward.vocab_size - vocab_size)
@@ -92,19 +93,14 @@ class ModelDraft:
         """An empty cache of `rows` rows for `batch` sequences."""
         return self.forward.new_cache(batch, rows)
 
-    def prefill(self, prompt: Tensor, lengths: Tensor, cache: Any) -> None:
-        """Cache right-padded prompts LongTensor[B, T]."""
-        self.forward.prefill(self._known(prompt), lengths, cache)
+    def prefill(self, tokens: Tensor, cache: Any) -> None:
+        """Cache right-padded texts LongTensor[B, T]."""
+        self.forward.prefill(self._known(tokens), cache)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """fp32 logits [B, n, V] after each node, V the target's vocabulary."""
-        attend = prepared_attention(
-            prefix_length=feed.lengths,
-            rows=feed.visible_rows,
-            dtype=self.forward.dtype,
-            ancestor_mask=feed.ancestor_mask,
-        )
-        logits = self.forward(self._known(feed.tokens), feed.positions, feed.rows, cache, attend)
+        mask = TreeMask(prefix_length=feed.lengths, rows=feed.visible_rows, ancestor_mask=feed.ancestor_mask)
+        logits = self.forward(self._known(feed.tokens), feed.positions, feed.rows, cache, mask)
         missing = self._vocab_size - self.forward.vocab_size
         return logits if missing == 0 else pad(logits, (0, missing), value=-torch.inf)  # cuts off where negative
 
@@ -113,13 +109,13 @@ class ModelDraft:
         return tokens if self._vocab_size <= self.forward.vocab_size else tokens.clamp(max=self.forward.vocab_size - 1)
 
 
-class _Ngrams:
+class _Ngrams(RowCache):
     """A row for each token: `keys` [B, 1, rows, M], the M tokens before it, -1 before the text; `values`, it and those
     before it, the same shape."""
 
     def __init__(self, batch: int, rows: int, length: int, device: torch.device):
-        self.keys = torch.full((batch, 1, rows, length), -1, device=device)
-        self.values = torch.full_like(self.keys, -1)
+        keys = torch.full((batch, 1, rows, length), -1, device=device)
+        super().__init__(keys, torch.full_like(keys, -1))
 
 
 class LookupDraft:
@@ -137,10 +133,10 @@ class LookupDraft:
         """An empty cache of `rows` rows for `batch` sequences."""
         return _Ngrams(batch, rows, self._options.max_ngram, self._device)
 
-    def prefill(self, prompt: Tensor, lengths: Tensor, cache: Any) -> None:
-        """Cache right-padded prompts LongTensor[B, T]; what stands behind a prompt is overwritten before it is read."""
-        length, width = self._options.max_ngram, prompt.shape[1]
-        windows = pad(prompt, (length, 0), value=-1).unfold(1, length, 1)  # [B, T + 1, M]
+    def prefill(self, tokens: Tensor, cache: Any) -> None:
+        """Cache right-padded texts LongTensor[B, T]; what stands behind a text is overwritten before it is read."""
+        length, width = self._options.max_ngram, tokens.shape[1]
+        windows = pad(tokens, (length, 0), value=-1).unfold(1, length, 1)  # [B, T + 1, M]
         cache.keys[:, 0, :width], cache.values[:, 0, :width] = windows[:, :-1], windows[:, 1:]
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
@@ -170,16 +166,16 @@ Draft = ModelDraft | LookupDraft
 Cache = KeyValueCache | _Ngrams
 
 
-def as_draft(draft: PreTrainedModel | PromptLookup | EarlyExit, target: LlamaForward, model: PreTrainedModel) -> Draft:
-    """The draft that was given for a target, LlamaForward of `model`; refused with what differs if it does not fit.
+def as_draft(draft: PreTrainedModel | PromptLookup | EarlyExit, target: Forward, model: PreTrainedModel) -> Draft:
+    """The draft that was given for a target, `forward_of(model)`; refused with what differs if it does not fit.
 
     Raises TypeError or ValueError for a model that is none, or of another vocabulary or device.
     """
     if isinstance(draft, PromptLookup):
         return LookupDraft(draft, target.vocab_size, target.device)
     if isinstance(draft, EarlyExit):
-        return ModelDraft(LlamaForward(model, "draft", layers=draft.layers), target.vocab_size)
-    forward = LlamaForward(draft, "draft")
+        return ModelDraft(forward_of(model, "draft", layers=draft.layers), target.vocab_size)
+    forward = forward_of(draft, "draft")
     if forward.device != target.device:
         raise ValueError(f"target and draft must be on one device, got {target.device} and {forward.device}")
     return ModelDraft(forward, target.vocab_size)

@@ -35,6 +35,7 @@ are independent of the tokens that have them.
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -44,9 +45,10 @@ from torch.nn.functional import pad
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.ordering import Ordering, heavy_path_order
 from heavypath.kernels.sampling import Beam, gumbel_topk, stochastic_beam
-from heavypath.speculative.drafting import Drafted, check_distributions, root_feed
+from heavypath.speculative.drafting import Drafted, Lap, check_distributions, root_feed
 from heavypath.speculative.drafts import Cache, Draft, Feed
 from heavypath.speculative.sequences import Sequences
+from heavypath.speculative.snapshots import host_sees
 
 TINY = 1e-300
 MAX_SLOTS = 1 << 12  # each has noise of its own, named by as many bits beside its root's position
@@ -69,9 +71,14 @@ class Confidence:
 
     def of(self, children: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """fp64 base and slope [children]."""
-        index = torch.arange(children).clamp(max=len(self.base) - 1)
-        lines = torch.tensor([self.base, self.slope], dtype=torch.float64)[:, index].to(device)
-        return lines[0], lines[1]
+        return _lines(self, children, device)
+
+
+@lru_cache(maxsize=64)  # copied to a device once, and so before a CUDA graph reads them there
+def _lines(confidence: Confidence, children: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    index = torch.arange(children).clamp(max=len(confidence.base) - 1)
+    lines = torch.tensor([confidence.base, confidence.slope], dtype=torch.float64)[:, index].to(device)
+    return lines[0], lines[1]
 
 
 # Of the demo pair at temperature 0.6, drawn without replacement.
@@ -143,20 +150,21 @@ def grow_tree(
     cache: Cache,
     growth: Growth,
     sequences: Sequences,
+    visible: int,
     first_row: Tensor,
     filters: Filters,
     value_temperature: float,
-    seed: int,
+    lap: Lap,
 ) -> Drafted:
     """A tree for each sequence, of growth.size nodes on a GPU; on a CPU of as many as one of them has.
 
+    visible: cache rows that hold the longest prefix.
     first_row: LongTensor[B], the roots' noise; that of slot s is first_row + s.
     value_temperature: of the draft's probabilities as values where filters.temperature is 0.
     """
     root, lengths = sequences.root, sequences.lengths
     batch, device = len(root), root.device
-    longest = int(lengths.max())
-    on_cpu = device.type == "cpu"
+    trim, seed = host_sees(device), sequences.seed
 
     # The level above: its slots are first .. first + n - 1, and what they see of the slots up to their own.
     first, tokens = 0, root[:, None]
@@ -170,7 +178,7 @@ def grow_tree(
     for depth in range(1, growth.depth + 1):
         slots = torch.arange(first, first + tokens.shape[1], device=device)
         if depth == 1:
-            feed = root_feed(sequences, nodes=2)
+            feed = root_feed(sequences, visible, nodes=2)
         else:
             feed = Feed(
                 tokens=tokens.clamp(min=0),
@@ -178,10 +186,11 @@ def grow_tree(
                 rows=lengths[:, None] + slots,
                 parent_rows=lengths[:, None] + above,
                 lengths=lengths,
-                visible_rows=longest + first + len(slots),
+                visible_rows=visible + first + len(slots),
                 ancestor_mask=sees,
             )
         after = draft(feed, cache)[:, -len(slots) :]  # [B, n, V]
+        lap("draft")
         rows = first_row[:, None] + slots
         if growth.by == "beam":
             beam = stochastic_beam(after, node, key, growth.width, **filters._asdict(), seed=seed, rows=rows)
@@ -210,9 +219,12 @@ def grow_tree(
         sees = torch.cat([inherited, own], 2)
         levels.append(level._replace(parent=above))
         logits.append(after)
-        if on_cpu and not (tokens >= 0).any():
+        lap("sampling")
+        if trim and not (tokens >= 0).any():
             break
-    return _assembled(levels, torch.cat(logits, 1), growth, root, first_row, on_cpu)
+    drafted = _assembled(levels, torch.cat(logits, 1), growth, root, first_row, trim)
+    lap("sampling")
+    return drafted
 
 
 def values(probs: Tensor, squares: Tensor | None, confidence: Confidence | None) -> tuple[Tensor, Tensor]:
@@ -275,8 +287,8 @@ def _assembled(
 ) -> Drafted:
     """The best slots of all levels as trees in heavy-path order; logits: [B, slots but the last level's, V]."""
     batch, device = len(root), root.device
-    sizes = torch.tensor([1, *(level.tokens.shape[1] for level in levels)], device=device)
-    depth_of = torch.arange(len(sizes), device=device).repeat_interleave(sizes)
+    sizes = 1, *(level.tokens.shape[1] for level in levels)
+    depth_of = torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(sizes)])
     blank = torch.full((batch, 1), -1, device=device)
     parent, rank, token, value = (
         torch.cat([first, *(getattr(level, name) for level in levels)], 1)

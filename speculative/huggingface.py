@@ -13,20 +13,25 @@ so what is seen follows from a few integers, and no mask of N x (L + N) is made.
 
 patches a loaded model, `set_attn_implementation("sdpa")` takes the patch off, and a tree is an argument of the call:
 see `attention_forward`. What the kernel cannot better takes transformers' own sdpa: calls that need gradients or
-dropout, and calls without a tree on a CPU. What cannot be served is refused with the name of what can.
+dropout, calls without a tree on a CPU, and masks that are no such prefix and tree: bidirectional or custom ones, packed
+sequences, zeros between ones. What cannot be served is refused with the name of what can.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+from transformers.utils import logging
 
 from heavypath.kernels.tree_attention import MAX_NODES, PackedAncestors, tree_attention
+
+logger = logging.get_logger(__name__)
 
 NAME = "heavypath"
 _SERVED_ELSEWHERE = {  # arguments that models or callers give to an attention function
@@ -36,7 +41,6 @@ _SERVED_ELSEWHERE = {  # arguments that models or callers give to an attention f
     "indices": ("sparse attention", "eager"),
     "block_indices": ("sparse attention", "eager"),
     "cache": ("paged caches", "sdpa"),
-    "output_attentions": ("attention weights to return", "eager"),
 }
 
 
@@ -60,11 +64,13 @@ def attention_forward(
     tree_subtree_end: Tensor | None = None,
     tree_ancestor_mask: Tensor | PackedAncestors | None = None,
     tree_prefix_length: int | Tensor | None = None,
+    tree_attend: Callable[[Tensor, Tensor, Tensor, float | None], Tensor] | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """One layer's attention, as transformers calls it; returns [B, N, Hq, D] and no weights.
 
-    query: [B, Hq, N, D]; key, value: [B, Hkv, S, D], what the cache returned; attention_mask: from `visible_rows`.
+    query: [B, Hq, N, D]; key, value: [B, Hkv, S, D], what the cache returned; attention_mask: from `visible_rows`, or
+    any other one that sdpa takes.
 
     A tree is given to the model's call, `model(tokens, position_ids=..., past_key_values=cache, tree_subtree_end=...)`:
 
@@ -78,13 +84,31 @@ def attention_forward(
     transformers numbers the nodes one after the other. Its attention_mask, if any, has a column for each row of the
     cache and each node.
 
-    Raises ValueError for what "heavypath" has not: masks other than causal or sliding-window ones with left padding,
-    attention that is not causal, attention sinks, position biases, paged caches and attention weights.
+    Raises ValueError for what "heavypath" has not: attention sinks, position biases, paged caches; trees under masks
+    other than causal or sliding-window ones with left padding; and soft caps under bidirectional or additive masks.
     """
-    _check_served(module, is_causal, kwargs)
+    _check_served(kwargs)
+    if tree_attend is not None:
+        if softcap is not None:
+            raise _unserved("has no soft-capped scores in a decoder", "eager")
+        return tree_attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
     tree = tree_subtree_end is not None or tree_ancestor_mask is not None
     if tree_prefix_length is not None and not tree:
         raise ValueError("tree_prefix_length needs tree_subtree_end or tree_ancestor_mask, got neither")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal or (attention_mask is not None and attention_mask.dtype != torch.long):
+        if tree:
+            raise _unserved(
+                "has no trees under bidirectional or custom masks, with packed sequences (position_ids that start "
+                "anew), or behind an attention_mask with zeros after ones",
+                "eager",
+                "; a tree without a cache needs an attention_mask of ones, one under torch.compile on a CPU none",
+            )
+        if softcap is None:
+            sdpa = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **sdpa)
+        tree, tree_ancestor_mask, tree_prefix_length = True, _as_tree(attention_mask, len(query)), 0
+        attention_mask = None
     queries, rows = query.shape[2], key.shape[2]
     first_row, prefix, window = _read_rows(module, attention_mask, queries, rows, sliding_window)
 
@@ -122,7 +146,7 @@ def visible_rows(
     use_vmap: bool = False,
     config: PreTrainedConfig | None = None,
     device: torch.device | str = "cpu",
-    **_: object,
+    **more: Any,
 ) -> Tensor | None:
     """The mask of a forward pass, as transformers asks for it; its attention layers get it as attention_mask.
 
@@ -131,24 +155,21 @@ def visible_rows(
     new tokens; or [B, 1, 1, 3], with the sliding window. They count the rows that the layer's cache returns, which
     begin at token `kv_offset` where a sliding window dropped others. transformers passes four dimensions on unchanged.
 
-    The 2-D attention_mask must be zeros, then ones; zeros may follow, as no real token comes after them. Its values are
-    checked, but not where that would stall a GPU: in graph capture, under torch.compile, or for the second mask of a
-    model with two kinds of layers.
-
-    Raises ValueError for any other mask.
+    Any other mask is sdpa's, bool [B, 1, N, S]: one of another function, or of a 2-D attention_mask that is not zeros,
+    then ones up to the last token. Its values are looked at, but not where that would stall a GPU, in graph capture or
+    under torch.compile; a compiler for CPUs, where sdpa serves all but trees, gets sdpa's mask.
     """
     may_be_packed = attention_mask is None and 1 < q_length == kv_length
-    if not _is_plain(mask_function, local_size, config, use_vmap or may_be_packed):
-        raise _unserved(
-            "serves causal and sliding-window masks only: no packed sequences (position_ids that start anew), and no "
-            "chunked, bidirectional or custom masks",
-            hint="; a tree without a cache, or a prefill under torch.compile, needs an attention_mask of ones",
-        )
-    end = q_offset + q_length
-    first = None
-    if attention_mask is not None:
-        second = local_size is not None and "full_attention" in (getattr(config, "layer_types", None) or ())
-        first = _first_ones(attention_mask, end, check=not _would_stall(attention_mask, second))
+    plain = _is_plain(mask_function, local_size, config, use_vmap or may_be_packed)
+    end, first = q_offset + q_length, None
+    if plain and attention_mask is not None:
+        blind = torch.compiler.is_compiling() or (attention_mask.is_cuda and torch.cuda.is_current_stream_capturing())
+        plain, first = _first_ones(attention_mask, end, check=not blind)
+        plain = plain and (_has_kernel(attention_mask) or not blind)
+    if not plain:
+        more |= {"use_vmap": use_vmap, "config": config, "device": device, "allow_is_causal_skip": False}
+        place = batch_size, q_length, kv_length, q_offset, kv_offset
+        return sdpa_mask(*place, mask_function, attention_mask, local_size, **more)
     window = local_size if local_size is not None and kv_length > local_size else None
     if first is None and window is None and isinstance(q_offset, int) and kv_offset + kv_length == end:
         return None
@@ -165,15 +186,15 @@ def _unserved(what: str, instead: str = "sdpa", hint: str = "") -> ValueError:
     return ValueError(f'attn_implementation="{NAME}" {what}; use attn_implementation="{instead}"{hint}')
 
 
-def _check_served(module: nn.Module, is_causal: bool | None, kwargs: Mapping[str, object]) -> None:
+def _check_served(kwargs: Mapping[str, object]) -> None:
+    if kwargs.get("output_attentions"):
+        logger.warning_once(f'attn_implementation="{NAME}" has no attention weights to return; "eager" has them.')
     for name, given in kwargs.items():
         if name in _SERVED_ELSEWHERE and given is not None and given is not False:
             what, instead = _SERVED_ELSEWHERE[name]
             raise _unserved(f"has no {what} ({name})", instead)
         if name.startswith("tree_"):
             raise TypeError(f"expected tree_subtree_end, tree_ancestor_mask or tree_prefix_length, got {name}")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise _unserved(f"serves causal self-attention only, which {type(module).__name__} is not")
 
 
 def _read_rows(
@@ -184,13 +205,22 @@ def _read_rows(
         if queries > rows:
             raise _unserved(f"serves causal self-attention only, got {queries} queries and {rows} keys")
         return None, rows - queries, None
-    if attention_mask.dtype != torch.long or attention_mask.dim() != 4 or attention_mask.shape[1:3] != (1, 1):
+    if attention_mask.dim() != 4 or attention_mask.shape[1:3] != (1, 1):
         given = f"{attention_mask.dtype} {[*attention_mask.shape]}"
         raise _unserved(f"takes an attention_mask [B, rows] that covers cache and new tokens, got {given}")
+    if attention_mask.shape[3] == 1:  # stands for what tree_attend knows
+        raise _unserved(f"needs the arguments of the call, which {type(module).__name__} does not get")
     windowed = attention_mask.shape[3] == 3
     if windowed and window is None:
         raise _unserved(f"needs the sliding window, which {type(module).__name__} does not pass to its attention")
     return attention_mask[:, 0, 0, 0], attention_mask[:, 0, 0, 1], window if windowed else None
+
+
+def _as_tree(mask: Tensor | None, batch: int) -> Tensor:
+    """bool [B, N, S]: any mask of [B or 1, 1, N, S] is that of a tree's last N nodes, with no prefix."""
+    if mask is None or mask.dtype != torch.bool or mask.shape[1] != 1:
+        raise _unserved("has no soft-capped scores that are bidirectional or under a mask that adds to them", "eager")
+    return mask[:, 0].expand(batch, -1, -1)
 
 
 def _is_plain(
@@ -217,36 +247,32 @@ def _same(one: object, other: object) -> bool:
     return one == other
 
 
-def _would_stall(attention_mask: Tensor, second: bool) -> bool:
-    if torch.compiler.is_compiling():
-        return True
-    return attention_mask.is_cuda and (second or torch.cuda.is_current_stream_capturing())
-
-
-def _first_ones(attention_mask: Tensor, end: int | Tensor, check: bool) -> Tensor | None:
-    """LongTensor[B], the column of each sequence's first one; None where that is 0 for all, as far as is checked.
+def _first_ones(attention_mask: Tensor, end: int | Tensor, check: bool) -> tuple[bool, Tensor | None]:
+    """Whether all from a sequence's first one to the end are ones, and LongTensor[B], the column of that first one, or
+    None where it is 0 for all sequences. Both as far as is checked.
 
     attention_mask: bool [B, columns]; end: how many columns count, an int or a tensor [] or [B].
     """
     columns = attention_mask.shape[1]
-    end = end.reshape(-1, 1) if isinstance(end, Tensor) else end
-    seen = attention_mask & (torch.arange(columns, device=attention_mask.device) < end)
+    ends = end.reshape(-1, 1) if isinstance(end, Tensor) else attention_mask.new_full((1, 1), end, dtype=torch.long)
+    seen = attention_mask & (torch.arange(columns, device=attention_mask.device) < ends)
     first = seen.int().argmax(1)
     if not check:
-        return first
-    begins = (seen[:, 1:] & ~seen[:, :-1]).sum(1) + seen[:, 0]
-    needed = end.amax() if isinstance(end, Tensor) else first.new_full((), end)
-    padded, runs, needed = torch.stack((first.amax(), begins.amax(), needed)).tolist()  # one look at the device
+        return True, first
+    short = ends[:, 0] - first - seen.sum(1)
+    padded, short, needed = torch.stack((first.amax(), short.amax(), ends.amax())).tolist()  # one look at the device
     if needed > columns:
         raise ValueError(f"attention_mask must cover cache and new tokens, {needed} columns, got {columns}")
-    if runs > 1:
-        raise _unserved("takes attention masks of padding, then tokens; got one with zeros between ones")
-    return first if padded else None
+    return short == 0, first if padded else None
 
 
 def _takes_sdpa(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    return needs_gradient or dropout > 0 or not query.is_cuda
+    return needs_gradient or dropout > 0 or not _has_kernel(query)
+
+
+def _has_kernel(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _dense_mask(

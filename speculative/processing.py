@@ -22,43 +22,30 @@ from heavypath.speculative.sequences import Sequences
 
 @dataclass(frozen=True)
 class Processing:
-    """What is done to the target's logits.
-
-    prompt: LongTensor[B, T], right-padded; lengths: LongTensor[B], tokens of each
-    stops:  LongTensor[any], end-of-sequence tokens
-    """
+    """What is done to the target's logits; min_new_tokens 0 where no token ends a sequence."""
 
     repetition_penalty: float
     min_new_tokens: int
-    prompt: Tensor
-    lengths: Tensor
-    stops: Tensor
 
     def __call__(self, logits: Tensor, drafted: Drafted, sequences: Sequences) -> Tensor:
-        """fp32 logits [B, N, V] after each node, which are changed in place, as they are to be sampled."""
+        """fp32 logits [B, N, V] after each node, as they are to be sampled."""
         if self.repetition_penalty != 1:
-            text = self._texts(drafted, sequences)
-            found = logits.gather(-1, text)
-            penalised = torch.where(found < 0, found * self.repetition_penalty, found / self.repetition_penalty)
-            logits.scatter_(-1, text, penalised)  # a token found twice is written twice, not penalised twice
+            path = _paths(drafted)
+            found = self._penalised(logits.gather(-1, path))
+            logits = self._penalised(logits).where(sequences.seen[:, None], logits)
+            logits.scatter_(-1, path, found)  # a token found twice is written twice, not penalised twice
         if self.min_new_tokens > 0:
             early = sequences.produced[:, None] + drafted.depths < self.min_new_tokens  # [B, N]
-            logits[..., self.stops] = logits[..., self.stops].masked_fill(early[..., None], -torch.inf)
+            logits[..., sequences.stops] = logits[..., sequences.stops].masked_fill(early[..., None], -torch.inf)
         return logits
 
-    def _texts(self, drafted: Drafted, sequences: Sequences) -> Tensor:
-        """The tokens of each node's text, LongTensor[B, N, M], filled up with the root, which all of them have."""
-        root, nodes = sequences.root, drafted.tokens.shape[1]
-        new = sequences.output[:, : int(sequences.produced.max())]
-        committed = torch.cat([self.prompt, new], 1)
-        place = torch.arange(committed.shape[1], device=root.device)
-        begin = self.prompt.shape[1]  # of the new tokens
-        there = torch.where(
-            place < begin, place < self.lengths[:, None], place - begin < sequences.produced[:, None]
-        )  # [B, M]
-        committed = committed.where(there, root[:, None])
+    def _penalised(self, logits: Tensor) -> Tensor:
+        return torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
 
-        node = torch.arange(nodes, device=root.device)
-        above = (node <= node[:, None]) & (node[:, None] < drafted.subtree_end[..., None, :])  # [N, N] or [B, N, N]
-        path = drafted.tokens[:, None, :].where(above & (drafted.tokens >= 0)[:, None, :], root[:, None, None])
-        return torch.cat([committed[:, None].expand(-1, nodes, -1), path], 2)
+
+def _paths(drafted: Drafted) -> Tensor:
+    """The drafted tokens from the root down to each node, LongTensor[B, N, N]; in the others' places the root."""
+    node = torch.arange(drafted.tokens.shape[1], device=drafted.tokens.device)
+    above = (node <= node[:, None]) & (node[:, None] < drafted.subtree_end[..., None, :])  # [N, N] or [B, N, N]
+    there = above & (drafted.tokens >= 0)[:, None, :]
+    return drafted.tokens[:, None, :].where(there, drafted.tokens[:, :1, None])

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.forward import Forward
 from heavypath.speculative.processing import Processing
 from heavypath.speculative.stopping import Stopping
 
@@ -39,8 +39,8 @@ class Request:
 
 
 def checked_request(
-    target: LlamaForward,
-    draft: LlamaForward | None,
+    target: Forward,
+    draft: Forward | None,
     input_ids: Tensor,
     attention_mask: Tensor | None,
     max_new_tokens: int,
@@ -85,13 +85,13 @@ def checked_request(
         sequence_ids=_checked_sequence_ids(sequence_ids, batch, input_ids.device),
         stops=stops,
         pad=pad,
-        processing=_processing(repetition_penalty, min_new_tokens, max_new_tokens, prompt, lengths, stops),
+        processing=_processing(repetition_penalty, min_new_tokens, max_new_tokens, bool(eos)),
         stopping=Stopping(input_ids, criteria) if criteria else None,
     )
 
 
 def _processing(
-    repetition_penalty: float, min_new_tokens: int, max_new_tokens: int, prompt: Tensor, lengths: Tensor, stops: Tensor
+    repetition_penalty: float, min_new_tokens: int, max_new_tokens: int, has_stops: bool
 ) -> Processing | None:
     """None where it would change nothing."""
     if not (isinstance(repetition_penalty, int | float) and math.isfinite(repetition_penalty)):
@@ -101,10 +101,10 @@ def _processing(
     min_new_tokens = _integer("min_new_tokens", min_new_tokens)
     if not 0 <= min_new_tokens <= max_new_tokens:
         raise ValueError(f"min_new_tokens must be in 0 .. max_new_tokens = {max_new_tokens}, got {min_new_tokens}")
-    early = min_new_tokens if len(stops) else 0
+    early = min_new_tokens if has_stops else 0
     if repetition_penalty == 1 and early < 1:
         return None
-    return Processing(float(repetition_penalty), early, prompt, lengths, stops)
+    return Processing(float(repetition_penalty), early)
 
 
 def _integer(name: str, value: object) -> int:
@@ -114,7 +114,7 @@ def _integer(name: str, value: object) -> int:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
 
 
-def _check_tokens(input_ids: Tensor, target: LlamaForward) -> None:
+def _check_tokens(input_ids: Tensor, target: Forward) -> None:
     if not isinstance(input_ids, Tensor):
         how = "; pass tokenizer(text, return_tensors='pt').input_ids"
         raise ValueError(f"input_ids must be a LongTensor [B, T], got {type(input_ids).__name__}{how}")
@@ -144,7 +144,7 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return mask.ne(0).sum(1)
 
 
-def _check_positions(model: LlamaForward | None, prompt: int, new: int) -> None:
+def _check_positions(model: Forward | None, prompt: int, new: int) -> None:
     if model is None:
         return
     limit = min(model.max_positions, model.window or model.max_positions)

@@ -1,78 +1,139 @@
-"""The state of a batch between steps, and how a verified tree is committed to it."""
+"""The state of a batch between steps, on its device, and how a verified tree is committed to it.
 
-from dataclasses import dataclass
+A step changes these tensors in place and never asks the host, so that a CUDA graph can replay it. The sequences that
+are still decoded have a slot each; one that has ended may leave its slot to another.
+"""
+
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.verification import Verified
-from heavypath.speculative.stopping import Stopping
+
+FIELDS = ("root", "previous", "lengths", "produced", "left", "steps", "nodes", "member", "noise")
 
 
 @dataclass
 class Sequences:
-    """B sequences, each at its own length. All tensors LongTensor[B] unless said otherwise.
+    """B sequences in b slots, each at its own length.
 
-    root:     the last committed token, not in any cache yet
-    previous: the token before it
-    lengths:  tokens before the root: rows of the target's cache in use
-    produced: new tokens so far
-    active:   bool [B], still generating
-    output:   LongTensor[B, max_new_tokens], the new tokens, padding behind them
-    stops:    LongTensor[any], end-of-sequence tokens
+    numbers: LongTensor[9, b], for each slot, and views of its rows
+        root      the last committed token, not in any cache yet
+        previous  the token before it, or it, where there is none
+        lengths   tokens before the root: rows of the target's cache in use
+        produced  new tokens so far
+        left      new tokens still to come; 0 where the sequence has ended, -1 where its logits were no distribution
+        steps     it took so far; nodes: that the target scored in them
+        member    which of the B sequences it is
+        noise     the first of its noise rows
+    output: LongTensor[B, M + 1], the new tokens, then anything; the last column is for what is in no text
+    stops:  LongTensor[any], end-of-sequence tokens, -1 for none
+    seen:   bool [b, V], the tokens of the text so far, where a repetition penalty asks for them; else [b, 0]
+    seed:   LongTensor[], of all noise
+    counts: LongTensor[2, any], how often which child was offered below an accepted node, and accepted; see `tally`
     """
 
-    root: Tensor
-    previous: Tensor
-    lengths: Tensor
-    produced: Tensor
-    active: Tensor
+    numbers: Tensor
     output: Tensor
     stops: Tensor
+    seen: Tensor
+    seed: Tensor
+    counts: Tensor
+    root: Tensor = field(init=False)
+    previous: Tensor = field(init=False)
+    lengths: Tensor = field(init=False)
+    produced: Tensor = field(init=False)
+    left: Tensor = field(init=False)
+    steps: Tensor = field(init=False)
+    nodes: Tensor = field(init=False)
+    member: Tensor = field(init=False)
+    noise: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, row in zip(FIELDS, self.numbers.unbind(), strict=True):
+            setattr(self, name, row)
 
     @classmethod
-    def begin(cls, prompt: Tensor, prompt_lengths: Tensor, max_new_tokens: int, stops: Tensor, pad: int) -> "Sequences":
-        """From right-padded prompts LongTensor[B, T]; the last token of each is its root."""
-        root = prompt.gather(1, prompt_lengths[:, None] - 1)[:, 0]
+    def room_for(
+        cls, batch: int, new_tokens: int, stops: int, vocab_size: int, places: int, device: torch.device
+    ) -> "Sequences":
+        """Of so many sequences, all ended; vocab_size: for a repetition penalty, else 0; places: of `counts`."""
         return cls(
-            root=root,
-            previous=root,  # never read: the first step drafts nothing
-            lengths=prompt_lengths - 1,
-            produced=torch.zeros_like(root),
-            active=torch.ones_like(root, dtype=torch.bool),
-            output=torch.full((len(root), max_new_tokens), pad, device=root.device),
-            stops=stops,
+            numbers=torch.zeros(len(FIELDS), batch, dtype=torch.long, device=device),
+            output=torch.zeros(batch, new_tokens + 1, dtype=torch.long, device=device),
+            stops=torch.full((stops,), -1, device=device),
+            seen=torch.zeros(batch, vocab_size, dtype=torch.bool, device=device),
+            seed=torch.zeros((), dtype=torch.long, device=device),
+            counts=torch.zeros(2, places, dtype=torch.long, device=device),
         )
+
+    def begin(
+        self, prompt: Tensor, prompt_lengths: Tensor, new_tokens: int, stops: Tensor, ids: Tensor, seed: int
+    ) -> None:
+        """Right-padded prompts LongTensor[B, T] in the first slots; the last token of each is its root."""
+        batch, width = prompt.shape
+        ends = prompt_lengths[:, None] - 1
+        root, previous = (prompt.gather(1, place)[:, 0] for place in (ends, (ends - 1).clamp(min=0)))
+        zero = torch.zeros_like(root)
+        fields = {
+            "root": root,
+            "previous": previous,
+            "lengths": prompt_lengths - 1,
+            "left": zero + new_tokens,
+            "member": torch.arange(batch, device=prompt.device),
+            "noise": ids << 36,
+        }
+        self.numbers.zero_()
+        self.numbers[:, :batch] = torch.stack([fields.get(name, zero) for name in FIELDS])
+        self.stops.fill_(-1 if not len(stops) else stops[-1])
+        self.stops[: len(stops)] = stops
+        self.seed.fill_(seed - (seed + (1 << 63) >> 64 << 64))  # as a signed number
+        self.counts.zero_()
+        if self.seen.shape[1]:
+            place = torch.arange(width, device=prompt.device)
+            self.seen.zero_()
+            self.seen[:batch].scatter_(1, prompt.where(place <= ends, root[:, None]), True)
+
+    def first(self, slots: int) -> "Sequences":
+        """Those in the first slots; the same memory."""
+        return replace(self, numbers=self.numbers[:, :slots], seen=self.seen[:slots])
+
+    def move(self, source: int, destination: int) -> None:
+        """Take what is in one slot to another."""
+        self.numbers[:, destination] = self.numbers[:, source]
+        self.seen[destination] = self.seen[source]
 
     @property
     def room(self) -> Tensor:
         """How deep below the root a node can still be emitted: one place is the recovered or bonus token's."""
-        return (self.output.shape[1] - self.produced - 1).clamp(min=0)
+        return (self.left - 1).clamp(min=0)
 
-    def commit(self, tokens: Tensor, verified: Verified, stopping: Stopping | None = None) -> Tensor:
-        """Append the accepted tokens of each active sequence and the one after them, as far as it goes on.
+    def commit(self, tokens: Tensor, verified: Verified) -> None:
+        """Append the accepted tokens of each sequence that goes on and the one after them, up to where it ends.
 
-        tokens: LongTensor[B, N] of the tree's nodes; stopping: what may end a sequence besides its tokens. Returns the
-        tokens appended, all sequences', in order.
+        tokens: LongTensor[b, N] of the tree's nodes.
         """
-        length, path = verified.length[:, None], verified.path
-        emitted = tokens.gather(1, path.clamp(min=0)).roll(-1, 1)  # the accepted tokens, then
-        emitted = emitted.scatter(1, length, verified.next_token[:, None])  # the one after them
+        path, length, after = verified.path, verified.length, verified.next_token
+        last = length[:, None]
+        emitted = tokens.gather(1, path.clamp(min=0)).roll(-1, 1).scatter_(1, last, after[:, None])  # [b, P]
         place = torch.arange(path.shape[1], device=path.device)
-        fresh = (place <= length) & (place <= self.room[:, None]) & self.active[:, None]
-        stops = torch.isin(emitted, self.stops) & fresh
-        fresh &= stops.cumsum(1) - stops.long() == 0  # nothing after the first end-of-sequence token
-        if stopping is not None:
-            ends = stopping(self.output, self.produced, emitted, fresh)
-            fresh &= ends.cumsum(1) - ends.long() == 0
-            stops |= ends
-        sequence, column = fresh.nonzero(as_tuple=True)
-        self.output[sequence, self.produced[sequence] + column] = emitted[fresh]
+        stopping = (emitted[..., None] == self.stops).any(-1)
+        until = place.where(stopping, len(place)).amin(1) + 1  # tokens up to the first end-of-sequence token
+        most = torch.minimum(length + 1, self.left)
+        count = torch.minimum(most, until).clamp_(min=0)
+        column = (self.produced[:, None] + place).where(place < count[:, None], self.output.shape[1] - 1)
+        self.output[self.member[:, None], column] = emitted
+        if self.seen.shape[1]:
+            self.seen.scatter_(1, emitted.where(place < count[:, None], self.root[:, None]), True)
 
-        before = torch.cat([self.root[:, None], emitted], 1).gather(1, length)[:, 0]
-        self.previous = before.where(self.active, self.previous)
-        self.root = verified.next_token.where(self.active, self.root)
-        self.lengths = self.lengths + self.active * (verified.length + 1)
-        self.produced = self.produced + fresh.sum(1)
-        self.active = self.active & ~stops.any(1) & (self.produced < self.output.shape[1])
-        return emitted[fresh]
+        active = (self.left > 0).long()
+        self.previous.copy_(tokens.gather(1, path.gather(1, last))[:, 0])
+        self.root.copy_(after.clamp(min=0))
+        self.lengths += (length + 1) * active
+        self.produced += count
+        self.steps += active
+        self.nodes += active * tokens.shape[1]
+        self.left -= count
+        self.left.masked_fill_(until <= most, 0)
+        self.left.masked_fill_((after < 0) & (active > 0), -1)

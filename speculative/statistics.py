@@ -1,8 +1,7 @@
 """What a generation did: counts, acceptance and seconds by phase."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,15 +10,19 @@ from torch import Tensor
 from heavypath.kernels.verification import Verified
 from heavypath.speculative.drafting import Drafted
 
+PHASES = ("prefill", "draft", "sampling", "target", "verification", "compaction", "step", "host", "trace")
+
 
 @dataclass
 class Statistics:
     """Sums over the batch; `str()` is a small table.
 
     depth, branching: levels of the largest tree drafted, and the most children of a node
-    steps:         target forwards, the prefill of each prompt included
+    steps:         target forwards over a tree; the prefill is none
     new_tokens:    tokens generated, end-of-sequence included, padding not
-    seconds:       wall time by phase: prefill, draft, target, verify, compact, commit
+    seconds:       wall time by phase: prefill; draft, its forwards; sampling, of its tokens; target, its forward;
+                   verification; compaction of the caches, and commit; host, the rest. Where steps are CUDA graphs,
+                   "step" stands for all that they do
     total_seconds: wall time of the whole call
     nodes:         nodes that the target scored, roots and absent ones included
     cache_bytes:   of the target's and the draft's caches
@@ -27,6 +30,7 @@ class Statistics:
     offered:       LongTensor[depth, branching]: how often an accepted node at depth d had child j; accepted: how often
                    that child was the accepted one
     clock:         seconds so far; phases on a GPU are told apart only by one that waits for it
+    begin:         what it said at the beginning; None for now
     """
 
     depth: int
@@ -42,10 +46,12 @@ class Statistics:
     offered: Tensor = field(init=False, repr=False)
     accepted: Tensor = field(init=False, repr=False)
     clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
+    begin: float | None = None
 
     def __post_init__(self) -> None:
         self.offered = torch.zeros(self.depth, self.branching, dtype=torch.long)
         self.accepted = torch.zeros_like(self.offered)
+        self._last = self.begin = self.clock() if self.begin is None else self.begin
 
     @property
     def tokens_per_step(self) -> float:
@@ -71,31 +77,19 @@ class Statistics:
         first = self.offered[:, :1].sum(1)  # a node with children has one of rank 0
         return _shares(self.accepted.sum(1), first)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside the block to a phase."""
-        start = self.clock()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap to a phase."""
+        now = self.clock()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
 
-    def count(self, drafted: Drafted, verified: Verified, active: Tensor) -> None:
-        """Tally one verification; active: bool [B], the sequences still generating."""
-        tokens = drafted.tokens
-        reached = torch.zeros(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.bool, device=tokens.device)
-        reached = reached.scatter_(1, verified.path.where(verified.path >= 0, tokens.shape[1]), True)[:, :-1]
-        stepped = active.long().cpu()
-        self.steps_of = self.steps_of + stepped if len(self.steps_of) else stepped
-        self.steps += int(stepped.sum())
-        self.nodes += int(stepped.sum()) * tokens.shape[1]
-        if tokens.shape[1] == 1:
-            return
-        place = ((drafted.depths - 1) * self.branching + drafted.ranks).expand_as(tokens)[:, 1:]  # [B, N - 1]
-        above = drafted.parents.clamp(min=0).expand_as(tokens)[:, 1:]
-        counted = active[:, None] & reached.gather(1, above) & (tokens[:, 1:] >= 0)
-        for total, which in ((self.offered, counted), (self.accepted, counted & reached[:, 1:])):
-            total += torch.bincount(place[which], minlength=total.numel()).view_as(total).cpu()
+    def end(self, counts: Tensor, tokens_of: Tensor, steps_of: Tensor, nodes: int) -> None:
+        """Take what the steps counted; counts as `tally`'s, the others on the CPU."""
+        self.offered, self.accepted = counts.cpu()[:, : self.offered.numel()].view(2, *self.offered.shape)
+        self.tokens_of, self.steps_of = tokens_of, steps_of
+        self.new_tokens, self.steps, self.nodes = int(tokens_of.sum()), int(steps_of.sum()), nodes
+        self.lap("host")
+        self.total_seconds = self._last - (self.begin or 0.0)
 
     def _rows_of_sequences(self) -> list[tuple[str, str]]:
         """How the sequences of a batch differ."""
@@ -114,9 +108,28 @@ class Statistics:
             ("cache, MiB", f"{self.cache_bytes / 2**20:.1f}"),
             ("acceptance by rank", " ".join(f"{share:.2f}" for share in self.acceptance_by_rank)),
             ("acceptance by depth", " ".join(f"{share:.2f}" for share in self.acceptance_by_depth)),
-            *((f"seconds, {name}", f"{seconds:.3f}") for name, seconds in self.seconds.items()),
+            *((f"seconds, {name}", f"{self.seconds[name]:.3f}") for name in PHASES if name in self.seconds),
         ]
         return "\n".join(f"{name:<22}{value}" for name, value in rows)
+
+
+def tally(counts: Tensor, drafted: Drafted, verified: Verified, active: Tensor, branching: int) -> None:
+    """Count what one verification offered and accepted, on the device.
+
+    counts: LongTensor[2, any]; at depth * branching + rank, how often a child of that rank was offered below an
+    accepted node at that depth, and how often it was accepted. active: bool [B], the sequences still generating.
+    """
+    tokens = drafted.tokens
+    batch, nodes = tokens.shape
+    if nodes == 1:
+        return
+    reached = torch.zeros(batch, nodes + 1, dtype=torch.bool, device=tokens.device)
+    reached.scatter_(1, verified.path.where(verified.path >= 0, nodes), True)
+    above = drafted.parents.clamp(min=0).expand_as(tokens)
+    offered = reached.gather(1, above) & (tokens >= 0) & active[:, None]
+    counted = torch.stack([offered, offered & reached[:, :-1]])[..., 1:].flatten(1)
+    place = (drafted.depths - 1).clamp(min=0) * branching + drafted.ranks  # an absent node may have depth 0
+    counts.index_add_(1, place.expand_as(tokens)[:, 1:].flatten(), counted.long())
 
 
 def _shares(accepted: Tensor, offered: Tensor) -> list[float]:

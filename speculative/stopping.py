@@ -21,22 +21,17 @@ class Stopping:
     input_ids: Tensor
     criteria: StoppingCriteriaList
 
-    def __call__(self, output: Tensor, produced: Tensor, emitted: Tensor, fresh: Tensor) -> Tensor:
-        """bool [B, P]: the emitted token with which each sequence ends, if there is one.
+    def kept(self, sequence: int, new: Tensor, before: int) -> int | None:
+        """How many of its new tokens, LongTensor[any], a sequence ends with; None if it goes on.
 
-        output: LongTensor[B, any], the new tokens before, produced LongTensor[B] of them; emitted: LongTensor[B, P],
-        those to come, of which fresh, bool [B, P], true up to some place, are in question.
+        The first `before` of them did not end it.
         """
-        ends = torch.zeros_like(fresh)
-        for sequence, (before, more) in enumerate(zip(produced.tolist(), fresh.sum(1).tolist(), strict=True)):
-            new = output[sequence, :before], emitted[sequence, :more]
-            text = torch.cat([self.input_ids[sequence], *new])[None]
-            end = text.shape[1] - more
-            for place in range(more):
-                if bool(self.criteria(text[:, : end + place + 1], None)):  # pyright: ignore[reportArgumentType]
-                    ends[sequence, place] = True
-                    break
-        return ends
+        text = torch.cat([self.input_ids[sequence], new])[None]
+        width = self.input_ids.shape[1]
+        for end in range(before + 1, len(new) + 1):
+            if bool(self.criteria(text[:, : width + end], None)):  # pyright: ignore[reportArgumentType]
+                return end
+        return None
 
 
 def checked_criteria(

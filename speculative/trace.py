@@ -33,17 +33,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.verification import Verified
-from heavypath.speculative.drafting import Drafted
 from heavypath.speculative.drafts import Draft
-from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.forward import Forward
 from heavypath.speculative.reasons import Reasons, explain, shown
 from heavypath.speculative.request import Request
 from heavypath.speculative.sequences import Sequences
+from heavypath.speculative.step import Stepped
 from heavypath.speculative.text_stream import TextStream
 
 FORMAT = 1
@@ -72,7 +70,7 @@ class Recorder:
                 self._streams.append(TextStream(tokenizer, pieces.append))
                 self._streams[-1].put(torch.tensor(prompt))
 
-    def header(self, method: str, target: LlamaForward, draft: Draft | None) -> None:
+    def header(self, method: str, target: Forward, draft: Draft | None) -> None:
         """Write the first line."""
         request = self._request
         sequences = [
@@ -98,27 +96,26 @@ class Recorder:
             }
         )
 
-    def step(self, drafted: Drafted, logits: Tensor, verified: Verified, before: Sequences, after: Sequences) -> None:
-        """Write one verification, and what was committed of it.
-
-        logits: [B, N, V], the target's as `verify_tree` took them; before, after: the batch around the commit.
-        """
+    def step(self, stepped: Stepped, before: Sequences, after: Sequences) -> None:
+        """Write one verification, and what was committed of it; before, after: the batch around the step."""
+        drafted, logits, verified = stepped
         parents, ranks, depths = (
             field.expand_as(drafted.tokens) for field in (drafted.parents, drafted.ranks, drafted.depths)
         )
-        for sequence in before.active.nonzero()[:, 0].tolist():
-            tokens = drafted.tokens[sequence]
+        for slot in (before.left > 0).nonzero()[:, 0].tolist():
+            sequence = int(before.member[slot])
+            tokens = drafted.tokens[slot]
             nodes = len(tokens)
             if drafted.parents.dim() == 2:  # a tree that grew has what is absent behind all others, and nowhere
                 nodes = int((tokens >= 0).sum())
-            draft_logits = None if drafted.logits is None else drafted.logits[sequence, :nodes]
-            path, next_token = verified.path[sequence], int(verified.next_token[sequence])
+            draft_logits = None if drafted.logits is None else drafted.logits[slot, :nodes]
+            path, next_token = verified.path[slot], int(verified.next_token[slot])
             reasons = explain(
                 tokens[:nodes],
-                parents[sequence, :nodes],
-                ranks[sequence, :nodes],
-                drafted.rows[sequence, :nodes],
-                logits[sequence, :nodes],
+                parents[slot, :nodes],
+                ranks[slot, :nodes],
+                drafted.rows[slot, :nodes],
+                logits[slot, :nodes],
                 draft_logits,
                 path,
                 next_token,
@@ -129,13 +126,13 @@ class Recorder:
             )
             tree = {
                 "tokens": tokens[:nodes].tolist(),
-                "parents": parents[sequence, :nodes].tolist(),
-                "ranks": ranks[sequence, :nodes].tolist(),
-                "depths": depths[sequence, :nodes].tolist(),
+                "parents": parents[slot, :nodes].tolist(),
+                "ranks": ranks[slot, :nodes].tolist(),
+                "depths": depths[slot, :nodes].tolist(),
             }
             accepted = path[path >= 0].tolist()
-            emitted = after.output[sequence, int(before.produced[sequence]) : int(after.produced[sequence])].tolist()
-            line = {"step": self._step, "sequence": sequence, "position": int(before.lengths[sequence])}
+            emitted = after.output[sequence, int(before.produced[slot]) : int(after.produced[slot])].tolist()
+            line = {"step": self._step, "sequence": sequence, "position": int(before.lengths[slot])}
             line |= tree | _rounded(reasons)
             line |= {"path": accepted, "length": len(accepted) - 1, "chosen": reasons.chosen}
             line |= {"next": next_token, "kind": reasons.kind, "next_target": _short(reasons.next_target)}
@@ -178,7 +175,7 @@ def recording(
     tokenizer: PreTrainedTokenizerBase | None,
     method: str,
     verify: str,
-    target: LlamaForward,
+    target: Forward,
     draft: Draft | None,
     request: Request,
     draft_filters: Filters,
@@ -223,7 +220,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     return text or once
 
 
-def _described(model: LlamaForward | None) -> dict[str, Any]:
+def _described(model: Forward | None) -> dict[str, Any]:
     """A model, or the draft that has none."""
     if model is None:
         return {"name": "prompt lookup"}

@@ -90,9 +90,8 @@ def test_decoding_through_the_kernel(method, temperature, monkeypatch):
         return decoding.generate(prompts, max_new_tokens=12, temperature=temperature, attention_mask=padding).sequences
 
     expected = text()
-    for module in ("decoder", "drafts", "llama"):
-        by_kernel = partial(prepared_attention, impl="triton")
-        monkeypatch.setattr(f"heavypath.speculative.{module}.prepared_attention", by_kernel)
+    by_kernel = partial(prepared_attention, impl="triton")
+    monkeypatch.setattr("heavypath.speculative.forward.prepared_attention", by_kernel)
     assert torch.equal(text(), expected)
 
 
@@ -163,10 +162,9 @@ def exact_law(model, prompt, filters, length):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "options", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}], ids=["plain", "filtered"]
+    "options", [{"temperature": 1.0}, {"temperature": 1.2, "top_k": 5, "top_p": 0.95}], ids=["plain", "filtered"]
 )
 def test_the_joint_law_of_four_tokens_is_exact(method, options, tiny_pair):
-    """The first comes from the prompt, the others from steps whose trees are at most two levels deep."""
     target, draft = tiny_pair
     prompt, sequences = torch.tensor([3, 1, 4]), 20_000
     law = exact_law(target, prompt, Filters(**options), 4)
@@ -238,7 +236,7 @@ def test_long_prompts_are_prefilled_in_chunks_to_the_same_text(monkeypatch, tiny
     mask = torch.ones_like(prompts)
     mask[0, :30] = 0
     whole = decoder.generate(prompts, 20, attention_mask=mask)
-    monkeypatch.setattr("heavypath.speculative.llama.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("heavypath.speculative.forward.PREFILL_CHUNK", 7)
     assert torch.equal(decoder.generate(prompts, 20, attention_mask=mask).sequences, whole.sequences)
 
 
@@ -248,7 +246,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(tiny_pair):
     out = decoder.generate(torch.tensor([[1, 2]]), max_new_tokens=41, temperature=1.0)
     assert out.stats.acceptance_by_rank == [1.0]
     assert out.stats.acceptance_by_depth == [1.0] * 4
-    assert out.stats.steps == 1 + 8  # the prefill's token, then 5 a step
+    assert out.stats.steps == 9  # of 5 tokens, but for the last
 
 
 def test_statistics_add_up(demo_pair):
@@ -257,8 +255,10 @@ def test_statistics_add_up(demo_pair):
     stats = SpeculativeDecoder(target, draft, "sequoia").generate(ids, 40, temperature=0.7).stats
     assert stats.new_tokens == 40
     assert stats.tokens_per_step == pytest.approx(40 / stats.steps)
-    assert set(stats.seconds) == {"prefill", "draft", "target", "verify", "compact", "commit"}
-    assert sum(stats.seconds.values()) == pytest.approx(stats.total_seconds, rel=0.2)
+    phases = {"prefill", "draft", "sampling", "target", "verification", "compaction", "host"}
+    assert set(stats.seconds) == phases
+    assert sum(stats.seconds.values()) == pytest.approx(stats.total_seconds)
+    assert phases < set(str(stats).replace("seconds, ", "").split())
     assert "tokens per step" in str(stats)
     rows = ids.shape[1] + 40 + 5
     assert stats.cache_bytes == 2 * 4 * rows * sum(

@@ -10,9 +10,9 @@ from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from test_decoder import exact_law, tiny_llama, transformers_greedy
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.tree_attention import prepared_attention
 from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.drafts import Feed, LookupDraft, ModelDraft
+from heavypath.speculative.forward import TreeMask
 from heavypath.speculative.llama import LlamaForward
 
 VOCAB = 4
@@ -44,7 +44,7 @@ def test_prompt_lookup_finds_what_a_search_finds(texts, branch, longest, shortes
     prompt = torch.tensor([text + [0] * (width - len(text)) for text in texts])
     lengths = torch.tensor([len(text) - 1 for text in texts])  # the last token is the root
     cache = draft.new_cache(batch, width + len(branch) + 1)
-    draft.prefill(prompt, lengths + 1, cache)
+    draft.prefill(prompt, cache)
     if commit:  # rows of the last two tokens as drafting left them: nothing of them may be read
         for b, length in enumerate(lengths.tolist()):
             for field in (cache.keys, cache.values):
@@ -108,10 +108,8 @@ def test_an_early_exit_is_the_model_of_its_first_layers():
     tokens = torch.randint(0, 7, (2, 9))
     forward = LlamaForward(whole, "draft", layers=2)
     rows = torch.arange(9).expand(2, -1)
-    attend = prepared_attention(
-        prefix_length=torch.tensor(0), rows=9, dtype=torch.float32, subtree_end=torch.full((9,), 9)
-    )
-    ours = forward(tokens, rows, rows, forward.new_cache(2, 9), attend)
+    mask = TreeMask(prefix_length=torch.tensor(0), rows=9, subtree_end=torch.full((9,), 9))
+    ours = forward(tokens, rows, rows, forward.new_cache(2, 9), mask)
     assert torch.allclose(ours, cut(tokens).logits, atol=1e-5)
 
 

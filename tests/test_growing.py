@@ -40,17 +40,17 @@ class PathDraft:
         return torch.tensor([rows], dtype=torch.float32)
 
 
-def sequences(room: int = 100) -> Sequences:
-    one = torch.tensor([1])
-    return Sequences(
-        root=torch.tensor([0]), previous=torch.tensor([0]), lengths=torch.tensor([5]), produced=one * 0,
-        active=one > 0, output=torch.zeros(1, room + 1, dtype=torch.long), stops=torch.tensor([], dtype=torch.long),
-    )  # fmt: skip
+def sequences(room: int = 100, seed: int = 0) -> Sequences:
+    """One, of six tokens."""
+    state = Sequences.room_for(1, room + 1, 1, 0, 1, torch.device("cpu"))
+    state.begin(torch.zeros(1, 6, dtype=torch.long), torch.tensor([6]), room + 1, torch.tensor([]), state.member, seed)
+    return state
 
 
 def grown(law, growth, filters=Filters(), seed=0, room=100, module=growing):
     draft = PathDraft(law)
-    drafted = module.grow_tree(draft, None, growth, sequences(room), torch.tensor([1 << 12]), filters, 0.6, seed)
+    state = sequences(room, seed)
+    drafted = module.grow_tree(draft, None, growth, state, 5, torch.tensor([1 << 12]), filters, 0.6, lambda phase: None)
     return draft, drafted
 
 

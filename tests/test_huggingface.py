@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     BertConfig,
     BertModel,
+    CompileConfig,
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -25,7 +26,7 @@ from transformers import (
     StaticCache,
 )
 from transformers.cache_utils import Cache, StaticLayer
-from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, or_masks
+from transformers.masking_utils import chunked_causal_mask_function
 
 from heavypath.kernels.tree_attention import pack_ancestors, tree_attention
 from heavypath.speculative import TokenTree, huggingface
@@ -71,9 +72,13 @@ NODES = torch.randint(61, (2, len(TREE)), generator=torch.Generator().manual_see
 
 
 @cache
-def tiny(family):
+def tiny(family, layers=3):
+    """A model of 3 layers, or the first of them."""
     torch.manual_seed(0)
-    return FAMILIES[family]().eval()
+    model = FAMILIES[family]().eval()
+    del model.model.layers[layers:]
+    model.config.num_hidden_layers = layers
+    return model
 
 
 @pytest.fixture(params=FAMILIES)
@@ -175,14 +180,57 @@ def test_generate_writes_the_same_text(options, demo_pair):
     assert torch.equal(text("heavypath"), text("sdpa"))
 
 
-@pytest.mark.parametrize("cache_implementation", [None, "static"])
+SEARCHES = {"greedy": {}, "beams": {"num_beams": 3}, "sampled": {"do_sample": True, "temperature": 0.8}}
+WAYS = {  # to the greedy text
+    "without a cache": {"use_cache": False},
+    "a static cache": {"cache_implementation": "static"},
+    "assisted": {"num_assistant_tokens": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+GENERATING = ["llama", "mistral", "qwen2", "qwen2, some layers with a window", "qwen3", "gemma2"]
+
+
+def generated(family, implementation, sequences=2, mask=PADDING, **options):
+    """Text and scores behind padded prompts that are longer than any window."""
+    torch.manual_seed(0)
+    model = patched(tiny(family), implementation)
+    if "num_assistant_tokens" in options:
+        options["assistant_model"] = patched(tiny(family, layers=1), implementation)
+    out = model.generate(
+        TEXT[:sequences], attention_mask=mask[:sequences], max_new_tokens=12, pad_token_id=0, eos_token_id=None,
+        return_dict_in_generate=True, output_scores=True, **{"do_sample": False, **options},
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.scores)
+
+
+def assert_generated(ours, expected):
+    assert torch.equal(ours[0], expected[0])
+    assert_close(ours[1], expected[1])
+
+
+@pytest.mark.parametrize("family", GENERATING)
+@pytest.mark.parametrize("how", SEARCHES)
 @pytest.mark.usefixtures("route")
-def test_generate_writes_the_same_text_beyond_the_window(cache_implementation):
-    for model in map(tiny, WINDOWED):
-        options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache_implementation}
-        texts = [patched(model, implementation).generate(TEXT, attention_mask=PADDING, pad_token_id=0, **options)
-                 for implementation in ("heavypath", "eager")]  # fmt: skip
-        assert torch.equal(*texts)
+def test_generate_writes_the_text_of_eager(family, how):
+    assert_generated(generated(family, "heavypath", **SEARCHES[how]), generated(family, "eager", **SEARCHES[how]))
+
+
+@pytest.mark.parametrize("family", GENERATING)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("route")
+def test_every_way_to_the_greedy_text_writes_it(family, way):
+    sequences = 1 if way in ("assisted", "prompt lookup") else 2  # what transformers takes there
+    assert_generated(generated(family, "heavypath", sequences, **WAYS[way]), generated(family, "eager", sequences))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2, some layers with a window", "qwen3"])
+def test_compiled_generate_writes_the_greedy_text(family):
+    torch._dynamo.reset()
+    whole = CompileConfig(backend="eager", fullgraph=True)
+    whole._compile_all_devices = True
+    compiled = generated(family, "heavypath", cache_implementation="static", compile_config=whole)
+    del tiny(family)._compiled_call  # generate made it
+    assert_generated(compiled, generated(family, "eager"))
 
 
 def test_a_model_is_patched_and_back(tmp_path, monkeypatch):
@@ -259,7 +307,7 @@ def test_autocast_is_that_of_sdpa():
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "a growing"), ("mistral", "a static")])
 def test_compiled_decoding_has_the_operator_as_a_node(family, kind, monkeypatch):
-    monkeypatch.setattr(huggingface, "_takes_sdpa", lambda *_: False)
+    monkeypatch.setattr(huggingface, "_has_kernel", lambda _: True)
     operators = set()
 
     def backend(graph, _):
@@ -388,9 +436,7 @@ def test_a_tree_has_gradients():
     torch.testing.assert_close(gradient(*logits[1:].logsumexp(1)), gradient(*by_paths), atol=1e-4, rtol=1e-3)
 
 
-# Refusals
-
-PACKED = {"position_ids": torch.arange(23)[None] % 8, "use_cache": False}
+# Other masks
 
 
 def mask_of(**columns):
@@ -400,20 +446,105 @@ def mask_of(**columns):
     return mask
 
 
+RANDOM = (torch.rand(2, 1, 23, 23, generator=torch.Generator().manual_seed(2)) < 0.5) | torch.eye(23).bool()
+HOLES = mask_of(_11=0, _14=0)
+OTHER_MASKS = {
+    "zeros between ones": {"attention_mask": HOLES},
+    "right padding": {"attention_mask": PADDING.flip(1)},
+    "a mask": {"attention_mask": RANDOM},
+    "an additive mask": {"attention_mask": torch.where(RANDOM, 0.3, -1e9)},
+    "packed sequences": {"position_ids": torch.arange(23)[None] % 8, "use_cache": False},
+    "bidirectional": {"is_causal": False},
+    "attention weights": {"output_attentions": True},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2, some layers with a window"])
+@pytest.mark.parametrize("name", OTHER_MASKS)
+@pytest.mark.usefixtures("route")
+def test_any_other_mask_is_served_as_sdpa_does(family, name):
+    ours, expected = (patched(tiny(family), each)(TEXT, **OTHER_MASKS[name]).logits for each in ("heavypath", "sdpa"))
+    assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2, some layers with a window", "gemma2"])
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"num_assistant_tokens": 3}], ids=str)
+@pytest.mark.parametrize("mask", [HOLES, PADDING.flip(1)], ids=["zeros between ones", "right padding"])
+def test_the_text_behind_any_padding_is_that_of_eager(family, how, mask):
+    sequences = 1 if "num_assistant_tokens" in how else 2
+    ours = generated(family, "heavypath", sequences, mask, **how)
+    assert_generated(ours, generated(family, "eager", sequences, mask))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [HOLES, PADDING.flip(1), None], ids=["zeros between ones", "right padding", "none"])
+def test_a_compiler_for_cpus_gets_the_mask_of_sdpa(mask):
+    model = patched(FAMILIES["llama"]().eval(), "sdpa")
+    expected = model(TEXT, attention_mask=mask).logits
+    torch._dynamo.reset()
+    compiled = torch.compile(patched(model), backend="eager", fullgraph=True)
+    assert_close(compiled(TEXT, attention_mask=mask).logits, expected)
+
+
+@torch.no_grad()
+def test_a_bidirectional_model_is_served_as_sdpa_does():
+    bert = BertModel(BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).eval()
+    for mask in (None, PADDING, HOLES):
+        ours, expected = (patched(bert, each)(TEXT, mask).last_hidden_state for each in ("heavypath", "sdpa"))
+        assert_close(ours, expected)
+
+
+def test_chunks_are_seen_from_their_beginning():
+    chunks = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
+    mask = huggingface.visible_rows(1, 6, 6, mask_function=chunks, local_size=4)
+    assert [[int(row.nonzero()[0]), int(row.sum())] for row in mask[0, 0]] == [
+        [0, 1],
+        [0, 2],
+        [0, 3],
+        [0, 4],
+        [4, 1],
+        [4, 2],
+    ]
+    # the rows of a static cache behind the new tokens, in a chunk that is longer than both
+    chunks = chunked_causal_mask_function(9, torch.zeros(1, dtype=torch.long))
+    mask = huggingface.visible_rows(1, 3, 6, mask_function=chunks, local_size=9)
+    assert torch.equal(mask[0, 0], torch.ones(3, 6).tril().bool())
+
+
+def test_attention_weights_are_missed_with_a_warning(monkeypatch):
+    warnings = []
+    monkeypatch.setattr(huggingface.logger, "warning_once", warnings.append)
+    patched(tiny("llama"))(TEXT, output_attentions=True)
+    assert "no attention weights" in warnings[0]
+
+
+# Refusals
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("arguments", "reason", "instead"), [
-    ({"attention_mask": mask_of(_11=0)}, "zeros between ones", "sdpa"),
-    ({"attention_mask": torch.ones(2, 1, 23, 23, dtype=torch.bool).tril()}, r"bool \[2, 1, 23, 23\]", "sdpa"),
-    (PACKED, "no packed sequences", "sdpa"),
-    ({"is_causal": False}, "no .* bidirectional", "sdpa"),
     ({"cache": object()}, "has no paged caches", "sdpa"),
     ({"position_bias": torch.zeros(1)}, "has no position biases", "sdpa"),
     ({"s_aux": torch.zeros(4)}, "has no attention sinks", "eager"),
-    ({"output_attentions": True}, "has no attention weights", "eager"),
 ])  # fmt: skip
 def test_what_it_cannot_serve_is_refused(arguments, reason, instead):
     with pytest.raises(ValueError, match=f'heavypath" .*{reason}.* use attn_implementation="{instead}"'):
         patched(tiny("llama"))(TEXT, **arguments)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in OTHER_MASKS if name != "attention weights"])
+def test_a_tree_under_another_mask_is_refused(name):
+    with pytest.raises(ValueError, match="has no trees under bidirectional or custom masks"):
+        patched(tiny("llama"))(TEXT, tree_subtree_end=torch.full((23,), 23), **OTHER_MASKS[name])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bidirectional", "an additive mask"])
+def test_soft_caps_under_another_mask_are_refused(name):
+    with pytest.raises(ValueError, match=r'soft-capped scores .* use attn_implementation="eager"'):
+        patched(tiny("gemma2"))(TEXT, **OTHER_MASKS[name])
 
 
 @torch.no_grad()
@@ -436,39 +567,25 @@ def test_a_misspelt_tree_argument_is_refused():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["a growing", "a static"])
-def test_a_hole_or_a_mask_too_short_behind_a_cache_is_refused(kind):
+def test_a_mask_too_short_behind_a_cache_is_refused(kind):
     model = patched(tiny("llama"))
     cache = CACHES[kind](model)
     model(TEXT[:, :9], past_key_values=cache)
-    with pytest.raises(ValueError, match="zeros between ones"):
-        model(TEXT[:, 9:10], attention_mask=mask_of(_7=0)[:, :10], past_key_values=cache)
     with pytest.raises(ValueError, match="10 columns, got 1"):
         model(TEXT[:, 9:10], attention_mask=torch.ones(2, 1), past_key_values=cache)
 
 
 @torch.no_grad()
-def test_models_it_cannot_serve_are_refused():
-    bert = BertModel(BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).eval()
-    with pytest.raises(ValueError, match=r'bidirectional or custom masks.* use attn_implementation="sdpa"'):
-        patched(bert)(TEXT)
+def test_a_model_with_sinks_is_refused():
     sinks = GptOssForCausalLM(GptOssConfig(**TINY, head_dim=16, num_local_experts=2, num_experts_per_tok=1)).eval()
     with pytest.raises(ValueError, match=r'has no attention sinks \(s_aux\); use attn_implementation="eager"'):
         patched(sinks)(TEXT)
 
 
-def test_masks_it_cannot_serve_are_refused():
-    for mask_function, more in (
-        (chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)), {"local_size": 4}),
-        (or_masks(causal_mask_function, lambda *_: True), {"use_vmap": True}),
-    ):
-        with pytest.raises(ValueError, match="chunked, bidirectional or custom masks"):
-            huggingface.visible_rows(1, 8, 8, mask_function=mask_function, **more)
-
-
 @pytest.mark.parametrize(("mask", "options", "message"), [
     (torch.zeros(1, 1, 1, 3, dtype=torch.long), {}, "needs the sliding window, which Module does not pass"),
+    (torch.ones(1, 3, dtype=torch.long), {}, r"takes an attention_mask \[B, rows\]"),
     (None, {}, "causal self-attention only, got 8 queries and 3 keys"),
-    (None, {"is_causal": False}, "causal self-attention only, which Module is not"),
 ])  # fmt: skip
 def test_attention_it_cannot_serve_is_refused(mask, options, message):
     query, key = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 3, 16)

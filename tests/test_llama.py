@@ -18,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from heavypath.kernels.tree_attention import prepared_attention
+from heavypath.speculative.forward import TreeMask
 from heavypath.speculative.llama import LlamaForward
 from heavypath.speculative.tree import TokenTree
 
@@ -65,18 +65,13 @@ def test_logits_of_prompts_then_trees_are_those_of_transformers(name, few_rows):
 
     def behind(length, ends):
         rows = length + len(ends)
-        return prepared_attention(
-            prefix_length=torch.tensor(length), rows=rows, dtype=torch.float32, subtree_end=torch.as_tensor(ends)
-        )
+        return TreeMask(prefix_length=torch.tensor(length), rows=rows, subtree_end=torch.as_tensor(ends))
 
     logits = forward(prompts, rows, rows, cache, behind(0, [9] * 9))
     torch.testing.assert_close(logits, model(prompts).logits, atol=2e-4, rtol=2e-4)
-    last = torch.tensor([8, 3])
-    some = forward(prompts, rows, rows, cache, behind(0, [9] * 9), last)
-    torch.testing.assert_close(some[:, 0], logits[torch.arange(2), last])
 
     alone = forward.new_cache(1, 20)
-    forward.prefill(prompts[:1, :8], torch.tensor([8]), alone)
+    forward.prefill(prompts[:1, :8], alone)
     one = forward(prompts[:1, 8:], rows[:1, 8:], rows[:1, 8:], alone, behind(8, [1]))
     torch.testing.assert_close(one[0, 0], logits[0, 8], atol=2e-4, rtol=2e-4)
 

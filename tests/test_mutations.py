@@ -43,10 +43,10 @@ MUTATIONS = {
         residual, "at(residual, child) / total *", "at(residual, child) *", {}
     ),
     "the recovered token is drawn from the target": (
-        verification, "gumbel_argmax(weights, bits)", "gumbel_argmax(log_target[stop].exp2(), bits)", {}
+        verification, "np.log(host(weights))", "np.log(host(log_target[stop].exp2()))", {}
     ),
     "the recovered token uses the draft's noise": (
-        verification, "random_bits(seed, Stream.TARGET", "random_bits(seed, Stream.DRAFT",
+        verification, "gumbel_noise(seed, Stream.TARGET", "gumbel_noise(seed, Stream.DRAFT",
         {"tree": TokenTree.chain(1)},
     ),
     "draft filters are ignored": (
@@ -62,7 +62,7 @@ MUTATIONS = {
         {"tree": TokenTree([-1, 0, 0, 2, 2], [0, 1, 0, 1, 0])},
     ),
     "rejected children stay in the draft": (
-        residual, "undrawn = undrawn.scatter(1, place_of, kept & undrawn.gather(1, place_of))", "pass", {}
+        residual, "undrawn[sequence[rejected], child[rejected]] = False", "pass", {}
     ),
     "one coin for all children": (
         residual, "coins[:, place] <", "coins[:, 0] <", {}
@@ -76,8 +76,8 @@ MUTATIONS = {
         {"method": "kseq", "replacement": True},
     ),
     "independent draws share their noise": (
-        sampling, "gumbel_noise(seed, stream, rows, vocab_size, draws=k if replacement else None)",
-        "(noise := gumbel_noise(seed, stream, rows, vocab_size), noise[:, None].repeat(1, k, 1))[replacement]",
+        sampling, "gumbel_noise(seed, stream, rows, vocab_size, draws=k)",
+        "gumbel_noise(seed, stream, rows, vocab_size, draws=1).expand(-1, k, -1)",
         {"method": "with_replacement", "replacement": True},
     ),
     "a race takes its own noise": (

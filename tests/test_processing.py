@@ -15,6 +15,7 @@ from transformers.generation import (
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.ordering import heavy_path_order
+from heavypath.kernels.verification import Verified
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafting import root_alone, tree_shape
@@ -53,14 +54,22 @@ def by_transformers(model, prompt, **settings):
     return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :]
 
 
+def begun(prompt, lengths, new_tokens, stops, vocab_size):
+    """Sequences with these prompts, that count the tokens of their texts."""
+    batch = len(prompt)
+    state = Sequences.room_for(batch, new_tokens, len(stops), vocab_size, 1, prompt.device)
+    state.begin(prompt, lengths, new_tokens, stops, torch.arange(batch), 0)
+    return state
+
+
 def test_a_penalty_counts_the_prompt_and_the_path_and_counts_a_token_once():
     """After the root 2 and its child 0: tokens 1, 2 of the text, at the child also 0; token 3 is another branch's."""
     shape = tree_shape(TokenTree([-1, 0, 0]), 1, torch.device("cpu"))
     prompt, length = torch.tensor([[1, 1, 2]]), torch.tensor([3])
-    sequences = Sequences.begin(prompt, length, 4, torch.tensor([4]), 0)
+    sequences = begun(prompt, length, 4, torch.tensor([4]), 5)
     drafted = root_alone(sequences, torch.zeros(1, 1), shape)._replace(tokens=torch.tensor([[2, 0, 3]]))
     logits = torch.tensor([4.0, 4.0, -4.0, 4.0, 4.0]).expand(1, 3, 5).clone()
-    out = Processing(2.0, 1, prompt, length, torch.tensor([4]))(logits, drafted, sequences)
+    out = Processing(2.0, 1)(logits, drafted, sequences)
     nothing = -torch.inf
     assert out[0].tolist() == [[4, 2, -8, 4, nothing], [2, 2, -8, 4, 4], [4, 2, -8, 2, 4]]
 
@@ -76,13 +85,19 @@ def test_every_node_has_the_logits_that_transformers_processors_make_of_its_text
     tokens[:, -1] = -1  # absent
     prompt, lengths = torch.randint(0, vocab, (batch, 5), generator=generator), torch.tensor([5, 1, 3])
     stops = torch.tensor([2, 7])
-    sequences = Sequences.begin(prompt, lengths, 10, stops, 0)
-    sequences.produced = torch.tensor([0, 3, 7])
-    sequences.output = torch.randint(0, vocab, (batch, 10), generator=generator)
-    texts = [
-        [*prompt[b, : lengths[b]].tolist(), *sequences.output[b, : sequences.produced[b]].tolist()] for b in range(3)
-    ]
-    sequences.root = tokens[:, 0] = torch.tensor([text[-1] for text in texts])
+    sequences = begun(prompt, lengths, 10, stops, vocab)
+    texts = [prompt[b, : lengths[b]].tolist() for b in range(3)]
+    for _ in range(1 + seed % 3):  # commits of up to two tokens of each
+        drafts = torch.randint(0, vocab, (batch, 2), generator=generator)
+        length = torch.randint(0, 2, (batch,), generator=generator)
+        path = torch.stack([torch.zeros_like(length), length.where(length > 0, -1)], 1)
+        after = torch.tensor([3, 4, 5])  # no end-of-sequence token
+        drafts = drafts.where(drafts != 2, 3).where(drafts != 7, 4)
+        sequences.commit(drafts, Verified(path, length, after))
+        for b in range(3):
+            texts[b] += [*drafts[b, 1 : 1 + length[b]].tolist(), int(after[b])]
+    assert sequences.produced.tolist() == [len(text) - int(size) for text, size in zip(texts, lengths, strict=True)]
+    tokens[:, 0] = sequences.root
     depths = torch.zeros_like(parents)
     for i in range(1, nodes):
         depths[:, i] = depths.gather(1, order.parents[:, i : i + 1])[:, 0] + 1
@@ -101,7 +116,7 @@ def test_every_node_has_the_logits_that_transformers_processors_make_of_its_text
             while i > 0:
                 path, i = [int(tokens[b, i]), *path], int(order.parents[b, i])
             expected[b, node] = processors(torch.tensor([texts[b] + path]), logits[b, node : node + 1])[0]
-    out = Processing(penalty, least, prompt, lengths, stops)(logits, drafted, sequences)
+    out = Processing(penalty, least)(logits, drafted, sequences)
     assert torch.equal(out[:, :-1], expected[:, :-1])
     assert (out == -torch.inf).any()
 

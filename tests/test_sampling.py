@@ -121,6 +121,10 @@ def test_stable_topk_equals_a_stable_sort():
     ({"top_p": 2.0}, "top_p must be .* got 2.0"),
     ({"rows": torch.tensor([-1, 0])}, "rows must be at least 0, got -1"),
     ({"rows": torch.zeros(3, dtype=torch.long)}, r"rows must be a LongTensor \[2\]"),
+    ({"seed": torch.zeros(1, dtype=torch.long)}, r"seed must be an integer or a LongTensor \[\] on cpu, got .* \[1\]"),
+    ({"seed": torch.tensor(0, dtype=torch.int32)}, r"a LongTensor \[\] on cpu, got torch.int32 \[\]"),
+    ({"seed": torch.tensor(0, device="meta")}, "on cpu, got .* on meta"),
+    ({"seed": 1.5}, "seed must be an integer .* got 1.5"),
     ({"impl": "magic"}, "impl .* got 'magic'"),
 ])  # fmt: skip
 def test_bad_input_is_refused(change, message):
@@ -169,6 +173,22 @@ def test_the_kernel_draws_what_the_reference_draws(options, vocab_size, k, dtype
     k = min(k, 3) if "replacement" in options else k
     settings = {"rows": rows, "seed": -3} | options
     assert same(gumbel_topk(logits, k, impl="triton", **settings), gumbel_topk(logits, k, impl="torch", **settings))
+
+
+SEEDS = [0, 2**32 - 1, 2**32 + 5, 2**63 - 1, -1, -(2**40) - 3, -(2**63)]
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_seed_in_memory_draws_what_its_number_draws(seed, impl):
+    logits, options = torch.randn(2, 100), {"impl": impl, "uniform_fill": True, "top_k": 2}
+    drawn = gumbel_topk(logits, 4, seed=torch.tensor(seed), **options)
+    for field, expected in zip(drawn, gumbel_topk(logits, 4, seed=seed, **options), strict=True):
+        assert torch.equal(field, expected)
+    zero = torch.zeros(2)
+    beam = stochastic_beam(logits, zero, zero, 3, seed=torch.tensor(seed), impl=impl)
+    for field, expected in zip(beam, stochastic_beam(logits, zero, zero, 3, seed=seed, impl=impl), strict=True):
+        assert torch.equal(field, expected)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 1e-30, 1e-42])

@@ -164,6 +164,19 @@ def test_defaults_views_and_shallow_walks_agree(method):
     assert problem.agrees()
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_seed_in_memory_verifies_as_its_number(method, impl):
+    problem = Problem(TREES["ranks"], method, vocab_size=7, noise=3.0)
+    seen = set()
+    for seed in (1, 2**32 + 1, -(2**40) - 3):
+        verified = problem.verified(impl, seed=torch.tensor(seed))
+        expected = problem.verified(impl, seed=seed)
+        assert all(torch.equal(*fields) for fields in zip(verified, expected, strict=True))
+        seen.add(str(verified))
+    assert (len(seen) > 1) == (method != "greedy")
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_without_a_distribution_are_flagged_by_the_kernels(method):
     problem = Problem(TREES["chain"], method, seed=1)
@@ -268,11 +281,12 @@ def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_captured_graph_verifies_what_its_tensors_hold_when_it_is_replayed(method):
     problems = [Problem(TREES["4, 2"], method, vocab_size=32_000, batch=4, seed=2 * seed) for seed in range(3)]
-    expected = [problem.verified("triton", max_depth=2, seed=0) for problem in problems]
+    expected = [problem.verified("triton", max_depth=2) for problem in problems]
     fields = ("tokens", "target", "draft", "rows")
     held = {name: getattr(problems[0], name).to(DEVICE) for name in fields}
     ranks, parents = problems[0].options["ranks"].to(DEVICE), problems[0].parents.to(DEVICE)
-    options = problems[0].options | {"ranks": ranks, "rows": held["rows"], "max_depth": 2, "seed": 0}
+    seed = torch.tensor(problems[0].options["seed"], device=DEVICE)
+    options = problems[0].options | {"ranks": ranks, "rows": held["rows"], "max_depth": 2, "seed": seed}
 
     def run() -> Verified:
         return verify_tree(held["tokens"], parents, held["target"], held["draft"], **options)
@@ -285,5 +299,6 @@ def test_a_captured_graph_verifies_what_its_tensors_hold_when_it_is_replayed(met
     for problem, right in zip(problems, expected, strict=True):
         for name in fields:
             held[name].copy_(getattr(problem, name))
+        seed.fill_(problem.options["seed"])
         graph.replay()
         assert all(torch.equal(field.cpu(), wanted) for field, wanted in zip(out, right, strict=True))

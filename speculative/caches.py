@@ -1,0 +1,103 @@
+"""Preallocated caches, with a row for each token of a text, written in any order; nothing is counted here."""
+
+from copy import copy
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+
+class RowCache:
+    """keys and values [B, heads, rows, D], with a row for each token of a text."""
+
+    def __init__(self, keys: Tensor, values: Tensor):
+        self.keys, self.values = keys, values
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of both."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def first(self, slots: int) -> Self:
+        """That of the first sequences; the same memory."""
+        view = copy(self)
+        view.keys, view.values = self.keys[:slots], self.values[:slots]
+        return view
+
+    def move(self, source: int, destination: int) -> None:
+        """Take one sequence's rows to the place of another."""
+        for field in (self.keys, self.values):
+            field[destination] = field[source]
+
+
+class KeyValueCache(RowCache, Cache):
+    """Keys and values [B, layers * Hkv, rows, D]: layers side by side, so that one gather moves a row of all.
+
+    Zeroed at first, so that rows never written can be masked. rotary: cos and sin of the positions that the rows may
+    have, for a forward pass that looks them up.
+
+    To transformers, `at(rows, visible)` of it is the cache of one forward pass, with a 4-D mask over `visible` rows.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        layers: int,
+        kv_heads: int,
+        rows: int,
+        head_dim: int,
+        like: Tensor,
+        rotary: tuple[Tensor, ...] = (),
+    ):
+        keys = like.new_zeros(batch, layers * kv_heads, rows, head_dim)
+        RowCache.__init__(self, keys, torch.zeros_like(keys))
+        Cache.__init__(self, layers=[])
+        self.rotary = rotary
+        self._kv_heads = kv_heads
+        self._new_rows: Tensor | None = None
+        self._visible = rows
+
+    def write(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
+        """Store key and value [B, N, Hkv, D], or of fewer columns, at cache rows LongTensor[B, N]."""
+        for cache, new in ((self.keys, key), (self.values, value)):
+            own = cache[:, layer * self._kv_heads : (layer + 1) * self._kv_heads, :, : new.shape[-1]]
+            if len(own) == 1:
+                own.index_copy_(2, rows[0], new.transpose(1, 2))
+            else:
+                own.transpose(1, 2)[torch.arange(len(own), device=rows.device)[:, None], rows] = new
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hkv, rows, D]."""
+        heads = slice(layer * self._kv_heads, (layer + 1) * self._kv_heads)
+        return self.keys[:, heads], self.values[:, heads]
+
+    def at(self, rows: Tensor, visible: int) -> Self:
+        """The same memory for a forward pass that writes rows LongTensor[B, N] and reads the first `visible` ones."""
+        view = copy(self)
+        view._new_rows, view._visible = rows, visible
+        return view
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's key and value states [B, Hkv, N, D], or of fewer columns; returns those of visible rows."""
+        assert self._new_rows is not None
+        self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2), self._new_rows)
+        keys, values = (states[:, :, : self._visible] for states in self.read(layer_idx))
+        return keys[..., : key_states.shape[-1]], values[..., : value_states.shape[-1]]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Visible rows before the new tokens: as many as the longest sequence has, or more."""
+        return self._visible - (0 if self._new_rows is None else self._new_rows.shape[1])
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Rows that `update` returns, and the first of them."""
+        return self._visible, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Rows there are."""
+        return self.keys.shape[2]
+
+    def __len__(self) -> int:
+        return self.keys.shape[1] // self._kv_heads

@@ -1,0 +1,115 @@
+"""One step of decoding a batch, as a function of its state alone.
+
+    draft a tree level by level -> target forward on all its nodes -> verify -> compact both caches -> commit
+
+Everything that a step reads or writes besides its own intermediate tensors lies in a `Workspace`, and on a GPU it asks
+the host nothing: run again, it does the next step. So it can be captured as a CUDA graph and replayed.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.cache_compaction import compact_cache
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.verification import Verified, verify_tree
+from heavypath.speculative.caches import KeyValueCache
+from heavypath.speculative.drafting import Drafted, Lap, Shape, draft_tree, root_alone
+from heavypath.speculative.drafts import Cache, Draft
+from heavypath.speculative.forward import Forward, TreeMask
+from heavypath.speculative.growing import Growth, grow_tree
+from heavypath.speculative.methods import Method
+from heavypath.speculative.processing import Processing
+from heavypath.speculative.sequences import Sequences
+from heavypath.speculative.statistics import tally
+
+
+class Stepped(NamedTuple):
+    """What a step did: the trees, the target's logits [B, N, V] after their nodes, and what was accepted of them."""
+
+    drafted: Drafted
+    logits: Tensor
+    verified: Verified
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What a step does with any batch.
+
+    tree: of fixed shape, or how trees grow; branching: the most children of a node of the whole tree, of which this may
+    be the top. verify: `method` of `verify_tree`. value_temperature: as `grow_tree`'s.
+    """
+
+    target: Forward
+    draft: Draft | None
+    method: Method
+    tree: Shape | Growth
+    branching: int
+    verify: str
+    filters: Filters
+    draft_filters: Filters
+    value_temperature: float
+    processing: Processing | None
+
+    def __call__(
+        self, state: Sequences, target_cache: KeyValueCache, draft_cache: Cache | None, visible: int, lap: Lap
+    ) -> Stepped:
+        """Do it. visible: cache rows that hold the longest prefix, or more."""
+        drafted = self._drafted(state, draft_cache, visible, lap)
+        lengths, nodes = state.lengths, drafted.tokens.shape[1]
+        mask = TreeMask(prefix_length=lengths, rows=visible + nodes, subtree_end=drafted.subtree_end)
+        rows = lengths[:, None] + torch.arange(nodes, device=lengths.device)
+        positions = lengths[:, None] + drafted.depths
+        logits = self.target(drafted.tokens.clamp(min=0), positions, rows, target_cache, mask)
+        lap("target")
+        if self.processing is not None:
+            logits = self.processing(logits, drafted, state)
+        verified = verify_tree(
+            drafted.tokens,
+            drafted.parents,
+            logits,
+            drafted.logits,
+            method=self.verify,
+            ranks=drafted.ranks,
+            max_depth=min(self.depth, nodes - 1),
+            **self.filters._asdict(),
+            **{f"draft_{name}": value for name, value in self.draft_filters._asdict().items()},
+            seed=state.seed,
+            rows=drafted.rows,
+        )
+        lap("verification")
+        if draft_cache is not None and nodes > 1:
+            path, length = verified.path, verified.length
+            compact_cache([target_cache.keys], [target_cache.values], path, length, lengths)
+            rows = drafted.draft_rows.expand_as(drafted.tokens).gather(1, path.clamp(min=0))
+            compact_cache([draft_cache.keys], [draft_cache.values], rows, length, lengths)
+        tally(state.counts, drafted, verified, state.left > 0, self.branching)
+        state.commit(drafted.tokens, verified)
+        lap("compaction")
+        return Stepped(drafted, logits, verified)
+
+    @property
+    def depth(self) -> int:
+        """Levels of the tree."""
+        return self.tree.depth if isinstance(self.tree, Growth) else len(self.tree.levels)
+
+    def _drafted(self, state: Sequences, cache: Cache | None, visible: int, lap: Lap) -> Drafted:
+        """The tree that each sequence drafts.
+
+        Noise rows are (sequence, root position, node), never used twice. A race keys its noise by (sequence, the node's
+        own position), so that it does not depend on the tree.
+        """
+        first_row = state.noise | (state.lengths << 12)
+        if isinstance(self.tree, Growth):
+            assert self.draft is not None
+            options = self.draft_filters, self.value_temperature, lap
+            return grow_tree(self.draft, cache, self.tree, state, visible, first_row, *options)
+        rows = first_row[:, None] + (self.tree.depths << 12 if self.verify == "race" else self.tree.kept)
+        if self.draft is None or not self.tree.levels:
+            return root_alone(state, rows, self.tree)
+        return draft_tree(
+            self.draft, cache, self.tree, state, visible, rows,
+            self.method.draw, self.method.fill, self.draft_filters, lap,
+        )  # fmt: skip

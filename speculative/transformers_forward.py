@@ -1,0 +1,157 @@
+"""Any causal language model of transformers, called on tree nodes by its own forward pass.
+
+    model(tokens, position_ids=prefix + depths, past_key_values=KeyValueCache.at(rows, ...), attention_mask=4-D)
+
+With attn_implementation "sdpa" or "eager" the mask is what every node sees; with "heavypath" our attention gets it as
+an argument of the call. Whether a model does with all that what it should is not to be read off its type, so it is
+tried, once: on a small tree it must give the logits that it gives each of the tree's paths as a text.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from heavypath.speculative.caches import KeyValueCache
+from heavypath.speculative.forward import Forward, TreeMask
+from heavypath.speculative.huggingface import NAME
+from heavypath.speculative.llama import MODEL_TYPES, LlamaForward
+
+_ATTENTION = ("sdpa", "eager", NAME)
+_TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}  # of the logits' standard deviation; 0.003 for wider types
+
+
+def forward_of(model: PreTrainedModel, name: str, layers: int | None = None) -> Forward:
+    """How a model is called on tree nodes: on its own modules if it is near to Llama, else by transformers.
+
+    name: of the model, in messages; layers: how many to go through, for an early exit (default: all).
+
+    Raises TypeError for something that is no causal language model, ValueError for one that cannot be decoded by trees.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind in MODEL_TYPES:
+        return LlamaForward(model, name, layers)
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"{name} must be a transformers causal language model, got {type(model).__name__!r}")
+    if layers is not None:
+        raise ValueError(f"an early exit needs a target of type {', '.join(MODEL_TYPES)}; got {kind!r}")
+    return TransformersForward(model, name)
+
+
+class TransformersForward(Forward):
+    """A transformers causal language model, by its own forward pass.
+
+    Raises TypeError for a model without a language-model head, or with an encoder; ValueError for one that keeps a
+    state besides keys and values, for attention that takes no mask of nodes, and for whatever else makes a small tree's
+    logits differ from those of its paths.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str = "model"):
+        if model.config.is_encoder_decoder:
+            raise TypeError(f"{name} must be a decoder alone, got an encoder and decoder: {type(model).__name__}")
+        super().__init__(model, name)
+        self._text_config: Any = model.config.get_text_config(decoder=True)
+        kinds = {*(getattr(self._text_config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+        if kinds or getattr(model, "_is_stateful", False):
+            what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
+            raise ValueError(f"{name} must have full or sliding attention alone, got {self._kind} with {what}")
+        self._attention: str = self._text_config._attn_implementation
+        if self._attention not in _ATTENTION:
+            raise ValueError(
+                f"{name} has attn_implementation={self._attention!r}, which takes no tree; "
+                f'call {name}.set_attn_implementation("sdpa"), or "eager", or "{NAME}"'
+            )
+        self._probe()
+
+    @property
+    def _kind(self) -> str:
+        return repr(self._model.config.model_type)
+
+    def new_cache(self, batch: int, rows: int) -> KeyValueCache:
+        """An empty cache of `rows` rows for `batch` sequences."""
+        heads, columns = self._shape
+        return KeyValueCache(batch, self.layers, heads, rows, columns, self._embed.weight)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
+        """fp32 logits [B, N, V] after each token, see `Forward`."""
+        return self._model(**self._arguments(tokens, positions, rows, cache, mask)).logits.float()
+
+    def hidden(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
+        """What the last layer makes of each token, [B, N, hidden]."""
+        return self._model.base_model(**self._arguments(tokens, positions, rows, cache, mask))[0]
+
+    def _arguments(
+        self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask
+    ) -> dict[str, Any]:
+        if self._text_config._attn_implementation != self._attention:
+            given = f"from {self._attention!r} to {self._text_config._attn_implementation!r}"
+            raise ValueError(f"{self.name}'s attn_implementation went {given}; make a new decoder for that")
+        arguments = {"input_ids": tokens, "position_ids": positions, "use_cache": True}
+        arguments["past_key_values"] = cache.at(rows, mask.rows)
+        if self._attention == NAME:  # any mask of four dimensions keeps transformers from making one
+            none = tokens[:, None, None, :1]
+            return arguments | {"attention_mask": none, "tree_attend": mask.attention(self.dtype)}
+        return arguments | {"attention_mask": mask.bias(self.dtype).expand(len(tokens), -1, -1, -1)}
+
+    @torch.no_grad()
+    def _probe(self) -> None:
+        """Run a small tree behind two prefixes of different lengths, and each of its paths as a text."""
+        try:
+            gap = self._gap()
+        except Exception as error:
+            raise ValueError(
+                f"{self.name} of type {self._kind} cannot be decoded by trees with attn_implementation="
+                f"{self._attention!r}: {error or type(error).__name__}"
+            ) from error
+        limit = _TOLERANCE.get(self.dtype, 3e-3)
+        if not gap <= limit:
+            raise ValueError(
+                f"{self.name} of type {self._kind} cannot be decoded by trees with attn_implementation="
+                f"{self._attention!r}: a tree's logits differ from those of its paths by {gap:.2g} standard "
+                f"deviations, expected at most {limit}; its attention must take a 4-D mask, position_ids and a cache"
+            )
+
+    def _gap(self) -> float:
+        """How far the logits of tree and texts are apart, in their standard deviations."""
+        noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
+        prefix, nodes = torch.randint(self.vocab_size, (2, 11), generator=noise).to(self.device).split([3, 8], 1)
+        lengths, depths, ends, paths = (  # a chain of six nodes, and two more below its root: in rows far behind it
+            torch.tensor(numbers, device=self.device)
+            for numbers in ([3, 2], [0, 1, 2, 3, 4, 5, 1, 2], [8, 6, 6, 6, 6, 6, 8, 8], [[0, 1, 2], [0, 6, 7]])
+        )
+        places = (lengths[:, None, None] + torch.arange(3, device=self.device)).expand(2, 2, 3)
+        texts = torch.cat([prefix, nodes[:, :3]], 1)[:, None].repeat(1, 2, 1).scatter_(2, places, nodes[:, paths])
+        seen = _Seen()
+        expected = self._model(input_ids=texts.flatten(0, 1), past_key_values=seen, use_cache=True).logits.float()
+        expected = expected.view(2, 2, 6, -1).gather(2, places[..., None].expand(-1, -1, -1, expected.shape[-1]))
+
+        if [*seen.shapes] != [*range(len(seen.shapes))] or not seen.shapes:
+            raise ValueError(f"its layers with keys and values are {[*seen.shapes]}, expected all")
+        heads, columns = zip(*(shape for pair in seen.shapes.values() for shape in pair), strict=True)
+        if len({*heads}) > 1:
+            raise ValueError(f"its layers have keys and values of several numbers of heads: {sorted({*heads})}")
+        self.layers, self._shape = len(seen.shapes), (heads[0], max(columns))
+        cache = self.new_cache(2, 11)
+        self.prefill(prefix, cache)
+        rows = lengths[:, None] + torch.arange(8, device=self.device)
+        mask = TreeMask(prefix_length=lengths, rows=11, subtree_end=ends)
+        logits = self(nodes, lengths[:, None] + depths, rows, cache, mask)
+        if logits.shape != (2, 8, self.vocab_size):
+            raise ValueError(f"expected logits {[2, 8, self.vocab_size]} from its vocabulary, got {[*logits.shape]}")
+        distance = (logits[:, paths] - expected).square().mean(-1).sqrt()
+        return float((distance / expected.std(-1)).max())
+
+
+class _Seen(Cache):
+    """A cache that forgets: it returns new keys and values, and notes their heads and columns in each layer."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.shapes: dict[int, list[tuple[int, int]]] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.shapes[layer_idx] = [(states.shape[1], states.shape[3]) for states in (key_states, value_states)]
+        return key_states, value_states

@@ -1,0 +1,237 @@
+"""A step can be a CUDA graph: it asks the host nothing, and done over again by rote it does the next step.
+
+What CUDA does is played here without a GPU. `Tape` stands for a graph: it notes each operation and kernel launch of a
+step with its arguments, and replays them without running any of our Python. The same decoder under real graphs is a
+test below, for machines that have a GPU.
+"""
+
+import importlib
+from contextlib import contextmanager
+
+import pytest
+import torch
+from test_decoder import tiny_llama
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
+from heavypath.speculative.drafting import tree_shape
+from heavypath.speculative.drafts import LookupDraft, ModelDraft
+from heavypath.speculative.growing import Growth
+from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.processing import Processing
+from heavypath.speculative.sequences import Sequences
+from heavypath.speculative.snapshots import Snapshots
+from heavypath.speculative.step import Step
+
+KERNELS = ("sampling", "verification", "tree_attention", "ordering", "cache_compaction")
+HOST = ("drafting", "growing", "decoding", "decoder")
+PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
+PADDING = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+
+
+class Tape(TorchDispatchMode):
+    """A CUDA graph's part: operations on tensors and kernel launches, to be done again on the same memory.
+
+    CUDA only notes what it captures; a tape does it, too, and so has nothing to do when it is first replayed.
+    """
+
+    replays = 0
+
+    def __init__(self):
+        super().__init__()
+        self.notes, self.within, self.done = [], False, True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        within, self.within = self.within, True
+        out = function(*args, **(kwargs or {}))
+        self.within = within
+        self.notes.append((function, args, kwargs or {}, out))
+        return out
+
+    def launch(self, executor, *args, **kwargs):
+        with _disable_current_modes():
+            launched(executor, *args, **kwargs)
+        if not self.within:  # an operation of our own, which is noted itself
+            self.notes.append((launched, (executor, *args), kwargs, None))
+
+    def replay(self):
+        if self.done:
+            self.done = False
+            return
+        Tape.replays += 1
+        for function, args, kwargs, before in self.notes:
+            after = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    assert old.shape == new.shape, f"{function} gives another shape: {args}"
+                    old.copy_(new)
+
+
+launched = GridExecutor.__call__
+
+
+@contextmanager
+def capture(tape, pool, capture_error_mode):
+    """`torch.cuda.graph`'s part."""
+    with pytest.MonkeyPatch.context() as patch, tape:
+        patch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: tape.launch(*args, **kwargs))
+        yield
+
+
+class Event:
+    """A CUDA event, of a device that has always done what it was given."""
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Kernels for everything, steps on tape, and a host that sees each step only after the next one."""
+
+    def apply():
+        for name in KERNELS:
+            module = importlib.import_module(f"heavypath.kernels.{name}")
+            monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor: "triton")
+        for name in HOST:
+            module = importlib.import_module(f"heavypath.speculative.{name}")
+            monkeypatch.setattr(module, "host_sees", lambda device: False)
+        for name, part in {"CUDAGraph": Tape, "graph": capture, "graph_pool_handle": object, "Event": Event}.items():
+            monkeypatch.setattr(torch.cuda, name, part)
+        monkeypatch.setattr("heavypath.kernels.cache_compaction._check_rows", lambda *rows: None)  # of CPU tensors
+        Tape.replays = 0
+
+    return apply
+
+
+slow = pytest.mark.slow
+CASES = [
+    pytest.param("autoregressive", {}, {"temperature": 0.9}, id="autoregressive"),
+    pytest.param("sequoia", {"tree": TokenTree.chain(2)}, {"repetition_penalty": 1.2}, id="greedy"),
+    pytest.param("sequoia", {"tree_size": 4}, {"temperature": 1.0}, id="sequoia", marks=slow),
+    pytest.param("specinfer", {"tree_size": 5, "width": 2}, {"temperature": 0.8}, id="specinfer", marks=slow),
+    pytest.param("spectr", {"tree_size": 3, "width": 2}, {"temperature": 0.8, "top_k": 5}, id="spectr", marks=slow),
+    pytest.param("dyspec", {"tree_size": 4, "max_depth": 2, "width": 2}, {"temperature": 1.0}, id="dyspec"),
+    pytest.param("rsd-s", {"tree_size": 5, "width": 2}, {"temperature": 1.0}, id="rsd-s", marks=slow),
+    pytest.param(
+        "ersd", {"tree_size": 3}, {"temperature": 0.7, "eos_token_id": [5, 2], "min_new_tokens": 3}, id="ersd"
+    ),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="real graphs are a test of their own")
+@pytest.mark.parametrize(("method", "shape", "sampling"), CASES)
+def test_steps_done_by_rote_write_the_same_text(method, shape, sampling, as_on_a_gpu):
+    pair = [tiny_llama(seed, layers=1, hidden_size=32, num_attention_heads=2) for seed in (1, 2)]
+    decoder = SpeculativeDecoder(*pair, method, **shape)
+    options = {"attention_mask": PADDING, "max_new_tokens": 7, "pad_token_id": 0} | sampling
+    expected = [decoder.generate(PROMPTS, seed=seed, **options) for seed in (3, -1)]
+    as_on_a_gpu()
+    decoder = SpeculativeDecoder(*pair, method, **shape)
+    for seed, alone in zip((3, -1), expected, strict=True):
+        out = decoder.generate(PROMPTS, seed=seed, **options)
+        assert torch.equal(out.sequences, alone.sequences)
+        assert torch.equal(out.stats.tokens_of, alone.stats.tokens_of)
+        assert torch.equal(out.stats.steps_of, alone.stats.steps_of)
+        assert torch.equal(out.stats.accepted, alone.stats.accepted)
+    assert Tape.replays >= 4
+    assert 0 < len(decoder._idle.graphs) < 6
+
+
+class Strict(TorchDispatchMode):
+    """Refuses whatever has to do with another device; what asks for values is refused by the meta device itself."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        seen = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+        assert all(leaf.is_meta for leaf in seen), f"{function} takes or gives tensors of the host"
+        return out
+
+
+@pytest.fixture
+def without_values(as_on_a_gpu, monkeypatch):
+    """The meta device, on which tensors have shapes alone, in the part of a GPU; kernels do nothing on it."""
+    as_on_a_gpu()
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: None)
+    for name in ("sampling", "verification", "decision"):
+        module = importlib.import_module(f"heavypath.kernels.{name}")
+        monkeypatch.setattr(module, "tickets", lambda count, device: torch.zeros(count, device=device))
+
+
+def llama_without_values(layers: int) -> LlamaForward:
+    forward = LlamaForward(tiny_llama(1, layers=layers, hidden_size=32, vocab_size=50))
+    forward._model.to("meta")
+    forward._rotary = torch.empty(2, 200, 16, device="meta").unbind()
+    return forward
+
+
+def on_meta(part):
+    """A Shape, with all that it has."""
+    if isinstance(part, torch.Tensor):
+        return part.to("meta")
+    if isinstance(part, tuple):
+        return tuple(map(on_meta, part))
+    return part if isinstance(part, int) else type(part)(**{name: on_meta(field) for name, field in vars(part).items()})
+
+
+@pytest.mark.parametrize("draft", ["model", "prompt lookup", "early exit"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("method", METHODS)
+@torch.inference_mode()
+def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values, monkeypatch):
+    target, batch = llama_without_values(2), 3
+    models = {
+        "model": lambda: ModelDraft(llama_without_values(1), 50),
+        "prompt lookup": lambda: LookupDraft(PromptLookup(), 50, target.device),
+        "early exit": lambda: ModelDraft(target, 50),
+    }
+    source = None if method == "autoregressive" else models[draft]()
+    shape = METHODS[method].shape(9)
+    filters = Filters(temperature, top_k=20, top_p=0.9)
+    verify = "greedy" if temperature == 0 else METHODS[method].verify
+    tree = shape if isinstance(shape, Growth) else on_meta(tree_shape(shape, shape.depth, torch.device("cpu")))
+    processing = Processing(1.2, 4)
+    step = Step(target, source, METHODS[method], tree, shape.branching, verify, filters, filters, 0.6, processing)
+    caches = target.new_cache(batch, 200), None if source is None else source.new_cache(batch, 200)
+    state = Sequences.room_for(batch, 20, 2, 50, shape.depth * shape.branching, target.device)
+    step(state, *caches, 160, lambda phase: None)  # as before a capture, which fills tables
+    monkeypatch.setattr(torch, "tensor", None)  # which would copy numbers of the host, unseen by Strict
+    with Strict():
+        step(state, *caches, 160, lambda phase: None)
+
+
+def test_a_late_snapshot_is_one_step_old(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    counter = torch.zeros(2)
+    late, prompt = Snapshots(counter, late=True), Snapshots(counter, late=False)
+    for step in range(5):
+        counter += 1
+        (now,), slots = prompt.take(step)
+        assert (now.tolist(), slots) == ([step + 1] * 2, step)
+        seen = late.take(step)
+        assert (seen is None) == (step == 0)
+        if seen is not None:
+            assert (seen[0][0].tolist(), seen[1]) == ([step] * 2, step - 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.8, "repetition_penalty": 1.1}])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_graph_writes_the_text_of_the_eager_step(method, sampling, monkeypatch):
+    pair = load_demo_pair(device="cuda")[:2]
+    graphs, eager = (SpeculativeDecoder(*pair, method, cuda_graphs=on) for on in (True, False))
+    prompts = PROMPTS.cuda() + 40
+    for seed, new in ((1, 40), (2, 64), (3, 20)):
+        options = {"attention_mask": PADDING.cuda(), "seed": seed, "eos_token_id": 3, **sampling}
+        a, b = (decoder.generate(prompts, new, **options) for decoder in (graphs, eager))
+        assert torch.equal(a.sequences, b.sequences)
+        assert torch.equal(a.stats.steps_of, b.stats.steps_of)
+        assert torch.equal(a.stats.accepted, b.stats.accepted)
+    assert len(graphs._idle.graphs) >= 1
