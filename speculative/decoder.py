@@ -62,7 +62,7 @@ class Generation:
 class SpeculativeDecoder:
     """Generates a target model's own text, through trees that a draft model proposes.
 
-    target: a transformers model (Llama, Mistral, Qwen2, Qwen3) in eval mode.
+    target: a causal language model of transformers, in eval mode.
     draft: another with its vocabulary, on its device; or `PromptLookup()`, or `EarlyExit(layers)`, which need none; may
         be None for method "autoregressive".
     method: one of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,

@@ -57,7 +57,7 @@ def decode(
             continue
         (numbers, *output), slots = seen
         table = numbers[:, :slots].tolist()
-        longest, most = 0, 0
+        longest, most = max(table[LENGTHS]), 0
         for slot, member in enumerate(table[MEMBER]):
             if member in ended:
                 continue
@@ -76,7 +76,7 @@ def decode(
             if left == 0:
                 ended[member] = produced, table[STEPS][slot], table[NODES][slot]
             else:
-                longest, most = max(longest, length), max(most, left)
+                most = max(most, left)
             if streamer is not None:
                 streamer.put(output[0][0, streamed:produced].clone())
                 streamed = produced

@@ -84,6 +84,8 @@ class Forward(ABC):
         self.name = name
         self.config: Any = model.config
         self.vocab_size: int = config.vocab_size
+        if getattr(config, "max_position_embeddings", None) is None:
+            raise ValueError(f"{name}'s config has no max_position_embeddings; set it to those of its longest text")
         self.max_positions: int = config.max_position_embeddings
         kinds = getattr(config, "layer_types", None)
         windowed = kinds is None or "sliding_attention" in kinds

@@ -80,6 +80,8 @@ def attention_forward(
     tree_prefix_length: int or LongTensor[B], the cache rows before the tree. The default is right for every cache of
                         transformers; one that stores each sequence's tree behind its own prefix must say where.
 
+    tree_attend:        instead of them all, what does the attention: a function of query, key, value and scaling
+
     That call's position_ids [B, N] must be prefix + depths, where left padding does not count as prefix: without them
     transformers numbers the nodes one after the other. Its attention_mask, if any, has a column for each row of the
     cache and each node.

@@ -18,7 +18,7 @@ from toy_language import ToyLanguage, decode
 
 from heavypath.kernels import k_seq, residual, sampling, verification
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import SpeculativeDecoder, TokenTree, decoder, drafting
+from heavypath.speculative import SpeculativeDecoder, TokenTree, decoder, drafting, sequences, step, workspace
 
 
 def mutated(module: ModuleType, original: str, replacement: str) -> ModuleType:
@@ -121,26 +121,31 @@ def test_accepting_at_equality_is_found():
     assert copy.residual_chain(*impossible)[0].tolist() == [0]
 
 
-@pytest.mark.parametrize(("original", "replacement"), [
-    ("(name | (lengths << 12))[:, None] | shape.kept", "name[:, None] | shape.kept"),  # the same noise in every step
-    ("[:, None] | shape.kept", "[:, None] | 0 * shape.kept"),  # shared by all nodes
-    ("compact_cache([target_cache.keys]", "(lambda *_: None)([target_cache.keys]"),  # rows stay
-    ("lengths[:, None] + drafted.depths,\n", "lengths[:, None] + 0 * drafted.depths,\n"),  # the target's positions
+@pytest.mark.parametrize(("module", "original", "replacement"), [
+    (step, "first_row = state.noise | (state.lengths << 12)", "first_row = state.noise"),  # alike in every step
+    (step, "else self.tree.kept)", "else 0 * self.tree.kept)"),  # shared by all nodes
+    (step, "compact_cache([target_cache.keys]", "(lambda *_: None)([target_cache.keys]"),  # rows stay
+    (step, "lengths[:, None] + drafted.depths\n", "lengths[:, None] + 0 * drafted.depths\n"),  # the target's positions
+    (sequences, ".roll(-1, 1).scatter_(1, last,", ".scatter_(1, last,"),  # the bonus token in the last accepted's place
+    (sequences, "self.root.copy_(after.clamp(min=0))", "self.root.copy_(emitted[:, 0])"),
 ])  # fmt: skip
-def test_a_bug_of_the_decoder_is_found(original, replacement):
+def test_a_bug_of_the_decoder_is_found(module, original, replacement, monkeypatch):
     from test_decoder import exact_law, tiny_llama
 
     target, draft = tiny_llama(1), tiny_llama(2, layers=1)
     prompt, length = torch.tensor([3, 1, 4]), 5
     law = exact_law(target, prompt, Filters(), length)
 
-    def p_value(cls):
-        decoding = cls(target, draft, "rsd-c", tree=TokenTree.k_ary(3, 2))
+    def p_value():
+        decoding = SpeculativeDecoder(target, draft, "rsd-c", tree=TokenTree.k_ary(3, 2))
         out = decoding.generate(prompt.expand(20_000, -1), max_new_tokens=length, temperature=1.0, seed=3)
         return chi_square_p_value(joint_counts(out.sequences[:, 3:], 7), law)
 
-    assert p_value(SpeculativeDecoder) > SIGNIFICANCE
-    assert p_value(mutated(decoder, original, replacement).SpeculativeDecoder) < SIGNIFICANCE
+    assert p_value() > SIGNIFICANCE
+    copy = mutated(module, original, replacement)
+    monkeypatch.setattr(decoder, "Step", getattr(copy, "Step", decoder.Step))
+    monkeypatch.setattr(workspace, "Sequences", getattr(copy, "Sequences", workspace.Sequences))
+    assert p_value() < SIGNIFICANCE
 
 
 def test_a_gap_in_the_drafts_cache_is_found(monkeypatch):
@@ -153,5 +158,5 @@ def test_a_gap_in_the_drafts_cache_is_found(monkeypatch):
 
     assert acceptance() == [1.0]
     copy = mutated(drafting, "[sequences.previous, sequences.root]", "[sequences.root, sequences.root]")
-    monkeypatch.setattr(decoder, "draft_tree", copy.draft_tree)
+    monkeypatch.setattr(step, "draft_tree", copy.draft_tree)
     assert acceptance() < [1.0]
