@@ -57,11 +57,24 @@ class KeyValueCache(RowCache, Cache):
         self._kv_heads = kv_heads
         self._new_rows: Tensor | None = None
         self._visible = rows
+        self._by_layer = self._split()
+
+    def _split(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [B, Hkv, rows, D] of each layer."""
+        heads = [slice(first, first + self._kv_heads) for first in range(0, self.keys.shape[1], self._kv_heads)]
+        return [(self.keys[:, own], self.values[:, own]) for own in heads]
+
+    def first(self, slots: int) -> Self:
+        """That of the first sequences; the same memory."""
+        view = super().first(slots)
+        view._by_layer = view._split()
+        return view
 
     def write(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
         """Store key and value [B, N, Hkv, D], or of fewer columns, at cache rows LongTensor[B, N]."""
-        for cache, new in ((self.keys, key), (self.values, value)):
-            own = cache[:, layer * self._kv_heads : (layer + 1) * self._kv_heads, :, : new.shape[-1]]
+        for own, new in zip(self._by_layer[layer], (key, value), strict=True):
+            if new.shape[-1] < own.shape[-1]:
+                own = own[..., : new.shape[-1]]
             if len(own) == 1:
                 own.index_copy_(2, rows[0], new.transpose(1, 2))
             else:
@@ -69,8 +82,7 @@ class KeyValueCache(RowCache, Cache):
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, Hkv, rows, D]."""
-        heads = slice(layer * self._kv_heads, (layer + 1) * self._kv_heads)
-        return self.keys[:, heads], self.values[:, heads]
+        return self._by_layer[layer]
 
     def at(self, rows: Tensor, visible: int) -> Self:
         """The same memory for a forward pass that writes rows LongTensor[B, N] and reads the first `visible` ones."""

@@ -10,6 +10,9 @@ asks the host questions that a CUDA graph can't answer. This one is the same ari
 with keys and values written to given rows of a preallocated cache, and attention over what the caller prepared.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
@@ -19,6 +22,21 @@ from heavypath.speculative.caches import KeyValueCache
 from heavypath.speculative.forward import Forward, TreeMask, is_plain
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+FEW_ROWS = 8  # on a CPU: at most so many are multiplied in columns
+
+
+class _Layer:
+    """What a layer does, looked up once: a module takes a microsecond to find another."""
+
+    def __init__(self, layer: Any, linear: Callable[[nn.Module], Callable[[Tensor], Tensor]]):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.query, self.key, self.value = map(linear, (attention.q_proj, attention.k_proj, attention.v_proj))
+        self.query_norm, self.key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.scaling: float = attention.scaling
+        self.mix = linear(attention.o_proj)
+        self.gate, self.up, self.down = map(linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        self.act: Callable[[Tensor], Tensor] = mlp.act_fn
+        self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
 
 
 class LlamaForward(Forward):
@@ -38,18 +56,15 @@ class LlamaForward(Forward):
                 f"{name} must be a transformers causal language model of type {', '.join(MODEL_TYPES)}; got {kind!r}"
             )
         super().__init__(model, name)
-        self._layers = list(model.model.layers)
-        if layers is not None:
-            if not 1 <= layers < len(self._layers):
-                raise ValueError(f"an early exit must leave 1 .. {len(self._layers) - 1} layers, got {layers}")
-            self._layers = self._layers[:layers]
+        every = list(model.model.layers)
+        if layers is not None and not 1 <= layers < len(every):
+            raise ValueError(f"an early exit must leave 1 .. {len(every) - 1} layers, got {layers}")
+        self._layers = [_Layer(layer, self._linear) for layer in every[:layers]]
         self.layers = len(self._layers)
-        self._norm = model.model.norm
-        self._head_dim: int = self._layers[0].self_attn.head_dim
+        self._norm, self._head = model.model.norm, self._linear(model.lm_head)
+        self._head_dim: int = every[0].self_attn.head_dim
         self._kv_heads: int = self.config.num_key_value_heads
         self._rotary = self._rotary_tables(1)
-        from_memory = sum(weight.numel() for _, weight in self.weights()) > 1 << 20  # more than fits a core's cache
-        self._few_rows = 8 if from_memory and self.device.type == "cpu" and self.dtype == torch.float32 else 0
 
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
         """An empty cache of `rows` rows for `batch` sequences; positions below `rows` can be used with it."""
@@ -62,7 +77,7 @@ class LlamaForward(Forward):
     def __call__(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
         """fp32 logits [B, N, V] after each token, see `Forward`."""
         hidden = self.hidden(tokens, positions, rows, cache, mask)
-        return self._linear(self._model.lm_head, _normed(self._norm, hidden)).float()
+        return self._head(_normed(self._norm, hidden)).float()
 
     def hidden(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
         """What the last layer makes of each token, [B, N, hidden], before the final norm."""
@@ -72,39 +87,26 @@ class LlamaForward(Forward):
 
         hidden = self._embed(tokens)  # [B, N, hidden]
         for index, layer in enumerate(self._layers):
-            attention = layer.self_attn
-            normed = _normed(layer.input_layernorm, hidden)
+            normed = _normed(layer.norm, hidden)
             query, key, value = (
-                self._linear(project, normed).view(batch, nodes, -1, self._head_dim)
-                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+                project(normed).view(batch, nodes, -1, self._head_dim)
+                for project in (layer.query, layer.key, layer.value)
             )
-            if self.config.model_type == "qwen3":
-                query, key = _normed(attention.q_norm, query), _normed(attention.k_norm, key)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                query, key = _normed(layer.query_norm, query), _normed(layer.key_norm, key)
             cache.write(index, _rotated(key, cos, sin), value, rows)
-            mixed = attend(_rotated(query, cos, sin).transpose(1, 2), *cache.read(index), attention.scaling)
-            hidden = hidden + self._linear(attention.o_proj, mixed.transpose(1, 2).reshape(batch, nodes, -1))
-            mlp = layer.mlp
-            normed = _normed(layer.post_attention_layernorm, hidden)
-            gate, up = (self._linear(project, normed) for project in (mlp.gate_proj, mlp.up_proj))
-            hidden = hidden + self._linear(mlp.down_proj, mlp.act_fn(gate) * up)
+            mixed = attend(_rotated(query, cos, sin).transpose(1, 2), *cache.read(index), layer.scaling)
+            hidden = hidden + layer.mix(mixed.transpose(1, 2).reshape(batch, nodes, -1))
+            normed = _normed(layer.mlp_norm, hidden)
+            hidden = hidden + layer.down(layer.act(layer.gate(normed)) * layer.up(normed))
         return hidden
 
-    def _linear(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        """module(hidden) for hidden [B, N, K].
-
-        On a CPU the matrix product for 2 to 8 rows is faster as weight @ rows.T than as rows @ weight.T, by 1.4 to 3
-        times at a million weights, and one row is faster as two; larger matrices are read at full speed either way.
-        """
-        rows = hidden.shape[0] * hidden.shape[1]
-        if rows > self._few_rows or type(module) is not nn.Linear or module.weight.numel() > 1 << 21:
-            return module(hidden)
-        if not is_plain(module.weight):  # torchao quantises the weight, not the module
-            return module(hidden)
-        flat = hidden.reshape(rows, -1)
-        product = torch.mm(module.weight, (flat if rows > 1 else flat.repeat(2, 1)).t()).t()[:rows].contiguous()
-        if module.bias is not None:
-            product += module.bias
-        return product.view(*hidden.shape[:-1], -1)
+    def _linear(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        """A function that does what a linear layer does to [B, N, K]."""
+        from_memory = sum(weight.numel() for _, weight in self.weights()) > 1 << 20  # more than fits a core's cache
+        plain = type(module) is nn.Linear and is_plain(module.weight)  # torchao quantises the weight, not the module
+        on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
+        return _Columns(module) if from_memory and on_cpu and plain and module.weight.numel() <= 1 << 21 else module
 
     @torch.inference_mode()
     def _rotary_tables(self, positions: int) -> tuple[Tensor, Tensor]:
@@ -112,6 +114,28 @@ class LlamaForward(Forward):
         cos, sin = self._model.model.rotary_emb(self._embed.weight, torch.arange(positions, device=self.device)[None])
         half = self._head_dim // 2
         return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+
+
+class _Columns:
+    """A linear layer for few rows on a CPU.
+
+    There the matrix product for 2 to 8 rows is faster as weight @ rows.T than as rows @ weight.T, by 1.4 to 3 times at
+    a million weights, and one row is faster as two; larger matrices are read at full speed either way.
+    """
+
+    def __init__(self, module: nn.Linear):
+        self._module = module
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        batch, nodes, width = hidden.shape
+        rows = batch * nodes
+        if rows > FEW_ROWS:
+            return self._module(hidden)
+        flat = hidden.reshape(rows, width).contiguous() if rows > 1 else hidden[0].repeat(2, 1)
+        product = torch.mm(self._module.weight, flat.t()).t()[:rows]
+        if self._module.bias is not None:
+            product = product + self._module.bias
+        return product.view(batch, nodes, -1)
 
 
 def _normed(norm: nn.Module, hidden: Tensor) -> Tensor:

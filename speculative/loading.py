@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import load_demo_pair
 from heavypath.speculative.drafts import EarlyExit, PromptLookup
-from heavypath.speculative.llama import MODEL_TYPES
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -99,14 +99,11 @@ def find_folder(role: str, name: str) -> Path:
 
 def _check_type(role: str, folder: Path) -> None:
     try:
-        model_type = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
+        kind = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
     except Exception as error:
         raise ValueError(f"cannot read the {role}'s config in {str(folder)!r}: {error}") from error
-    if model_type not in MODEL_TYPES:
-        raise TypeError(
-            f"the {role} in {str(folder)!r} is of type {model_type!r}; "
-            f"expected a causal language model of type {', '.join(MODEL_TYPES)}"
-        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise TypeError(f"the {role} in {str(folder)!r} is of type {kind!r}; expected a causal language model")
 
 
 def _load_tokenizer(role: str, folder: Path) -> PreTrainedTokenizerBase:

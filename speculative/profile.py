@@ -212,8 +212,8 @@ def describe(model: PreTrainedModel | PromptLookup | EarlyExit) -> str:
     if isinstance(model, (PromptLookup, EarlyExit)):
         return repr(model)
     parameters = sum(weight.numel() for weight in model.parameters())
-    config = model.config
-    return f"{config.model_type}, {config.num_hidden_layers} layers, {parameters} parameters"
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return f"{model.config.model_type}, {layers} layers, {parameters} parameters"
 
 
 def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float], level: float) -> Plan:

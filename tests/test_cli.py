@@ -17,8 +17,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -74,7 +72,6 @@ def folders(tmp_path_factory):
     model.save_pretrained(root / "nan weights")
     save_llama(root / "half the layers")
     LlamaConfig.from_pretrained(root / "target", num_hidden_layers=2).save_pretrained(root / "half the layers")
-    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=7)).save_pretrained(root / "gpt2")
     t5 = T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=7)
     T5ForConditionalGeneration(t5).save_pretrained(root / "t5")
     (root / "empty").mkdir()
@@ -272,8 +269,7 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
         ("no/such/folder", "draft", "the target 'no/such/folder' is neither a folder"),
         ("target", "missing", "the draft 'missing' is neither a folder"),
         ("empty", "draft", "the target folder 'empty' has no config.json"),
-        ("gpt2", "draft", "the target in 'gpt2' is of type 'gpt2'; expected a causal language model of type llama, "),
-        ("t5", "draft", "the target in 't5' is of type 't5'; expected a causal language model of type llama, "),
+        ("t5", "draft", "the target in 't5' is of type 't5'; expected a causal language model"),
         ("target", "more words", "share one vocabulary, got .* 7 and 8 tokens; .* token 7, None and 'seven'"),
         ("target", "other words", "share one vocabulary, got .* 7 and 7 tokens; .* token 5, 'five' and 'cinq'"),
         ("no weights", "draft", "cannot load the target from 'no weights': .* model.safetensors"),

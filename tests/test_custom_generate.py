@@ -291,6 +291,7 @@ def test_threads_write_the_texts_that_they_write_alone(decoders, tiny_pair):
     assert [written.get(number) for number in range(len(jobs))] == expected
 
 
+@torch.inference_mode()
 def test_a_cache_keeps_the_positions_that_it_was_made_for(tiny_pair):
     """Whatever another thread's shorter text makes of the model's tables meanwhile."""
     forward = LlamaForward(tiny_pair[0])

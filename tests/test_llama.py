@@ -18,6 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from heavypath.speculative import llama
 from heavypath.speculative.forward import TreeMask
 from heavypath.speculative.llama import LlamaForward
 from heavypath.speculative.tree import TokenTree
@@ -52,13 +53,14 @@ def sharpened(model):
     return model.eval()
 
 
-@pytest.mark.parametrize("few_rows", [0, 1000])
+@pytest.mark.parametrize("few_rows", [0, 1000])  # both ways to multiply by a weight
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_logits_of_prompts_then_trees_are_those_of_transformers(name, few_rows):
+def test_logits_of_prompts_then_trees_are_those_of_transformers(name, few_rows, monkeypatch):
+    monkeypatch.setattr(llama, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(LlamaForward, "_linear", lambda self, module: llama._Columns(module))
     model = sharpened(MODELS[name]())
     forward = LlamaForward(model)
-    forward._few_rows = few_rows  # both ways to multiply by a weight
     prompts, prefix = torch.randint(0, 61, (2, 9)), 9
     cache = forward.new_cache(2, 20)
     rows = torch.arange(9).expand(2, -1)
