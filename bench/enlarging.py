@@ -50,7 +50,7 @@ def enlarged(
     "Nothing" is random numbers times SILENT, and all that is read by it, or reads it, is random: no weight is zero.
     The weights are made on the device. Raises ValueError for widths that are too small or not multiples.
     """
-    small = model.config
+    small: Any = model.config
     least = small.num_hidden_layers, small.hidden_size + 1, small.num_attention_heads, small.intermediate_size
     if any(have < need for have, need in zip((*widths, vocabulary), (*least, small.vocab_size), strict=True)):
         raise ValueError(

@@ -323,12 +323,13 @@ class SpeculativeDecoder:
         )
         with self._workspace(size, draft) as workspace:
             stats.cache_bytes = workspace.cache_bytes
-            state, caches = workspace.state, (workspace.target_cache, workspace.draft_cache)
             given = request.prompt, request.lengths, request.max_new_tokens, request.stops
-            state.begin(*given, request.sequence_ids, request.seed)
-            for model, cache in zip((self._target, draft), caches, strict=True):
-                if model is not None and cache is not None and width > 1:
-                    model.prefill(request.prompt[:, :-1], cache.first(batch))  # the last token is the first root
+            workspace.state.begin(*given, request.sequence_ids, request.seed)
+            if width > 1:
+                before_roots = request.prompt[:, :-1]
+                self._target.prefill(before_roots, workspace.target_cache.first(batch))
+                if draft is not None and workspace.draft_cache is not None:
+                    draft.prefill(before_roots, workspace.draft_cache.first(batch))
             stats.lap("prefill")
             step_for = partial(self._step, request, tree, draft, draft_filters)
             run = partial(self._run, workspace, slots, stats)

@@ -171,7 +171,7 @@ def visible_rows(
     if not plain:
         more |= {"use_vmap": use_vmap, "config": config, "device": device, "allow_is_causal_skip": False}
         place = batch_size, q_length, kv_length, q_offset, kv_offset
-        return sdpa_mask(*place, mask_function, attention_mask, local_size, **more)
+        return sdpa_mask(*place, mask_function, attention_mask, local_size, **more)  # pyright: ignore[reportArgumentType]
     window = local_size if local_size is not None and kv_length > local_size else None
     if first is None and window is None and isinstance(q_offset, int) and kv_offset + kv_length == end:
         return None

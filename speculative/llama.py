@@ -104,9 +104,11 @@ class LlamaForward(Forward):
     def _linear(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """A function that does what a linear layer does to [B, N, K]."""
         from_memory = sum(weight.numel() for _, weight in self.weights()) > 1 << 20  # more than fits a core's cache
-        plain = type(module) is nn.Linear and is_plain(module.weight)  # torchao quantises the weight, not the module
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
-        return _Columns(module) if from_memory and on_cpu and plain and module.weight.numel() <= 1 << 21 else module
+        if not (from_memory and on_cpu and isinstance(module, nn.Linear) and type(module) is nn.Linear):
+            return module
+        plain = is_plain(module.weight)  # torchao quantises the weight, not the module
+        return _Columns(module) if plain and module.weight.numel() <= 1 << 21 else module
 
     @torch.inference_mode()
     def _rotary_tables(self, positions: int) -> tuple[Tensor, Tensor]:

@@ -104,10 +104,11 @@ class Step:
         first_row = state.noise | (state.lengths << 12)
         if isinstance(self.tree, Growth):
             assert self.draft is not None
+            assert cache is not None
             options = self.draft_filters, self.value_temperature, lap
             return grow_tree(self.draft, cache, self.tree, state, visible, first_row, *options)
         rows = first_row[:, None] + (self.tree.depths << 12 if self.verify == "race" else self.tree.kept)
-        if self.draft is None or not self.tree.levels:
+        if self.draft is None or cache is None or not self.tree.levels:
             return root_alone(state, rows, self.tree)
         return draft_tree(
             self.draft, cache, self.tree, state, visible, rows,

@@ -132,7 +132,7 @@ class Recorder:
             }
             accepted = path[path >= 0].tolist()
             emitted = after.output[sequence, int(before.produced[slot]) : int(after.produced[slot])].tolist()
-            line = {"step": self._step, "sequence": sequence, "position": int(before.lengths[slot])}
+            line: dict[str, Any] = {"step": self._step, "sequence": sequence, "position": int(before.lengths[slot])}
             line |= tree | _rounded(reasons)
             line |= {"path": accepted, "length": len(accepted) - 1, "chosen": reasons.chosen}
             line |= {"next": next_token, "kind": reasons.kind, "next_target": _short(reasons.next_target)}

@@ -78,6 +78,8 @@ def tiny(family, layers=3):
     model = FAMILIES[family]().eval()
     del model.model.layers[layers:]
     model.config.num_hidden_layers = layers
+    if hasattr(model.config, "layer_types"):
+        model.config.layer_types = model.config.layer_types[:layers]
     return model
 
 
