@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in three parts of under 9 minutes each, with what is installed: no network is needed.
+# Everything that wants a GPU, in four parts of under 9 minutes each, with what is installed: no network is needed.
 #
-#   bash bench/gpu.sh OUTDIR [tests | benchmarks | decoding | all] [PYTHON]
+#   bash bench/gpu.sh OUTDIR [tests | benchmarks | decoding | large | all] [PYTHON]
 #
-# Installs this checkout without its dependencies, runs the kernels' tests, their tables, and decoding with the shipped
-# pair on the GPU, and leaves logs, JSON and plots in OUTDIR. Prints a summary of at most 60 lines last. Without a GPU it says so and runs what it can.
+# Installs this checkout without its dependencies, runs the kernels' tests, their tables, decoding with the shipped pair
+# and at the shapes of Llama-2-7B on the GPU, and leaves logs, JSON and plots in OUTDIR. Prints a summary of at most 60
+# lines for each part last. Without a GPU it says so and runs what it can.
 set -uo pipefail
-[ $# -ge 1 ] || { echo "usage: bash bench/gpu.sh OUTDIR [tests | benchmarks | decoding | all] [PYTHON]" >&2; exit 2; }
+[ $# -ge 1 ] || { echo "usage: bash bench/gpu.sh OUTDIR [tests | benchmarks | decoding | large | all] [PYTHON]" >&2; exit 2; }
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 part=${2:-all}
@@ -58,14 +59,17 @@ if wants decoding; then
     step plan 30 "$python" -m heavypath.speculative plan "$out/profile.json" --svg "$out/tree.svg"
     step decoding 300 "$python" bench/decoding.py --prompts 8 --max-new-tokens 64 --out "$out/decoding.json"
 fi
+small=(--target 8 512 16 1024 --draft 2 384 12 512 --vocabulary 1500 --new-tokens 32 --prompts 2 --batches 1)
+[ "$gpu" = 1 ] && small=()
+wants large && step large 525 "$python" bench/large.py "${small[@]}" --json "$out/large.json"
 
 echo
 echo "=== summary"
 head -1 "$out/environment.log"
 for log in tests tests-gpu; do [ -f "$out/$log.log" ] && echo "$log: $(tail -1 "$out/$log.log")"; done
 grep -h "^FAILED\|^ERROR" "$out"/tests*.log | cut -c1-140 | head -8
-for log in attention sampling verification plan decoding; do
-    [ -f "$out/$log.log" ] && grep -v "^demo" "$out/$log.log" | cut -c1-140 | head -30
+for log in attention sampling verification plan decoding large; do
+    [ -f "$out/$log.log" ] && grep -v "^demo\|^\[" "$out/$log.log" | cut -c1-140 | head -30
 done
 echo "in $SECONDS s; failed: ${failed[*]:-none}"
 [ ${#failed[@]} -eq 0 ]

@@ -1,0 +1,465 @@
+"""Decoding at the shapes of Llama-2-7B and its 68M draft, on one GPU, with the acceptance of a trained pair.
+
+    python bench/large.py [--json FILE] [--minutes 7.5] [--sizes 16 32 64] [--batches 1 4] [--bandwidth 4.3e12]
+    python bench/large.py --target 8 512 16 1024 --draft 2 384 12 512 --vocabulary 1500 --new-tokens 16 --prompts 2
+
+The second line is something for a CPU. The models are the shipped pair, enlarged without a change of what they compute
+(`enlarged`): every forward costs what it costs at these shapes, and tokens are accepted as the pair's are. Prompts of
+128 tokens of Python, 128 new ones, no end of sequence; bfloat16 on a GPU, float32 on a CPU.
+
+tok/fwd     tokens per target forward (and sequence); transformers' count their prefill
+tok/s       new tokens a second of the whole call, prefill included: median over the prompts
+x plain     that over transformers' own generate, and x assist over its assisted generation with the same draft: medians
+            of ratios, prompt by prompt in one run, and (range)
+ms/step     of decoding as it runs: (a long text's wall time - a text's of one token) / steps between; (eager: the same
+            without CUDA graphs)
+alone       ms of one step of a text, done again and again in a row; models: of just its target and draft forwards, as a
+            CUDA graph of their own, in turn with it
+rest        what is not models: of the step alone, and (at batch 1, whose steps are alike, of the step as it runs, for
+            which the host may be late). Bar: 3%
+x limit     a step as it runs over the time to read the target's weights, but its embedding, at the bandwidth of a large
+            copy, which is time per token over its limit; (of the whole call, prefill included). Bar: 1.25
+GiB         of weights, and the most that the first text of this line took besides; graph: seconds to record it
+
+Printed is the size of tree with the most tok/s of each method; the JSON has all.
+"""
+
+import argparse
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, cast
+
+import torch
+import transformers
+from bench_attention import captured, measured_roofs
+from decoding import processor
+from enlarging import LLAMA_7B, LLAMA_68M, Widths, enlarged
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+from heavypath.speculative import SpeculativeDecoder, load_demo_pair
+from heavypath.speculative.comparison import ASSISTED, PLAIN
+from heavypath.speculative.comparison import _stock as stock
+from heavypath.speculative.decoder import Generation
+from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.drafts import ModelDraft
+from heavypath.speculative.forward import Forward
+from heavypath.speculative.statistics import Statistics
+from heavypath.speculative.step import Step, Stepped
+from heavypath.speculative.workspace import Workspace
+
+METHODS = ("sequoia", "dyspec", "ersd")
+PROMPT = 128  # tokens
+OBSERVED, OBSERVED_TEXT = 4, 64  # the step that is taken apart, of a text of so many tokens
+NO_GPU = "not measured: no GPU: steps as CUDA graphs beside eager ones, GiB, seconds to record a graph"
+
+
+class Ratio(NamedTuple):
+    """Median, least and largest over the prompts."""
+
+    median: float
+    least: float
+    largest: float
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "Ratio":
+        return cls(median(numbers), min(numbers), max(numbers))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.least:.2f}-{self.largest:.2f})"
+
+
+@dataclass
+class Row:
+    """A line of the table; None is what was not measured."""
+
+    batch: int
+    temperature: float
+    method: str
+    nodes: int | None = None
+    tokens_per_forward: float | None = None
+    tokens_per_second: float | None = None
+    over_plain: Ratio | None = None
+    over_assisted: Ratio | None = None
+    step_ms: float | None = None
+    eager_step_ms: float | None = None
+    alone_ms: float | None = None
+    models_ms: float | None = None
+    rest_alone: float | None = None
+    rest: float | None = None
+    over_limit: float | None = None
+    over_limit_of_call: float | None = None
+    peak_bytes: int | None = None
+    record_seconds: float | None = None
+    first_step_seconds: float | None = None  # which compiles kernels that no line before needed
+    texts_equal_to_plain: int | None = None  # of greedy texts; in bfloat16 rounding may part them
+    failed: str | None = None
+
+    def __str__(self) -> str:
+        nodes = "" if self.nodes is None else f" {self.nodes}"
+        return f"batch {self.batch}, temperature {self.temperature:g}: {self.method}{nodes}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """What was written for a prompt, and how long that took; tokens_per_forward and step_seconds: of the batch."""
+
+    sequence: Tensor
+    new_tokens: int
+    tokens_per_forward: float
+    seconds: float
+    step_seconds: float | None = None
+
+    @property
+    def speed(self) -> float:
+        return self.new_tokens / self.seconds
+
+
+Writer = Callable[[Tensor], Text]
+
+
+class Heard:
+    """A model's forward pass that notes what it is called with."""
+
+    def __init__(self, forward: Forward, calls: list[tuple[Forward, tuple[Any, ...]]]):
+        self._forward, self._calls = forward, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)
+
+    def __call__(self, *call: Any) -> Tensor:
+        self._calls.append((self._forward, call))
+        return self._forward(*call)
+
+
+class Bench:
+    """The pair, the prompts, and how they are timed."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.begin = time.perf_counter()
+        self.given = arguments
+        self.gpu = torch.device(arguments.device).type == "cuda"
+        self.dtype: torch.dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.gpu else "float32"))
+        target, draft, tokenizer = load_demo_pair()
+        shape = arguments.vocabulary, self.dtype, arguments.device
+        self.say("making the models")
+        self.target = enlarged(target, Widths(*arguments.target), *shape)
+        self.draft = enlarged(draft, Widths(*arguments.draft), *shape)
+        count = max(arguments.batches) * arguments.prompts
+        self.prompts = torch.stack([prompt(tokenizer, number) for number in range(count)]).to(arguments.device)
+        self.weight_bytes = [sum(w.nbytes for w in model.parameters()) for model in (self.target, self.draft)]
+        self.bytes_read = self.weight_bytes[0] - self.target.model.embed_tokens.weight.nbytes
+        self.say("measuring the bandwidth")
+        self.bandwidth = arguments.bandwidth or measured_roofs(self.dtype)[0]
+        self.read_seconds = self.bytes_read / self.bandwidth
+
+    def say(self, what: object) -> None:
+        print(f"[{time.perf_counter() - self.begin:4.0f} s] {what}", file=sys.stderr, flush=True)
+
+    def late(self) -> bool:
+        return time.perf_counter() - self.begin > 60 * self.given.minutes
+
+    def clock(self) -> float:
+        if self.gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def section(self, batch: int, temperature: float) -> list[Row]:
+        """The lines of a batch size and a temperature: each on its own first, then all of them prompt by prompt."""
+        sampling = {"temperature": temperature, "top_k": None, "top_p": None}
+        prompts = self.prompts[: batch * self.given.prompts].split(batch)
+        lines = [(PLAIN, None), (ASSISTED, None)][: 2 if batch == 1 else 1]  # assisted generation refuses more
+        lines += [("autoregressive", 1), *((method, size) for method in METHODS for size in self.given.sizes)]
+        rows = [Row(batch, temperature, *line) for line in lines]
+        writers: list[tuple[Row, Writer, list[Text]]] = []
+        for row in rows:
+            if self.late():
+                row.failed = "not measured: out of time"
+                continue
+            self.say(row)
+            try:
+                writers.append((row, self.prepared(row, prompts[0], sampling), []))
+            except Exception as error:  # the other lines are still worth their time
+                row.failed = f"{type(error).__name__}: {error}"
+                self.say(row.failed)
+        for number, given in enumerate(prompts, start=1):
+            if number > 1 and self.late():
+                break
+            self.say(f"batch {batch}, temperature {temperature:g}: prompt {number} of {len(prompts)}")
+            for _, writer, texts in writers:
+                texts.append(writer(given))
+        found = {row.method: texts for row, _, texts in writers}
+        for row, _, texts in writers:
+            self.fill(row, texts, found)
+        return rows
+
+    def prepared(self, row: Row, given: Tensor, sampling: dict[str, Any]) -> Writer:
+        """What writes the texts of a line, warmed up; with all that is measured of it alone."""
+        if row.method in (PLAIN, ASSISTED):
+            write = self.stock(self.draft if row.method == ASSISTED else None, sampling)
+            row.peak_bytes = self.peak(row.method, lambda: write(given))
+            return write
+        size = None if row.method == "autoregressive" else row.nodes
+        decoder = SpeculativeDecoder(self.target, self.draft, row.method, tree_size=size)
+        write = self.speculative(decoder, sampling, self.given.new_tokens)
+        row.peak_bytes = self.peak(row.method, lambda: self.take_apart(row, decoder, given, sampling))
+        if self.gpu:
+            eager = SpeculativeDecoder(self.target, self.draft, row.method, tree_size=size, cuda_graphs=False)
+            slowly = self.speculative(eager, sampling, min(48, self.given.new_tokens))
+            seconds = [text.step_seconds or math.nan for text in (slowly(given) for _ in range(4))]
+            row.eager_step_ms = median(seconds[1:]) * 1e3
+        write(given)
+        return write
+
+    def fill(self, row: Row, own: list[Text], texts: dict[str, list[Text]]) -> None:
+        """What follows from the texts that were written side by side."""
+        row.tokens_per_forward = sum(text.tokens_per_forward for text in own) / len(own)
+        row.tokens_per_second = median(text.speed for text in own)
+        for field, name in (("over_plain", PLAIN), ("over_assisted", ASSISTED)):
+            if name in texts:
+                setattr(row, field, Ratio.of([a.speed / b.speed for a, b in zip(own, texts[name], strict=True)]))
+        if PLAIN in texts and row.temperature == 0:
+            pairs = zip(own, texts[PLAIN], strict=True)
+            row.texts_equal_to_plain = sum(torch.equal(a.sequence, b.sequence) for a, b in pairs)
+        steps = [text.step_seconds for text in own if text.step_seconds is not None]
+        if steps:
+            row.step_ms = median(steps) * 1e3
+            row.over_limit = median(steps) / self.read_seconds
+            calls = [text.seconds / text.new_tokens * row.batch * text.tokens_per_forward for text in own]
+            row.over_limit_of_call = median(calls) / self.read_seconds
+            if row.models_ms is not None and row.batch == 1:  # of more, some end sooner: steps become smaller
+                row.rest = 1 - row.models_ms / row.step_ms
+
+    def stock(self, draft: LlamaForCausalLM | None, sampling: dict[str, Any]) -> Writer:
+        """By transformers' generate."""
+        run = stock(self.target, draft, sampling, seed=0)
+
+        def write(given: Tensor) -> Text:
+            begin = self.clock()
+            sequence, forwards = run(given, self.given.new_tokens)
+            seconds = self.clock() - begin
+            new = sequence.shape[1] - given.shape[1]
+            return Text(sequence, new * len(given), new / forwards, seconds)
+
+        return write
+
+    def speculative(self, decoder: SpeculativeDecoder, sampling: dict[str, Any], new_tokens: int) -> Writer:
+        """By a decoder; and a text of one token beside each, so that the difference is of steps alone."""
+
+        def timed(given: Tensor, new_tokens: int) -> tuple[Generation, float]:
+            begin = self.clock()
+            out = decoder.generate(given, new_tokens, **sampling)
+            return out, self.clock() - begin
+
+        def write(given: Tensor) -> Text:
+            _, short = timed(given, 1)
+            out, seconds = timed(given, new_tokens)
+            further = int(out.stats.steps_of.max()) - 1
+            each = (seconds - short) / further if further else None
+            return Text(out.sequences, out.stats.new_tokens, out.stats.tokens_per_step, seconds, each)
+
+        return write
+
+    def take_apart(self, row: Row, decoder: SpeculativeDecoder, given: Tensor, sampling: dict[str, Any]) -> None:
+        """Time the steps of a text, to see what the first ones take longer, and one of them part by part."""
+        do, laps = decoder._run, []
+
+        def run(workspace: Workspace, *arguments: Any) -> Stepped:
+            if len(laps) == OBSERVED:
+                alone, models = self.parts(do, workspace, *arguments)
+                row.alone_ms, row.models_ms, row.rest_alone = alone * 1e3, models * 1e3, 1 - models / alone
+            begin = self.clock()
+            stepped = do(workspace, *arguments)
+            laps.append(self.clock() - begin)
+            return stepped
+
+        decoder._run = run  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            decoder.generate(given, OBSERVED_TEXT, **sampling)
+        finally:
+            del decoder._run
+        if self.gpu:
+            row.first_step_seconds, row.record_seconds = laps[0], laps[1] - median(laps[2:])
+
+    def parts(
+        self, do: Callable[..., Stepped], workspace: Workspace, slots: int, stats: Statistics, step: Step, *rest: Any
+    ) -> list[float]:
+        """Seconds of a step, done again and again, and of only the two models' forwards in it, in turn.
+
+        What a step changes and depends on, but for rows of the caches that it writes before it reads them, are the
+        state's numbers: with those of before, it does the same again.
+        """
+        state, numbers = workspace.state.numbers, workspace.state.numbers.clone()
+        calls: list[tuple[Forward, tuple[Any, ...]]] = []
+        do(workspace, slots, stats, listening(step, calls), *rest)
+
+        def models() -> None:
+            for forward, call in calls:
+                forward(*call)
+
+        def again(what: Callable[[], object]) -> Callable[[], object]:
+            return lambda: (state.copy_(numbers), what())
+
+        state.copy_(numbers)
+        only_models = captured(models) if self.gpu else models
+        seconds = self.in_turn(again(lambda: do(workspace, slots, stats, step, *rest)), again(only_models))
+        state.copy_(numbers)
+        return seconds
+
+    def in_turn(self, *runs: Callable[[], object]) -> list[float]:
+        """Seconds that each takes: medians of rounds."""
+        times: list[list[float]] = [[] for _ in runs]
+        repeats = 20 if self.gpu else 1
+        for _ in range(6):
+            for run, own in zip(runs, times, strict=True):
+                begin = self.clock()
+                for _ in range(repeats):
+                    run()
+                own.append((self.clock() - begin) / repeats)
+        return [median(own[1:]) for own in times]
+
+    def peak(self, method: str, run: Callable[[], object]) -> int | None:
+        """Bytes of the weights that a method needs, and the most that `run` takes besides."""
+        if not self.gpu:
+            run()
+            return None
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        weights = self.weight_bytes[:1] if method in (PLAIN, "autoregressive") else self.weight_bytes
+        return sum(weights) + torch.cuda.max_memory_allocated() - before
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "gpu": self.gpu,
+            "device": torch.cuda.get_device_name() if self.gpu else processor(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "target": Widths(*self.given.target)._asdict(),
+            "draft": Widths(*self.given.draft)._asdict(),
+            "vocabulary": self.given.vocabulary,
+            "prompts": self.given.prompts,
+            "prompt_tokens": PROMPT,
+            "new_tokens": self.given.new_tokens,
+            "weight_bytes": self.weight_bytes,
+            "bytes_read_of_the_target": self.bytes_read,
+            "bandwidth": self.bandwidth,
+            "read_ms": self.read_seconds * 1e3,
+            "seconds": time.perf_counter() - self.begin,
+        }
+
+
+def listening(step: Step, calls: list[tuple[Forward, tuple[Any, ...]]]) -> Step:
+    """The same step, whose models' calls are noted."""
+    draft = step.draft
+    if isinstance(draft, ModelDraft):
+        draft = ModelDraft(cast(Forward, Heard(draft.forward, calls)), step.target.vocab_size)
+    return replace(step, target=cast(Forward, Heard(step.target, calls)), draft=draft)
+
+
+def prompt(tokenizer: PreTrainedTokenizerBase, number: int) -> Tensor:
+    """The last PROMPT tokens of some of the shipped prompts; each number has another one at its end."""
+    texts = demo_prompts()
+    tokens = tokenizer("\n\n".join(texts[(number - back) % len(texts)] for back in (4, 3, 2, 1, 0))).input_ids
+    return torch.tensor(tokens[-PROMPT:])
+
+
+def lines(facts: dict[str, Any], rows: list[Row]) -> list[str]:
+    """What is printed: of each method the size with the most tokens a second."""
+    target, draft = (f"{facts[name]['layers']} x {facts[name]['hidden']}" for name in ("target", "draft"))
+    best: dict[tuple[int, float, str], Row] = {}
+    for row in rows:
+        if row.tokens_per_second is not None:
+            key = row.batch, row.temperature, row.method
+            best[key] = max(best.get(key, row), row, key=lambda row: row.tokens_per_second or 0)
+    failed = [f"{row}: {row.failed}"[:138] for row in rows if row.failed is not None]
+    return [
+        f"{facts['device']}, {facts['dtype']}: {target} and {draft}; {facts['prompts']} prompts, {facts['new_tokens']} "
+        f"new; copy {facts['bandwidth'] / 1e12:.2f} TB/s: {facts['read_ms']:.2f} ms to read the target",
+        line(COLUMNS),
+        *(line(cells(row)) for row in best.values()),
+        *failed[:3],
+        *[f"and {len(failed) - 3} more lines failed"] * (len(failed) > 3),
+        *[NO_GPU] * (facts["gpu"] is False),
+    ]
+
+
+COLUMNS = {"b": 1, "T": -3, "method": -14, "nodes": 5, "tok/fwd": 7, "tok/s": 5, "x plain": 16, "x assist": 8}
+COLUMNS |= {"ms/step (eager)": 15, "alone": 6, "models": 6, "rest (as run)": 14, "x limit (call)": 14}
+COLUMNS |= {"GiB": 4, "graph": 5}  # how wide; negative: to the left
+
+
+def line(entries: Iterable[str]) -> str:
+    pairs = zip(entries, COLUMNS.values(), strict=True)
+    return " ".join(entry.rjust(width) if width > 0 else entry.ljust(-width) for entry, width in pairs).rstrip()
+
+
+def cells(row: Row) -> list[str]:
+    """The entries of a line; "-" for what was not measured."""
+
+    def number(value: float | None, spec: str, beside: float | None = None) -> str:
+        shown = "-" if value is None else format(value, spec)
+        return shown if beside is None else f"{shown} ({beside:{spec}})"
+
+    return [
+        str(row.batch),
+        f"{row.temperature:g}",
+        row.method.removeprefix("transformers "),
+        str(row.nodes or "-"),
+        number(row.tokens_per_forward, ".2f"),
+        number(row.tokens_per_second, ".0f"),
+        str(row.over_plain or "-"),
+        number(None if row.over_assisted is None else row.over_assisted.median, ".2f"),
+        number(row.step_ms, ".2f", row.eager_step_ms),
+        number(row.alone_ms, ".2f"),
+        number(row.models_ms, ".2f"),
+        number(row.rest_alone, ".1%", row.rest),
+        number(row.over_limit, ".2f", row.over_limit_of_call),
+        number(None if row.peak_bytes is None else row.peak_bytes / 2**30, ".1f"),
+        number(row.record_seconds, ".2f"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    widths = {"type": int, "nargs": 4, "metavar": tuple(name.upper() for name in Widths._fields)}
+    parser.add_argument("--target", default=LLAMA_7B, **widths)
+    parser.add_argument("--draft", default=LLAMA_68M, **widths)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64], help="nodes of the trees")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6])
+    parser.add_argument("--prompts", type=int, default=4, help="of each sequence of a batch")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--minutes", type=float, default=7.5, help="start nothing after so many")
+    parser.add_argument("--bandwidth", type=float, help="bytes a second (default: measured by a large copy)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    bench = Bench(arguments)
+    rows: list[Row] = []
+    for batch in arguments.batches:
+        for temperature in arguments.temperatures:
+            rows += bench.section(batch, temperature)
+            if arguments.json is not None:  # what there is, should the rest not come to an end
+                found = {"environment": bench.facts(), "rows": [asdict(row) for row in rows]}
+                arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    print("\n".join(lines(bench.facts(), rows)))
+
+
+if __name__ == "__main__":
+    main()
