@@ -54,7 +54,7 @@ from heavypath.kernels.sampling import NEVER, launch_topk, pack, unpack
 from heavypath.kernels.tickets import is_last, tickets
 
 METHODS = ("without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy")
-_DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq")
+DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq")
 _TARGET = tl.constexpr(int(Stream.TARGET))
 _LOG_2 = tl.constexpr(math.log(2))
 
@@ -132,7 +132,7 @@ def verify_tree(
     batch, nodes = tokens.shape
     parents = _per_sequence("parents", parents, batch, nodes)
     _check_logits("target_logits", target_logits, batch, nodes)
-    if method in _DRAFT_AWARE and nodes > 1:
+    if method in DRAFT_AWARE and nodes > 1:
         if draft_logits is None:
             raise ValueError(f"method {method!r} needs draft_logits, got None")
         _check_logits("draft_logits", draft_logits, batch, nodes)
@@ -140,7 +140,7 @@ def verify_tree(
             raise ValueError(
                 f"draft_logits must have target_logits' shape {[*target_logits.shape]}, got {[*draft_logits.shape]}"
             )
-    draft_logits = draft_logits if method in _DRAFT_AWARE and nodes > 1 else None
+    draft_logits = draft_logits if method in DRAFT_AWARE and nodes > 1 else None
     if rows is not None and (rows.shape != tokens.shape or rows.dtype != torch.long):
         raise ValueError(f"rows must be a LongTensor {[batch, nodes]}, got {rows.dtype} {[*rows.shape]}")
     ranks = None if ranks is None else _per_sequence("ranks", ranks, batch, nodes)
@@ -169,9 +169,32 @@ def verify_tree(
         raise ValueError(f"max_depth must be at least 0, got {max_depth}")
     if batch == 0:
         return Verified(tokens.new_zeros(0, depth + 1), tokens.new_zeros(0), tokens.new_zeros(0))
-
     given = tokens, parents, ranks, target_logits, draft_logits, method, depth, target_filters, draft_filters
-    return _launch(*given, seed, rows) if impl == "triton" else _reference(*given, int(seed), rows)
+    return verify(*given, seed, rows, impl)
+
+
+def verify(
+    tokens: Tensor,
+    parents: Tensor,
+    ranks: Tensor | None,
+    target_logits: Tensor,
+    draft_logits: Tensor | None,
+    method: str,
+    max_depth: int,
+    target_filters: Filters,
+    draft_filters: Filters,
+    seed: int | Tensor,
+    rows: Tensor | None,
+    impl: str = "auto",
+) -> Verified:
+    """`verify_tree` of what is known to be right: looking at it takes a decoder on a CPU a fifth as long again.
+
+    parents, ranks: LongTensor[B, N]; draft_logits: None for methods that do not need it.
+    """
+    given = tokens, parents, ranks, target_logits, draft_logits, method, max_depth, target_filters, draft_filters
+    if choose_impl("verify", impl, tokens) == "triton":
+        return _launch(*given, seed, rows)
+    return _reference(*given, int(seed), rows)
 
 
 def _per_sequence(name: str, value: Tensor, batch: int, nodes: int) -> Tensor:
@@ -265,7 +288,7 @@ def _reference(
         drawn = np.where(index[:width] < count[:, None], token[here, children], -1)
         noise = row[here[:, 0], node]
 
-        if method in _DRAFT_AWARE:
+        if method in DRAFT_AWARE:
             log_target = log_probs(*_rows(target_logits, "target", sequence, node), target_filters)  # [A, V]
             choice, recovered = np.full(len(node), -1), log_target
             inner = np.flatnonzero(count) if width else count[:0]
@@ -545,7 +568,7 @@ def _launch(
     """As `_reference`."""
     batch, nodes = tokens.shape
     device, vocab_size = tokens.device, target_logits.shape[-1]
-    chain = method in _DRAFT_AWARE
+    chain = method in DRAFT_AWARE
     tokens = tokens.contiguous()
     parents = parents if parents.stride(1) == 1 else parents.contiguous()
     ranks = ranks if ranks is None or ranks.stride(1) == 1 else ranks.contiguous()

@@ -241,7 +241,7 @@ def walk(
             after, children, **drawing._asdict(), seed=seed, rows=noise,
             replacement=draw == "with_replacement" and not likeliest,
         )  # fmt: skip
-        check_distributions(drawn.keys, state.lengths)
+        check_distributions("draft", drawn.keys[:, None], state, 0)
         here_offered = (place < alive[:, None]) & (at < depth)[:, None]
         offered = torch.cat([state.root[:, None], drawn.tokens.where(here_offered, -1)], 1)
         verified = verify_tree(

@@ -157,7 +157,7 @@ def draft_tree(
             replacement=draw == "with_replacement" and drawing.temperature > 0,
             uniform_fill=fill and draft.smooth,
         )
-        check_distributions(drawn.keys[..., 0], lengths + depth)
+        check_distributions("draft", drawn.keys, sequences, depth)
         tokens[:, level.children] = drawn.tokens[:, level.parent, level.rank]
         if logits is None:
             logits = after.new_empty(*tokens.shape, after.shape[-1])
@@ -197,12 +197,15 @@ def root_feed(sequences: Sequences, visible: int, nodes: int) -> Feed:
     )
 
 
-def check_distributions(largest: Tensor, positions: Tensor) -> None:
-    """ValueError for draft logits that are no distribution, where asking does not stop a GPU.
+def check_distributions(whose: str, logits: Tensor, sequences: Sequences, depths: int | Tensor) -> None:
+    """ValueError for logits that are no distribution, where asking does not stop a GPU.
 
-    largest: [B, n], a row's largest logit, or key, which is NaN then; positions: LongTensor[B], of the rows' tokens.
+    logits: [B, n, any], or keys of draws by them, which are NaN then; depths: of the n nodes, an int, [n] or [B, n].
     """
-    if host_sees(largest.device) and (bad := largest.isnan() | (largest == torch.inf)).any():
-        sequence = int(bad.any(-1).nonzero()[0, 0])
-        where = f"position {int(positions[sequence])} of sequence {sequence}"
-        raise ValueError(f"the draft's logits after {where} hold NaN or +inf")
+    if not host_sees(logits.device) or float(logits.max()) < torch.inf:  # which NaN is not
+        return
+    largest = logits.amax(-1)
+    slot, row = (largest.isnan() | (largest == torch.inf)).nonzero()[0].tolist()
+    position = (sequences.lengths[:, None] + depths).expand_as(largest)[slot, row]
+    where = f"position {int(position)} of sequence {int(sequences.member[slot])}"
+    raise ValueError(f"the {whose}'s logits after {where} hold NaN or +inf")

@@ -194,12 +194,12 @@ def grow_tree(
         rows = first_row[:, None] + slots
         if growth.by == "beam":
             beam = stochastic_beam(after, node, key, growth.width, **filters._asdict(), seed=seed, rows=rows)
-            check_distributions(after.amax(-1), lengths + depth - 1)
+            check_distributions("draft", after, sequences, depth - 1)
             level = _beam_level(beam)
         else:
             drawing = filters if growth.by == "slot" else filters._replace(temperature=0.0)
             drawn = gumbel_topk(after, min(growth.width, after.shape[-1]), **drawing._asdict(), seed=seed, rows=rows)
-            check_distributions(drawn.keys[..., 0], lengths + depth - 1)
+            check_distributions("draft", drawn.keys, sequences, depth - 1)
             sampled, temperature = drawing.temperature > 0, filters.temperature or value_temperature
             logprobs = drawn.logprobs if sampled else _logprobs(after, drawn.tokens, temperature)
             confidence = growth.confidence if sampled else None

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.verification import Verified, verify_tree
+from heavypath.kernels.verification import DRAFT_AWARE, Verified, verify
 from heavypath.speculative.caches import KeyValueCache
-from heavypath.speculative.drafting import Drafted, Lap, Shape, draft_tree, root_alone
+from heavypath.speculative.drafting import Drafted, Lap, Shape, check_distributions, draft_tree, root_alone
 from heavypath.speculative.drafts import Cache, Draft
 from heavypath.speculative.forward import Forward, TreeMask
 from heavypath.speculative.growing import Growth, grow_tree
@@ -63,21 +63,23 @@ class Step:
         rows = lengths[:, None] + torch.arange(nodes, device=lengths.device)
         positions = lengths[:, None] + drafted.depths
         logits = self.target(drafted.tokens.clamp(min=0), positions, rows, target_cache, mask)
+        check_distributions("target", logits, state, drafted.depths)
         lap("target")
         if self.processing is not None:
             logits = self.processing(logits, drafted, state)
-        verified = verify_tree(
+        needs_draft = drafted.logits is not None and self.verify in DRAFT_AWARE
+        verified = verify(
             drafted.tokens,
-            drafted.parents,
+            drafted.parents.expand_as(drafted.tokens),
+            drafted.ranks.expand_as(drafted.tokens),
             logits,
-            drafted.logits,
-            method=self.verify,
-            ranks=drafted.ranks,
-            max_depth=min(self.depth, nodes - 1),
-            **self.filters._asdict(),
-            **{f"draft_{name}": value for name, value in self.draft_filters._asdict().items()},
-            seed=state.seed,
-            rows=drafted.rows,
+            drafted.logits if needs_draft else None,
+            self.verify,
+            min(self.depth, nodes - 1),
+            self.filters,
+            self.draft_filters,
+            state.seed,
+            drafted.rows,
         )
         lap("verification")
         if draft_cache is not None and nodes > 1:
