@@ -84,14 +84,13 @@ def measure(arguments: argparse.Namespace, report) -> list[dict]:
                             **batch, max_new_tokens=arguments.tokens, temperature=temperature, seed=2
                         ).stats
                     out = decoded[key]
-                    steps = out.steps - len(texts)
                     rows.append(
                         {
                             "temperature": temperature, "size": size, "method": label,
-                            "nodes": (out.nodes - len(texts)) / steps,
-                            "block_efficiency": (out.new_tokens - len(texts)) / steps,
+                            "nodes": out.nodes / out.steps,
+                            "block_efficiency": out.tokens_per_step,
                             "expected": None if tree is None else expected_tokens(tree, own[apart].rates()),
-                            "steps": steps,
+                            "steps": out.steps,
                         }
                     )  # fmt: skip
     return rows

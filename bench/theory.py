@@ -172,8 +172,8 @@ def decode(
     for begin in range(0, len(prompts), group):
         inputs = pair.tokenizer(list(prompts[begin : begin + group]), return_tensors="pt", padding=True)
         stats = decoder.generate(**inputs, max_new_tokens=new_tokens, temperature=temperature, seed=seed + begin).stats
-        tokens.append(stats.new_tokens - len(inputs.input_ids))
-        steps.append(stats.steps - len(inputs.input_ids))
+        tokens.append(stats.new_tokens)
+        steps.append(stats.steps)
     ratio, groups = sum(tokens) / sum(steps), len(steps)
     off = sum((count - ratio * step) ** 2 for count, step in zip(tokens, steps, strict=True))  # of a ratio of sums
     return Decoded(ratio, math.sqrt(off * groups / (groups - 1)) / sum(steps))

@@ -118,8 +118,8 @@ class Sequences:
         last = length[:, None]
         emitted = tokens.gather(1, path.clamp(min=0)).roll(-1, 1).scatter_(1, last, after[:, None])  # [b, P]
         place = torch.arange(path.shape[1], device=path.device)
-        stopping = (emitted[..., None] == self.stops).any(-1)
-        until = place.where(stopping, len(place)).amin(1) + 1  # tokens up to the first end-of-sequence token
+        going = (emitted[..., None] != self.stops).all(-1)
+        until = place.masked_fill(going, len(place)).amin(1) + 1  # tokens up to the first end-of-sequence token
         most = torch.minimum(length + 1, self.left)
         count = torch.minimum(most, until).clamp_(min=0)
         column = (self.produced[:, None] + place).where(place < count[:, None], self.output.shape[1] - 1)

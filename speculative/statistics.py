@@ -119,17 +119,16 @@ def tally(counts: Tensor, drafted: Drafted, verified: Verified, active: Tensor, 
     counts: LongTensor[2, any]; at depth * branching + rank, how often a child of that rank was offered below an
     accepted node at that depth, and how often it was accepted. active: bool [B], the sequences still generating.
     """
-    tokens = drafted.tokens
+    tokens, parents = drafted.tokens[:, 1:], drafted.parents[..., 1:]
     batch, nodes = tokens.shape
-    if nodes == 1:
+    if nodes == 0:
         return
-    reached = torch.zeros(batch, nodes + 1, dtype=torch.bool, device=tokens.device)
-    reached.scatter_(1, verified.path.where(verified.path >= 0, nodes), True)
-    above = drafted.parents.clamp(min=0).expand_as(tokens)
-    offered = reached.gather(1, above) & (tokens >= 0) & active[:, None]
-    counted = torch.stack([offered, offered & reached[:, :-1]])[..., 1:].flatten(1)
-    place = (drafted.depths - 1).clamp(min=0) * branching + drafted.ranks  # an absent node may have depth 0
-    counts.index_add_(1, place.expand_as(tokens)[:, 1:].flatten(), counted.long())
+    reached = tokens.new_zeros(batch, nodes + 2)  # nodes, and -1, the last one
+    reached.scatter_(1, verified.path % (nodes + 2), 1)
+    offered = reached.gather(1, parents.expand_as(tokens)) * ((tokens >= 0) & active[:, None])
+    counted = torch.stack([offered, offered * reached[:, 1:-1]]).flatten(1)
+    place = (drafted.depths[..., 1:] - 1).clamp(min=0) * branching + drafted.ranks[..., 1:]  # absent: depth 0, maybe
+    counts.index_add_(1, place.expand_as(tokens).flatten(), counted)
 
 
 def _shares(accepted: Tensor, offered: Tensor) -> list[float]:
