@@ -93,8 +93,8 @@ def test_decoded_trees_have_the_sizes_asked_for(theory):
     assert len(curves["k sequences"]) == 1
 
 
-def test_a_prefill_is_no_step_of_a_tree(theory, monkeypatch):
-    """Two prompts, each a group: 10 tokens in 4 steps and 7 in 4, the first of each by the prefill."""
+def test_tokens_per_step_have_the_error_of_a_ratio(theory, monkeypatch):
+    """Two prompts, each a group: 9 tokens in 3 steps and 6 in 3."""
 
     @dataclass
     class Generation:
@@ -105,15 +105,12 @@ def test_a_prefill_is_no_step_of_a_tree(theory, monkeypatch):
         def stats(self):
             return self
 
-    class Batch(dict):
-        input_ids = torch.zeros(1, 3)
-
     class Decoder:
         def __init__(self, target, draft, method, *, tree):
             assert method == "ersd"
 
         def generate(self, *, max_new_tokens, temperature, seed):
-            return {5: Generation(10, 4), 6: Generation(7, 4)}[seed]
+            return {5: Generation(9, 3), 6: Generation(6, 3)}[seed]
 
     class Pair:
         target = draft = None
@@ -121,7 +118,7 @@ def test_a_prefill_is_no_step_of_a_tree(theory, monkeypatch):
         @staticmethod
         def tokenizer(texts, **_):
             assert len(texts) == 1
-            return Batch()
+            return {}
 
     monkeypatch.setattr(theory, "SpeculativeDecoder", Decoder)
     options = {"new_tokens": 9, "temperature": 0.6, "seed": 5}
