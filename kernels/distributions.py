@@ -19,10 +19,8 @@ each, and the last of them to finish puts these together.
 import math
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from heavypath.kernels.filtering import (
     LEAST_TEMPERATURE,
@@ -35,32 +33,14 @@ from heavypath.kernels.filtering import (
 )
 
 
-def log_probs(logits: Tensor, largest: Tensor, filters: Filters) -> Tensor:
+def log_probs(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.ndarray:
     """log2 P of fp32 logits [A, V] with their largest [A, 1], fp32 and as exact as the kernels'; temperature > 0."""
     if filters.top_k or filters.top_p or filters.min_p:
-        logs = filtered_scores(logits, largest, filters).mul_(math.log2(math.e))
+        logs = filtered_scores(logits, largest, filters) * np.float32(math.log2(math.e))
     else:
-        logs = (logits - largest).mul_(math.log2(math.e) / max(filters.temperature, LEAST_TEMPERATURE))
-    return logs.sub_(logs.exp2().sum(-1, keepdim=True).log2_())
-
-
-# In the references rows stay where they are, and what is one number for a sequence is fp64 on the host.
-
-
-def host(rows: Tensor) -> np.ndarray:
-    """What a sequence has one number of, in fp64 on the host."""
-    return rows.double().cpu().numpy()
-
-
-def column(values: np.ndarray, like: Tensor) -> Tensor:
-    """Host values [A] as [A, 1] beside rows [A, V]."""
-    return torch.from_numpy(values)[:, None].to(like.device)
-
-
-def at(rows: Tensor, tokens: np.ndarray) -> np.ndarray:
-    """fp64 values of rows [A, V] at tokens [A] or [A, K], on the host."""
-    sequence = np.arange(len(tokens)).reshape(-1, *[1] * (tokens.ndim - 1))
-    return rows.cpu().numpy()[sequence, tokens].astype(np.float64)
+        logs = (logits - largest) * np.float32(math.log2(math.e) / max(filters.temperature, LEAST_TEMPERATURE))
+    logs -= np.log2(np.exp2(logs).sum(-1, keepdims=True))
+    return logs
 
 
 LANES = tl.constexpr(256)  # threads of a program; each holds eight neighbouring tokens of a tile

@@ -59,7 +59,7 @@ class Filters(NamedTuple):
         return self
 
 
-def scores(logits: Tensor, largest: Tensor, temperature: float) -> Tensor:
+def scores(logits: np.ndarray, largest: np.ndarray, temperature: float) -> np.ndarray:
     """(logits - largest) / temperature, fp32 [..., V]; finite where the logits are, however low the temperature.
 
     What is drawn and what is filtered is decided on these numbers, the same bits on every path. A row without support,
@@ -67,32 +67,34 @@ def scores(logits: Tensor, largest: Tensor, temperature: float) -> Tensor:
     """
     scaled = logits - largest
     if temperature != 1:
-        # By a tensor: for a number a GPU multiplies by its inverse.
-        scaled.div_(torch.full((), max(temperature, LEAST_TEMPERATURE), device=logits.device))
-    # A number is -inf or NaN, or has overflowed.
-    if scaled.is_cuda or (scaled.numel() and not scaled.amin().item() > -math.inf):
-        scaled = scaled.clamp(min=torch.finfo(torch.float32).min).where(logits != -math.inf, scaled)
+        scaled /= np.float32(max(temperature, LEAST_TEMPERATURE))
+    if scaled.size and not scaled.min() > -math.inf:  # a number is -inf or NaN, or has overflowed
+        scaled = np.where(logits == -math.inf, scaled, np.maximum(scaled, np.finfo(np.float32).min))
     return scaled
 
 
-def filtered_scores(logits: Tensor, largest: Tensor, filters: Filters) -> Tensor:
+def filtered_scores(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.ndarray:
     """`scores` of fp32 logits [..., V] with their largest [..., 1], -inf outside the support that the filters leave.
 
     temperature > 0.
     """
     scaled = scores(logits, largest, filters.temperature)
-    if filters.top_k and filters.top_k < logits.shape[-1]:
-        threshold = logits.topk(int(filters.top_k), sorted=True).values[..., -1:]
-        scaled = scaled.masked_fill(logits < threshold, -math.inf)
+    vocab_size = logits.shape[-1]
+    if filters.top_k and filters.top_k < vocab_size:
+        place = vocab_size - int(filters.top_k)
+        threshold = np.partition(logits, place)[..., place, None]
+        scaled = np.where(logits < threshold, -math.inf, scaled)
     if filters.top_p is not None and filters.top_p < 1:
-        order = logits.argsort(dim=-1, descending=True, stable=True)  # equal tokens by index
-        weights = scaled.gather(-1, order).double().exp()
+        order = (-logits).argsort(-1, kind="stable")  # equal tokens by index
+        weights = np.exp(np.take_along_axis(scaled, order, -1).astype(np.float64))
         before = weights.cumsum(-1) - weights  # the mass before each token
-        outside = before >= float(np.float32(filters.top_p)) * weights.sum(-1, keepdim=True)
-        scaled = scaled.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -math.inf)
+        outside = np.empty(order.shape, dtype=bool)
+        cut = before >= float(np.float32(filters.top_p)) * weights.sum(-1, keepdims=True)
+        np.put_along_axis(outside, order, cut, -1)
+        scaled = np.where(outside, -math.inf, scaled)
     if filters.min_p:
-        scaled = scaled.masked_fill(scaled < float(np.float32(math.log(filters.min_p))), -math.inf)
-    return scaled
+        scaled = np.where(scaled < np.float32(math.log(filters.min_p)), -math.inf, scaled)
+    return scaled.astype(np.float32, copy=False)
 
 
 def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
@@ -103,7 +105,9 @@ def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
     largest = logits.amax(-1, keepdim=True)
     exact = (logits.double() - largest) / filters.temperature
     if filters.top_k or filters.top_p or filters.min_p:
-        exact = exact.masked_fill(filtered_scores(logits, largest, filters) == -math.inf, -math.inf)
+        with np.errstate(all="ignore"):
+            kept = filtered_scores(logits.cpu().numpy(), largest.cpu().numpy(), filters) > -math.inf
+        exact = exact.where(torch.from_numpy(kept).to(logits.device), -math.inf)
     return exact.log_softmax(-1)
 
 

@@ -19,33 +19,34 @@ On a GPU `decision` has the last of a node's programs try its children; the sear
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from heavypath.kernels.distributions import NONE, at, column, host, sums_of_shares
+from heavypath.kernels.distributions import NONE, sums_of_shares
 
 SEARCH_STEPS = tl.constexpr(12)  # for g
 
 
-def k_seq(log_target: Tensor, log_draft: Tensor, drawn: np.ndarray, coins: np.ndarray) -> tuple[np.ndarray, Tensor]:
+@np.errstate(all="ignore")
+def k_seq(
+    log_target: np.ndarray, log_draft: np.ndarray, drawn: np.ndarray, coins: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Try the children of one node per sequence.
 
     log_target, log_draft: [A, V], log2 P and log2 Q. drawn: int64 [A, K], -1 for no child. coins: fp64 [A, K]. Returns
     the place of the accepted child or -1, [A], and weights [A', V] that the recovered tokens of the A' sequences
     without an accepted child are drawn by.
     """
-    tokens = drawn.clip(min=0)
-    log_p, log_q = (at(rows, tokens) for rows in (log_target, log_draft))
+    sequence, tokens = np.arange(len(drawn))[:, None], np.maximum(drawn, 0)
+    log_p, log_q = (rows[sequence, tokens].astype(np.float64) for rows in (log_target, log_draft))
     here = (drawn >= 0) & (log_q > -np.inf)
     children = here.sum(1)
-    target, draft = log_target.exp2(), log_draft.exp2()
-    share_of = torch.empty_like(draft)
+    target, draft = np.exp2(log_target), np.exp2(log_draft)
+    share_of = np.empty_like(draft)
 
     def covered(g: np.ndarray) -> np.ndarray:
-        torch.mul(draft, column(g, draft).to(draft.dtype), out=share_of)
-        return host(torch.minimum(target, share_of, out=share_of).sum(-1))
+        np.multiply(draft, g[:, None].astype(draft.dtype), out=share_of)
+        return np.minimum(target, share_of, out=share_of).sum(-1).astype(np.float64)
 
     def accepting(g: np.ndarray, cover: np.ndarray) -> np.ndarray:
         return 1 - np.maximum(1 - cover / g, 0) ** children
@@ -70,14 +71,12 @@ def k_seq(log_target: Tensor, log_draft: Tensor, drawn: np.ndarray, coins: np.nd
         high_gap = np.where(enough, gap, np.where(again, high_gap / 2, high_gap))
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
 
-    with np.errstate(all="ignore"):
-        accepted = here & (coins < np.exp2(log_p - log_q) / high[:, None])
+    accepted = here & (coins < np.exp2(log_p - log_q) / high[:, None])
     choice = np.where(accepted.any(1), accepted.argmax(1) if drawn.shape[1] else -1, -1)
     cover = covered(high)
     share = np.minimum(accepting(high, cover) / np.maximum(cover, np.finfo(np.float64).tiny), 1)
-    stopped = torch.from_numpy(choice < 0).to(target.device)
-    weights = (target - column(share, target).to(target.dtype) * share_of)[stopped].clamp_(min=0)
-    return choice, weights.where((weights > 0).any(-1, keepdim=True), target[stopped])
+    weights = np.maximum(target - share[:, None].astype(target.dtype) * share_of, 0)[choice < 0]
+    return choice, np.where((weights > 0).any(-1, keepdims=True), weights, target[choice < 0])
 
 
 @triton.jit

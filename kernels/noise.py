@@ -64,13 +64,13 @@ def philox(seed: int, c0: Words, c1: Words, c2: Words, c3: Words) -> np.ndarray:
     return words
 
 
-def _bits(seed: int, stream: Stream, rows: Tensor, count: int, draws: int | None) -> np.ndarray:
+def noise_bits(seed: int, stream: Stream, rows: np.ndarray, count: int, draws: int | None = None) -> np.ndarray:
     """`random_bits` as uint32 on the host."""
-    row = rows.cpu().numpy()[:, None, None]  # [R, draws, quads]
+    row = rows[:, None, None]  # [R, draws, quads]
     draw = np.arange(draws or 1)[:, None]
     words = philox(seed, np.arange(-(-count // 4)), row, row >> 32, int(stream) + 256 * draw)
-    bits = words.transpose(1, 2, 3, 0).reshape(len(rows), draws or 1, -1)[..., :count]
-    return bits[:, 0] if draws is None else bits
+    words = words.transpose(1, 2, 3, 0).reshape(len(rows), draws or 1, -1)[..., :count]
+    return words[:, 0] if draws is None else words
 
 
 def random_bits(seed: int, stream: Stream, rows: Tensor, count: int, draws: int | None = None) -> Tensor:
@@ -78,17 +78,22 @@ def random_bits(seed: int, stream: Stream, rows: Tensor, count: int, draws: int 
 
     rows: LongTensor[R], values >= 0. Returns LongTensor [R, count] or [R, draws, count], values in [0, 2**32).
     """
-    return torch.from_numpy(_bits(seed, stream, rows, count, draws).astype(np.int64)).to(rows.device)
+    return torch.from_numpy(noise_bits(seed, stream, rows.cpu().numpy(), count, draws).astype(np.int64)).to(rows.device)
 
 
 def gumbel_noise(seed: int, stream: Stream, rows: Tensor, count: int, draws: int | None = None) -> Tensor:
     """Standard Gumbel variables, fp32, shaped as `random_bits`."""
-    return torch.from_numpy(gumbel(_bits(seed, stream, rows, count, draws))).to(rows.device)
+    return torch.from_numpy(gumbels(seed, stream, rows.cpu().numpy(), count, draws)).to(rows.device)
 
 
-def gumbel(bits: np.ndarray) -> np.ndarray:
+def gumbels(seed: int, stream: Stream, rows: np.ndarray, count: int, draws: int | None = None) -> np.ndarray:
+    """`gumbel_noise` on the host."""
+    return gumbel(noise_bits(seed, stream, rows, count, draws))
+
+
+def gumbel(words: np.ndarray) -> np.ndarray:
     """fp32 Gumbel variables of 32-bit words."""
-    left = np.maximum((2.0**32 - 0.5 - bits) * 2.0**-32, 2.0**-24)  # 1 - u, exactly
+    left = np.maximum((2.0**32 - 0.5 - words) * 2.0**-32, 2.0**-24)  # 1 - u, exactly
     return -np.log(-np.log(left)).astype(np.float32)
 
 

@@ -25,18 +25,17 @@ each later one a pass over both rows.
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from heavypath.kernels.distributions import NONE, at, column, host, sums_of_shares
+from heavypath.kernels.distributions import NONE, sums_of_shares
 from heavypath.kernels.filtering import LOWEST
 
 
+@np.errstate(all="ignore")
 def residual_chain(
-    log_target: Tensor, log_draft: Tensor | None, drawn: np.ndarray, coins: np.ndarray, replacement: bool
-) -> tuple[np.ndarray, Tensor]:
+    log_target: np.ndarray, log_draft: np.ndarray | None, drawn: np.ndarray, coins: np.ndarray, replacement: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Try the children of one node per sequence in draw order, by the closed form above.
 
     log_target, log_draft: [A, V], log2 P and log2 Q; no draft says each child is a point mass. drawn: int64 [A, K],
@@ -46,65 +45,63 @@ def residual_chain(
     sequence, choice, waiting = np.arange(len(drawn)), np.full(len(drawn), -1), drawn >= 0
     target = residual = None  # P and max(P - l Q, 0), once a child has been rejected
     total, log_lambda, log_mass = np.ones(len(drawn)), np.full(len(drawn), -np.inf), 0.0  # F(l), log l, log R
-    draft = torch.full_like(log_target, -torch.inf) if log_draft is None else log_draft
+    draft = np.full_like(log_target, -np.inf) if log_draft is None else log_draft
     distinct = log_draft is None or not replacement
-    undrawn = np.ones(draft.shape, dtype=bool)  # but for the rejected children, if distinct
+    undrawn = np.ones(draft.shape, dtype=bool) if distinct else None  # but for the rejected children
     for place in range(drawn.shape[1]):
-        child, here = drawn[:, place].clip(min=0), waiting[:, place]
-        if log_draft is None or (place and distinct):
-            open_tokens = torch.from_numpy(undrawn).to(draft.device)
-            log_mass = host(_log_sums(draft.where(open_tokens, -torch.inf)))
+        child, here = np.maximum(drawn[:, place], 0), waiting[:, place]
+        if undrawn is not None and (place or log_draft is None):
+            log_mass = _log_sums(np.where(undrawn, draft, -np.inf))
             restart = here & (log_mass == -np.inf)
             if restart.any():
-                again = column(restart, log_target)
-                left = open_tokens
+                again, left = restart[:, None], undrawn
                 if log_draft is None:
-                    left = torch.zeros_like(left).scatter_(1, column(child, left), True)
-                target = log_target.exp2() if target is None else target
-                target = target.where(~again | open_tokens, 0)
-                target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
-                residual = target if residual is None else target.where(again, residual)
-                uniform = -left.sum(-1, keepdim=True).to(draft.dtype).log2()
-                draft = torch.where(again, uniform.where(left, -torch.inf), draft)
-                total = np.where(restart, host(target.sum(-1)), total)
+                    left = np.arange(draft.shape[1]) == child[:, None]
+                target = np.exp2(log_target) if target is None else target
+                target = np.where(again & ~undrawn, 0, target)
+                target /= np.maximum(target.sum(-1, keepdims=True), np.finfo(target.dtype).tiny)
+                residual = target if residual is None else np.where(again, target, residual)
+                uniform = -np.log2(left.sum(-1, keepdims=True, dtype=draft.dtype))
+                draft = np.where(again, np.where(left, uniform, -np.inf), draft)
+                total = np.where(restart, target.sum(-1), total)
                 log_lambda, log_mass = np.where(restart, -np.inf, log_lambda), np.where(restart, 0, log_mass)
             here = here & undrawn[sequence, child]
 
-        log_q = at(draft, child)
+        log_q = draft[sequence, child].astype(np.float64)
         here = here & (log_q > -np.inf)
-        with np.errstate(all="ignore"):
-            if residual is None:  # l = 0 and F = 1
-                ratio = np.exp2(at(log_target, child) - log_q)
-            else:
-                ratio = at(residual, child) / total * np.exp2(log_mass - log_q)
-            accepted = here & (coins[:, place] < ratio)
-            rejected = here & ~accepted
-            choice[accepted] = place
-            waiting[accepted] = False
-            if not waiting.any():
-                break
-            if not rejected.any():
-                continue
-            log_lambda = np.where(rejected, np.logaddexp2(log_lambda, np.log2(total) - log_mass), log_lambda)
-        if distinct:
+        if residual is None:  # l = 0 and F = 1
+            ratio = np.exp2(log_target[sequence, child] - log_q)
+        else:
+            ratio = residual[sequence, child] / total * np.exp2(log_mass - log_q)
+        accepted = here & (coins[:, place] < ratio)
+        rejected = here & ~accepted
+        choice[accepted] = place
+        waiting[accepted] = False
+        if not waiting.any():
+            break
+        if not rejected.any():
+            continue
+        log_lambda = np.where(rejected, np.logaddexp2(log_lambda, np.log2(total) - log_mass), log_lambda)
+        if undrawn is not None:
             undrawn[sequence[rejected], child[rejected]] = False
-        target = log_target.exp2() if target is None else target
-        residual = torch.add(draft, column(log_lambda, draft).to(draft.dtype)).exp2_()
-        residual = torch.sub(target, residual, out=residual).clamp_(min=0)
-        total = host(residual.sum(-1))
+        target = np.exp2(log_target) if target is None else target
+        residual = np.exp2(draft + log_lambda[:, None].astype(draft.dtype))
+        residual = np.maximum(np.subtract(target, residual, out=residual), 0, out=residual)
+        total = residual.sum(-1).astype(np.float64)
 
-    if (choice >= 0).all():
+    stopped = choice < 0
+    if not stopped.any():
         return choice, log_target[:0]
-    weights = log_target.exp2() if residual is None else residual
+    weights = np.exp2(log_target) if residual is None else residual
     if (total <= 0).any():  # by rounding, or for a child that neither model could draw
-        weights = weights.where(column(total > 0, weights), log_target.exp2())
-    return choice, weights if (choice < 0).all() else weights[torch.from_numpy(choice < 0).to(weights.device)]
+        weights = np.where(total[:, None] > 0, weights, np.exp2(log_target))
+    return choice, weights if stopped.all() else weights[stopped]
 
 
-def _log_sums(logs: Tensor) -> Tensor:
-    """log2 [A] of sums of 2^logs [A, V]; -inf where there is nothing."""
-    largest = logs.amax(-1, keepdim=True).clamp_(min=torch.finfo(logs.dtype).min)
-    return largest[:, 0] + (logs - largest).exp2_().sum(-1).log2_()
+def _log_sums(logs: np.ndarray) -> np.ndarray:
+    """log2, fp64 [A], of sums of 2^logs [A, V]; -inf where there is nothing."""
+    largest = np.maximum(logs.max(-1, keepdims=True), np.finfo(logs.dtype).min)
+    return largest[:, 0] + np.log2(np.exp2(logs - largest).sum(-1)).astype(np.float64)
 
 
 @triton.jit

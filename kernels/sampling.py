@@ -27,6 +27,7 @@ and stops when no bound exceeds the k-th best key. So the result is the referenc
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -49,15 +50,17 @@ from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.noise import (
     Stream,
     check_seed,
-    gumbel_noise,
     gumbel_of,
+    gumbels,
     log2_below,
+    noise_bits,
     octet_bits,
-    random_bits,
     seed_arguments,
     seed_words,
 )
 from heavypath.kernels.tickets import is_last, tickets
+
+_FEW = 64  # at most so many are looked for one after the other, without a sort
 
 
 class TopK(NamedTuple):
@@ -133,6 +136,7 @@ def gumbel_topk(
     return TopK(*(field.view(*lead, k) for field in draw))
 
 
+@np.errstate(all="ignore")
 def _reference(
     logits: Tensor,
     k: int,
@@ -143,36 +147,39 @@ def _reference(
     replacement: bool,
     fill: bool,
 ) -> TopK:
-    """logits [R, V], rows [R]; TopK of [R, k]."""
-    logits, vocab_size = logits.float(), logits.shape[-1]
-    rows = torch.arange(len(logits), device=logits.device) if rows is None else rows
-    largest, noisy = logits.amax(-1, keepdim=True), filters.temperature > 0
-    scores = filtered_scores(logits, largest, filters if noisy else Filters())  # [R, V]
-    # By powers of two: on a CPU torch.exp has threads share even short rows.
-    normalizer = scores.double().mul_(math.log2(math.e)).exp2_().sum(-1, keepdim=True).log_()
+    """logits [R, V], rows [R]; TopK of [R, k]. In NumPy, whose calls on small arrays cost a third of PyTorch's."""
+    device, vocab_size = logits.device, logits.shape[-1]
+    values = logits.detach().float().cpu().numpy()
+    noise = np.arange(len(values)) if rows is None else rows.cpu().numpy()
+    largest, noisy = values.max(-1, keepdims=True), filters.temperature > 0
+    scores = filtered_scores(values, largest, filters if noisy else Filters())  # [R, V]
+    normalizer = np.log(np.exp(scores.astype(np.float64)).sum(-1, keepdims=True))
     if noisy and replacement:
-        keys = scores[:, None] + gumbel_noise(seed, stream, rows, vocab_size, draws=k)  # [R, k, V], independent draws
-        ranked, tokens = keys.max(-1)
+        keys = scores[:, None] + gumbels(seed, stream, noise, vocab_size, draws=k)  # [R, k, V], independent draws
+        tokens = keys.argmax(-1)
+        ranked = np.take_along_axis(keys, tokens[..., None], -1)[..., 0]
     else:
-        keys = scores + gumbel_noise(seed, stream, rows, vocab_size) if noisy else logits
+        keys = scores + gumbels(seed, stream, noise, vocab_size) if noisy else values
         ranked, tokens = stable_topk(keys, min(k, vocab_size))
         if k > vocab_size:
-            beyond = (0, k - vocab_size)
-            ranked, tokens = pad(ranked, beyond, value=-torch.inf), pad(tokens, beyond)
-    undefined = largest - torch.inf  # -inf, but NaN in a row with NaN or +inf in it
+            beyond = (0, 0), (0, k - vocab_size)
+            ranked, tokens = np.pad(ranked, beyond, constant_values=-np.inf), np.pad(tokens, beyond)
+    undefined = largest - np.inf  # -inf, but NaN in a row with NaN or +inf in it
     drawn = ranked > undefined
-    logprobs = (scores.gather(-1, tokens) - normalizer).float().where(drawn, undefined)
-    keys = ((ranked - normalizer).float() if noisy else ranked).where(drawn, undefined)
-    tokens = tokens.where(drawn, -1)
+    logprobs = np.where(drawn, np.take_along_axis(scores, tokens, -1) - normalizer, undefined)
+    keys = np.where(drawn, ranked - normalizer if noisy else ranked, undefined)
+    tokens = np.where(drawn, tokens, -1)
     if fill and noisy and not replacement and not drawn.all():
         # Tokens outside the support, in a uniformly random order, take the places behind it.
-        bits = random_bits(seed, Stream.FILL, rows, vocab_size).masked_fill(scores > -torch.inf, 2**32)
-        filler = bits.sort(dim=-1, stable=True)
-        filler = filler.indices.masked_fill((filler.values == 2**32) | undefined.isnan(), -1)[:, :k]
-        place = torch.arange(k, device=logits.device) - drawn.sum(-1, keepdim=True)
-        filler = pad(filler, (0, k - filler.shape[-1]), value=-1).gather(-1, place.clamp(min=0))
-        tokens = torch.where(drawn, tokens, filler)
-    return TopK(tokens, keys, logprobs)
+        words = np.where(scores > -np.inf, 1 << 32, noise_bits(seed, Stream.FILL, noise, vocab_size).astype(np.int64))
+        words[np.isnan(undefined[:, 0])] = 1 << 32
+        filler = words.argsort(-1, kind="stable")[:, :k]
+        filler = np.where(np.take_along_axis(words, filler, -1) < 1 << 32, filler, -1)
+        filler = np.pad(filler, ((0, 0), (0, k - filler.shape[1])), constant_values=-1)
+        place = np.arange(k) - drawn.sum(-1, keepdims=True)
+        tokens = np.where(drawn, tokens, np.take_along_axis(filler, np.maximum(place, 0), -1))
+    fields = tokens, keys.astype(np.float32), logprobs.astype(np.float32)
+    return TopK(*(torch.from_numpy(field).to(device) for field in fields))
 
 
 class Beam(NamedTuple):
@@ -264,20 +271,19 @@ def stochastic_beam(
     )
 
 
-def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row of fp32 values [R, V], and their indices; equal values by lower index first."""
-    if k == 1:
-        index = values.argmax(-1, keepdim=True)
-        return values.gather(-1, index), index
-    best, index = values.topk(min(k + 1, values.shape[-1]))
-    if (best[:, 1:] < best[:, :-1]).all():
-        return best[:, :k], index[:, :k]
-    bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # signed integers in the order of the floats
-    index = torch.arange(values.shape[-1], device=values.device)
-    top = ((ordered.long() << 32) | (0xFFFFFFFF - index)).topk(k).values
-    index = 0xFFFFFFFF - (top & 0xFFFFFFFF)
-    return values.gather(-1, index), index
+def stable_topk(values: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k largest of each row of values [R, V], and their indices; equal values by lower index first."""
+    if k <= _FEW:
+        left, place = values if k == 1 else values.copy(), np.arange(len(values))
+        ranked, tokens = np.empty((len(values), k), dtype=values.dtype), np.empty((len(values), k), dtype=np.int64)
+        for rank in range(k):
+            tokens[:, rank] = token = left.argmax(-1)
+            ranked[:, rank] = left[place, token]
+            if rank < k - 1:
+                left[place, token] = -np.inf
+        return ranked, tokens
+    tokens = (-values).argsort(-1, kind="stable")[:, :k]
+    return np.take_along_axis(values, tokens, -1), tokens
 
 
 LANES = tl.constexpr(128)  # threads of a program; each holds eight neighbouring tokens of a tile

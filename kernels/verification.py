@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.decision import FACTS, decide, leaves_out, ranks_of
-from heavypath.kernels.distributions import CHUNK, LANES, NONE, TILE, host, log_prob, log_probs, shares, without
+from heavypath.kernels.distributions import CHUNK, LANES, NONE, TILE, log_prob, log_probs, shares, without
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of, filtered_scores
 from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.k_seq import k_seq
@@ -42,8 +42,8 @@ from heavypath.kernels.noise import (
     Stream,
     check_seed,
     coins,
-    gumbel_noise,
     gumbel_of,
+    gumbels,
     log2_below,
     octet_bits,
     seed_arguments,
@@ -247,6 +247,7 @@ def sibling_order(parents: Tensor) -> Tensor:
     return torch.empty_like(parents).scatter_(1, order, place - place.where(begins, 0).cummax(-1).values)
 
 
+@np.errstate(all="ignore")
 def _reference(
     tokens: Tensor,
     parents: Tensor,
@@ -294,38 +295,34 @@ def _reference(
             inner = np.flatnonzero(count) if width else count[:0]
             if len(inner):
                 assert draft_logits is not None
-                tried = log_target if len(inner) == len(node) else log_target[torch.from_numpy(inner).to(device)]
                 log_draft = None
                 if draft_filters.temperature > 0:
                     first = above[inner, children[inner, 0]]  # of equal siblings, one with children
                     log_draft = log_probs(*_rows(draft_logits, "draft", sequence[inner], first), draft_filters)
-                tokens_tried, coins_tried = drawn[inner], coin[here, children][inner]
+                tried = log_target[inner], log_draft, drawn[inner], coin[here, children][inner]
                 if method == "kseq":
-                    assert log_draft is not None
-                    choice[inner], recovered = k_seq(tried, log_draft, tokens_tried, coins_tried)
+                    choice[inner], recovered = k_seq(*tried)
                 else:
-                    replacement = method == "with_replacement"
-                    choice[inner], recovered = residual_chain(tried, log_draft, tokens_tried, coins_tried, replacement)
+                    choice[inner], recovered = residual_chain(*tried, method == "with_replacement")
             stop = np.flatnonzero(choice < 0)
             if len(stop):
                 weights = recovered
                 if len(inner) < len(node):
-                    weights = log_target.exp2()
+                    weights = np.exp2(log_target)
                     if len(inner):
-                        weights[torch.from_numpy(inner[choice[inner] < 0]).to(device)] = recovered
-                    weights = weights[torch.from_numpy(stop).to(device)]
-                gumbels = gumbel_noise(seed, Stream.TARGET, torch.from_numpy(noise[stop]), vocab_size).numpy()
-                with np.errstate(divide="ignore"):  # torch.log is slow where it is given many zeros
-                    next_token[sequence[stop]] = _best_token(np.log(host(weights)) + gumbels)
+                        weights[inner[choice[inner] < 0]] = recovered
+                    weights = weights[stop]
+                keys = np.log(weights.astype(np.float64))
+                keys += gumbels(seed, Stream.TARGET, noise[stop], vocab_size)
+                next_token[sequence[stop]] = _best_token(keys)
         else:
             target_row, largest = _rows(target_logits, "target", sequence, node)
-            keys = target_row
+            keys = target_row - largest  # NaN in a row with NaN or +inf in it
             if method != "greedy":
                 stream = Stream.DRAFT if method == "race" else Stream.TARGET
-                gumbels = gumbel_noise(seed, stream, torch.from_numpy(noise), vocab_size).to(device)
-                keys = filtered_scores(target_row, largest, target_filters) + gumbels
-            winner = _best_token(keys.cpu().numpy())
-            winner[~np.isfinite(host(largest)[:, 0])] = -1
+                keys = filtered_scores(target_row, largest, target_filters)
+                keys += gumbels(seed, stream, noise, vocab_size)
+            winner = _best_token(keys)
             next_token[sequence] = winner
             hit = (drawn == winner[:, None]) & (drawn >= 0)
             choice = np.where(hit.any(1), hit.argmax(1) if width else -1, -1)
@@ -351,19 +348,19 @@ def _reference(
     return Verified(*(torch.from_numpy(field).to(device) for field in (path, length, next_token)))
 
 
-def _rows(logits: Tensor, side: str, sequence: np.ndarray, node: np.ndarray) -> tuple[Tensor, Tensor]:
+def _rows(logits: Tensor, side: str, sequence: np.ndarray, node: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """fp32 rows [A, V] of the given nodes, and their largest numbers [A, 1], checked on a CPU."""
-    place = torch.from_numpy(sequence * logits.shape[1] + node).to(logits.device)
-    rows = logits.flatten(0, 1).index_select(0, place).float()
-    largest = rows.amax(-1, keepdim=True)
-    if rows.device.type == "cpu":
-        bad = ~np.isfinite(largest.numpy()[:, 0])
-        if bad.any():
-            i = int(bad.argmax())
-            raise ValueError(
-                f"{side}_logits must have a finite maximum in every row that is used, "
-                f"but [{int(sequence[i])}, {int(node[i])}] has {float(largest[i])}"
-            )
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        rows = logits.detach().numpy()[sequence, node]
+    else:
+        rows = logits[torch.from_numpy(sequence), torch.from_numpy(node)].float().cpu().numpy()
+    largest = rows.max(-1, keepdims=True)
+    if logits.device.type == "cpu" and not np.isfinite(largest).all():
+        i = int(np.isfinite(largest[:, 0]).argmin())
+        raise ValueError(
+            f"{side}_logits must have a finite maximum in every row that is used, "
+            f"but [{int(sequence[i])}, {int(node[i])}] has {float(largest[i, 0])}"
+        )
     return rows, largest
 
 

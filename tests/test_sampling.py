@@ -103,13 +103,14 @@ def test_rows_without_support_and_single_tokens_are_defined():
 
 
 def test_stable_topk_equals_a_stable_sort():
-    values = torch.randint(-3, 4, (50, 40)).float() * 0.5
+    values = torch.randint(-3, 4, (50, 90)).float() * 0.5
     values[:, 7] = -torch.inf
-    for k in (1, 2, 17, 40):
-        best, index = stable_topk(values, k)
-        order = values.sort(dim=-1, descending=True, stable=True)
-        assert torch.equal(index, order.indices[:, :k])
-        assert torch.equal(best, order.values[:, :k])
+    order = values.sort(dim=-1, descending=True, stable=True)
+    for k in (1, 2, 17, 90):
+        best, index = stable_topk(values.numpy(), k)
+        defined = best > -torch.inf  # of those that are not, any
+        assert (index == order.indices[:, :k].numpy())[defined].all()
+        assert (best == order.values[:, :k].numpy()).all()
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -86,14 +86,15 @@ def test_k_seqs_thresholds_are_the_coins_at_which_it_changes_its_mind():
         target, draft = (torch.randn(8, generator=generator).double().log_softmax(-1) for _ in range(2))
         draft[7] = -torch.inf
         children = [int(token) for token in torch.randint(8, (4,), generator=generator)]
+        logs = [(side / log(2)).numpy()[None] for side in (target, draft)]
         for place, threshold in enumerate(_k_seq(target.numpy(), draft.numpy(), children)):
             low, high = 0.0, 1.0
             for _ in range(40):
                 tossed = np.ones((1, 4))
                 tossed[0, place] = middle = (low + high) / 2
-                accepted = k_seq(target[None] / log(2), draft[None] / log(2), np.array([children]), tossed)[0][0] >= 0
+                accepted = k_seq(*logs, np.array([children]), tossed)[0][0] >= 0
                 low, high = (middle, high) if accepted else (low, middle)
-            sure = k_seq(target[None] / log(2), draft[None] / log(2), np.array([children]), np.ones((1, 4)))[0][0] >= 0
+            sure = k_seq(*logs, np.array([children]), np.ones((1, 4)))[0][0] >= 0
             assert sure or low == pytest.approx(threshold or 0, abs=1e-6)
 
 
