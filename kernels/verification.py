@@ -282,17 +282,19 @@ def _reference(
     for level in range(max_depth + 1):
         token, above, present, order, coin, row = state
         here = every[: len(node)]
-        candidate = reached[here, above] & present  # [A, N]
-        count = candidate.sum(1)
-        width = int(count.max()) if level < max_depth else 0
-        children = np.where(candidate, order, nodes * nodes).argsort(1)[:, :width]  # [A, K]
-        drawn = np.where(index[:width] < count[:, None], token[here, children], -1)
         noise = row[here[:, 0], node]
+        candidate = reached[here, above] & present  # [A, N]
+        if level == max_depth:
+            candidate[:] = False
 
         if method in DRAFT_AWARE:
+            count = candidate.sum(1)
+            width = int(count.max())
+            children = np.where(candidate, order, nodes * nodes).argsort(1)[:, :width]  # [A, K]
+            drawn = np.where(index[:width] < count[:, None], token[here, children], -1)
             log_target = log_probs(*_rows(target_logits, "target", sequence, node), target_filters)  # [A, V]
             choice, recovered = np.full(len(node), -1), log_target
-            inner = np.flatnonzero(count) if width else count[:0]
+            inner = np.flatnonzero(count)
             if len(inner):
                 assert draft_logits is not None
                 log_draft = None
@@ -315,6 +317,11 @@ def _reference(
                 keys = np.log(weights.astype(np.float64))
                 keys += gumbels(seed, Stream.TARGET, noise[stop], vocab_size)
                 next_token[sequence[stop]] = _best_token(keys)
+            taken = choice >= 0
+            if not taken.any():
+                break
+            node = children[here[:, 0], choice]  # where taken
+            reached = candidate & (token == token[here[:, 0], node][:, None])
         else:
             target_row, largest = _rows(target_logits, "target", sequence, node)
             keys = target_row - largest  # NaN in a row with NaN or +inf in it
@@ -322,22 +329,18 @@ def _reference(
                 stream = Stream.DRAFT if method == "race" else Stream.TARGET
                 keys = filtered_scores(target_row, largest, target_filters)
                 keys += gumbels(seed, stream, noise, vocab_size)
-            winner = _best_token(keys)
-            next_token[sequence] = winner
-            hit = (drawn == winner[:, None]) & (drawn >= 0)
-            choice = np.where(hit.any(1), hit.argmax(1) if width else -1, -1)
+            next_token[sequence] = winner = _best_token(keys)
+            reached = candidate & (token == winner[:, None])
+            taken = reached.any(1)
+            if not taken.any():
+                break
+            node = np.where(reached, order, nodes * nodes).argmin(1)
 
-        accepted = np.flatnonzero(choice >= 0)
-        if not len(accepted):
-            break
-        if len(accepted) < len(choice):
-            state = [field[accepted] for field in state]
-            sequence, children, choice, candidate = (f[accepted] for f in (sequence, children, choice, candidate))
-        here = np.arange(len(choice))
-        node = children[here, choice]
+        if not taken.all():
+            state = [field[taken] for field in state]
+            sequence, node, reached = sequence[taken], node[taken], reached[taken]
         last[sequence] = node
         length[sequence] += 1
-        reached = candidate & (state[0] == state[0][here, node][:, None])
 
     path = np.full((batch, max_depth + 1), -1)
     path[:, 0] = 0

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from heavypath.kernels.commit import FIELDS
 from heavypath.speculative.custom_generate import Streamer
 from heavypath.speculative.request import Request
-from heavypath.speculative.sequences import FIELDS
 from heavypath.speculative.snapshots import Snapshots, host_sees
 from heavypath.speculative.statistics import Statistics
 from heavypath.speculative.step import Step, Stepped

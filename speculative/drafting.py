@@ -23,7 +23,7 @@ class Drafted(NamedTuple):
     tokens:      LongTensor[B, N], -1 for an absent node
     parents, ranks, depths, subtree_end: LongTensor[N] or [B, N], as `TokenTree`'s
     rows:        LongTensor[B, N], the nodes' noise
-    draft_rows:  LongTensor[N] or [B, N], the nodes' rows in the draft's cache, behind the prefix
+    draft_rows:  LongTensor[B, N], the nodes' rows in the draft's cache behind the prefix; None for their numbers
     logits:      fp32 [B, N, V], the draft's after each node, which leaves need not have; None for a root alone
     """
 
@@ -33,7 +33,7 @@ class Drafted(NamedTuple):
     depths: Tensor
     subtree_end: Tensor
     rows: Tensor
-    draft_rows: Tensor
+    draft_rows: Tensor | None
     logits: Tensor | None
 
 
@@ -107,7 +107,7 @@ def tree_shape(whole: TokenTree, depth: int, device: torch.device) -> Shape:
 def root_alone(sequences: Sequences, rows: Tensor, shape: Shape) -> Drafted:
     """The tree of no drafts; rows: LongTensor[B, 1]."""
     fields = shape.parents, shape.ranks, shape.depths, shape.subtree_end
-    return Drafted(sequences.root[:, None].clone(), *fields, rows, shape.kept, None)  # the state goes on
+    return Drafted(sequences.root[:, None].clone(), *fields, rows, None, None)  # the state goes on
 
 
 def draft_tree(
@@ -170,7 +170,7 @@ def draft_tree(
         depths=shape.depths,
         subtree_end=shape.subtree_end,
         rows=rows,
-        draft_rows=torch.arange(len(shape), device=root.device),
+        draft_rows=None,
         logits=logits,
     )
 

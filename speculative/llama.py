@@ -150,11 +150,11 @@ def _rms_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
     On a CPU PyTorch's own is a chain of nine operations for a few numbers; six take a tenth off a forward pass.
     """
     norm: Any = module
-    if norm.weight.device.type != "cpu" or norm.weight.dtype != torch.float32:
-        return lambda hidden: rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
-    least = norm.weight.new_full((), norm.variance_epsilon)
+    least = torch.full((), norm.variance_epsilon, device="cpu")
 
     def normed(hidden: Tensor) -> Tensor:
+        if not hidden.is_cpu or hidden.dtype != torch.float32:
+            return rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
         scale = torch.add(least, (hidden * hidden).sum(-1, keepdim=True), alpha=1 / hidden.shape[-1]).rsqrt_()
         return (hidden * scale).mul_(norm.weight)
 

@@ -1,4 +1,4 @@
-"""The state of a batch between steps, on its device, and how a verified tree is committed to it.
+"""The state of a batch between steps, on its device; `kernels.commit` moves it on.
 
 A step changes these tensors in place and never asks the host, so that a CUDA graph can replay it. The sequences that
 are still decoded have a slot each; one that has ended may leave its slot to another.
@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from heavypath.kernels.verification import Verified
-
-FIELDS = ("root", "previous", "lengths", "produced", "left", "steps", "nodes", "member", "noise")
+from heavypath.kernels.commit import FIELDS
 
 
 @dataclass
@@ -27,11 +25,11 @@ class Sequences:
         steps     it took so far; nodes: that the target scored in them
         member    which of the B sequences it is
         noise     the first of its noise rows
-    output: LongTensor[B, M + 1], the new tokens, then anything; the last column is for what is in no text
+    output: LongTensor[B, M], the new tokens, then anything
     stops:  LongTensor[any], end-of-sequence tokens, -1 for none
     seen:   bool [b, V], the tokens of the text so far, where a repetition penalty asks for them; else [b, 0]
     seed:   LongTensor[], of all noise
-    counts: LongTensor[2, any], how often which child was offered below an accepted node, and accepted; see `tally`
+    counts: LongTensor[2, any], how often which child was offered below an accepted node, and accepted; see `commit`
     """
 
     numbers: Tensor
@@ -61,7 +59,7 @@ class Sequences:
         """Of so many sequences, all ended; vocab_size: for a repetition penalty, else 0; places: of `counts`."""
         return cls(
             numbers=torch.zeros(len(FIELDS), batch, dtype=torch.long, device=device),
-            output=torch.zeros(batch, new_tokens + 1, dtype=torch.long, device=device),
+            output=torch.zeros(batch, new_tokens, dtype=torch.long, device=device),
             stops=torch.full((stops,), -1, device=device),
             seen=torch.zeros(batch, vocab_size, dtype=torch.bool, device=device),
             seed=torch.zeros((), dtype=torch.long, device=device),
@@ -108,32 +106,3 @@ class Sequences:
     def room(self) -> Tensor:
         """How deep below the root a node can still be emitted: one place is the recovered or bonus token's."""
         return (self.left - 1).clamp(min=0)
-
-    def commit(self, tokens: Tensor, verified: Verified) -> None:
-        """Append the accepted tokens of each sequence that goes on and the one after them, up to where it ends.
-
-        tokens: LongTensor[b, N] of the tree's nodes.
-        """
-        path, length, after = verified.path, verified.length, verified.next_token
-        last = length[:, None]
-        emitted = tokens.gather(1, path.clamp(min=0)).roll(-1, 1).scatter_(1, last, after[:, None])  # [b, P]
-        place = torch.arange(path.shape[1], device=path.device)
-        going = (emitted[..., None] != self.stops).all(-1)
-        until = place.masked_fill(going, len(place)).amin(1) + 1  # tokens up to the first end-of-sequence token
-        most = torch.minimum(length + 1, self.left)
-        count = torch.minimum(most, until).clamp_(min=0)
-        column = (self.produced[:, None] + place).where(place < count[:, None], self.output.shape[1] - 1)
-        self.output[self.member[:, None], column] = emitted
-        if self.seen.shape[1]:
-            self.seen.scatter_(1, emitted.where(place < count[:, None], self.root[:, None]), True)
-
-        active = (self.left > 0).long()
-        self.previous.copy_(tokens.gather(1, path.gather(1, last))[:, 0])
-        self.root.copy_(after.clamp(min=0))
-        self.lengths += (length + 1) * active
-        self.produced += count
-        self.steps += active
-        self.nodes += active * tokens.shape[1]
-        self.left -= count
-        self.left.masked_fill_(until <= most, 0)
-        self.left.masked_fill_((after < 0) & (active > 0), -1)

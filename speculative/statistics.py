@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from heavypath.kernels.verification import Verified
-from heavypath.speculative.drafting import Drafted
-
 PHASES = ("prefill", "draft", "sampling", "target", "verification", "compaction", "step", "host", "trace")
 
 
@@ -84,7 +81,7 @@ class Statistics:
         self._last = now
 
     def end(self, counts: Tensor, tokens_of: Tensor, steps_of: Tensor, nodes: int) -> None:
-        """Take what the steps counted; counts as `tally`'s, the others on the CPU."""
+        """Take what the steps counted; counts as `commit`'s, the others on the CPU."""
         self.offered, self.accepted = counts.cpu()[:, : self.offered.numel()].view(2, *self.offered.shape)
         self.tokens_of, self.steps_of = tokens_of, steps_of
         self.new_tokens, self.steps, self.nodes = int(tokens_of.sum()), int(steps_of.sum()), nodes
@@ -111,24 +108,6 @@ class Statistics:
             *((f"seconds, {name}", f"{self.seconds[name]:.3f}") for name in PHASES if name in self.seconds),
         ]
         return "\n".join(f"{name:<22}{value}" for name, value in rows)
-
-
-def tally(counts: Tensor, drafted: Drafted, verified: Verified, active: Tensor, branching: int) -> None:
-    """Count what one verification offered and accepted, on the device.
-
-    counts: LongTensor[2, any]; at depth * branching + rank, how often a child of that rank was offered below an
-    accepted node at that depth, and how often it was accepted. active: bool [B], the sequences still generating.
-    """
-    tokens, parents = drafted.tokens[:, 1:], drafted.parents[..., 1:]
-    batch, nodes = tokens.shape
-    if nodes == 0:
-        return
-    reached = tokens.new_zeros(batch, nodes + 2)  # nodes, and -1, the last one
-    reached.scatter_(1, verified.path % (nodes + 2), 1)
-    offered = reached.gather(1, parents.expand_as(tokens)) * ((tokens >= 0) & active[:, None])
-    counted = torch.stack([offered, offered * reached[:, 1:-1]]).flatten(1)
-    place = (drafted.depths[..., 1:] - 1).clamp(min=0) * branching + drafted.ranks[..., 1:]  # absent: depth 0, maybe
-    counts.index_add_(1, place.expand_as(tokens).flatten(), counted)
 
 
 def _shares(accepted: Tensor, offered: Tensor) -> list[float]:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.kernels.cache_compaction import compact_cache
+from heavypath.kernels.cache_compaction import compact
+from heavypath.kernels.commit import commit
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.verification import DRAFT_AWARE, Verified, verify
 from heavypath.speculative.caches import KeyValueCache
@@ -23,7 +24,6 @@ from heavypath.speculative.growing import Growth, grow_tree
 from heavypath.speculative.methods import Method
 from heavypath.speculative.processing import Processing
 from heavypath.speculative.sequences import Sequences
-from heavypath.speculative.statistics import tally
 
 
 class Stepped(NamedTuple):
@@ -83,12 +83,14 @@ class Step:
         )
         lap("verification")
         if draft_cache is not None and nodes > 1:
-            path, length = verified.path, verified.length
-            compact_cache([target_cache.keys], [target_cache.values], path, length, lengths)
-            rows = drafted.draft_rows.expand_as(drafted.tokens).gather(1, path.clamp(min=0))
-            compact_cache([draft_cache.keys], [draft_cache.values], rows, length, lengths)
-        tally(state.counts, drafted, verified, state.left > 0, self.branching)
-        state.commit(drafted.tokens, verified)
+            path, rows = verified.path, drafted.draft_rows
+            rows = path if rows is None else rows.gather(1, path.clamp(min=0))
+            compact([target_cache.keys, target_cache.values], path, verified.length, lengths)
+            compact([draft_cache.keys, draft_cache.values], rows, verified.length, lengths)
+        commit(
+            state.numbers, state.output, state.stops, state.seen, state.counts,
+            drafted.tokens, drafted.parents, drafted.ranks, drafted.depths, verified, self.branching,
+        )  # fmt: skip
         lap("compaction")
         return Stepped(drafted, logits, verified)
 

@@ -13,8 +13,8 @@ from heavypath.speculative.step import Stepped
 class Size(NamedTuple):
     """What a generation needs.
 
-    sequences; rows of the caches; new_tokens of a sequence; stops, its end-of-sequence tokens; places of `tally`;
-    penalised: 1 where a repetition penalty is, else 0
+    sequences; rows of the caches; new_tokens of a sequence; stops, its end-of-sequence tokens; places of counts, as
+    `commit` has them; penalised: 1 where a repetition penalty is, else 0
     """
 
     sequences: int

@@ -16,9 +16,9 @@ import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from toy_language import ToyLanguage, decode
 
-from heavypath.kernels import k_seq, residual, sampling, verification
+from heavypath.kernels import commit, k_seq, residual, sampling, verification
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import SpeculativeDecoder, TokenTree, decoder, drafting, sequences, step, workspace
+from heavypath.speculative import SpeculativeDecoder, TokenTree, decoder, drafting, step
 
 
 def mutated(module: ModuleType, original: str, replacement: str) -> ModuleType:
@@ -124,10 +124,10 @@ def test_accepting_at_equality_is_found():
 @pytest.mark.parametrize(("module", "original", "replacement"), [
     (step, "first_row = state.noise | (state.lengths << 12)", "first_row = state.noise"),  # alike in every step
     (step, "else self.tree.kept)", "else 0 * self.tree.kept)"),  # shared by all nodes
-    (step, "compact_cache([target_cache.keys]", "(lambda *_: None)([target_cache.keys]"),  # rows stay
+    (step, "compact([target_cache.keys", "(lambda *_: None)([target_cache.keys"),  # rows stay
     (step, "lengths[:, None] + drafted.depths\n", "lengths[:, None] + 0 * drafted.depths\n"),  # the target's positions
-    (sequences, ".roll(-1, 1).scatter_(1, last,", ".scatter_(1, last,"),  # the bonus token in the last accepted's place
-    (sequences, "self.root.copy_(after.clamp(min=0))", "self.root.copy_(emitted[:, 0])"),
+    (commit, "token[every, path[:, 1:]]", "token[every, path[:, :-1]]"),  # the bonus token in the last accepted's place
+    (commit, "root[:] = np.maximum(after, 0)", "root[:] = emitted[:, 0]"),
 ])  # fmt: skip
 def test_a_bug_of_the_decoder_is_found(module, original, replacement, monkeypatch):
     from test_decoder import exact_law, tiny_llama
@@ -144,7 +144,7 @@ def test_a_bug_of_the_decoder_is_found(module, original, replacement, monkeypatc
     assert p_value() > SIGNIFICANCE
     copy = mutated(module, original, replacement)
     monkeypatch.setattr(decoder, "Step", getattr(copy, "Step", decoder.Step))
-    monkeypatch.setattr(workspace, "Sequences", getattr(copy, "Sequences", workspace.Sequences))
+    monkeypatch.setattr(step, "commit", getattr(copy, "commit", step.commit))
     assert p_value() < SIGNIFICANCE
 
 

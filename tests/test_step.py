@@ -26,7 +26,7 @@ from heavypath.speculative.sequences import Sequences
 from heavypath.speculative.snapshots import Snapshots
 from heavypath.speculative.step import Step
 
-KERNELS = ("sampling", "verification", "tree_attention", "ordering", "cache_compaction")
+KERNELS = ("sampling", "verification", "tree_attention", "ordering", "cache_compaction", "commit")
 HOST = ("drafting", "growing", "decoding", "decoder")
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
 PADDING = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
