@@ -131,9 +131,25 @@ def gumbel_topk(
             raise ValueError(f"impl 'triton' takes fp32, fp16 or bf16 logits, got {logits.dtype}; take impl 'torch'")
         check_can_launch(logits)
 
-    given, options = (logits.reshape(-1, vocab_size), k, filters), (rows, Stream.DRAFT, replacement, uniform_fill)
-    draw = launch_topk(*given, seed, *options) if impl == "triton" else _reference(*given, int(seed), *options)
+    draw = drawn(logits.reshape(-1, vocab_size), k, filters, seed, rows, replacement, uniform_fill, impl)
     return TopK(*(field.view(*lead, k) for field in draw))
+
+
+def drawn(
+    logits: Tensor,
+    k: int,
+    filters: Filters,
+    seed: int | Tensor,
+    rows: Tensor | None,
+    replacement: bool,
+    uniform_fill: bool,
+    impl: str = "auto",
+) -> TopK:
+    """`gumbel_topk` of logits [R, V] and rows LongTensor[R] that are known to be right; fields [R, k]."""
+    options = rows, Stream.DRAFT, replacement, uniform_fill
+    if choose_impl("drawn", impl, logits) == "triton":
+        return launch_topk(logits, k, filters, seed, *options)
+    return _reference(logits, k, filters, int(seed), *options)
 
 
 @np.errstate(all="ignore")
@@ -157,27 +173,30 @@ def _reference(
     if noisy and replacement:
         keys = scores[:, None] + gumbels(seed, stream, noise, vocab_size, draws=k)  # [R, k, V], independent draws
         tokens = keys.argmax(-1)
-        ranked = np.take_along_axis(keys, tokens[..., None], -1)[..., 0]
+        ranked = keys.max(-1)
     else:
         keys = scores + gumbels(seed, stream, noise, vocab_size) if noisy else values
         ranked, tokens = stable_topk(keys, min(k, vocab_size))
         if k > vocab_size:
             beyond = (0, 0), (0, k - vocab_size)
             ranked, tokens = np.pad(ranked, beyond, constant_values=-np.inf), np.pad(tokens, beyond)
+    logprobs = scores[np.arange(len(scores))[:, None], tokens] - normalizer
+    keys = ranked - normalizer if noisy else ranked
     undefined = largest - np.inf  # -inf, but NaN in a row with NaN or +inf in it
-    drawn = ranked > undefined
-    logprobs = np.where(drawn, np.take_along_axis(scores, tokens, -1) - normalizer, undefined)
-    keys = np.where(drawn, ranked - normalizer if noisy else ranked, undefined)
-    tokens = np.where(drawn, tokens, -1)
-    if fill and noisy and not replacement and not drawn.all():
+    defined = ranked > undefined
+    if not defined.all():
+        tokens, keys, logprobs = (
+            np.where(defined, field, none) for field, none in ((tokens, -1), (keys, undefined), (logprobs, undefined))
+        )
+    if fill and noisy and not replacement and not defined.all():
         # Tokens outside the support, in a uniformly random order, take the places behind it.
         words = np.where(scores > -np.inf, 1 << 32, noise_bits(seed, Stream.FILL, noise, vocab_size).astype(np.int64))
         words[np.isnan(undefined[:, 0])] = 1 << 32
         filler = words.argsort(-1, kind="stable")[:, :k]
         filler = np.where(np.take_along_axis(words, filler, -1) < 1 << 32, filler, -1)
         filler = np.pad(filler, ((0, 0), (0, k - filler.shape[1])), constant_values=-1)
-        place = np.arange(k) - drawn.sum(-1, keepdims=True)
-        tokens = np.where(drawn, tokens, np.take_along_axis(filler, np.maximum(place, 0), -1))
+        place = np.arange(k) - defined.sum(-1, keepdims=True)
+        tokens = np.where(defined, tokens, np.take_along_axis(filler, np.maximum(place, 0), -1))
     fields = tokens, keys.astype(np.float32), logprobs.astype(np.float32)
     return TopK(*(torch.from_numpy(field).to(device) for field in fields))
 

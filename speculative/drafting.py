@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.sampling import drawn
 from heavypath.speculative.drafts import Cache, Draft, Feed
 from heavypath.speculative.sequences import Sequences
 from heavypath.speculative.snapshots import host_sees
@@ -43,15 +43,14 @@ class Level:
 
     nodes:    LongTensor[n]; above: LongTensor[n], their parents
     mask:     bool [n, N], which of the tree's nodes they see
-    children: LongTensor[m]; parent: LongTensor[m] into nodes; rank: LongTensor[m]; width: the most children of a node
+    children: LongTensor[m]; width: the most children of a node; drawn: LongTensor[m], which of the n * width draws each is
     """
 
     nodes: Tensor
     above: Tensor
     mask: Tensor
     children: Tensor
-    parent: Tensor
-    rank: Tensor
+    drawn: Tensor
     width: int
 
 
@@ -83,15 +82,15 @@ def tree_shape(whole: TokenTree, depth: int, device: torch.device) -> Shape:
         children = (tree.depths == level + 1).nonzero()[:, 0]
         nodes, parent = tree.parents[children].unique(return_inverse=True)
         rank = tree.ranks[children]
+        width = int(rank.max()) + 1
         levels.append(
             Level(
                 nodes=nodes.to(device),
                 above=tree.parents[nodes].to(device),
                 mask=mask[nodes].to(device),
                 children=children.to(device),
-                parent=parent.to(device),
-                rank=rank.to(device),
-                width=int(rank.max()) + 1,
+                drawn=(parent * width + rank).to(device),
+                width=width,
             )
         )
     return Shape(
@@ -138,7 +137,7 @@ def draft_tree(
             feed = root_feed(sequences, visible, len(shape))
         else:
             feed = Feed(
-                tokens=tokens[:, level.nodes].clamp(min=0),
+                tokens=tokens.index_select(1, level.nodes).clamp(min=0),
                 positions=(lengths + depth)[:, None].expand(-1, len(level.nodes)),
                 rows=lengths[:, None] + level.nodes,
                 parent_rows=lengths[:, None] + level.above,
@@ -148,20 +147,20 @@ def draft_tree(
             )
         after = draft(feed, cache)[:, -len(level.nodes) :]
         lap("draft")
-        drawn = gumbel_topk(
-            after,
+        children = drawn(
+            after.flatten(0, 1),
             level.width,
-            **drawing._asdict(),
-            seed=sequences.seed,
-            rows=rows[:, level.nodes],
-            replacement=draw == "with_replacement" and drawing.temperature > 0,
-            uniform_fill=fill and draft.smooth,
+            drawing,
+            sequences.seed,
+            rows.index_select(1, level.nodes).flatten(),
+            draw == "with_replacement" and drawing.temperature > 0,
+            fill and draft.smooth,
         )
-        check_distributions("draft", drawn.keys, sequences, depth)
-        tokens[:, level.children] = drawn.tokens[:, level.parent, level.rank]
+        check_distributions("draft", children.keys.view(*after.shape[:2], -1), sequences, depth)
+        tokens.index_copy_(1, level.children, children.tokens.view(len(root), -1).index_select(1, level.drawn))
         if logits is None:
             logits = after.new_empty(*tokens.shape, after.shape[-1])
-        logits[:, level.nodes] = after
+        logits.index_copy_(1, level.nodes, after)
         lap("sampling")
     return Drafted(
         tokens=tokens.where(shape.depths <= sequences.room[:, None], -1),
@@ -202,7 +201,7 @@ def check_distributions(whose: str, logits: Tensor, sequences: Sequences, depths
 
     logits: [B, n, any], or keys of draws by them, which are NaN then; depths: of the n nodes, an int, [n] or [B, n].
     """
-    if not host_sees(logits.device) or float(logits.max()) < torch.inf:  # which NaN is not
+    if not host_sees(logits.device) or logits.numpy().max() < torch.inf:  # which NaN is not
         return
     largest = logits.amax(-1)
     slot, row = (largest.isnan() | (largest == torch.inf)).nonzero()[0].tolist()
