@@ -154,6 +154,19 @@ def compaction(dtype: str, head_dim: int, places: int) -> None:
     compact_cache([on_gpu(key)], [on_gpu(value)], path, one, one, impl="triton")
 
 
+def committing(nodes: int, per_sequence: bool) -> None:
+    from heavypath.kernels.commit import FIELDS, commit
+    from heavypath.kernels.verification import Verified
+
+    batch = 4
+    parents, one = torch.arange(-1, nodes - 1), torch.zeros(batch, dtype=torch.long)
+    tree = (parents.expand(batch, -1) if per_sequence else parents for _ in range(3))
+    state = (torch.zeros(len(FIELDS), batch).long(), torch.zeros(batch, 9).long(), one[:2], torch.zeros(batch, 9).bool())
+    path = torch.zeros(batch, min(nodes, 9), dtype=torch.long)
+    fields = *state, torch.zeros(2, 9).long(), torch.zeros(batch, nodes).long(), *tree
+    commit(*map(on_gpu, fields), Verified(*map(on_gpu, (path, one, one))), 1, impl="triton")
+
+
 def sampling(dtype: str, vocabulary: int, k: int, **options) -> None:
     from heavypath.kernels.sampling import gumbel_topk
 
@@ -212,6 +225,7 @@ CASES = {
     **verification_cases(),
     **sampling_cases(),
     **attention_cases(),
+    **{f"tree of {nodes}": partial(committing, nodes, per_sequence=nodes > 64) for nodes in (1, 64, 2048)},
     **{f"{nodes} nodes": partial(ordering, nodes, ranked=False) for nodes in (64, 2048)},
     **{f"{nodes} nodes ranked": partial(ordering, nodes, ranked=True) for nodes in (64, 2048)},
     **{

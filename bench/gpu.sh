@@ -42,7 +42,7 @@ workers=$("$python" -c 'import importlib.util as u; print("-n8" if u.find_spec("
 # Kernels are compiled once for each shape: spread over processes where that is possible. Warnings of versions that the
 # project does not pin are no errors here.
 tests=(tests/test_tree_attention.py tests/test_ordering.py tests/test_huggingface.py
-    tests/test_sampling.py tests/test_verification_kernel.py tests/test_cache_compaction.py)
+    tests/test_sampling.py tests/test_verification_kernel.py tests/test_cache_compaction.py tests/test_commit.py)
 wants tests && OMP_NUM_THREADS=2 step tests 400 "$python" -m pytest -q -W default $workers "${tests[@]}"
 [ "$gpu" = 1 ] && wants tests && OMP_NUM_THREADS=2 step tests-gpu 90 "$python" -m pytest -q -W default $workers -m gpu tests/test_decoder.py
 if wants benchmarks; then

@@ -26,7 +26,7 @@ from heavypath.kernels.verification import Verified
 
 FIELDS = ("root", "previous", "lengths", "produced", "left", "steps", "nodes", "member", "noise")
 _ROOT, _PREVIOUS, _LENGTHS, _PRODUCED, _LEFT, _STEPS, _NODES, _MEMBER = map(tl.constexpr, range(8))
-_BLOCK = tl.constexpr(512)  # nodes that a program looks at at once
+_BLOCK = tl.constexpr(128)  # nodes that a program looks at at once
 
 
 def commit(
@@ -110,7 +110,7 @@ def _reference(
         above = np.maximum(depths.numpy()[..., 1:] - 1, 0)  # an absent node may have depth 0
         offered = (path[every, above] == parent) & (token[:, 1:] >= 0) & active[:, None]
         accepted = offered & (path[every, above + 1] == child)
-        where = np.broadcast_to(above * branching + rank, offered.shape)
+        where = above * branching + rank + 0 * every
         for row, counted in zip(counts.numpy(), (offered, accepted), strict=True):
             row += np.bincount(where[counted], minlength=len(row))
 
@@ -218,5 +218,5 @@ def _launch(
             numbers, output, stops, seen.view(torch.int8), counts, tokens.contiguous(), *tree, path, length, after,
             numbers.stride(0), output.stride(0), seen.stride(0), counts.stride(0), nodes, path.shape[1], len(stops),
             branching, PER_SEQUENCE=per_sequence, HAS_SEEN=seen.shape[1] > 0,
-            BLOCK_P=triton.next_power_of_2(path.shape[1]), num_warps=1,
+            BLOCK_P=triton.next_power_of_2(path.shape[1]), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip

@@ -21,6 +21,7 @@ fp32 once, so that a CPU, a GPU and Triton's interpreter agree on every bit of G
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from enum import IntEnum
+from functools import lru_cache
 from numbers import Integral
 
 import numpy as np
@@ -42,26 +43,46 @@ class Stream(IntEnum):
     FILL = 3  # order of the tokens outside the draft's support
 
 
-_FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint32)
-_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint32) * np.arange(10, dtype=np.uint32)[:, None, None]
+_FACTORS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
+_KEY_STEPS = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint32) * np.arange(10, dtype=np.uint32)[:, None]
+_LANES = 4096  # counters that go through the rounds together: what they need fits in a core's cache
 
 
 def philox(seed: int, c0: Words, c1: Words, c2: Words, c3: Words) -> np.ndarray:
-    """Ten Philox-4x32 rounds on broadcastable counters, of which the low 32 bits count; four words, uint32 [4, ...].
-
-    c0 and c2 go together, as do c1 and c3: NumPy's calls cost more than their work on small arrays.
-    """
-    words = np.empty((4, *np.broadcast(c0, c1, c2, c3).shape), dtype=np.uint32)
-    words[0], words[1], words[2], words[3] = c0, c1, c2, c3
-    pairs = words.reshape(2, 2, -1)
-    even, odd = pairs[:, 0], pairs[:, 1]  # (c0, c2) and (c1, c3)
-    for key in np.array([[seed & _MASK], [seed >> 32 & _MASK]], dtype=np.uint32) + _KEY_STEPS:
-        product = np.multiply(even, _FACTORS, dtype=np.uint64).view(np.uint32)[::-1]  # low and high halves in turn
-        even = product[:, 1::2] ^ odd
-        even ^= key
-        odd = product[:, ::2]
-    pairs[:, 0], pairs[:, 1] = even, odd
+    """Ten Philox-4x32 rounds on broadcastable counters, of which the low 32 bits count; four words, uint32 [..., 4]."""
+    words = np.empty((*np.broadcast(c0, c1, c2, c3).shape, 4), dtype=np.uint32)
+    words[..., 0], words[..., 1], words[..., 2], words[..., 3] = c0, c1, c2, c3
+    counters = words.reshape(-1, 4)
+    for start in range(0, len(counters), _LANES):
+        _ten_rounds(seed, counters[start : start + _LANES])
     return words
+
+
+def _ten_rounds(seed: int, words: np.ndarray) -> None:
+    """In place, [n, 4]. Words 0 and 2 go together, 32 bits in 64; NumPy is fastest on one dimension of one type."""
+    lanes = len(words)
+    factors, keys = _factors_and_keys(seed, lanes)
+    memory = np.zeros((3, 2 * lanes), dtype=np.uint64)
+    even, *products = memory
+    half = memory.view(np.uint32).reshape(3, 2, lanes, 2).transpose(0, 3, 1, 2)  # of each, low and high of both
+    (zero, two), *lows = half[:, 0]
+    both, highs = half[0, 0].reshape(-1), half[1:, 1]
+    zero[:], one, two[:], three = words.T
+    turns = [(product, *high, *low) for product, high, low in zip(products, highs, lows, strict=True)]
+    for key, (product, high_0, high_2, low_0, low_2) in zip(keys, 5 * turns, strict=True):
+        np.multiply(even, factors, product)
+        np.bitwise_xor(high_2, one, zero)
+        np.bitwise_xor(high_0, three, two)
+        np.bitwise_xor(both, key, both)
+        one, three = low_2, low_0
+    words[:, 0], words[:, 1], words[:, 2], words[:, 3] = zero, one, two, three
+
+
+@lru_cache(maxsize=64)
+def _factors_and_keys(seed: int, lanes: int) -> tuple[np.ndarray, np.ndarray]:
+    """uint64 [2 lanes] and uint32 [10, 2 lanes]."""
+    key = np.array([seed & _MASK, seed >> 32 & _MASK], dtype=np.uint32)
+    return _FACTORS.repeat(lanes), (key + _KEY_STEPS).repeat(lanes, axis=1)
 
 
 def noise_bits(seed: int, stream: Stream, rows: np.ndarray, count: int, draws: int | None = None) -> np.ndarray:
@@ -69,7 +90,7 @@ def noise_bits(seed: int, stream: Stream, rows: np.ndarray, count: int, draws: i
     row = rows[:, None, None]  # [R, draws, quads]
     draw = np.arange(draws or 1)[:, None]
     words = philox(seed, np.arange(-(-count // 4)), row, row >> 32, int(stream) + 256 * draw)
-    words = words.transpose(1, 2, 3, 0).reshape(len(rows), draws or 1, -1)[..., :count]
+    words = words.reshape(len(rows), draws or 1, words.shape[2] * 4)[..., :count]
     return words[:, 0] if draws is None else words
 
 
@@ -102,8 +123,9 @@ def coins(seed: int, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
 
     rows, ranks: int64 arrays of one shape; fp64 of that shape. Accept with strict `<`.
     """
-    words = philox(seed, ranks // 4, rows, rows >> 32, int(Stream.ACCEPT))
-    return (np.choose(ranks % 4, words) >> 8) * 2.0**-24
+    words = philox(seed, ranks // 4, rows, rows >> 32, int(Stream.ACCEPT)).reshape(-1, 4)
+    word = words[np.arange(ranks.size), ranks.ravel() % 4]
+    return ((word >> 8) * 2.0**-24).reshape(ranks.shape)
 
 
 def check_seed(seed: int | Tensor, device: torch.device) -> None:

@@ -42,9 +42,10 @@ def residual_chain(
     -1 for no child. coins: fp64 [A, K]. Returns the place of the accepted child or -1, [A], and weights [A', V] that
     the recovered tokens of the A' sequences without an accepted child are drawn by.
     """
-    sequence, choice, waiting = np.arange(len(drawn)), np.full(len(drawn), -1), drawn >= 0
+    sequence, waiting = np.arange(len(drawn)), drawn >= 0
+    choice = sequence * 0 - 1
     target = residual = None  # P and max(P - l Q, 0), once a child has been rejected
-    total, log_lambda, log_mass = np.ones(len(drawn)), np.full(len(drawn), -np.inf), 0.0  # F(l), log l, log R
+    total, log_lambda, log_mass = sequence * 0 + 1.0, sequence - np.inf, 0.0  # F(l), log l, log R
     draft = np.full_like(log_target, -np.inf) if log_draft is None else log_draft
     distinct = log_draft is None or not replacement
     undrawn = np.ones(draft.shape, dtype=bool) if distinct else None  # but for the rejected children

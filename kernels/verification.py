@@ -263,21 +263,24 @@ def _reference(
 ) -> Verified:
     batch, nodes = tokens.shape
     device, vocab_size = tokens.device, target_logits.shape[-1]
+    checked = device.type == "cpu"
     ranks = sibling_order(parents) if ranks is None else ranks
     # What concerns the tree goes in NumPy, whose calls on small arrays cost a fraction of PyTorch's.
     token, parent, rank = (field.cpu().numpy() for field in (tokens, parents, ranks))
     row = np.arange(batch * nodes).reshape(batch, nodes) if rows is None else rows.cpu().numpy()
     index, every = np.arange(nodes), np.arange(batch)[:, None]
+    target = target_logits.detach().float().cpu().numpy()
+    draft = None if draft_logits is None else draft_logits.detach().float().cpu().numpy()
     above = np.maximum(parent, 0)
     present = (parent >= 0) & (token >= 0)
     order = rank * nodes + index  # by rank, then by index
-    coin = coins(seed, row[every, above], rank) if draft_logits is not None else np.zeros(token.shape)
-    last = np.zeros(batch, dtype=np.int64)  # last accepted node
-    length, next_token = np.zeros_like(last), np.full_like(last, -1)
+    coin = np.zeros(token.shape) if draft is None else coins(seed, row[every, above], rank)
+    last, length = np.zeros((2, batch), dtype=np.int64)  # last accepted node, and their number
+    next_token = last - 1
 
     # Of the A sequences that have accepted a node at every level so far:
     sequence, node = np.arange(batch), last  # the last accepted node: its distribution decides
-    reached = np.repeat(index[None] == 0, batch, 0)  # it, and its siblings of equal token
+    reached = index + every * 0 == 0  # it, and its siblings of equal token
     state = [token, above, present, order, coin, row]
     for level in range(max_depth + 1):
         token, above, present, order, coin, row = state
@@ -292,21 +295,21 @@ def _reference(
             width = int(count.max())
             children = np.where(candidate, order, nodes * nodes).argsort(1)[:, :width]  # [A, K]
             drawn = np.where(index[:width] < count[:, None], token[here, children], -1)
-            log_target = log_probs(*_rows(target_logits, "target", sequence, node), target_filters)  # [A, V]
-            choice, recovered = np.full(len(node), -1), log_target
-            inner = np.flatnonzero(count)
+            log_target = log_probs(*_rows(target, "target", sequence, node, checked), target_filters)  # [A, V]
+            choice, recovered = count * 0 - 1, log_target
+            inner = count.nonzero()[0]
             if len(inner):
-                assert draft_logits is not None
+                assert draft is not None
                 log_draft = None
                 if draft_filters.temperature > 0:
                     first = above[inner, children[inner, 0]]  # of equal siblings, one with children
-                    log_draft = log_probs(*_rows(draft_logits, "draft", sequence[inner], first), draft_filters)
+                    log_draft = log_probs(*_rows(draft, "draft", sequence[inner], first, checked), draft_filters)
                 tried = log_target[inner], log_draft, drawn[inner], coin[here, children][inner]
                 if method == "kseq":
                     choice[inner], recovered = k_seq(*tried)
                 else:
                     choice[inner], recovered = residual_chain(*tried, method == "with_replacement")
-            stop = np.flatnonzero(choice < 0)
+            stop = (choice < 0).nonzero()[0]
             if len(stop):
                 weights = recovered
                 if len(inner) < len(node):
@@ -323,7 +326,7 @@ def _reference(
             node = children[here[:, 0], choice]  # where taken
             reached = candidate & (token == token[here[:, 0], node][:, None])
         else:
-            target_row, largest = _rows(target_logits, "target", sequence, node)
+            target_row, largest = _rows(target, "target", sequence, node, checked)
             keys = target_row - largest  # NaN in a row with NaN or +inf in it
             if method != "greedy":
                 stream = Stream.DRAFT if method == "race" else Stream.TARGET
@@ -351,14 +354,13 @@ def _reference(
     return Verified(*(torch.from_numpy(field).to(device) for field in (path, length, next_token)))
 
 
-def _rows(logits: Tensor, side: str, sequence: np.ndarray, node: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """fp32 rows [A, V] of the given nodes, and their largest numbers [A, 1], checked on a CPU."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        rows = logits.detach().numpy()[sequence, node]
-    else:
-        rows = logits[torch.from_numpy(sequence), torch.from_numpy(node)].float().cpu().numpy()
+def _rows(
+    logits: np.ndarray, side: str, sequence: np.ndarray, node: np.ndarray, checked: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """fp32 rows [A, V] of the given nodes, and their largest numbers [A, 1]."""
+    rows = logits[sequence, node]
     largest = rows.max(-1, keepdims=True)
-    if logits.device.type == "cpu" and not np.isfinite(largest).all():
+    if checked and not np.isfinite(largest).all():
         i = int(np.isfinite(largest[:, 0]).argmin())
         raise ValueError(
             f"{side}_logits must have a finite maximum in every row that is used, "

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from heavypath.speculative.loading import Pair, load_pair
 
-KERNELS = ("tree_attention", "heavy_path_order", "gumbel_topk", "verify_tree", "compact_cache")
+KERNELS = ("tree_attention", "heavy_path_order", "gumbel_topk", "verify_tree", "commit", "compact_cache")
 
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; > 0 samples.")]
@@ -41,7 +41,7 @@ def environment() -> dict:
         "transformers": transformers.__version__,
         "device": f"cuda ({torch.cuda.get_device_name()})" if cuda else "cpu",
         "threads": torch.get_num_threads(),
-        "kernels": dict.fromkeys(KERNELS, "Triton" if cuda else "PyTorch"),
+        "kernels": dict.fromkeys(KERNELS, "Triton" if cuda else "reference"),
     }
 
 

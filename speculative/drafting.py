@@ -43,7 +43,7 @@ class Level:
 
     nodes:    LongTensor[n]; above: LongTensor[n], their parents
     mask:     bool [n, N], which of the tree's nodes they see
-    children: LongTensor[m]; width: the most children of a node; drawn: LongTensor[m], which of the n * width draws each is
+    children: LongTensor[m]; width: the most of a node; drawn: LongTensor[m], which of the n * width draws each is
     """
 
     nodes: Tensor
@@ -181,10 +181,8 @@ def root_feed(sequences: Sequences, visible: int, nodes: int) -> Feed:
     nodes: of the tree, at least 2: as many as ask.
     """
     lengths = sequences.lengths
-    mask = torch.zeros(len(lengths), 2, nodes, dtype=torch.bool, device=lengths.device)
-    mask[:, 0, 0] = lengths == 0
-    mask[:, 1, 0] = True
-    rows = torch.stack([(lengths - 1).clamp(min=0), lengths], 1)
+    rows = (lengths[:, None] + torch.arange(-1, 1, device=lengths.device)).clamp_(min=0)
+    tree_rows = lengths[:, None] + torch.arange(nodes, device=lengths.device)
     return Feed(
         tokens=torch.stack([sequences.previous, sequences.root], 1),
         positions=rows,
@@ -192,7 +190,7 @@ def root_feed(sequences: Sequences, visible: int, nodes: int) -> Feed:
         parent_rows=rows - 1,
         lengths=lengths,
         visible_rows=visible + nodes,
-        ancestor_mask=mask,
+        ancestor_mask=rows[..., None] == tree_rows[:, None],
     )
 
 

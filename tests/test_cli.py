@@ -215,7 +215,7 @@ def test_info_reports_what_is_installed(heavypath):
     facts = json.loads(output)
     assert code == 0
     assert (facts["torch"], facts["transformers"]) == (torch.__version__, transformers.__version__)
-    assert facts["kernels"]["tree_attention"] == ("Triton" if torch.cuda.is_available() else "PyTorch")
+    assert facts["kernels"]["tree_attention"] == ("Triton" if torch.cuda.is_available() else "reference")
     assert facts["kernels"]["verify_tree"] == facts["kernels"]["tree_attention"]
     assert torch.__version__ in heavypath("info")[1]
 

@@ -50,11 +50,11 @@ MUTATIONS = {
         {"tree": TokenTree.chain(1)},
     ),
     "draft filters are ignored": (
-        verification, "sequence[inner], first), draft_filters)", "sequence[inner], first), Filters())",
+        verification, "first, checked), draft_filters)", "first, checked), Filters())",
         {"draft_filters": Filters(0.5)},
     ),
     "target filters are ignored": (
-        verification, "sequence, node), target_filters)", "sequence, node), Filters())",
+        verification, "sequence, node, checked), target_filters)", "sequence, node, checked), Filters())",
         {"target_filters": Filters(0.5)},
     ),
     "siblings are tried in index order": (

@@ -206,6 +206,57 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
         step(state, *caches, 160, lambda phase: None)
 
 
+@pytest.mark.parametrize(("method", "levels", "most"), [("autoregressive", 0, 14), ("sequoia", 3, 58), ("ersd", 3, 58)])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@torch.inference_mode()
+def test_a_step_launches_little_beside_the_models(method, levels, most, temperature, without_values, monkeypatch):
+    """Each takes a graph two microseconds, and so much weight as a GPU reads meanwhile is 10 MB."""
+    target, batch = llama_without_values(2), 2
+    source = None if levels == 0 else ModelDraft(llama_without_values(1), 50)
+    shape = METHODS[method].shape(9)
+    verify = "greedy" if temperature == 0 else METHODS[method].verify
+    tree = on_meta(tree_shape(shape, shape.depth, torch.device("cpu")))
+    filters = Filters(temperature)
+    step = Step(target, source, METHODS[method], tree, shape.branching, verify, filters, filters, 0.6, None)
+    assert step.depth == levels
+    caches = target.new_cache(batch, 200), None if source is None else source.new_cache(batch, 200)
+    state = Sequences.room_for(batch, 20, 2, 0, max(1, shape.depth * shape.branching), target.device)
+    launches = Launches()
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: launches.note("kernel"))
+    monkeypatch.setattr(LlamaForward, "__call__", launches.without(LlamaForward.__call__))
+    with launches:
+        step(state, *caches, 160, lambda phase: None)
+    assert 0 < len(launches.names) <= most, launches.names
+
+
+class Launches(TorchDispatchMode):
+    """Notes what a GPU would have to do, which views and fresh memory are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.counts = [], True
+
+    def note(self, name):
+        if self.counts:
+            self.names.append(name)
+
+    def without(self, function):
+        def uncounted(*args, **kwargs):
+            self.counts = False
+            out = function(*args, **kwargs)
+            self.counts = True
+            return out
+
+        return uncounted
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        views = any(argument.alias_info and not argument.alias_info.is_write for argument in function._schema.arguments)
+        if not views and not function.__name__.startswith(("empty", "new_empty")):
+            self.note(function.__name__)
+        return out
+
+
 def test_a_late_snapshot_is_one_step_old(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     counter = torch.zeros(2)
