@@ -34,8 +34,8 @@ class RowCache:
 class KeyValueCache(RowCache, Cache):
     """Keys and values [B, layers * Hkv, rows, D]: layers side by side, so that one gather moves a row of all.
 
-    Zeroed at first, so that rows never written can be masked. rotary: cos and sin of the positions that the rows may
-    have, for a forward pass that looks them up.
+    Zeroed at first, so that rows never written can be masked. rotary: [positions, 2, D], cos and sin of the positions
+    that the rows may have, for a forward pass that looks them up.
 
     To transformers, `at(rows, visible)` of it is the cache of one forward pass, with a 4-D mask over `visible` rows.
     """
@@ -48,7 +48,7 @@ class KeyValueCache(RowCache, Cache):
         rows: int,
         head_dim: int,
         like: Tensor,
-        rotary: tuple[Tensor, ...] = (),
+        rotary: Tensor | None = None,
     ):
         keys = like.new_zeros(batch, layers * kv_heads, rows, head_dim)
         RowCache.__init__(self, keys, torch.zeros_like(keys))

@@ -129,7 +129,7 @@ class Forward(ABC):
 
     @abstractmethod
     def hidden(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
-        """The same without the head: what the last layer makes of each token, [B, N, hidden]."""
+        """The same without the head: what the last layer makes of each token, in any shape."""
 
     def prefill(self, tokens: Tensor, cache: KeyValueCache) -> None:
         """Cache right-padded texts LongTensor[B, T].

@@ -65,34 +65,32 @@ class LlamaForward(Forward):
         self._norm, self._head = _rms_norm(model.model.norm), self._linear(model.lm_head)
         self._head_dim: int = every[0].self_attn.head_dim
         self._kv_heads: int = self.config.num_key_value_heads
-        self._rotary = self._rotary_tables(1)
+        self._rotary = self._rotary_table(1)
 
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
         """An empty cache of `rows` rows for `batch` sequences; positions below `rows` can be used with it."""
         rotary = self._rotary
-        if rows > len(rotary[0]):
-            self._rotary = rotary = self._rotary_tables(rows)  # for this cache, whatever another thread does to it
+        if rows > len(rotary):
+            self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
         shape = batch, len(self._layers), self._kv_heads, rows, self._head_dim
         return KeyValueCache(*shape, self._embed.weight, rotary)
 
     def __call__(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
         """fp32 logits [B, N, V] after each token, see `Forward`."""
         hidden = self.hidden(tokens, positions, rows, cache, mask)
-        return self._head(self._norm(hidden)).float()
+        return self._head(self._norm(hidden)).view(*tokens.shape, -1).float()
 
     def hidden(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
-        """What the last layer makes of each token, [B, N, hidden], before the final norm."""
+        """What the last layer makes of each token, [B * N, hidden], before the final norm."""
         attend = mask.attention(self.dtype)
-        batch, nodes = tokens.shape
-        cos, sin = (table[positions][:, :, None] for table in cache.rotary)  # [B, N, 1, D]
+        by_head = *tokens.shape, -1, self._head_dim
+        assert cache.rotary is not None
+        cos, sin = cache.rotary[positions][:, :, :, None].unbind(2)  # [B, N, 1, D]
 
-        hidden = self._embed(tokens)  # [B, N, hidden]
+        hidden = self._embed(tokens.flatten())
         for index, layer in enumerate(self._layers):
             normed = layer.norm(hidden)
-            query, key, value = (
-                project(normed).view(batch, nodes, -1, self._head_dim)
-                for project in (layer.query, layer.key, layer.value)
-            )
+            query, key, value = (project(normed).view(by_head) for project in (layer.query, layer.key, layer.value))
             if layer.query_norm is not None and layer.key_norm is not None:
                 query, key = layer.query_norm(query), layer.key_norm(key)
             heads = query.shape[2]
@@ -100,13 +98,13 @@ class LlamaForward(Forward):
             query, key = rotated[:, :, :heads], rotated[:, :, heads:]
             cache.write(index, key, value, rows)
             mixed = attend(query.transpose(1, 2), *cache.read(index), layer.scaling)
-            hidden = hidden + layer.mix(mixed.transpose(1, 2).reshape(batch, nodes, -1))
+            hidden = hidden + layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
             normed = layer.mlp_norm(hidden)
             hidden = hidden + layer.down(layer.act(layer.gate(normed)) * layer.up(normed))
         return hidden
 
     def _linear(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """A function that does what a linear layer does to [B, N, K]."""
+        """A function that does what a linear layer does to [rows, K]."""
         from_memory = sum(weight.numel() for _, weight in self.weights()) > 1 << 20  # more than fits a core's cache
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
         if not (from_memory and on_cpu and isinstance(module, nn.Linear) and type(module) is nn.Linear):
@@ -115,11 +113,11 @@ class LlamaForward(Forward):
         return _Columns(module) if plain and module.weight.numel() <= 1 << 21 else module
 
     @torch.inference_mode()
-    def _rotary_tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, D] by transformers' own module; sin with rotate_half's sign folded in."""
+    def _rotary_table(self, positions: int) -> Tensor:
+        """cos and sin [positions, 2, D] by transformers' own module; sin with rotate_half's sign folded in."""
         cos, sin = self._model.model.rotary_emb(self._embed.weight, torch.arange(positions, device=self.device)[None])
         half = self._head_dim // 2
-        return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+        return torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)], 1)
 
 
 class _Columns:
@@ -133,15 +131,14 @@ class _Columns:
         self._module = module
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        batch, nodes, width = hidden.shape
-        rows = batch * nodes
+        rows = len(hidden)
         if rows > FEW_ROWS:
             return self._module(hidden)
-        flat = hidden.reshape(rows, width).contiguous() if rows > 1 else hidden[0].repeat(2, 1)
-        product = torch.mm(self._module.weight, flat.t()).t()[:rows]
-        if self._module.bias is not None:
-            product = product + self._module.bias
-        return product.view(batch, nodes, -1)
+        flat = hidden.contiguous() if rows > 1 else hidden.repeat(2, 1)
+        product = torch.mm(self._module.weight, flat.t()).t()
+        if rows == 1:
+            product = product[:1]
+        return product if self._module.bias is None else product + self._module.bias
 
 
 def _rms_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:

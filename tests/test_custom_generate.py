@@ -296,7 +296,7 @@ def test_a_cache_keeps_the_positions_that_it_was_made_for(tiny_pair):
     """Whatever another thread's shorter text makes of the model's tables meanwhile."""
     forward = LlamaForward(tiny_pair[0])
     cache = forward.new_cache(1, 50)
-    forward._rotary = forward._rotary_tables(2)
+    forward._rotary = forward._rotary_table(2)
     ids = torch.arange(40)[None] % 7
     forward.prefill(ids, cache)
     keys = tiny_pair[0](ids, use_cache=True).past_key_values.layers[0].keys
