@@ -161,7 +161,12 @@ def committing(nodes: int, per_sequence: bool) -> None:
     batch = 4
     parents, one = torch.arange(-1, nodes - 1), torch.zeros(batch, dtype=torch.long)
     tree = (parents.expand(batch, -1) if per_sequence else parents for _ in range(3))
-    state = (torch.zeros(len(FIELDS), batch).long(), torch.zeros(batch, 9).long(), one[:2], torch.zeros(batch, 9).bool())
+    state = (
+        torch.zeros(len(FIELDS), batch).long(),
+        torch.zeros(batch, 9).long(),
+        one[:2],
+        torch.zeros(batch, 9).bool(),
+    )
     path = torch.zeros(batch, min(nodes, 9), dtype=torch.long)
     fields = *state, torch.zeros(2, 9).long(), torch.zeros(batch, nodes).long(), *tree
     commit(*map(on_gpu, fields), Verified(*map(on_gpu, (path, one, one))), 1, impl="triton")

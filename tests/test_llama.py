@@ -53,12 +53,29 @@ def sharpened(model):
     return model.eval()
 
 
-@pytest.mark.parametrize("few_rows", [0, 1000])  # both ways to multiply by a weight
+PRODUCTS = {
+    "plain": lambda self, module: module,
+    "own": lambda self, module: llama._Linear(module),
+}
+
+
+def test_on_a_cpu_the_way_to_multiply_by_a_weight_depends_on_its_size():
+    sizes = TINY | {"hidden_size": 640, "intermediate_size": 1024, "num_hidden_layers": 1}
+    forward = LlamaForward(LlamaForCausalLM(LlamaConfig(**sizes)).eval())
+    if llama._HAS_BOTH:
+        assert (forward._layers[0].key._few, forward._layers[0].gate._few) == (llama.FEW_ROWS, 0)
+    for dtype, model in ((torch.bfloat16, forward._model), (torch.float32, LlamaForCausalLM(LlamaConfig(**TINY)))):
+        layer = LlamaForward(model.to(dtype).eval())._layers[0]
+        assert layer.key is model.model.layers[0].self_attn.k_proj
+        assert layer.gate is model.model.layers[0].mlp.gate_proj
+
+
+@pytest.mark.parametrize(("product", "few_rows"), [("plain", 0), ("own", 0), ("own", 12), ("own", 100)])
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_logits_of_prompts_then_trees_are_those_of_transformers(name, few_rows, monkeypatch):
+def test_logits_of_prompts_then_trees_are_those_of_transformers(name, product, few_rows, monkeypatch):
+    monkeypatch.setattr(LlamaForward, "_linear", PRODUCTS[product])
     monkeypatch.setattr(llama, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(LlamaForward, "_linear", lambda self, module: llama._Columns(module))
     model = sharpened(MODELS[name]())
     forward = LlamaForward(model)
     prompts, prefix = torch.randint(0, 61, (2, 9)), 9
