@@ -124,9 +124,9 @@ class LlamaForward(Forward):
 class _Linear:
     """A linear layer in fp32 on a CPU, for rows of which there are few: what they cost is reading the weight.
 
-    PyTorch asks MKL for rows @ weight.T. As weight @ rows.T the same product takes MKL a third to two thirds of the time
-    for 2 to 5 rows and a small weight. oneDNN, which torch.compile takes on a CPU, begins later than that and reads any
-    larger weight 1.3 to 5 times as fast as MKL, for whole prompts too (`python bench/linear.py`).
+    PyTorch asks MKL for rows @ weight.T. As weight @ rows.T the same product takes MKL a third to two thirds of the
+    time for 2 to 5 rows and a small weight. oneDNN, which torch.compile takes on a CPU, begins later than that, and
+    reads any larger weight 1.3 to 5 times as fast as MKL, for whole prompts too (`python bench/linear.py`).
     """
 
     def __init__(self, module: nn.Linear):
