@@ -85,7 +85,7 @@ def filtered_scores(logits: np.ndarray, largest: np.ndarray, filters: Filters) -
         threshold = np.partition(logits, place)[..., place, None]
         scaled = np.where(logits < threshold, -math.inf, scaled)
     if filters.top_p is not None and filters.top_p < 1:
-        order = (-logits).argsort(-1, kind="stable")  # equal tokens by index
+        order = descending(logits)
         weights = np.exp(np.take_along_axis(scaled, order, -1).astype(np.float64))
         before = weights.cumsum(-1) - weights  # the mass before each token
         outside = np.empty(order.shape, dtype=bool)
@@ -95,6 +95,18 @@ def filtered_scores(logits: np.ndarray, largest: np.ndarray, filters: Filters) -
     if filters.min_p:
         scaled = np.where(scaled < np.float32(math.log(filters.min_p)), -math.inf, scaled)
     return scaled.astype(np.float32, copy=False)
+
+
+def descending(logits: np.ndarray) -> np.ndarray:
+    """Tokens by their fp32 logits [..., V], largest first, equal ones by index.
+
+    Key and token side by side in 64 bits: NumPy sorts integers ten times as fast as it sorts places.
+    """
+    bits = (logits + np.float32(0)).view(np.int32)  # -0.0 is 0.0
+    descending = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    keys = (descending.astype(np.int64) << 32) | np.arange(logits.shape[-1])
+    keys.sort(-1)
+    return keys & 0xFFFFFFFF
 
 
 def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:

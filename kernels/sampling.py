@@ -40,6 +40,7 @@ from heavypath.kernels.filtering import (
     LOWEST,
     Filters,
     cut_of,
+    descending,
     filter_cut,
     filtered_scores,
     is_kept,
@@ -301,7 +302,7 @@ def stable_topk(values: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
             if rank < k - 1:
                 left[place, token] = -np.inf
         return ranked, tokens
-    tokens = (-values).argsort(-1, kind="stable")[:, :k]
+    tokens = descending(values)[:, :k]
     return np.take_along_axis(values, tokens, -1), tokens
 
 
