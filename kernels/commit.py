@@ -44,7 +44,7 @@ def commit(
     *,
     impl: str = "auto",
 ) -> None:
-    """Commit `verified` trees of the sequences in b slots; a sequence that has ended stays as it is.
+    """Commit `verified` trees of the sequences in b slots; of one that has ended only root and previous change.
 
     numbers: LongTensor[9, b], rows as FIELDS; in place
         root      the last committed token; previous: the one before it
@@ -62,7 +62,8 @@ def commit(
     impl:   "triton": one launch, no host synchronisation; CUDA tensors, or any under Triton's interpreter. "torch": CPU
             tensors. "auto": triton for CUDA tensors, else torch.
 
-    Nothing is checked but where it runs: a decoder calls it with what other functions have checked.
+    Rows of numbers, output, seen and counts may lie apart; what is in a row, and stops, lies side by side. Nothing is
+    checked but where it runs: a decoder calls it with what other functions have checked.
     """
     arguments = numbers, output, stops, seen, counts, tokens, parents, ranks, depths, verified, branching
     if choose_impl("commit", impl, tokens) == "triton":
@@ -103,6 +104,7 @@ def _reference(
     slot, column = (place < count[:, None]).nonzero()
     output.numpy()[member[slot], produced[slot] + column] = emitted[slot, column]
     if seen.shape[1]:
+        slot, column = ((place < count[:, None]) & (emitted >= 0)).nonzero()
         seen.numpy()[slot, emitted[slot, column]] = True
 
     if token.shape[1] > 1:
@@ -174,8 +176,9 @@ def _commit_kernel(
             there = child < N
             there = there & (tl.load(tokens_ptr + child, mask=there, other=-1) >= 0)
             above = tl.load(depths_ptr + child, mask=there, other=1) - 1
+            there = there & (above >= 0) & (above <= length)
             parent = tl.load(parents_ptr + child, mask=there, other=-1)
-            offered = there & (above <= length) & (tl.load(path_ptr + above, mask=there & (above < P)) == parent)
+            offered = there & (tl.load(path_ptr + above, mask=there, other=-2) == parent)
             accepted = offered & (above < length)
             accepted = accepted & (tl.load(path_ptr + above + 1, mask=accepted) == child)
             where = counts_ptr + above * branching + tl.load(ranks_ptr + child, mask=there, other=0)
@@ -210,8 +213,7 @@ def _launch(
     batch, nodes = tokens.shape
     tree = (parents, ranks, depths)
     per_sequence = any(field.dim() == 2 for field in tree)
-    if per_sequence:
-        tree = tuple(field.expand(batch, nodes).contiguous() for field in tree)
+    tree = tuple((field.expand(batch, nodes) if per_sequence else field).contiguous() for field in tree)
     path, length, after = (field.contiguous() for field in verified)
     with torch.cuda.device_of(tokens):
         _commit_kernel[(batch,)](

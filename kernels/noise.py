@@ -78,7 +78,7 @@ def _ten_rounds(seed: int, words: np.ndarray) -> None:
     words[:, 0], words[:, 1], words[:, 2], words[:, 3] = zero, one, two, three
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # a decoder asks for a few numbers of lanes, under one seed
 def _factors_and_keys(seed: int, lanes: int) -> tuple[np.ndarray, np.ndarray]:
     """uint64 [2 lanes] and uint32 [10, 2 lanes]."""
     key = np.array([seed & _MASK, seed >> 32 & _MASK], dtype=np.uint32)
@@ -86,7 +86,10 @@ def _factors_and_keys(seed: int, lanes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def noise_bits(seed: int, stream: Stream, rows: np.ndarray, count: int, draws: int | None = None) -> np.ndarray:
-    """`random_bits` as uint32 on the host."""
+    """32 random bits for each row and each of `count` tokens, and for each of `draws` independent draws if given.
+
+    rows: int64 [R], values >= 0. Returns uint32 [R, count] or [R, draws, count].
+    """
     row = rows[:, None, None]  # [R, draws, quads]
     draw = np.arange(draws or 1)[:, None]
     words = philox(seed, np.arange(-(-count // 4)), row, row >> 32, int(stream) + 256 * draw)
@@ -94,16 +97,8 @@ def noise_bits(seed: int, stream: Stream, rows: np.ndarray, count: int, draws: i
     return words[:, 0] if draws is None else words
 
 
-def random_bits(seed: int, stream: Stream, rows: Tensor, count: int, draws: int | None = None) -> Tensor:
-    """32 random bits for each row and each of `count` tokens, and for each of `draws` independent draws if given.
-
-    rows: LongTensor[R], values >= 0. Returns LongTensor [R, count] or [R, draws, count], values in [0, 2**32).
-    """
-    return torch.from_numpy(noise_bits(seed, stream, rows.cpu().numpy(), count, draws).astype(np.int64)).to(rows.device)
-
-
 def gumbel_noise(seed: int, stream: Stream, rows: Tensor, count: int, draws: int | None = None) -> Tensor:
-    """Standard Gumbel variables, fp32, shaped as `random_bits`."""
+    """Standard Gumbel variables, fp32, shaped as `noise_bits`; rows: LongTensor[R]."""
     return torch.from_numpy(gumbels(seed, stream, rows.cpu().numpy(), count, draws)).to(rows.device)
 
 

@@ -40,10 +40,10 @@ from heavypath.kernels.filtering import (
     LOWEST,
     Filters,
     cut_of,
-    descending,
     filter_cut,
     filtered_scores,
     is_kept,
+    largest_first,
     score,
     softmax_scale,
 )
@@ -61,7 +61,7 @@ from heavypath.kernels.noise import (
 )
 from heavypath.kernels.tickets import is_last, tickets
 
-_FEW = 64  # at most so many are looked for one after the other, without a sort
+_FEW = 8
 
 
 class TopK(NamedTuple):
@@ -102,11 +102,12 @@ def gumbel_topk(
     replacement: k independent draws instead of k distinct tokens.
     uniform_fill: where fewer than k tokens have support, draw the rest uniformly from the other tokens.
     temperature 0 takes the k largest logits and ignores the filters.
-    logits: fp32, fp16 or bf16 (the kernel), any floating point (PyTorch); rows may lie apart, so that
+    logits: fp32, fp16 or bf16 (the kernel), any floating point (the reference); rows may lie apart, so that
         `logits[..., :vocabulary]` leaves out a padded vocabulary's last tokens without a copy.
     impl: "triton": one launch, no host synchronisation; CUDA tensors, or any under Triton's interpreter. "torch":
-        anything. "auto": triton for CUDA tensors, else torch. Both draw the same tokens; keys and logprobs agree to
-        fp32 rounding of the normaliser. (Where top_p or min_p cut within rounding, they may cut differently.)
+        anything. "auto": triton for CUDA tensors, else torch. Both draw the same tokens, without gradients; keys and
+        logprobs agree to fp32 rounding of the normaliser. (Where top_p or min_p cut within rounding, they may cut
+        differently.)
 
     Raises ValueError for a bad shape, dtype or option, and (CPU tensors) for negative rows.
     """
@@ -132,11 +133,11 @@ def gumbel_topk(
             raise ValueError(f"impl 'triton' takes fp32, fp16 or bf16 logits, got {logits.dtype}; take impl 'torch'")
         check_can_launch(logits)
 
-    draw = drawn(logits.reshape(-1, vocab_size), k, filters, seed, rows, replacement, uniform_fill, impl)
-    return TopK(*(field.view(*lead, k) for field in draw))
+    drawn = draw(logits.reshape(-1, vocab_size), k, filters, seed, rows, replacement, uniform_fill, impl)
+    return TopK(*(field.view(*lead, k) for field in drawn))
 
 
-def drawn(
+def draw(
     logits: Tensor,
     k: int,
     filters: Filters,
@@ -148,7 +149,7 @@ def drawn(
 ) -> TopK:
     """`gumbel_topk` of logits [R, V] and rows LongTensor[R] that are known to be right; fields [R, k]."""
     options = rows, Stream.DRAFT, replacement, uniform_fill
-    if choose_impl("drawn", impl, logits) == "triton":
+    if choose_impl("draw", impl, logits) == "triton":
         return launch_topk(logits, k, filters, seed, *options)
     return _reference(logits, k, filters, int(seed), *options)
 
@@ -170,7 +171,7 @@ def _reference(
     noise = np.arange(len(values)) if rows is None else rows.cpu().numpy()
     largest, noisy = values.max(-1, keepdims=True), filters.temperature > 0
     scores = filtered_scores(values, largest, filters if noisy else Filters())  # [R, V]
-    normalizer = np.log(np.exp(scores.astype(np.float64)).sum(-1, keepdims=True))
+    normalizer = np.log(np.exp(scores).sum(-1, keepdims=True, dtype=np.float64))
     if noisy and replacement:
         keys = scores[:, None] + gumbels(seed, stream, noise, vocab_size, draws=k)  # [R, k, V], independent draws
         tokens = keys.argmax(-1)
@@ -292,8 +293,11 @@ def stochastic_beam(
 
 
 def stable_topk(values: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k largest of each row of values [R, V], and their indices; equal values by lower index first."""
-    if k <= _FEW:
+    """The k largest of each row of fp32 values [R, V], and their indices; equal values by lower index first.
+
+    Where fewer than k are above -inf, the indices of the rest are any.
+    """
+    if k <= _FEW:  # one after the other
         left, place = values if k == 1 else values.copy(), np.arange(len(values))
         ranked, tokens = np.empty((len(values), k), dtype=values.dtype), np.empty((len(values), k), dtype=np.int64)
         for rank in range(k):
@@ -302,7 +306,7 @@ def stable_topk(values: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
             if rank < k - 1:
                 left[place, token] = -np.inf
         return ranked, tokens
-    tokens = descending(values)[:, :k]
+    tokens = largest_first(values, k)
     return np.take_along_axis(values, tokens, -1), tokens
 
 

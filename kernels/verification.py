@@ -265,12 +265,11 @@ def _reference(
     device, vocab_size = tokens.device, target_logits.shape[-1]
     checked = device.type == "cpu"
     ranks = sibling_order(parents) if ranks is None else ranks
-    # What concerns the tree goes in NumPy, whose calls on small arrays cost a fraction of PyTorch's.
+    # In NumPy, whose calls on small arrays cost a fraction of PyTorch's.
     token, parent, rank = (field.cpu().numpy() for field in (tokens, parents, ranks))
     row = np.arange(batch * nodes).reshape(batch, nodes) if rows is None else rows.cpu().numpy()
     index, every = np.arange(nodes), np.arange(batch)[:, None]
-    target = target_logits.detach().float().cpu().numpy()
-    draft = None if draft_logits is None else draft_logits.detach().float().cpu().numpy()
+    target, draft = _readable(target_logits), None if draft_logits is None else _readable(draft_logits)
     above = np.maximum(parent, 0)
     present = (parent >= 0) & (token >= 0)
     order = rank * nodes + index  # by rank, then by index
@@ -354,11 +353,20 @@ def _reference(
     return Verified(*(torch.from_numpy(field).to(device) for field in (path, length, next_token)))
 
 
+def _readable(logits: Tensor) -> Tensor | np.ndarray:
+    """As NumPy takes them without a copy, or else as they are."""
+    plain = logits.device.type == "cpu" and logits.dtype == torch.float32
+    return logits.detach().numpy() if plain else logits.detach()
+
+
 def _rows(
-    logits: np.ndarray, side: str, sequence: np.ndarray, node: np.ndarray, checked: bool
+    logits: Tensor | np.ndarray, side: str, sequence: np.ndarray, node: np.ndarray, checked: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """fp32 rows [A, V] of the given nodes, and their largest numbers [A, 1]."""
-    rows = logits[sequence, node]
+    if isinstance(logits, np.ndarray):
+        rows = logits[sequence, node]
+    else:
+        rows = logits[torch.from_numpy(sequence), torch.from_numpy(node)].float().cpu().numpy()
     largest = rows.max(-1, keepdims=True)
     if checked and not np.isfinite(largest).all():
         i = int(np.isfinite(largest[:, 0]).argmin())

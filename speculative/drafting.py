@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heavypath.kernels import sampling
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.sampling import drawn
 from heavypath.speculative.drafts import Cache, Draft, Feed
 from heavypath.speculative.sequences import Sequences
 from heavypath.speculative.snapshots import host_sees
@@ -43,14 +43,14 @@ class Level:
 
     nodes:    LongTensor[n]; above: LongTensor[n], their parents
     mask:     bool [n, N], which of the tree's nodes they see
-    children: LongTensor[m]; width: the most of a node; drawn: LongTensor[m], which of the n * width draws each is
+    children: LongTensor[m]; width: the most of a node; draws: LongTensor[m], which of n * width draws each is
     """
 
     nodes: Tensor
     above: Tensor
     mask: Tensor
     children: Tensor
-    drawn: Tensor
+    draws: Tensor
     width: int
 
 
@@ -89,7 +89,7 @@ def tree_shape(whole: TokenTree, depth: int, device: torch.device) -> Shape:
                 above=tree.parents[nodes].to(device),
                 mask=mask[nodes].to(device),
                 children=children.to(device),
-                drawn=(parent * width + rank).to(device),
+                draws=(parent * width + rank).to(device),
                 width=width,
             )
         )
@@ -147,7 +147,7 @@ def draft_tree(
             )
         after = draft(feed, cache)[:, -len(level.nodes) :]
         lap("draft")
-        children = drawn(
+        children = sampling.draw(
             after.flatten(0, 1),
             level.width,
             drawing,
@@ -157,7 +157,7 @@ def draft_tree(
             fill and draft.smooth,
         )
         check_distributions("draft", children.keys.view(*after.shape[:2], -1), sequences, depth)
-        tokens.index_copy_(1, level.children, children.tokens.view(len(root), -1).index_select(1, level.drawn))
+        tokens.index_copy_(1, level.children, children.tokens.view(len(root), -1).index_select(1, level.draws))
         if logits is None:
             logits = after.new_empty(*tokens.shape, after.shape[-1])
         logits.index_copy_(1, level.nodes, after)

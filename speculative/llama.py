@@ -134,7 +134,10 @@ class _Linear:
         self._few = FEW_ROWS if module.weight.numel() <= SMALL else 0
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        rows, weight, bias = len(hidden), self._module.weight, self._module.bias
+        module = self._module
+        if module._forward_hooks or module._forward_pre_hooks:
+            return module(hidden)
+        rows, weight, bias = len(hidden), module.weight, module.bias
         if rows > self._few:
             return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
         flat = hidden.contiguous() if rows > 1 else hidden.repeat(2, 1)

@@ -1,4 +1,4 @@
-"""commit against its definition, written out for one sequence at a time; PyTorch and kernel."""
+"""commit against its definition, written out for one sequence at a time; NumPy and kernel."""
 
 import importlib.util
 import inspect
@@ -137,7 +137,10 @@ def test_no_distribution_ends_a_sequence_with_minus_one(impl):
     problem.whole[FIELDS.index("left")] = torch.tensor([10, 10, 0, 10, 10, 10, 10])
     problem.whole[FIELDS.index("produced")] = 0
     problem.stops = torch.tensor([-1])  # none
-    whole, *_ = problem.committed(impl)
+    whole, _, seen, _ = problem.committed(impl)
+    accepted = [set(problem.tokens[slot, problem.path[slot, 1 : 1 + length]].tolist())
+                for slot, length in enumerate(problem.length.tolist())]  # fmt: skip
+    assert [set(row.nonzero()[:, 0].tolist()) for row in seen] == [*accepted[:2], set(), *accepted[3:]]
     assert whole[FIELDS.index("left"), :5].tolist() == [-1, -1, 0, -1, -1]
     assert whole[FIELDS.index("root"), :5].tolist() == [0] * 5
 
@@ -147,7 +150,7 @@ def test_no_distribution_ends_a_sequence_with_minus_one(impl):
     ("tl.minimum(length + 1, left)", "length + 1"),
     ("mask=place < count)", "mask=place < most)"),
     ("stop > 0) & (place <= length)", "stop > 0) & (place < length)"),
-    ("tl.load(path_ptr + above, mask=there & (above < P)) == parent", "parent >= 0"),
+    ("tl.load(path_ptr + above, mask=there, other=-2) == parent", "parent >= 0"),
     ("accepted & (tl.load(path_ptr + above + 1, mask=accepted) == child)", "accepted"),
     ("there & (tl.load(tokens_ptr + child, mask=there, other=-1) >= 0)", "there"),
     ("until <= most", "until < most"),

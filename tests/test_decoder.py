@@ -369,3 +369,13 @@ def test_the_models_are_left_as_they_were(tiny_pair):
     assert target.config._attn_implementation == implementation
     assert target.config.to_dict() == config
     assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_tree_may_have_more_children_than_are_drawn_one_by_one(temperature):
+    pair = [tiny_llama(seed, vocab_size=200) for seed in (1, 2)]
+    tree = TokenTree([-1, 0, 0, *[1] * 65, *[2] * 65])
+    out = SpeculativeDecoder(*pair, "sequoia", tree=tree).generate(
+        torch.tensor([[1, 2, 3]]), max_new_tokens=6, temperature=temperature
+    )
+    assert out.sequences.shape == (1, 9)

@@ -31,6 +31,14 @@ def test_filters_keep_what_transformers_keeps(filters):
     torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(len(logits)).double())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_logits_of_any_floating_point_type_are_filtered_as_in_fp32(dtype):
+    logits = torch.randn(5, 60).to(dtype).requires_grad_()
+    logprobs = filtered_logprobs(logits, Filters(0.7, 20, 0.8, 0.01))
+    kept = filtered_logprobs(logits.detach().float(), Filters(0.7, 20, 0.8, 0.01)) > -torch.inf
+    assert torch.equal(logprobs > -torch.inf, kept)
+
+
 @pytest.mark.parametrize(("filters", "message"), [
     (Filters(temperature=-0.1), "temperature must be a finite number >= 0, got -0.1"),
     (Filters(temperature=float("nan")), "temperature must be .* got nan"),

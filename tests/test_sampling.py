@@ -102,6 +102,15 @@ def test_rows_without_support_and_single_tokens_are_defined():
     assert drawn.logprobs.tolist() == [[-torch.inf, -torch.inf], [0.0, -torch.inf]]
 
 
+@pytest.mark.parametrize("k", [3, 65])
+def test_what_is_drawn_lies_side_by_side_and_has_no_gradient(k):
+    drawn = gumbel_topk(torch.randn(4, 5, 300, requires_grad=True), k, impl="torch")
+    for field in drawn:
+        assert field.is_contiguous()
+        assert not field.requires_grad
+        assert field.shape == (4, 5, k)
+
+
 def test_stable_topk_equals_a_stable_sort():
     values = torch.randint(-3, 4, (50, 90)).float() * 0.5
     values[:, 7] = -torch.inf
