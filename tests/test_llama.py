@@ -63,7 +63,7 @@ def test_on_a_cpu_the_way_to_multiply_by_a_weight_depends_on_its_size():
     sizes = TINY | {"hidden_size": 640, "intermediate_size": 1024, "num_hidden_layers": 1}
     forward = LlamaForward(LlamaForCausalLM(LlamaConfig(**sizes)).eval())
     if llama._HAS_BOTH:
-        assert (forward._layers[0].key._few, forward._layers[0].gate._few) == (llama.FEW_ROWS, 0)
+        assert (forward._layers[0].key._small, forward._layers[0].gate._small) == (True, False)
     for dtype, model in ((torch.bfloat16, forward._model), (torch.float32, LlamaForCausalLM(LlamaConfig(**TINY)))):
         layer = LlamaForward(model.to(dtype).eval())._layers[0]
         assert layer.key is model.model.layers[0].self_attn.k_proj
@@ -80,12 +80,33 @@ def test_hooks_of_linear_layers_are_called():
     torch.testing.assert_close(own(rows), module(rows))
 
 
-@pytest.mark.parametrize(("product", "few_rows"), [("plain", 0), ("own", 0), ("own", 12), ("own", 100)])
+@pytest.mark.skipif(not llama._HAS_BOTH, reason="needs MKL and oneDNN")
+@torch.inference_mode()
+def test_one_dnn_meets_few_numbers_of_rows(monkeypatch):
+    """For each it keeps code."""
+    monkeypatch.setattr(llama, "SMALL", 0)
+    module, met = torch.nn.Linear(8, 6), set()
+    own, one_dnn = llama._Linear(module), torch.ops.mkldnn._linear_pointwise
+
+    def noted(rows, *arguments):
+        met.add(len(rows))
+        return one_dnn(rows, *arguments)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", noted)
+    for rows in (*range(1, 131), 512, 1000):
+        hidden = torch.randn(rows, 8)
+        torch.testing.assert_close(own(hidden), module(hidden))
+    assert len(met) == 27
+    assert max(met) == 1024
+
+
+@pytest.mark.parametrize(("product", "small"), [("plain", 0), ("own", 0), ("own", 1 << 19)])
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_logits_of_prompts_then_trees_are_those_of_transformers(name, product, few_rows, monkeypatch):
+def test_logits_of_prompts_then_trees_are_those_of_transformers(name, product, small, monkeypatch):
     monkeypatch.setattr(LlamaForward, "_linear", PRODUCTS[product])
-    monkeypatch.setattr(llama, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(llama, "SMALL", small)
+    monkeypatch.setattr(llama, "FEW_ROWS", 12)  # fewer than those of a prompt
     model = sharpened(MODELS[name]())
     forward = LlamaForward(model)
     prompts, prefix = torch.randint(0, 61, (2, 9)), 9
