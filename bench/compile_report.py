@@ -155,21 +155,16 @@ def compaction(dtype: str, head_dim: int, places: int) -> None:
 
 
 def committing(nodes: int, per_sequence: bool) -> None:
-    from heavypath.kernels.commit import FIELDS, commit
+    from heavypath.kernels.commit import FIELDS, State, Tree, commit
     from heavypath.kernels.verification import Verified
 
-    batch = 4
-    parents, one = torch.arange(-1, nodes - 1), torch.zeros(batch, dtype=torch.long)
-    tree = (parents.expand(batch, -1) if per_sequence else parents for _ in range(3))
-    state = (
-        torch.zeros(len(FIELDS), batch).long(),
-        torch.zeros(batch, 9).long(),
-        one[:2],
-        torch.zeros(batch, 9).bool(),
-    )
-    path = torch.zeros(batch, min(nodes, 9), dtype=torch.long)
-    fields = *state, torch.zeros(2, 9).long(), torch.zeros(batch, nodes).long(), *tree
-    commit(*map(on_gpu, fields), Verified(*map(on_gpu, (path, one, one))), 1, impl="triton")
+    def zeros(*shape: int) -> Tensor:
+        return on_gpu(torch.zeros(shape, dtype=torch.long))
+
+    batch, shape = 4, (4, nodes) if per_sequence else (nodes,)
+    state = State(zeros(len(FIELDS), batch), zeros(batch, 9), zeros(2), zeros(batch, 9).bool(), zeros(2, 9))
+    tree = Tree(zeros(batch, nodes), zeros(*shape), zeros(*shape), zeros(*shape))
+    commit(state, tree, Verified(zeros(batch, min(nodes, 9)), zeros(batch), zeros(batch)), 1, impl="triton")
 
 
 def sampling(dtype: str, vocabulary: int, k: int, **options) -> None:

@@ -15,6 +15,8 @@ As PyTorch operations these are fifty launches on a few numbers; here they are o
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import triton
@@ -29,91 +31,84 @@ _ROOT, _PREVIOUS, _LENGTHS, _PRODUCED, _LEFT, _STEPS, _NODES, _MEMBER = map(tl.c
 _BLOCK = tl.constexpr(128)  # nodes that a program looks at at once
 
 
-def commit(
-    numbers: Tensor,
-    output: Tensor,
-    stops: Tensor,
-    seen: Tensor,
-    counts: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    ranks: Tensor,
-    depths: Tensor,
-    verified: Verified,
-    branching: int,
-    *,
-    impl: str = "auto",
-) -> None:
-    """Commit `verified` trees of the sequences in b slots; of one that has ended only root and previous change.
+class State(NamedTuple):
+    """Of the sequences in b slots, B in all, changed in place. What is in a row lies side by side; rows may lie apart.
 
-    numbers: LongTensor[9, b], rows as FIELDS; in place
+    numbers: LongTensor[9, b], rows as FIELDS
         root      the last committed token; previous: the one before it
         lengths   tokens before the root
         produced  new tokens so far; left: still to come, 0 where the sequence has ended; -1 if the verification found
                   no distribution
         steps     so far; nodes: that the target scored in them
         member    which row of output is the sequence's
-    output: LongTensor[B, M], new tokens; in place
-    stops:  LongTensor[any], end-of-sequence tokens, -1 for none
-    seen:   bool [b, V], the tokens of the text so far, or [b, 0] where nobody asks; in place
-    counts: LongTensor[2, any], of offered and of accepted children; in place
-    tokens: LongTensor[b, N], -1 for an absent node; parents, ranks, depths: LongTensor[N] or [b, N]; a child of the
-            root has depth 1
-    impl:   "triton": one launch, no host synchronisation; CUDA tensors, or any under Triton's interpreter. "torch": CPU
-            tensors. "auto": triton for CUDA tensors, else torch.
-
-    Rows of numbers, output, seen and counts may lie apart; what is in a row, and stops, lies side by side. Nothing is
-    checked but where it runs: a decoder calls it with what other functions have checked.
+        noise     not used here
+    output: LongTensor[B, M], new tokens
+    stops:  LongTensor[any], end-of-sequence tokens, -1 for none; stays as it is
+    seen:   bool [b, V], the tokens of the text so far, or [b, 0] where nobody asks
+    counts: LongTensor[2, any], of offered and of accepted children
     """
-    arguments = numbers, output, stops, seen, counts, tokens, parents, ranks, depths, verified, branching
-    if choose_impl("commit", impl, tokens) == "triton":
-        check_can_launch(tokens)
-        _launch(*arguments)
+
+    numbers: Tensor
+    output: Tensor
+    stops: Tensor
+    seen: Tensor
+    counts: Tensor
+
+
+class Tree(NamedTuple):
+    """tokens: LongTensor[b, N], -1 for an absent node; the others LongTensor[N] or [b, N], 1 a depth of the root's child."""
+
+    tokens: Tensor
+    parents: Tensor
+    ranks: Tensor
+    depths: Tensor
+
+
+def commit(state: State, tree: Tree, verified: Verified, branching: int, *, impl: str = "auto") -> None:
+    """Commit verified trees; of a sequence that has ended only root and previous change.
+
+    impl: "triton": one launch, no host synchronisation; CUDA tensors, or any under Triton's interpreter. "torch": CPU
+          tensors. "auto": triton for CUDA tensors, else torch.
+
+    Nothing is checked but where it runs: a decoder calls it with what other functions have checked.
+    """
+    if choose_impl("commit", impl, tree.tokens) == "triton":
+        check_can_launch(tree.tokens)
+        _launch(state, tree, verified, branching)
     else:
-        if tokens.is_cuda:
+        if tree.tokens.is_cuda:
             raise ValueError("commit: impl 'torch' takes CPU tensors, got CUDA tensors; take impl 'triton'")
-        _reference(*arguments)
+        _reference(state, tree, verified, branching)
 
 
-def _reference(
-    numbers: Tensor,
-    output: Tensor,
-    stops: Tensor,
-    seen: Tensor,
-    counts: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    ranks: Tensor,
-    depths: Tensor,
-    verified: Verified,
-    branching: int,
-) -> None:
+def _reference(state: State, tree: Tree, verified: Verified, branching: int) -> None:
+    numbers, output, stops, seen, counts = (field.numpy() for field in state)
+    token, parents, ranks, depths = (field.numpy() for field in tree)
     path, length, after = (field.numpy() for field in verified)
-    root, previous, lengths, produced, left, steps, nodes, member, _ = numbers.numpy()
-    token = tokens.numpy()
+    root, previous, lengths, produced, left, steps, nodes, member, _ = numbers
     every, place = np.arange(len(path))[:, None], np.arange(path.shape[1])
     active = left > 0
 
     emitted = np.empty_like(path)  # [b, P], then anything
     emitted[:, :-1] = token[every, path[:, 1:]]
     emitted[every[:, 0], length] = after
-    stop = (emitted[..., None] == stops.numpy()).any(-1) & (place <= length[:, None])
+    stop = (emitted[..., None] == stops).any(-1) & (place <= length[:, None])
     until = np.where(stop.any(1), stop.argmax(1), len(place)) + 1  # tokens up to the first end-of-sequence token
     most = np.minimum(length + 1, left)
     count = np.maximum(np.minimum(most, until), 0)
     slot, column = (place < count[:, None]).nonzero()
-    output.numpy()[member[slot], produced[slot] + column] = emitted[slot, column]
+    output[member[slot], produced[slot] + column] = emitted[slot, column]
     if seen.shape[1]:
         slot, column = ((place < count[:, None]) & (emitted >= 0)).nonzero()
-        seen.numpy()[slot, emitted[slot, column]] = True
+        seen[slot, emitted[slot, column]] = True
 
     if token.shape[1] > 1:
-        parent, rank, child = parents.numpy()[..., 1:], ranks.numpy()[..., 1:], np.arange(1, token.shape[1])
-        above = np.maximum(depths.numpy()[..., 1:] - 1, 0)  # an absent node may have depth 0
+        parent, rank, child = parents[..., 1:], ranks[..., 1:], np.arange(1, token.shape[1])
+        above = np.maximum(depths[..., 1:] - 1, 0)  # an absent node may have depth 0
         offered = (path[every, above] == parent) & (token[:, 1:] >= 0) & active[:, None]
         accepted = offered & (path[every, above + 1] == child)
         where = above * branching + rank + 0 * every
-        for row, counted in zip(counts.numpy(), (offered, accepted), strict=True):
+        for row, counted in zip(counts, (offered, accepted), strict=True):
             row += np.bincount(where[counted], minlength=len(row))
 
     previous[:] = token[every[:, 0], path[every[:, 0], length]]
@@ -196,28 +191,17 @@ def _commit_kernel(
     tl.store(numbers_ptr + _LEFT * slots, tl.where(active & (after < 0), -1, left_now))
 
 
-def _launch(
-    numbers: Tensor,
-    output: Tensor,
-    stops: Tensor,
-    seen: Tensor,
-    counts: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    ranks: Tensor,
-    depths: Tensor,
-    verified: Verified,
-    branching: int,
-) -> None:
+def _launch(state: State, tree: Tree, verified: Verified, branching: int) -> None:
     """As `_reference`."""
+    numbers, output, stops, seen, counts = state
+    tokens, *shape = tree
     batch, nodes = tokens.shape
-    tree = (parents, ranks, depths)
-    per_sequence = any(field.dim() == 2 for field in tree)
-    tree = tuple((field.expand(batch, nodes) if per_sequence else field).contiguous() for field in tree)
+    per_sequence = any(field.dim() == 2 for field in shape)
+    shape = [(field.expand(batch, nodes) if per_sequence else field).contiguous() for field in shape]
     path, length, after = (field.contiguous() for field in verified)
     with torch.cuda.device_of(tokens):
         _commit_kernel[(batch,)](
-            numbers, output, stops, seen.view(torch.int8), counts, tokens.contiguous(), *tree, path, length, after,
+            numbers, output, stops, seen.view(torch.int8), counts, tokens.contiguous(), *shape, path, length, after,
             numbers.stride(0), output.stride(0), seen.stride(0), counts.stride(0), nodes, path.shape[1], len(stops),
             branching, PER_SEQUENCE=per_sequence, HAS_SEEN=seen.shape[1] > 0,
             BLOCK_P=triton.next_power_of_2(path.shape[1]), num_warps=1, enable_fp_fusion=False,

@@ -61,7 +61,7 @@ from heavypath.kernels.noise import (
 )
 from heavypath.kernels.tickets import is_last, tickets
 
-_FEW = 8
+_FEW = 8  # draws of a row that are found one after the other, without sorting
 
 
 class TopK(NamedTuple):
@@ -165,7 +165,7 @@ def _reference(
     replacement: bool,
     fill: bool,
 ) -> TopK:
-    """logits [R, V], rows [R]; TopK of [R, k]. In NumPy, whose calls on small arrays cost a third of PyTorch's."""
+    """logits [R, V], rows [R]; TopK of [R, k]. In NumPy, whose calls on short rows cost less than PyTorch's."""
     device, vocab_size = logits.device, logits.shape[-1]
     values = logits.detach().float().cpu().numpy()
     noise = np.arange(len(values)) if rows is None else rows.cpu().numpy()
@@ -297,7 +297,7 @@ def stable_topk(values: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
     Where fewer than k are above -inf, the indices of the rest are any.
     """
-    if k <= _FEW:  # one after the other
+    if k <= _FEW:
         left, place = values if k == 1 else values.copy(), np.arange(len(values))
         ranked, tokens = np.empty((len(values), k), dtype=values.dtype), np.empty((len(values), k), dtype=np.int64)
         for rank in range(k):

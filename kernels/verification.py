@@ -265,7 +265,7 @@ def _reference(
     device, vocab_size = tokens.device, target_logits.shape[-1]
     checked = device.type == "cpu"
     ranks = sibling_order(parents) if ranks is None else ranks
-    # In NumPy, whose calls on small arrays cost a fraction of PyTorch's.
+    # In NumPy, whose calls on short rows cost less than PyTorch's.
     token, parent, rank = (field.cpu().numpy() for field in (tokens, parents, ranks))
     row = np.arange(batch * nodes).reshape(batch, nodes) if rows is None else rows.cpu().numpy()
     index, every = np.arange(nodes), np.arange(batch)[:, None]

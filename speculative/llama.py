@@ -155,7 +155,7 @@ class _Linear:
 def _rms_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """A function that does what a Llama's RMS norm does.
 
-    On a CPU PyTorch's own is a chain of nine operations for a few numbers; six take a tenth off a forward pass.
+    On a CPU PyTorch's own is a chain of nine operations on a few numbers; here they are six.
     """
     norm: Any = module
     least = torch.full((), norm.variance_epsilon, device="cpu")

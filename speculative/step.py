@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.cache_compaction import compact
-from heavypath.kernels.commit import commit
+from heavypath.kernels.commit import State, Tree, commit
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.verification import DRAFT_AWARE, Verified, verify
 from heavypath.speculative.caches import KeyValueCache
@@ -87,10 +87,9 @@ class Step:
             rows = path if rows is None else rows.gather(1, path.clamp(min=0))
             compact([target_cache.keys, target_cache.values], path, verified.length, lengths)
             compact([draft_cache.keys, draft_cache.values], rows, verified.length, lengths)
-        commit(
-            state.numbers, state.output, state.stops, state.seen, state.counts,
-            drafted.tokens, drafted.parents, drafted.ranks, drafted.depths, verified, self.branching,
-        )  # fmt: skip
+        written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
+        tree = Tree(drafted.tokens, drafted.parents, drafted.ranks, drafted.depths)
+        commit(written, tree, verified, self.branching)
         lap("compaction")
         return Stepped(drafted, logits, verified)
 

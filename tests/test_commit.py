@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import heavypath.kernels.commit as module
-from heavypath.kernels.commit import FIELDS, commit
+from heavypath.kernels.commit import FIELDS, State, Tree, commit
 from heavypath.kernels.verification import Verified
 from heavypath.speculative import TokenTree
 
@@ -64,10 +64,10 @@ class Problem:
         whole, output, seen, counts = (
             field.to(DEVICE, copy=True) for field in (self.whole, self.output, self.seen, self.counts)
         )
-        tree = (field.to(DEVICE) for field in (self.tokens, *self.shape))
+        tree = Tree(*(field.to(DEVICE) for field in (self.tokens, *self.shape)))
         verified = Verified(*(field.to(DEVICE) for field in (self.path, self.length, self.after)))
-        state = whole[:, : self.batch], output, self.stops.to(DEVICE), seen, counts
-        function(*state, *tree, verified, self.branching, impl=impl)
+        state = State(whole[:, : self.batch], output, self.stops.to(DEVICE), seen, counts)
+        function(state, tree, verified, self.branching, impl=impl)
         return [field.cpu() for field in (whole, output, seen, counts)]
 
     def expected(self):

@@ -210,7 +210,7 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @torch.inference_mode()
 def test_a_step_launches_little_beside_the_models(method, levels, most, temperature, without_values, monkeypatch):
-    """Each takes a graph two microseconds, and so much weight as a GPU reads meanwhile is 10 MB."""
+    """Each is a launch, however few numbers it is about."""
     target, batch = llama_without_values(2), 2
     source = None if levels == 0 else ModelDraft(llama_without_values(1), 50)
     shape = METHODS[method].shape(9)
