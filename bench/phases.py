@@ -1,4 +1,4 @@
-"""What a step of decoding spends its time on, with the demo pair: milliseconds by phase, and the share beside the models.
+"""What a step of the demo pair spends its time on: milliseconds by phase, and the share beside the models.
 
     python bench/phases.py [--prompts 8] [--threads 2]
 

@@ -56,7 +56,7 @@ class State(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """tokens: LongTensor[b, N], -1 for an absent node; the others LongTensor[N] or [b, N], 1 a depth of the root's child."""
+    """tokens: LongTensor[b, N], -1 for an absent node; the others LongTensor[N] or [b, N], the root's depth being 0."""
 
     tokens: Tensor
     parents: Tensor
