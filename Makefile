@@ -38,20 +38,16 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m ""
 
-# The package's folders have other names than its modules, which an editable install maps at run time only: for the
-# type checker there is a normal one in build/installed.
 check: $(VENV)/.checkers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build
-	$(PIP) --no-deps --no-build-isolation --target build/installed .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 report: setup
 	$(BIN)/python bench/compile_report.py
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .benchmarks
+	rm -rf .venv .venv-* .editable build dist *.egg-info .pytest_cache .ruff_cache .benchmarks
 	find kernels speculative tests bench -name __pycache__ -prune -exec rm -rf {} +
 
 setup: $(INSTALLED)
@@ -69,7 +65,7 @@ $(MADE): | requirements
 	@touch $@
 
 # torch comes first and by version: anything that merely asks for "torch" might fetch another one.
-$(INSTALLED): $(MADE) pyproject.toml $(CONSTRAINTS)
+$(INSTALLED): $(MADE) pyproject.toml setup.py $(CONSTRAINTS)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION)
 	$(PIP) 'setuptools>=77'
 	$(PIP) --no-build-isolation --editable '.[test]'

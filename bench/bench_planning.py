@@ -31,8 +31,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from heavypath.speculative.planning import expected_tokens, greedy_tree, select_tree, sequoia_tree
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees.planning import expected_tokens, greedy_tree, select_tree, sequoia_tree
+from heavypath.speculative.trees.tree import TokenTree
 
 ACCEPTANCE = 0.85 * 0.14 ** np.arange(32)
 

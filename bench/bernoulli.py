@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from heavypath.speculative.acceptance import chain_acceptance
+from heavypath.speculative.trees.acceptance import chain_acceptance
 
 LABELS = {
     "one child": "one child\n(speculative sampling)",

@@ -22,10 +22,10 @@ from rich.table import Column, Table
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens, load_demo_pair, sequoia_tree
 from heavypath.speculative.calibration import CHILDREN, DEPTH, walk, ways_to_draft
+from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.drafts import as_draft
-from heavypath.speculative.growing import Growth
-from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.drafts.drafts import as_draft
+from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import Acceptance
 
 DYNAMIC = [name for name, method in METHODS.items() if isinstance(method.shape(8), Growth)]

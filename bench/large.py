@@ -48,12 +48,12 @@ from heavypath.speculative import SpeculativeDecoder, load_demo_pair
 from heavypath.speculative.comparison import ASSISTED, PLAIN
 from heavypath.speculative.comparison import _stock as stock
 from heavypath.speculative.decoder import Generation
+from heavypath.speculative.decoding.statistics import Statistics
+from heavypath.speculative.decoding.step import Step, Stepped
+from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.drafts import ModelDraft
-from heavypath.speculative.forward import Forward
-from heavypath.speculative.statistics import Statistics
-from heavypath.speculative.step import Step, Stepped
-from heavypath.speculative.workspace import Workspace
+from heavypath.speculative.drafts.drafts import ModelDraft
+from heavypath.speculative.models.forward import Forward
 
 METHODS = ("sequoia", "dyspec", "ersd")
 PROMPT = 128  # tokens

@@ -1,4 +1,4 @@
-"""Three ways to multiply a few rows by a weight on a CPU, in fp32: what `speculative/llama.py` chooses between.
+"""Three ways to multiply a few rows by a weight on a CPU, in fp32: what `speculative/models/llama.py` chooses between.
 
     python bench/linear.py [--threads 1] [--json bench/results/linear-cpu.json]
 

@@ -47,8 +47,8 @@ from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.noise import Stream, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.speculative import SpeculativeDecoder, load_demo_pair
-from heavypath.speculative.acceptance import chain_acceptance
 from heavypath.speculative.demo import DemoPair, demo_prompts
+from heavypath.speculative.trees.acceptance import chain_acceptance
 
 SEQUOIA, BOUND = "without replacement", "least for i.i.d."
 LABELS = {

@@ -4,8 +4,8 @@
 
 growth             expected tokens against tree size by shape, and what bounds them (Sequoia, figures 1 and 4; ERSD, 3
                    and 4). The shapes share one acceptance vector: recursive rejection of children drawn without
-                   replacement. The bounds are heavypath.speculative.bounds on the race's children, whose acceptance
-                   sums to 1 over the vocabulary; the best trees are planning.greedy_tree's (ERSD, algorithm 3)
+                   replacement. The bounds are trees.bounds on the race's children, whose acceptance sums to 1 over
+                   the vocabulary; the best trees are planning.greedy_tree's (ERSD, algorithm 3)
 decoding           the same expectation beside the tokens per target forward that decoding with these trees gave
 draft-probability  how often a drawn token is accepted, by the probability that the draft gave it (DySpec, figure 2)
 blocks             occupied 32 x 32 blocks of attention, prefix and tree, by node order (DySpec, figure 9)
@@ -40,8 +40,9 @@ from torch import Tensor
 
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.speculative import SpeculativeDecoder, TokenTree, expected_tokens, greedy_tree, load_demo_pair
-from heavypath.speculative.acceptance import chain_acceptance
-from heavypath.speculative.bounds import (
+from heavypath.speculative.demo import DemoPair, demo_prompts
+from heavypath.speculative.trees.acceptance import chain_acceptance
+from heavypath.speculative.trees.bounds import (
     entropy_bits,
     entropy_bounds,
     overlap,
@@ -51,7 +52,6 @@ from heavypath.speculative.bounds import (
     tokens_per_doubling,
     tree_bounds,
 )
-from heavypath.speculative.demo import DemoPair, demo_prompts
 
 CHILDREN = 64  # of a node, when shapes are compared
 BLOCK = 32

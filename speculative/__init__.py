@@ -3,18 +3,33 @@
 Importing this registers attn_implementation="heavypath" with transformers.
 """
 
-from heavypath.speculative import huggingface
+import sys
+
 from heavypath.speculative.decoder import Generation, SpeculativeDecoder
+from heavypath.speculative.decoding.growing import Confidence
+from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_pair
 from heavypath.speculative.drafts import EarlyExit, PromptLookup
-from heavypath.speculative.growing import Confidence
 from heavypath.speculative.methods import METHODS
-from heavypath.speculative.planning import Plan, expected_tokens, greedy_tree, select_tree, sequoia_tree
+from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.statistics import Statistics
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees import acceptance, bounds, planning, tree
+from heavypath.speculative.trees.planning import Plan, expected_tokens, greedy_tree, select_tree, sequoia_tree
+from heavypath.speculative.trees.tree import TokenTree
 
-huggingface.register()
+attn_implementation.register()
+
+# Modules that moved into folders can still be imported by their former paths.
+huggingface = attn_implementation
+_FORMER = {
+    "acceptance": acceptance,
+    "bounds": bounds,
+    "huggingface": huggingface,
+    "planning": planning,
+    "tree": tree,
+}
+for _name, _module in _FORMER.items():
+    sys.modules[f"{__name__}.{_name}"] = _module
 
 __all__ = [
     "METHODS",

@@ -2,7 +2,7 @@
 
 import sys
 
-from heavypath.speculative.cli import main
+from heavypath.speculative.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

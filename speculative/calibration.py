@@ -31,15 +31,15 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.decoder import SpeculativeDecoder
-from heavypath.speculative.drafting import check_distributions, root_feed
-from heavypath.speculative.drafts import Draft, EarlyExit, PromptLookup, as_draft
-from heavypath.speculative.forward import Forward, TreeMask
+from heavypath.speculative.decoding.drafting import check_distributions, root_feed
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.drafts.drafts import Draft, EarlyExit, PromptLookup, as_draft
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
-from heavypath.speculative.planning import greedy_tree
+from heavypath.speculative.models.forward import Forward, TreeMask
+from heavypath.speculative.models.generic import forward_of
 from heavypath.speculative.profile import Acceptance, Costs, Profile, describe
-from heavypath.speculative.sequences import Sequences
-from heavypath.speculative.transformers_forward import forward_of
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees.planning import greedy_tree
+from heavypath.speculative.trees.tree import TokenTree
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 DEPTH = 8

@@ -28,24 +28,24 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.tree_attention import MAX_NODES
 from heavypath.speculative.custom_generate import Streamer, custom_generate
-from heavypath.speculative.decoding import decode
-from heavypath.speculative.drafting import Shape, tree_shape
-from heavypath.speculative.drafts import Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
-from heavypath.speculative.graphs import Graphs
-from heavypath.speculative.growing import VALUE_TEMPERATURE, Confidence, Growth
+from heavypath.speculative.decoding.drafting import Shape, tree_shape
+from heavypath.speculative.decoding.graphs import Graphs
+from heavypath.speculative.decoding.growing import VALUE_TEMPERATURE, Confidence, Growth
+from heavypath.speculative.decoding.loop import decode
+from heavypath.speculative.decoding.processing import Processing
+from heavypath.speculative.decoding.request import Request, checked_request
+from heavypath.speculative.decoding.snapshots import host_sees
+from heavypath.speculative.decoding.statistics import Statistics
+from heavypath.speculative.decoding.step import Step, Stepped
+from heavypath.speculative.decoding.stopping import checked_criteria
+from heavypath.speculative.decoding.workspace import Size, Workspace
+from heavypath.speculative.drafts.drafts import Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
 from heavypath.speculative.methods import METHODS
-from heavypath.speculative.planning import Acceptance
-from heavypath.speculative.processing import Processing
+from heavypath.speculative.models.generic import forward_of
+from heavypath.speculative.output.trace import Recorder, recording
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.request import Request, checked_request
-from heavypath.speculative.snapshots import host_sees
-from heavypath.speculative.statistics import Statistics
-from heavypath.speculative.step import Step, Stepped
-from heavypath.speculative.stopping import checked_criteria
-from heavypath.speculative.trace import Recorder, recording
-from heavypath.speculative.transformers_forward import forward_of
-from heavypath.speculative.tree import TokenTree
-from heavypath.speculative.workspace import Size, Workspace
+from heavypath.speculative.trees.planning import Acceptance
+from heavypath.speculative.trees.tree import TokenTree
 
 DEFAULT_SIZE = {"cpu": 5, "cuda": 32}  # nodes of a tree: on a CPU what suits the shipped pair
 MOST_STEPS = 64  # kept: a step for each sampling, and for each depth near the end of a text

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-from heavypath.speculative.growing import DEFAULT_CONFIDENCE, MAX_SLOTS, Confidence, Growth
-from heavypath.speculative.planning import Acceptance, sequoia_tree
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, MAX_SLOTS, Confidence, Growth
+from heavypath.speculative.trees.planning import Acceptance, sequoia_tree
+from heavypath.speculative.trees.tree import TokenTree
 
 # Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
 DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0127)

@@ -22,11 +22,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.drafts import EarlyExit, PromptLookup
-from heavypath.speculative.growing import Confidence, Growth
+from heavypath.speculative.decoding.growing import Confidence, Growth
+from heavypath.speculative.drafts.drafts import EarlyExit, PromptLookup
 from heavypath.speculative.methods import METHODS
-from heavypath.speculative.planning import Plan, expected_tokens, select_tree
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees.planning import Plan, expected_tokens, select_tree
+from heavypath.speculative.trees.tree import TokenTree
 
 VERSION = 1
 PRIOR = 50  # nodes' worth of the mean over all depths in each depth's acceptance: deep nodes are seen seldom

@@ -7,8 +7,8 @@ from test_decoder import tiny_llama
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
-from heavypath.speculative.acceptance import measure_acceptance
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees.acceptance import measure_acceptance
+from heavypath.speculative.trees.tree import TokenTree
 
 
 @pytest.mark.parametrize("filters", [Filters(1.0), Filters(0.6), Filters(1.0, top_k=3), Filters(1.0, top_p=0.8)])

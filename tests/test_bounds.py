@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from statistical import SIGNIFICANCE, chi_square_p_value
 
 from heavypath.kernels.noise import Stream, gumbel_noise
-from heavypath.speculative import bounds
-from heavypath.speculative.planning import expected_tokens, greedy_tree
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees import bounds
+from heavypath.speculative.trees.planning import expected_tokens, greedy_tree
+from heavypath.speculative.trees.tree import TokenTree
 
 TARGET = torch.tensor([0.05, 0.5, 0.15, 0.3], dtype=torch.float64)
 DRAFT = torch.tensor([0.4, 0.25, 0.3, 0.05], dtype=torch.float64)

@@ -24,8 +24,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from heavypath.speculative import METHODS, cli_planning
-from heavypath.speculative.cli import main
+from heavypath.speculative import METHODS
+from heavypath.speculative.cli import planning as cli_planning
+from heavypath.speculative.cli.app import main
 
 PROMPT = "def read(self, size=-1):\n"
 WORDS = ("zero", "one", "two", "three", "four", "five", "six")

@@ -33,7 +33,7 @@ from transformers.generation import (
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.models.llama import LlamaForward
 
 IDS = torch.tensor([[1, 2, 3]])
 

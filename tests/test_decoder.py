@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.tree_attention import prepared_attention
 from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
+from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.growing import Growth
 
 STOCHASTIC = [name for name in METHODS if METHODS[name].verify != "race"]
 SPECULATIVE = [name for name in METHODS if name != "autoregressive"]
@@ -91,7 +91,7 @@ def test_decoding_through_the_kernel(method, temperature, monkeypatch):
 
     expected = text()
     by_kernel = partial(prepared_attention, impl="triton")
-    monkeypatch.setattr("heavypath.speculative.forward.prepared_attention", by_kernel)
+    monkeypatch.setattr("heavypath.speculative.models.forward.prepared_attention", by_kernel)
     assert torch.equal(text(), expected)
 
 
@@ -236,7 +236,7 @@ def test_long_prompts_are_prefilled_in_chunks_to_the_same_text(monkeypatch, tiny
     mask = torch.ones_like(prompts)
     mask[0, :30] = 0
     whole = decoder.generate(prompts, 20, attention_mask=mask)
-    monkeypatch.setattr("heavypath.speculative.forward.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("heavypath.speculative.models.forward.PREFILL_CHUNK", 7)
     assert torch.equal(decoder.generate(prompts, 20, attention_mask=mask).sequences, whole.sequences)
 
 

@@ -6,10 +6,10 @@ import torch
 from safetensors import safe_open
 
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.acceptance import measure_acceptance
 from heavypath.speculative.demo import FOLDER, demo_prompts
 from heavypath.speculative.demo.train import draft_config, target_config
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
+from heavypath.speculative.trees.acceptance import measure_acceptance
 
 RECORD = json.loads((FOLDER / "record.json").read_text())
 

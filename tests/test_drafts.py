@@ -11,9 +11,9 @@ from test_decoder import exact_law, tiny_llama, transformers_greedy
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder
-from heavypath.speculative.drafts import Feed, LookupDraft, ModelDraft
-from heavypath.speculative.forward import TreeMask
-from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.drafts.drafts import Feed, LookupDraft, ModelDraft
+from heavypath.speculative.models.forward import TreeMask
+from heavypath.speculative.models.llama import LlamaForward
 
 VOCAB = 4
 

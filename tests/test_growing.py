@@ -12,9 +12,10 @@ from test_mutations import mutated
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import Beam, TopK
-from heavypath.speculative import SpeculativeDecoder, growing
-from heavypath.speculative.growing import DEFAULT_CONFIDENCE, Confidence, Growth, heap_tree
-from heavypath.speculative.sequences import Sequences
+from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.decoding import growing
+from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, Confidence, Growth, heap_tree
+from heavypath.speculative.decoding.sequences import Sequences
 
 VOCAB = 3
 

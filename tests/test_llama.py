@@ -18,10 +18,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from heavypath.speculative import llama
-from heavypath.speculative.forward import TreeMask
-from heavypath.speculative.llama import LlamaForward
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.models import llama
+from heavypath.speculative.models.forward import TreeMask
+from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.trees.tree import TokenTree
 
 TINY = {
     "vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

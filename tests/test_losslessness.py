@@ -6,7 +6,7 @@ from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from toy_language import ToyLanguage, decode
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees.tree import TokenTree
 
 SEQUENCES = 60_000
 PLAIN = Filters()

@@ -18,7 +18,8 @@ from toy_language import ToyLanguage, decode
 
 from heavypath.kernels import commit, k_seq, residual, sampling, verification
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import SpeculativeDecoder, TokenTree, decoder, drafting, step
+from heavypath.speculative import SpeculativeDecoder, TokenTree, decoder
+from heavypath.speculative.decoding import drafting, step
 
 
 def mutated(module: ModuleType, original: str, replacement: str) -> ModuleType:

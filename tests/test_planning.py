@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_mutations import mutated
 
 from heavypath.speculative import METHODS, TokenTree, planning
-from heavypath.speculative.planning import (
+from heavypath.speculative.trees.planning import (
     expected_tokens,
     greedy_tree,
     node_probabilities,

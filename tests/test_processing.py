@@ -18,10 +18,10 @@ from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.verification import Verified
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
+from heavypath.speculative.decoding.drafting import root_alone, tree_shape
+from heavypath.speculative.decoding.processing import Processing
+from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.drafting import root_alone, tree_shape
-from heavypath.speculative.processing import Processing
-from heavypath.speculative.sequences import Sequences
 
 EOS = 5
 PROMPTS = [[3, 1, 4, 1, 6, 2], [6, 2], [1, 1, 2, 0, 4], [2]]

@@ -18,9 +18,9 @@ from heavypath.speculative import (
     expected_tokens,
 )
 from heavypath.speculative.calibration import SEQUENCES, calibrate, own_prompts, walk
-from heavypath.speculative.drafts import as_draft
-from heavypath.speculative.growing import Growth
-from heavypath.speculative.llama import LlamaForward
+from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.drafts.drafts import as_draft
+from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import PRIOR, Acceptance, Costs, describe
 
 

@@ -12,7 +12,7 @@ import torch
 
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees.tree import TokenTree
 
 BENCH = Path(__file__).parent.parent / "bench"
 TARGET, DRAFT = [0.05, 0.5, 0.15, 0.3], [0.4, 0.25, 0.3, 0.05]

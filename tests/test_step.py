@@ -17,17 +17,17 @@ from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
-from heavypath.speculative.drafting import tree_shape
-from heavypath.speculative.drafts import LookupDraft, ModelDraft
-from heavypath.speculative.growing import Growth
-from heavypath.speculative.llama import LlamaForward
-from heavypath.speculative.processing import Processing
-from heavypath.speculative.sequences import Sequences
-from heavypath.speculative.snapshots import Snapshots
-from heavypath.speculative.step import Step
+from heavypath.speculative.decoding.drafting import tree_shape
+from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.decoding.processing import Processing
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.snapshots import Snapshots
+from heavypath.speculative.decoding.step import Step
+from heavypath.speculative.drafts.drafts import LookupDraft, ModelDraft
+from heavypath.speculative.models.llama import LlamaForward
 
 KERNELS = ("sampling", "verification", "tree_attention", "ordering", "cache_compaction", "commit")
-HOST = ("drafting", "growing", "decoding", "decoder")
+HOST = ("decoding.drafting", "decoding.growing", "decoding.loop", "decoder")
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
 PADDING = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from heavypath.speculative.text_stream import TextStream
+from heavypath.speculative.output.text_stream import TextStream
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 

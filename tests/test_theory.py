@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from heavypath.speculative.bounds import race_acceptance
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees.bounds import race_acceptance
+from heavypath.speculative.trees.tree import TokenTree
 
 BENCH = Path(__file__).parent.parent / "bench"
 TARGET, DRAFT = [0.05, 0.5, 0.15, 0.3], [0.4, 0.25, 0.3, 0.05]

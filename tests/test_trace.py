@@ -16,9 +16,10 @@ from heavypath.kernels.k_seq import k_seq
 from heavypath.kernels.noise import Stream, coins, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
-from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree, trace
-from heavypath.speculative.reasons import WITH_COINS, Reasons, _chain, _k_seq, explain
-from heavypath.speculative.trace import read_trace, token_text
+from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree
+from heavypath.speculative.output import trace
+from heavypath.speculative.output.reasons import WITH_COINS, Reasons, _chain, _k_seq, explain
+from heavypath.speculative.output.trace import read_trace, token_text
 
 SAMPLING = {"temperature": 0.8, "top_k": 5, "seed": 3}
 

@@ -11,10 +11,10 @@ from itertools import pairwise
 import pytest
 
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.cli import main
-from heavypath.speculative.trace import read_trace
-from heavypath.speculative.trace_page import trace_page
-from heavypath.speculative.tree_drawing import layout
+from heavypath.speculative.cli.app import main
+from heavypath.speculative.output.page import trace_page
+from heavypath.speculative.output.trace import read_trace
+from heavypath.speculative.trees.drawing import layout
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 HOSTILE = (

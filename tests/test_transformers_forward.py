@@ -14,15 +14,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.tree_attention import prepared_attention
 from heavypath.speculative import METHODS, EarlyExit, SpeculativeDecoder, TokenTree
-from heavypath.speculative.caches import KeyValueCache
-from heavypath.speculative.drafting import tree_shape
-from heavypath.speculative.drafts import ModelDraft
-from heavypath.speculative.forward import TreeMask
-from heavypath.speculative.growing import Growth
-from heavypath.speculative.llama import LlamaForward
-from heavypath.speculative.sequences import Sequences
-from heavypath.speculative.step import Step
-from heavypath.speculative.transformers_forward import TransformersForward, forward_of
+from heavypath.speculative.decoding.drafting import tree_shape
+from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.step import Step
+from heavypath.speculative.drafts.drafts import ModelDraft
+from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.forward import TreeMask
+from heavypath.speculative.models.generic import TransformersForward, forward_of
+from heavypath.speculative.models.llama import LlamaForward
 
 TINY = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -109,7 +109,9 @@ def test_decoding_through_the_kernel(monkeypatch):
     model = tiny("granite", head_dim=16, hidden_size=64, attn_implementation="heavypath")
     decoder = SpeculativeDecoder(model, model, "sequoia", tree=TokenTree.from_branching([2, 1]))
     expected = decoder.generate(PROMPTS, 8, attention_mask=PADDING).sequences
-    monkeypatch.setattr("heavypath.speculative.forward.prepared_attention", partial(prepared_attention, impl="triton"))
+    monkeypatch.setattr(
+        "heavypath.speculative.models.forward.prepared_attention", partial(prepared_attention, impl="triton")
+    )
     assert torch.equal(decoder.generate(PROMPTS, 8, attention_mask=PADDING).sequences, expected)
 
 

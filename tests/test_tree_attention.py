@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heavypath.kernels import tree_attention as module
 from heavypath.kernels.tree_attention import attention_bias, pack_ancestors, tree_attention, unpack_ancestors
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees.tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])

@@ -9,8 +9,8 @@ import torch
 from test_tree import trees
 
 from heavypath.speculative import TokenTree
-from heavypath.speculative.planning import greedy_tree, node_probabilities
-from heavypath.speculative.tree_drawing import tree_svg
+from heavypath.speculative.trees.drawing import tree_svg
+from heavypath.speculative.trees.planning import greedy_tree, node_probabilities
 
 SVG = "{http://www.w3.org/2000/svg}"
 ACCEPTANCE = [0.6, 0.15, 0.05, 0.02]

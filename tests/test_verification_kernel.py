@@ -13,7 +13,7 @@ from heavypath.kernels import decision, k_seq, residual, verification
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import METHODS, Verified, verify_tree
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees.tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = Filters()

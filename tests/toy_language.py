@@ -12,7 +12,7 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees.tree import TokenTree
 
 
 class ToyLanguage:

@@ -10,8 +10,8 @@ import torch
 import transformers
 from transformers import LlamaForCausalLM
 
-from heavypath.speculative.acceptance import measure_acceptance
 from heavypath.speculative.demo import corpus
+from heavypath.speculative.trees.acceptance import measure_acceptance
 
 ROW_LENGTH = 512
 TRAIN_ROWS = 200  # of 513 tokens, spread over the corpus

@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
-from heavypath.speculative.caches import KeyValueCache
-from heavypath.speculative.drafts import Cache, Draft
-from heavypath.speculative.forward import Forward
-from heavypath.speculative.graphs import Graphs
-from heavypath.speculative.sequences import Sequences
-from heavypath.speculative.step import Stepped
+from heavypath.speculative.decoding.graphs import Graphs
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.step import Stepped
+from heavypath.speculative.drafts.drafts import Cache, Draft
+from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.forward import Forward
 
 
 class Size(NamedTuple):

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from heavypath.kernels.commit import FIELDS
 from heavypath.speculative.custom_generate import Streamer
-from heavypath.speculative.request import Request
-from heavypath.speculative.snapshots import Snapshots, host_sees
-from heavypath.speculative.statistics import Statistics
-from heavypath.speculative.step import Step, Stepped
-from heavypath.speculative.trace import Recorder
-from heavypath.speculative.workspace import Workspace
+from heavypath.speculative.decoding.request import Request
+from heavypath.speculative.decoding.snapshots import Snapshots, host_sees
+from heavypath.speculative.decoding.statistics import Statistics
+from heavypath.speculative.decoding.step import Step, Stepped
+from heavypath.speculative.decoding.workspace import Workspace
+from heavypath.speculative.output.trace import Recorder
 
 LENGTHS, PRODUCED, LEFT, STEPS, NODES, MEMBER = map(
     FIELDS.index, ("lengths", "produced", "left", "steps", "nodes", "member")

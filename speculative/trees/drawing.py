@@ -15,7 +15,7 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees.tree import TokenTree
 
 LARGEST, SMALLEST, PLAIN = 13.0, 2.2, 5.0  # radii: of probability 1, of 0, and without probabilities
 GAP = 4.0  # between neighbours on a level

@@ -16,14 +16,14 @@ from heavypath.kernels.cache_compaction import compact
 from heavypath.kernels.commit import State, Tree, commit
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.verification import DRAFT_AWARE, Verified, verify
-from heavypath.speculative.caches import KeyValueCache
-from heavypath.speculative.drafting import Drafted, Lap, Shape, check_distributions, draft_tree, root_alone
-from heavypath.speculative.drafts import Cache, Draft
-from heavypath.speculative.forward import Forward, TreeMask
-from heavypath.speculative.growing import Growth, grow_tree
+from heavypath.speculative.decoding.drafting import Drafted, Lap, Shape, check_distributions, draft_tree, root_alone
+from heavypath.speculative.decoding.growing import Growth, grow_tree
+from heavypath.speculative.decoding.processing import Processing
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.drafts.drafts import Cache, Draft
 from heavypath.speculative.methods import Method
-from heavypath.speculative.processing import Processing
-from heavypath.speculative.sequences import Sequences
+from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.forward import Forward, TreeMask
 
 
 class Stepped(NamedTuple):

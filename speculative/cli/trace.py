@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from heavypath.speculative.trace import read_trace
-from heavypath.speculative.trace_page import trace_page
+from heavypath.speculative.output.page import trace_page
+from heavypath.speculative.output.trace import read_trace
 
 TraceFile = Annotated[
     Path | None, typer.Option(help="Also write what each step drafted and accepted into this file, for `trace`.")

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from heavypath.kernels import sampling
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.drafts import Cache, Draft, Feed
-from heavypath.speculative.sequences import Sequences
-from heavypath.speculative.snapshots import host_sees
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.snapshots import host_sees
+from heavypath.speculative.drafts.drafts import Cache, Draft, Feed
+from heavypath.speculative.trees.tree import TokenTree
 
 Lap = Callable[[str], object]  # what a step calls at the end of a phase, with its name
 

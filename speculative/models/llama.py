@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm
 from transformers import PreTrainedModel
 
-from heavypath.speculative.caches import KeyValueCache
-from heavypath.speculative.forward import Forward, TreeMask, is_plain
+from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.forward import Forward, TreeMask, is_plain
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 FEW_ROWS = 5  # on a CPU: at most so many are multiplied in columns,

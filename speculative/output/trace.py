@@ -36,13 +36,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.drafts import Draft
-from heavypath.speculative.forward import Forward
-from heavypath.speculative.reasons import Reasons, explain, shown
-from heavypath.speculative.request import Request
-from heavypath.speculative.sequences import Sequences
-from heavypath.speculative.step import Stepped
-from heavypath.speculative.text_stream import TextStream
+from heavypath.speculative.decoding.request import Request
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.step import Stepped
+from heavypath.speculative.drafts.drafts import Draft
+from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.output.reasons import Reasons, explain, shown
+from heavypath.speculative.output.text_stream import TextStream
 
 FORMAT = 1
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of a part of a character

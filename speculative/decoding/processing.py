@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heavypath.speculative.drafting import Drafted
-from heavypath.speculative.sequences import Sequences
+from heavypath.speculative.decoding.drafting import Drafted
+from heavypath.speculative.decoding.sequences import Sequences
 
 
 @dataclass(frozen=True)

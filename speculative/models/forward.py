@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heavypath.kernels.tree_attention import attention_bias, interval_mask, prepared_attention
-from heavypath.speculative.caches import KeyValueCache
+from heavypath.speculative.models.caches import KeyValueCache
 
 PREFILL_CHUNK = 512  # tokens at once: bounds the attention mask of a long prompt
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.forward import Forward
-from heavypath.speculative.processing import Processing
-from heavypath.speculative.stopping import Stopping
+from heavypath.speculative.decoding.processing import Processing
+from heavypath.speculative.decoding.stopping import Stopping
+from heavypath.speculative.models.forward import Forward
 
 
 @dataclass(frozen=True)

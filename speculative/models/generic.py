@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from heavypath.speculative.caches import KeyValueCache
-from heavypath.speculative.forward import Forward, TreeMask
-from heavypath.speculative.huggingface import NAME
-from heavypath.speculative.llama import MODEL_TYPES, LlamaForward
+from heavypath.speculative.models.attn_implementation import NAME
+from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.forward import Forward, TreeMask
+from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward
 
 _ATTENTION = ("sdpa", "eager", NAME)
 _TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}  # of the logits' standard deviation; 0.003 for wider types

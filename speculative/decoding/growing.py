@@ -45,10 +45,10 @@ from torch.nn.functional import pad
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.ordering import Ordering, heavy_path_order
 from heavypath.kernels.sampling import Beam, gumbel_topk, stochastic_beam
-from heavypath.speculative.drafting import Drafted, Lap, check_distributions, root_feed
-from heavypath.speculative.drafts import Cache, Draft, Feed
-from heavypath.speculative.sequences import Sequences
-from heavypath.speculative.snapshots import host_sees
+from heavypath.speculative.decoding.drafting import Drafted, Lap, check_distributions, root_feed
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.snapshots import host_sees
+from heavypath.speculative.drafts.drafts import Cache, Draft, Feed
 
 TINY = 1e-300
 MAX_SLOTS = 1 << 12  # each has noise of its own, named by as many bits beside its root's position

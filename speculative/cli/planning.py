@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.bounds import tree_bounds
 from heavypath.speculative.calibration import calibrate as measure
-from heavypath.speculative.cli_support import (
+from heavypath.speculative.cli.support import (
     AsJson,
     Draft,
     Seed,
@@ -26,9 +25,10 @@ from heavypath.speculative.cli_support import (
 )
 from heavypath.speculative.loading import Pair
 from heavypath.speculative.methods import METHODS
-from heavypath.speculative.planning import node_probabilities
 from heavypath.speculative.profile import Acceptance, Profile
-from heavypath.speculative.tree_drawing import tree_svg
+from heavypath.speculative.trees.bounds import tree_bounds
+from heavypath.speculative.trees.drawing import tree_svg
+from heavypath.speculative.trees.planning import node_probabilities
 
 PROMPT_TOKENS = 64  # of each piece of a text that is continued
 PROMPTS = 64

@@ -18,8 +18,9 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import cli_planning, cli_trace
-from heavypath.speculative.cli_support import (
+from heavypath.speculative.cli import planning
+from heavypath.speculative.cli import trace as trace_page
+from heavypath.speculative.cli.support import (
     AsJson,
     Draft,
     MaxNewTokens,
@@ -37,17 +38,17 @@ from heavypath.speculative.cli_support import (
 )
 from heavypath.speculative.comparison import PLAIN, TIE, Row, as_table, compare
 from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.loading import Pair, find_folder
 from heavypath.speculative.methods import METHODS
+from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.statistics import Statistics
-from heavypath.speculative.text_stream import TextStream
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")
-app.command()(cli_planning.calibrate)
-app.command()(cli_planning.plan)
-app.command()(cli_trace.trace)
+app.command()(planning.calibrate)
+app.command()(planning.plan)
+app.command()(trace_page.trace)
 
 
 @app.command()
@@ -107,7 +108,7 @@ def generate(
     tree_size: TreeSize = None,
     profile: Annotated[Path | None, typer.Option(help="File of `heavypath calibrate`, to plan trees by.")] = None,
     seed: Seed = 0,
-    trace: cli_trace.TraceFile = None,
+    trace: trace_page.TraceFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text. Without --target and --draft the shipped pair does it, which knows Python source."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from heavypath.speculative.caches import KeyValueCache, RowCache
-from heavypath.speculative.forward import Forward, TreeMask
-from heavypath.speculative.transformers_forward import forward_of
+from heavypath.speculative.models.caches import KeyValueCache, RowCache
+from heavypath.speculative.models.forward import Forward, TreeMask
+from heavypath.speculative.models.generic import forward_of
 
 MAX_PADDING = 128  # tokens by which vocabularies of one tokenizer are seen to differ (Qwen2: 151,936 and 152,064)
 

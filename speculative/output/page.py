@@ -1,6 +1,6 @@
 """A trace as one HTML page that needs nothing else: each step's tree, what was accepted, and why the rest was not.
 
-The page is `trace_page.html`, which draws the steps as they are looked at; here its data are put together: the trace in
+The page is `page.html`, which draws the steps as they are looked at; here its data are put together: the trace in
 fewer letters, and where each node stands, by the layout of `tree_drawing`. All text is escaped, and the page only ever
 sets it as text.
 """
@@ -12,10 +12,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from heavypath.speculative.reasons import FATES, WITH_COINS
-from heavypath.speculative.tree_drawing import layout
+from heavypath.speculative.output.reasons import FATES, WITH_COINS
+from heavypath.speculative.trees.drawing import layout
 
-TEMPLATE = Path(__file__).with_name("trace_page.html")
+TEMPLATE = Path(__file__).with_name("page.html")
 TALL, LITTLE = 24.0, 13.0  # half of what a node takes on its level, and of one that is shown in brief
 MANY = 32  # nodes, above which those beside the path are shown in brief
 

@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heavypath.speculative.tree import TokenTree
+from heavypath.speculative.trees.tree import TokenTree
 
 Acceptance = Sequence[float] | Sequence[Sequence[float]] | np.ndarray | Tensor
 PathAcceptance = Callable[[tuple[int, ...]], Sequence[float]]

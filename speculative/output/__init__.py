@@ -1,0 +1,1 @@
+"""What people look at: text as it arrives, and the trace of a generation as a page."""
