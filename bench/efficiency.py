@@ -22,9 +22,9 @@ from rich.table import Column, Table
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens, load_demo_pair, sequoia_tree
 from heavypath.speculative.calibration import CHILDREN, DEPTH, walk, ways_to_draft
-from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.drafts.drafts import as_draft
+from heavypath.speculative.drafts import as_draft
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import Acceptance
 

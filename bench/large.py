@@ -52,7 +52,7 @@ from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import Step, Stepped
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.drafts.drafts import ModelDraft
+from heavypath.speculative.drafts import ModelDraft
 from heavypath.speculative.models.forward import Forward
 
 METHODS = ("sequoia", "dyspec", "ersd")

@@ -6,7 +6,7 @@ Importing this registers attn_implementation="heavypath" with transformers.
 import sys
 
 from heavypath.speculative.decoder import Generation, SpeculativeDecoder
-from heavypath.speculative.decoding.growing import Confidence
+from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_pair
 from heavypath.speculative.drafts import EarlyExit, PromptLookup

@@ -31,12 +31,13 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.decoder import SpeculativeDecoder
-from heavypath.speculative.decoding.drafting import check_distributions, root_feed
+from heavypath.speculative.decoding.drafted import check_distributions, root_feed
+from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.drafts import Draft, EarlyExit, PromptLookup, as_draft
+from heavypath.speculative.drafts import Draft, EarlyExit, PromptLookup, as_draft
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
 from heavypath.speculative.models.forward import Forward, TreeMask
-from heavypath.speculative.models.generic import forward_of
+from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.profile import Acceptance, Costs, Profile, describe
 from heavypath.speculative.trees.planning import greedy_tree
 from heavypath.speculative.trees.tree import TokenTree
@@ -217,8 +218,15 @@ def walk(
     target_cache, draft_cache = target.new_cache(sequences, rows), draft.new_cache(sequences, rows)
     target.prefill(padded, target_cache)
     draft.prefill(padded, draft_cache)
-    state = Sequences.room_for(sequences, tokens, 1, 0, 0, target.device)
-    state.begin(padded, lengths, tokens, lengths.new_zeros(0), torch.arange(sequences, device=target.device), seed)
+    state = Sequences.room_for(sequences, new_tokens=tokens, stops=1, vocab_size=0, count_slots=0, device=target.device)
+    state.begin(
+        padded,
+        lengths,
+        new_tokens=tokens,
+        stops=lengths.new_zeros(0),
+        sequence_ids=torch.arange(sequences, device=target.device),
+        seed=seed,
+    )
 
     children = min(children, target.vocab_size)
     star = torch.tensor([-1] + [0] * children, device=target.device)
@@ -234,9 +242,9 @@ def walk(
         here = state.lengths[:, None]
         longest = int(state.lengths.max())
         after = draft(root_feed(state, longest, nodes=2), draft_cache)[:, -1]
-        mask = TreeMask(prefix_length=state.lengths, rows=longest + 1, subtree_end=torch.ones_like(star[:1]))
+        mask = TreeMask(prefix_length=state.lengths, visible_rows=longest + 1, subtree_end=torch.ones_like(star[:1]))
         logits = target(state.root[:, None], here, here, target_cache, mask)
-        noise = state.noise | (state.lengths << 12)
+        noise = root_rows(state.noise, state.lengths)
         drawn = gumbel_topk(
             after, children, **drawing._asdict(), seed=seed, rows=noise,
             replacement=draw == "with_replacement" and not likeliest,

@@ -4,13 +4,12 @@ transformers prepares the inputs, the settings, the logits processors and the st
 
     decoder(model, input_ids, logits_processor=, stopping_criteria=, generation_config=, **model_kwargs)
 
-so a processor is turned back into the setting that it was made of. What comes through `decoder(...)`'s own names
-(seed, stop_strings) is taken out before.
+So each processor is turned back into the setting that it was made of.
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +32,8 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from heavypath.speculative.decoding.loop import Streamer
+
 # Settings that leave no trace among the processors and criteria, and the values with which they do nothing.
 _UNSUPPORTED = {
     "num_beams": (None, 1),
@@ -53,7 +54,7 @@ _UNSUPPORTED = {
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
 }
-# What a model's forward is given and the decoder sees to itself; anything else that it may be given is refused.
+# Arguments of a model's forward pass that the decoder takes care of itself; any other is refused.
 _SERVED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache", "cache_position")
 
 # In the order in which the decoder does what they do; the first three may change places.
@@ -69,15 +70,8 @@ _ORDER: dict[type[LogitsProcessor], int] = {
 }
 
 
-class Streamer(Protocol):
-    """What transformers' streamers have."""
-
-    def put(self, value: Tensor) -> None: ...  # noqa: D102
-    def end(self) -> None: ...  # noqa: D102
-
-
 class _OneByOne:
-    """A streamer that gets new tokens as from transformers: one a call, and the prompt only if it has not had it."""
+    """Gives a streamer its tokens as transformers does: one in a call, and the prompt only if it did not get it yet."""
 
     def __init__(self, streamer: Streamer, has_prompt: bool):
         self._streamer, self._has_prompt, self._began = streamer, has_prompt, False
@@ -94,58 +88,71 @@ class _OneByOne:
         self._streamer.end()
 
 
-def custom_generate(
-    generate: Callable[..., Any],
-    target: PreTrainedModel,
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList | None,
-    stopping_criteria: StoppingCriteriaList | None,
-    generation_config: GenerationConfig | None,
-    streamer: Streamer | None,
-    seed: int | None,
-    stops: dict[str, Any],
-    model_kwargs: dict[str, Any],
-) -> Tensor | GenerateDecoderOnlyOutput:
-    """What transformers' generate returns. generate: the decoder's; stops: its stop_strings and tokenizer.
+@dataclass(frozen=True)
+class GenerateCall:
+    """What transformers' generate hands to a decoder; the fields have transformers' own names."""
 
-    Raises ValueError for whatever would change the text, or what is returned, and is not supported.
-    """
-    if model is not target:
-        raise ValueError(f"custom_generate: the decoder's target is another model than this {type(model).__name__}")
-    config = generation_config or model.generation_config
-    _check_settings(config, input_ids, model_kwargs)
-    caller = _generate_call(input_ids)
-    if caller.get("assistant_model") is not None:
-        raise _unsupported("assistant_model", "the decoder has a draft of its own")
-    if caller.get("synced_gpus"):
-        raise _unsupported("synced_gpus", "one process decodes")
-    has_prompt = streamer is None and caller.get("streamer") is not None
-    streamer = caller.get("streamer") if streamer is None else streamer
+    model: PreTrainedModel
+    input_ids: Tensor
+    logits_processor: LogitsProcessorList | None = None
+    stopping_criteria: StoppingCriteriaList | None = None
+    generation_config: GenerationConfig | None = None
+    streamer: Streamer | None = None
+    seed: int | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    options = _from_processors(logits_processor or [], config, input_ids.shape[1], model_kwargs.get("attention_mask"))
-    options |= _from_criteria(stopping_criteria or [], input_ids.shape[1])
-    for tokens in options.pop("held_back"):
-        if tokens != set(options.get("eos_token_id", [])):
-            raise _unsupported(f"a least length with eos_token_id={sorted(tokens)}", "give generate the same ones")
-    if "max_new_tokens" not in options:
-        raise _unsupported("a stopping_criteria without MaxLengthCriteria", "say max_new_tokens or max_length")
-    options["min_new_tokens"] = min(options["min_new_tokens"], options["max_new_tokens"])  # transformers has warned
-    if seed is None:
-        seed = int(torch.randint(2**63 - 1, ())) if options["temperature"] > 0 else 0
-    pad = getattr(config, "_pad_token_tensor", config.pad_token_id)
-    sequences = generate(
-        input_ids,
-        attention_mask=model_kwargs.get("attention_mask"),
-        seed=seed,
-        pad_token_id=None if pad is None else int(pad),
-        streamer=None if streamer is None else _OneByOne(streamer, has_prompt),
-        **options,
-        **stops,
-    ).sequences
-    if config.return_dict_in_generate:
-        return GenerateDecoderOnlyOutput(sequences=sequences)
-    return sequences
+    def arguments(self, target: PreTrainedModel) -> dict[str, Any]:
+        """The arguments of the decoder's own `generate`.
+
+        Raises ValueError for whatever would change the text, or what is returned, and is not supported.
+        """
+        if self.model is not target:
+            raise ValueError(
+                f"custom_generate: the decoder's target is another model than this {type(self.model).__name__}"
+            )
+        config, attention_mask = self._config, self.model_kwargs.get("attention_mask")
+        _check_settings(config, self.input_ids, self.model_kwargs)
+        caller = _generate_call(self.input_ids)
+        if caller.get("assistant_model") is not None:
+            raise _unsupported("assistant_model", "the decoder has a draft of its own")
+        if caller.get("synced_gpus"):
+            raise _unsupported("synced_gpus", "one process decodes")
+        streamer, has_prompt = self.streamer, False
+        if streamer is None and caller.get("streamer") is not None:
+            streamer, has_prompt = caller["streamer"], True
+
+        width = self.input_ids.shape[1]
+        options = _from_processors(self.logits_processor or [], config, width, attention_mask)
+        options |= _from_criteria(self.stopping_criteria or [], width)
+        for tokens in options.pop("held_back"):
+            if tokens != set(options.get("eos_token_id", [])):
+                raise _unsupported(f"a least length with eos_token_id={sorted(tokens)}", "give generate the same ones")
+        if "max_new_tokens" not in options:
+            raise _unsupported("a stopping_criteria without MaxLengthCriteria", "say max_new_tokens or max_length")
+        options["min_new_tokens"] = min(options["min_new_tokens"], options["max_new_tokens"])  # transformers has warned
+        seed = self.seed
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, ())) if options["temperature"] > 0 else 0
+        pad = getattr(config, "_pad_token_tensor", config.pad_token_id)
+        return options | {
+            "input_ids": self.input_ids,
+            "attention_mask": attention_mask,
+            "seed": seed,
+            "pad_token_id": None if pad is None else int(pad),
+            "streamer": None if streamer is None else _OneByOne(streamer, has_prompt),
+        }
+
+    def answer(self, sequences: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
+        """What transformers' generate returns for sequences LongTensor[B, T + new]."""
+        if self._config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)
+        return sequences
+
+    @property
+    def _config(self) -> GenerationConfig:
+        config = self.generation_config or self.model.generation_config
+        assert config is not None
+        return config
 
 
 def _unsupported(what: str, why: str) -> ValueError:
@@ -173,10 +180,10 @@ def _check_settings(config: GenerationConfig, input_ids: Tensor, model_kwargs: d
 
 
 def _generate_call(input_ids: Tensor) -> dict[str, Any]:
-    """The arguments that transformers' generate was called with, if it is what called.
+    """Arguments that transformers' generate was called with, if it is the caller; else an empty dictionary.
 
-    It keeps streamer, assistant_model and synced_gpus from callables. A streamer has had the prompt by then, and would
-    be waited for by its reader in vain; so they are looked up where they are, in generate's own frame.
+    transformers does not pass streamer, assistant_model and synced_gpus on to a function. A streamer has the prompt by
+    then, and its reader would wait for ever; so these arguments are looked up where they are, in generate's own frame.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -190,17 +197,20 @@ def _generate_call(input_ids: Tensor) -> dict[str, Any]:
 def _from_processors(
     processors: list[LogitsProcessor], config: GenerationConfig, width: int, mask: Tensor | None
 ) -> dict[str, Any]:
-    """Options of the decoder that do what the processors do, one after the other; "held_back", what ends a text."""
+    """Options of the decoder that do what the processors do, one after the other.
+
+    "held_back" among them is a list of the sets of tokens that a least length keeps from ending a text.
+    """
     options: dict[str, Any] = {"temperature": 1.0, "min_new_tokens": 0, "held_back": []}
-    done = -1
+    last_place = -1
     for processor in processors:
         name, place = type(processor).__name__, _ORDER.get(type(processor))
         if place is None:
             supported = ", ".join(kind.__name__ for kind in _ORDER)
             raise _unsupported(f"the logits processor {name}", f"supported are {supported}")
-        if place < done or (place == done and place > 0):
+        if place < last_place or (place == last_place and place > 0):
             raise _unsupported(f"{name} at this place", "filters come once each: temperature, top_k, top_p, min_p")
-        done = place
+        last_place = place
         if getattr(processor, "filter_value", -torch.inf) != -torch.inf:
             raise _unsupported(f"{name} with filter_value={processor.filter_value}", "tokens are left out, -inf")  # pyright: ignore[reportAttributeAccessIssue]
         if getattr(processor, "min_tokens_to_keep", 1) != 1:
@@ -232,7 +242,10 @@ def _from_processors(
 
 
 def _check_penalised(ignored: int | Tensor | None, mask: Tensor | None) -> None:
-    """Before 5.23 transformers takes padding for text, which is None; later it gives the padding's lengths."""
+    """Raise ValueError if part of a text would not be penalised.
+
+    Before 5.23 transformers counts padding as text, and `ignored` is None; later `ignored` is the padding's lengths.
+    """
     if isinstance(ignored, Tensor):
         padding = 0 if mask is None else (mask != 0).int().argmax(1)
         if bool((ignored == padding).all()):
@@ -243,7 +256,7 @@ def _check_penalised(ignored: int | Tensor | None, mask: Tensor | None) -> None:
 
 
 def _from_criteria(criteria: list[Any], width: int) -> dict[str, Any]:
-    """Options of the decoder for the criteria that it has itself; the others stay criteria."""
+    """Options of the decoder for the criteria that it knows as settings; all other criteria stay what they are."""
     options: dict[str, Any] = {}
     others = StoppingCriteriaList()
     for criterion in criteria:

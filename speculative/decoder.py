@@ -1,15 +1,14 @@
-"""Decode a Hugging Face Llama-family model through drafted token trees: what to do, with which memory.
+"""`SpeculativeDecoder`: decode a Hugging Face Llama-family model through token trees that a draft proposes.
 
-`step` does a step of a batch, `decoding` repeats it. Between steps a sequence is its committed tokens: `length` of them
-in the target's cache, then the root, which is committed but not yet cached. So is the last token of a prompt at first.
+The way of a step: `generate` checks the request and calls `decoding.loop.decode`, which asks `decoding.runner` for one
+step after another; `decoding.step` runs one, in which `models` do the forward passes. Between steps a sequence is its
+committed tokens: `length` of them in the target's cache, then the root, which is committed but not yet cached. At first
+the root is the last token of the prompt.
 """
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,33 +26,35 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.tree_attention import MAX_NODES
-from heavypath.speculative.custom_generate import Streamer, custom_generate
-from heavypath.speculative.decoding.drafting import Shape, tree_shape
-from heavypath.speculative.decoding.graphs import Graphs
-from heavypath.speculative.decoding.growing import VALUE_TEMPERATURE, Confidence, Growth
-from heavypath.speculative.decoding.loop import decode
-from heavypath.speculative.decoding.processing import Processing
-from heavypath.speculative.decoding.request import Request, checked_request
-from heavypath.speculative.decoding.snapshots import host_sees
+from heavypath.speculative.custom_generate import GenerateCall
+from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE, Growth
+from heavypath.speculative.decoding.loop import Streamer, decode
+from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
+from heavypath.speculative.decoding.rules import Rules
+from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.slot_values import Confidence
+from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.statistics import Statistics
-from heavypath.speculative.decoding.step import Step, Stepped
+from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
-from heavypath.speculative.decoding.workspace import Size, Workspace
-from heavypath.speculative.drafts.drafts import Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
+from heavypath.speculative.drafts import Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
 from heavypath.speculative.methods import METHODS
-from heavypath.speculative.models.generic import forward_of
-from heavypath.speculative.output.trace import Recorder, recording
+from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
-DEFAULT_SIZE = {"cpu": 5, "cuda": 32}  # nodes of a tree: on a CPU what suits the shipped pair
-MOST_STEPS = 64  # kept: a step for each sampling, and for each depth near the end of a text
+DEFAULT_SIZE = {"cpu": 5, "cuda": 32}  # nodes of a tree; for a CPU measured with the shipped pair
 
 
 @dataclass(frozen=True)
 class Generation:
-    """sequences: LongTensor[B, T + new], the prompt as given, the new tokens, padding. stats: see `Statistics`."""
+    """What `generate` returns.
+
+    sequences: LongTensor[B, T + new]: the prompt as it was given, the new tokens, padding
+    stats:     counts, acceptance and times, see `Statistics`
+    """
 
     sequences: Tensor
     stats: Statistics
@@ -62,36 +63,40 @@ class Generation:
 class SpeculativeDecoder:
     """Generates a target model's own text, through trees that a draft model proposes.
 
-    target: a causal language model of transformers, in eval mode.
-    draft: another with its vocabulary, on its device; or `PromptLookup()`, or `EarlyExit(layers)`, which need none; may
-        be None for method "autoregressive".
-    method: one of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
-        top-k, naive.
-    tree_size: nodes of the drafted tree, root included (default: 5 on a CPU, 32 on a GPU); shapes that cannot have so
-        many take the next smaller.
-    tree: a TokenTree to use instead, for methods whose trees do not grow.
-    profile: instead of both, what `heavypath calibrate` measured, a file or a `Profile`: each generation takes the tree
-        with which it is expected to be fastest.
+    target: a causal language model of transformers, in eval mode
+    draft: another one with the target's vocabulary, on its device; or `PromptLookup()` or `EarlyExit(layers)`, which
+        need no second model; None only for method "autoregressive"
+    method: a row of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
+        top-k, naive, ...
+    tree_size: nodes of the drafted tree, root included (default: 5 on a CPU, 32 on a GPU); a method whose trees cannot
+        have that size takes the next smaller one
+    tree: a TokenTree to use instead, for methods whose trees do not grow
+    profile: instead of both, what `heavypath calibrate` measured, as a file or a `Profile`: each generation takes the
+        tree with which it is expected to be fastest
 
-    Options of some methods, refused by the others:
+    Options of some methods, which the others refuse:
 
-    acceptance: [child] or [depth, child] probability that child j of an accepted node is accepted, by which trees are
-        planned.
-    max_depth:  levels of planned and grown trees, at most (default: log2 of the nodes).
-    width:      sequences of specinfer and spectr, branching of rsd-c, nodes a level of grown trees.
-    threshold:  chain, dyspec, eagle-2: slots of less value stay empty, so that a chain ends early; see `growing`.
-    confidence: dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default: as measured on the
-        shipped pair), or "draft": they are it, as in the paper.
+    acceptance: [child] or [depth, child], the probability that child j of an accepted node is accepted, by which trees
+        are planned
+    max_depth:  at most so many levels of planned and grown trees (default: log2 of the nodes)
+    width:      sequences of specinfer and spectr, branching of rsd-c, nodes on a level of grown trees
+    threshold:  for chain, dyspec, eagle-2: slots of less value stay empty, so that a chain may end early; see
+        `decoding.growing`
+    confidence: for dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default: as measured on
+        the shipped pair), or "draft" for the paper's, where they are the acceptance
 
-    draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft samples; None takes the target's. Where it
-        is greedy, draft_temperature is that of the probabilities by which trees grow (default: 0.6).
+    draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft is sampled; None takes the target's setting.
+        Where the draft takes its likeliest tokens, draft_temperature is that of the probabilities by which trees grow
+        (default: 0.6)
 
-    cuda_graphs: replay a step as one CUDA graph (default: on a GPU); False runs the same step eagerly, for a debugger
-        or a profiler. The decoder keeps the memory of its graphs, caches included, for the next call.
+    cuda_graphs: replay each step as one CUDA graph (default: on a GPU); False runs the same step eagerly, for a
+        debugger or a profiler. With graphs the decoder keeps their memory, caches included, for the next call
 
-    Text follows the target's distribution exactly, whatever the method, tree and draft. A decoder is a function for
-    transformers' own generate, too: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or ValueError
-    for models or options that do not fit.
+    The text follows the target's distribution exactly, whatever the method, the tree and the draft. A decoder is also a
+    function for transformers' own generate: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or
+    ValueError for models or options that do not fit.
+
+    `runner` runs the steps, and may be replaced by an object that observes them; `clock` returns seconds.
     """
 
     def __init__(
@@ -119,19 +124,21 @@ class SpeculativeDecoder:
         self.method = method
         self.clock = time.perf_counter
         self._method = METHODS[method]
-        self._steps = lru_cache(MOST_STEPS)(self._new_step)
-        self._idle: Workspace | None = None
-        self._lock = threading.Lock()
         self._planned: dict[Filters, TokenTree | Growth] = {}
-        self._draft_options = (draft_temperature, draft_top_k, draft_top_p, draft_min_p)
-        self._drafting_filters(Filters()).check("draft_")
+        self._draft_options = {
+            "temperature": draft_temperature,
+            "top_k": draft_top_k,
+            "top_p": draft_top_p,
+            "min_p": draft_min_p,
+        }
+        self._draft_filters(Filters()).check("draft_")
 
         self.target = target
         self._target = forward_of(target, "target")
-        self._seen = host_sees(self._target.device)
-        self.cuda_graphs = not self._seen if cuda_graphs is None else cuda_graphs
-        if self.cuda_graphs and self._seen:
+        on_host = host_can_read(self._target.device)
+        if cuda_graphs and on_host:
             raise ValueError(f"cuda_graphs needs models on a CUDA device, got {self._target.device}; leave it out")
+        self.runner = StepRunner(self._target, cuda_graphs=not on_host if cuda_graphs is None else cuda_graphs)
         options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
         options |= {"width": width, "threshold": threshold, "confidence": confidence}
         given = {name: value for name, value in options.items() if value is not None}
@@ -155,7 +162,7 @@ class SpeculativeDecoder:
             model.check_weights()
 
     def _checked_tree(self, given: dict[str, Any]) -> TokenTree | Growth:
-        """What the method makes of the options given, in heavy-path order."""
+        """The tree that the method makes of the options given, in heavy-path order, or how its trees grow."""
         tree = given.pop("tree", None)
         if tree is not None:
             if not isinstance(tree, TokenTree):
@@ -181,7 +188,7 @@ class SpeculativeDecoder:
         return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
 
     def tree_for(self, filters: Filters) -> TokenTree | Growth:
-        """The tree, or how trees grow, for a sampling: that of the options, or what the profile advises."""
+        """The tree, or how trees grow, where the target is sampled so: by the options, or by the profile."""
         if self.tree is not None:
             return self.tree
         assert self.profile is not None
@@ -201,7 +208,7 @@ class SpeculativeDecoder:
         pad_token_id: int | None = None,
         attention_mask: Tensor | None = None,
         sequence_ids: Tensor | None = None,
-        streamer: Streamer | None = None,
+        streamer: Streamer | Sequence[Streamer] | None = None,
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
         min_new_tokens: int = 0,
@@ -214,56 +221,93 @@ class SpeculativeDecoder:
 
         temperature, top_k, top_p, min_p: how the target is sampled; temperature 0 is greedy and ignores the filters.
         seed: the same seed gives the same text, for each sequence on its own.
-        eos_token_id: end of sequence, one or several; None never stops early. pad_token_id fills what follows (default:
-            the first eos_token_id).
-        attention_mask: [B, T], zeros for left padding.
+        eos_token_id: end of sequence, one token or several; None never stops early. pad_token_id fills what follows
+            (default: the first eos_token_id).
+        attention_mask: [B, T], with zeros for left padding.
         sequence_ids: LongTensor[B] in 0 .. 2**27 - 1 (default 0 .. B - 1) names each sequence's noise: a sequence
-            decoded alone under its id gives its text of the batch.
-        streamer: a transformers streamer; batch 1.
+            decoded alone under its id gets the text that it has in the batch.
+        streamer: a transformers streamer for one sequence, or a list with one streamer for each sequence.
         repetition_penalty: 1 is none; more makes tokens of the text so far less likely, prompt included.
         min_new_tokens: until there are so many, no end-of-sequence token is drawn.
         stop_strings: a sequence ends with the token that completes one of them; needs the tokenizer.
         stopping_criteria: transformers' or your own, asked after each new token of each sequence, [1, T + new].
         trace: a file to write what each step drafted and why it was accepted or not; with a tokenizer, as text too.
 
-        Raises ValueError before any work for arguments that do not fit, prompt + new tokens beyond the models'
-        positions included, and during it for NaN logits.
+        Raises ValueError for arguments that do not fit, before any work; prompt + new tokens beyond the models'
+        positions are such arguments. Raises ValueError while decoding for logits that are no distribution.
         """
         begin = self.clock()
         request = checked_request(
             self._target,
             self._draft.forward if self._draft is not None else None,
-            input_ids,
-            attention_mask,
-            max_new_tokens,
-            Filters(temperature, top_k, top_p, min_p),
-            seed,
-            sequence_ids,
-            eos_token_id,
-            pad_token_id,
-            repetition_penalty,
-            min_new_tokens,
-            checked_criteria(stop_strings, tokenizer, stopping_criteria),
+            Prompts(input_ids=input_ids, attention_mask=attention_mask, sequence_ids=sequence_ids),
+            Ending(
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=min_new_tokens,
+                eos_token_id=eos_token_id,
+                pad_token_id=pad_token_id,
+                criteria=checked_criteria(stop_strings, tokenizer, stopping_criteria),
+            ),
+            filters=Filters(temperature, top_k, top_p, min_p),
+            seed=seed,
+            repetition_penalty=repetition_penalty,
         )
-        draft_filters = self._drafting_filters(request.filters)
-        if self._method.verify == "kseq" and draft_filters.temperature == 0 < request.filters.temperature:
-            raise ValueError(f"method {self.method!r} needs draft_temperature > 0 where it samples, got 0")
-        if streamer is not None:
-            if len(input_ids) > 1:
-                raise ValueError(f"a streamer takes one sequence, got a batch of {len(input_ids)}")
-            streamer.put(input_ids.cpu())
-        tree = self.tree_for(request.filters)
-        stats = Statistics(tree.depth, tree.branching, clock=self.clock, begin=begin)
-        models = self._target, self._draft
-        verify = self._verify(request.filters)
+        streamers = _checked_streamers(streamer, len(input_ids))
+        plan = self._plan(request)
+        for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
+            each.put(prompt[None, :length].cpu())
+        stats = Statistics(plan.tree.depth, plan.tree.branching, clock=self.clock, begin=begin)
         with (
             torch.inference_mode(),
-            recording(trace, tokenizer, self.method, verify, *models, request, draft_filters) as recorder,
+            recording(
+                trace,
+                tokenizer,
+                self.method,
+                plan.rules.verification,
+                self._target,
+                self._draft,
+                request,
+                plan.rules.draft_filters,
+            ) as recorder,
+            self.runner.workspace(request, plan) as workspace,
         ):
-            new = self._decode(request, tree, draft_filters, stats, streamer, recorder)
-        if streamer is not None:
-            streamer.end()
+            stats.cache_bytes = workspace.cache_bytes
+            workspace.begin(request, plan.draft)
+            stats.lap("prefill")
+            new = decode(
+                request,
+                plan,
+                self.runner,
+                workspace,
+                stats=stats,
+                streamers=streamers,
+                on_step=None if recorder is None else recorder.step,
+            )
         return Generation(torch.cat([input_ids, new], 1), stats)
+
+    def _plan(self, request: Request) -> StepPlan:
+        """What the steps of a request have in common; ValueError where the method cannot sample so."""
+        target_filters = request.filters
+        draw, verification, _ = self._method.kind(target_filters.temperature)
+        draft_filters = self._draft_filters(target_filters)
+        if verification == "kseq" and draft_filters.temperature == 0:
+            raise ValueError(f"method {self.method!r} needs draft_temperature > 0 where it samples, got 0")
+        tree = self.tree_for(target_filters)
+        rules = Rules(
+            draw=draw,
+            fill=self._method.fill,
+            verification=verification,
+            target_filters=target_filters,
+            draft_filters=draft_filters,
+            value_temperature=self._draft_options["temperature"] or VALUE_TEMPERATURE,
+            processing=request.processing,
+        )
+        return StepPlan(draft=self._draft if len(tree) > 1 else None, tree=tree, rules=rules)
+
+    def _draft_filters(self, target: Filters) -> Filters:
+        """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""
+        filters = target.override(**self._draft_options)
+        return filters if target.temperature > 0 else filters._replace(temperature=0.0)
 
     def __call__(
         self,
@@ -287,117 +331,24 @@ class SpeculativeDecoder:
         The other settings of transformers mean what they mean there. Raises ValueError for those that the decoder
         does not have, by name.
         """
-        stops = {"stop_strings": stop_strings, "tokenizer": tokenizer}
-        given = input_ids, logits_processor, stopping_criteria, generation_config, streamer, seed, stops, model_kwargs
-        return custom_generate(self.generate, self.target, model, *given)
-
-    def _verify(self, filters: Filters) -> str:
-        """What `verify_tree` does for a sampling."""
-        return "greedy" if filters.temperature == 0 else self._method.verify
-
-    def _drafting_filters(self, target: Filters) -> Filters:
-        """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""
-        filters = target.override(*self._draft_options)
-        return filters if target.temperature > 0 else filters._replace(temperature=0.0)
-
-    def _decode(
-        self,
-        request: Request,
-        tree: TokenTree | Growth,
-        draft_filters: Filters,
-        stats: Statistics,
-        streamer: Streamer | None,
-        recorder: Recorder | None,
-    ) -> Tensor:
-        """The new tokens of each sequence, padding behind them."""
-        draft = self._draft if len(tree) > 1 else None
-        slots = tree.slots if isinstance(tree, Growth) else len(tree)
-        batch, width = request.prompt.shape
-        size = Size(
-            sequences=batch,
-            rows=width + request.max_new_tokens + slots,
-            new_tokens=request.max_new_tokens,
-            stops=max(1, len(request.stops)),
-            places=tree.depth * tree.branching,
-            penalised=int(request.processing is not None and request.processing.repetition_penalty != 1),
+        call = GenerateCall(
+            model=model,
+            input_ids=input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            seed=seed,
+            model_kwargs=model_kwargs,
         )
-        with self._workspace(size, draft) as workspace:
-            stats.cache_bytes = workspace.cache_bytes
-            given = request.prompt, request.lengths, request.max_new_tokens, request.stops
-            workspace.state.begin(*given, request.sequence_ids, request.seed)
-            if width > 1:
-                before_roots = request.prompt[:, :-1]
-                self._target.prefill(before_roots, workspace.target_cache.first(batch))
-                if draft is not None and workspace.draft_cache is not None:
-                    draft.prefill(before_roots, workspace.draft_cache.first(batch))
-            stats.lap("prefill")
-            step_for = partial(self._step, request, tree, draft, draft_filters)
-            run = partial(self._run, workspace, slots, stats)
-            return decode(request, workspace, step_for, run, stats, streamer, recorder)
-
-    @contextmanager
-    def _workspace(self, size: Size, draft: Draft | None) -> Iterator[Workspace]:
-        """A workspace for one generation; that of the last one where it fits and has graphs."""
-        if not self.cuda_graphs:
-            yield Workspace(self._target, draft, size)
-            return
-        with self._lock:
-            idle, self._idle = self._idle, None
-        if idle is None or not idle.size.covers(size) or (idle.draft_cache is None and draft is not None):
-            del idle  # before memory is taken for another
-            idle = Workspace(self._target, draft, size.rounded(), Graphs())
-        yield idle  # what an exception leaves half done is not kept
-        self._idle = idle
-
-    def _run(
-        self, workspace: Workspace, slots: int, stats: Statistics, step: Step, count: int, longest: int
-    ) -> Stepped:
-        """One step of the first `count` sequences, whose longest prefix has at most `longest` rows."""
-        memory = workspace.first(count)
-        if self._seen:
-            return step(*memory, longest, stats.lap)
-        visible = workspace.size.rows - slots
-        if workspace.graphs is None:
-            return step(*memory, visible, stats.lap)
-        stepped = workspace.graphs.run((step, count), lambda: step(*memory, visible, _no_lap))
-        stats.lap("step")
-        return stepped
-
-    def _step(
-        self, request: Request, tree: TokenTree | Growth, draft: Draft | None, draft_filters: Filters, deepest: int
-    ) -> Step:
-        """The step with the top of a tree, as deep as can still be emitted; on a GPU with all of it, for its graph."""
-        depth = min(tree.depth, deepest) if self._seen else tree.depth
-        return self._steps(tree, depth, draft, request.filters, draft_filters, request.processing)
-
-    def _new_step(
-        self,
-        tree: TokenTree | Growth,
-        depth: int,
-        draft: Draft | None,
-        filters: Filters,
-        draft_filters: Filters,
-        processing: Processing | None,
-    ) -> Step:
-        """A step with the top of a tree."""
-        top: Shape | Growth
-        if isinstance(tree, Growth) and depth > 0:
-            top = replace(tree, depth=depth)
-        else:
-            top = tree_shape(tree if isinstance(tree, TokenTree) else TokenTree([-1]), depth, self._target.device)
-        return Step(
-            target=self._target,
-            draft=draft,
-            method=self._method,
-            tree=top,
-            branching=tree.branching,
-            verify=self._verify(filters),
-            filters=filters,
-            draft_filters=draft_filters,
-            value_temperature=self._draft_options[0] or VALUE_TEMPERATURE,
-            processing=processing,
-        )
+        arguments = call.arguments(self.target)
+        return call.answer(self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer).sequences)
 
 
-def _no_lap(phase: str) -> None:
-    """What a graph does has no phases that the host could time."""
+def _checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -> list[Streamer]:
+    """A streamer for each sequence, or none."""
+    streamers = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
+    if given is not None and len(streamers) != batch:
+        many = f"{len(streamers)} streamers" if isinstance(given, Sequence) else "one streamer"
+        raise ValueError(f"streamer must be one for each sequence, got {many} for a batch of {batch}")
+    return streamers

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import load_demo_pair
-from heavypath.speculative.drafts.drafts import EarlyExit, PromptLookup
+from heavypath.speculative.drafts import EarlyExit, PromptLookup
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 

@@ -22,8 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.decoding.growing import Confidence, Growth
-from heavypath.speculative.drafts.drafts import EarlyExit, PromptLookup
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.slot_values import Confidence
+from heavypath.speculative.drafts import EarlyExit, PromptLookup
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.trees.planning import Plan, expected_tokens, select_tree
 from heavypath.speculative.trees.tree import TokenTree

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.tree_attention import prepared_attention
 from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
-from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.demo import demo_prompts
 
 STOCHASTIC = [name for name in METHODS if METHODS[name].verify != "race"]

@@ -11,7 +11,7 @@ from test_decoder import exact_law, tiny_llama, transformers_greedy
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder
-from heavypath.speculative.drafts.drafts import Feed, LookupDraft, ModelDraft
+from heavypath.speculative.drafts import Feed, LookupDraft, ModelDraft
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.llama import LlamaForward
 
@@ -108,7 +108,7 @@ def test_an_early_exit_is_the_model_of_its_first_layers():
     tokens = torch.randint(0, 7, (2, 9))
     forward = LlamaForward(whole, "draft", layers=2)
     rows = torch.arange(9).expand(2, -1)
-    mask = TreeMask(prefix_length=torch.tensor(0), rows=9, subtree_end=torch.full((9,), 9))
+    mask = TreeMask(prefix_length=torch.tensor(0), visible_rows=9, subtree_end=torch.full((9,), 9))
     ours = forward(tokens, rows, rows, forward.new_cache(2, 9), mask)
     assert torch.allclose(ours, cut(tokens).logits, atol=1e-5)
 

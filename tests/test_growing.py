@@ -13,9 +13,12 @@ from test_mutations import mutated
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import Beam, TopK
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.decoding import growing
-from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, Confidence, Growth, heap_tree
+from heavypath.speculative.decoding import growing, slot_values
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.heap_tree import heap_tree
+from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
 
 VOCAB = 3
 
@@ -32,26 +35,37 @@ class PathDraft:
     def __call__(self, feed, cache):
         rows = []
         for token, row, parent in zip(
-            feed.tokens[0].tolist(), feed.rows[0].tolist(), feed.parent_rows[0].tolist(), strict=True
+            feed.tokens[0].tolist(), feed.cache_rows[0].tolist(), feed.parent_rows[0].tolist(), strict=True
         ):
-            slot = row - int(feed.lengths[0])
+            slot = row - int(feed.prefix_lengths[0])
             if slot >= 0:
-                self.paths[slot] = () if slot == 0 else (*self.paths[parent - int(feed.lengths[0])], token)
+                self.paths[slot] = () if slot == 0 else (*self.paths[parent - int(feed.prefix_lengths[0])], token)
             rows.append(self.law(self.paths.get(slot, ())))
         return torch.tensor([rows], dtype=torch.float32)
 
 
 def sequences(room: int = 100, seed: int = 0) -> Sequences:
     """One, of six tokens."""
-    state = Sequences.room_for(1, room + 1, 1, 0, 1, torch.device("cpu"))
-    state.begin(torch.zeros(1, 6, dtype=torch.long), torch.tensor([6]), room + 1, torch.tensor([]), state.member, seed)
+    state = Sequences.room_for(1, new_tokens=room + 1, stops=1, vocab_size=0, count_slots=1, device=torch.device("cpu"))
+    state.begin(
+        torch.zeros(1, 6, dtype=torch.long),
+        torch.tensor([6]),
+        new_tokens=room + 1,
+        stops=torch.tensor([]),
+        sequence_ids=state.member,
+        seed=seed,
+    )
     return state
 
 
 def grown(law, growth, filters=Filters(), seed=0, room=100, module=growing):
     draft = PathDraft(law)
     state = sequences(room, seed)
-    drafted = module.grow_tree(draft, None, growth, state, 5, torch.tensor([1 << 12]), filters, 0.6, lambda phase: None)
+    rules = Rules("without_replacement", False, "without_replacement", filters, filters, value_temperature=0.6)
+    roots = torch.tensor([1 << 12])
+    drafted = module.grow_tree(
+        draft, None, growth, state, visible_rows=5, root_rows=roots, rules=rules, lap=lambda phase: None
+    )
     return draft, drafted
 
 
@@ -93,7 +107,7 @@ def test_growing_by_levels_gives_the_heaps_tree(confidence, seed, vocab_size, si
             tokens += (draws(tokens)[0][rank],)
         squares = torch.tensor([sum(math.exp(2 * logprob) for logprob in law(tokens))], dtype=torch.float64)
         used = confidence if temperature > 0 else None
-        return [field.tolist() for field in growing.values(draws(tokens)[1], squares, used)]
+        return [field.tolist() for field in slot_values.values(draws(tokens)[1], squares, used)]
 
     def draws(tokens):
         logits, row = torch.tensor([law(tokens)]), torch.tensor([(1 << 12) + slot_of[tokens]])
@@ -119,18 +133,18 @@ def test_the_heaps_tree_by_hand():
 
 def test_values_by_hand():
     probs, squares = torch.tensor([0.5, 0.3]).double(), torch.tensor([0.25 + 0.09 + 0.04]).double()
-    slot, worth = growing.values(probs, None, None)
+    slot, worth = slot_values.values(probs, None, None)
     assert slot.tolist() == pytest.approx([1, 0.5])
     assert worth.tolist() == pytest.approx([0.5, 0.3])
-    slot, worth = growing.values(probs, squares, Confidence((0.4, 0.2), (0.5, 0.6)))
+    slot, worth = slot_values.values(probs, squares, Confidence((0.4, 0.2), (0.5, 0.6)))
     accept = [0.4 + 0.5 * 0.5, 0.2 + 0.6 * 0.3 / 0.5]
     assert worth.tolist() == pytest.approx([accept[0], (1 - accept[0]) * accept[1]], abs=1e-7)
     expected = [0.4 + 0.5 * 0.38, 0.2 + 0.6 * (0.09 + 0.04) / 0.25]
     assert slot.tolist() == pytest.approx([expected[0], (1 - accept[0]) * expected[1]], abs=1e-7)
     logits = torch.tensor([[0.5, 0.3, 0.2, 0.0]]).log()
-    assert float(growing.sum_of_squares(logits, 1.0)) == pytest.approx(0.38)
+    assert float(slot_values.sum_of_squares(logits, 1.0)) == pytest.approx(0.38)
     cool = (logits / 0.5).softmax(-1)
-    assert float(growing.sum_of_squares(logits, 0.5)) == pytest.approx(float((cool**2).sum()))
+    assert float(slot_values.sum_of_squares(logits, 0.5)) == pytest.approx(float((cool**2).sum()))
 
 
 def test_narrow_levels_and_a_shallow_tree_keep_their_bounds():
@@ -307,18 +321,20 @@ def test_every_way_to_grow_leaves_the_targets_law_exactly(name, monkeypatch):
         assert torch.allclose(total, expected, rtol=0, atol=1e-6), (total - expected).abs().max()
 
 
-@pytest.mark.parametrize(("original", "replacement"), [
+@pytest.mark.parametrize(("module", "original", "replacement"), [
     # Slots are kept for the node that was drawn in them: its token decides.
-    ('if growth.by == "node":', "if True:"),
+    (growing, 'if growth.by == "node":', "if True:"),
     # The value of the earlier siblings' slots counts the slot's own token too.
-    ("before = pad(probs[..., :-1], (1, 0))", "before = probs"),
+    (slot_values, "before = pad(probs[..., :-1], (1, 0))", "before = probs"),
     # A threshold on the drafted token's probability.
-    ("(level.slot >= growth.threshold)", "(level.node >= growth.threshold)"),
+    (growing, "(level.slot >= growth.threshold)", "(level.node >= growth.threshold)"),
     # What a slot is expected to yield, by its own token.
-    ("(reached * expected).where(", "(reached * accept).where("),
+    (slot_values, "(reached * expected).where(", "(reached * accept).where("),
 ])  # fmt: skip
-def test_dropping_nodes_by_their_token_is_found(original, replacement):
-    copy = mutated(growing, original, replacement)
+def test_dropping_nodes_by_their_token_is_found(module, original, replacement):
+    copy = mutated(growing, *(original, replacement) if module is growing else ("", ""))
+    if module is slot_values:
+        copy.values = mutated(slot_values, original, replacement).values
     growth = GROWTHS["dyspec"]
     if "threshold" in original:
         growth = GROWTHS["dyspec, threshold"]

@@ -115,7 +115,7 @@ def test_logits_of_prompts_then_trees_are_those_of_transformers(name, product, s
 
     def behind(length, ends):
         rows = length + len(ends)
-        return TreeMask(prefix_length=torch.tensor(length), rows=rows, subtree_end=torch.as_tensor(ends))
+        return TreeMask(prefix_length=torch.tensor(length), visible_rows=rows, subtree_end=torch.as_tensor(ends))
 
     logits = forward(prompts, rows, rows, cache, behind(0, [9] * 9))
     torch.testing.assert_close(logits, model(prompts).logits, atol=2e-4, rtol=2e-4)

@@ -18,8 +18,8 @@ from toy_language import ToyLanguage, decode
 
 from heavypath.kernels import commit, k_seq, residual, sampling, verification
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import SpeculativeDecoder, TokenTree, decoder
-from heavypath.speculative.decoding import drafting, step
+from heavypath.speculative import SpeculativeDecoder, TokenTree
+from heavypath.speculative.decoding import drafted, drafting, runner, step
 
 
 def mutated(module: ModuleType, original: str, replacement: str) -> ModuleType:
@@ -123,10 +123,10 @@ def test_accepting_at_equality_is_found():
 
 
 @pytest.mark.parametrize(("module", "original", "replacement"), [
-    (step, "first_row = state.noise | (state.lengths << 12)", "first_row = state.noise"),  # alike in every step
-    (step, "else self.tree.kept)", "else 0 * self.tree.kept)"),  # shared by all nodes
+    (step, "root_rows(state.noise, state.lengths)", "state.noise"),  # alike in every step
+    (step, "(roots, self.tree.whole_numbers)", "(roots, 0 * self.tree.whole_numbers)"),  # shared by all nodes
     (step, "compact([target_cache.keys", "(lambda *_: None)([target_cache.keys"),  # rows stay
-    (step, "lengths[:, None] + drafted.depths\n", "lengths[:, None] + 0 * drafted.depths\n"),  # the target's positions
+    (step, "lengths[:, None] + drafted.depths,", "lengths[:, None] + 0 * drafted.depths,"),  # the target's positions
     (commit, "token[every, path[:, 1:]]", "token[every, path[:, :-1]]"),  # the bonus token in the last accepted's place
     (commit, "root[:] = np.maximum(after, 0)", "root[:] = emitted[:, 0]"),
 ])  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_bug_of_the_decoder_is_found(module, original, replacement, monkeypatc
 
     assert p_value() > SIGNIFICANCE
     copy = mutated(module, original, replacement)
-    monkeypatch.setattr(decoder, "Step", getattr(copy, "Step", decoder.Step))
+    monkeypatch.setattr(runner, "new_step", getattr(copy, "new_step", runner.new_step))
     monkeypatch.setattr(step, "commit", getattr(copy, "commit", step.commit))
     assert p_value() < SIGNIFICANCE
 
@@ -158,6 +158,6 @@ def test_a_gap_in_the_drafts_cache_is_found(monkeypatch):
         return chain.generate(torch.tensor([[1, 2]]), max_new_tokens=40, temperature=1.0).stats.acceptance_by_rank
 
     assert acceptance() == [1.0]
-    copy = mutated(drafting, "[sequences.previous, sequences.root]", "[sequences.root, sequences.root]")
-    monkeypatch.setattr(step, "draft_tree", copy.draft_tree)
+    copy = mutated(drafted, "[state.previous, state.root]", "[state.root, state.root]")
+    monkeypatch.setattr(drafting, "root_feed", copy.root_feed)
     assert acceptance() < [1.0]

@@ -18,7 +18,8 @@ from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.verification import Verified
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
-from heavypath.speculative.decoding.drafting import root_alone, tree_shape
+from heavypath.speculative.decoding.device_tree import device_tree
+from heavypath.speculative.decoding.drafting import root_alone
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.demo import demo_prompts
@@ -58,14 +59,17 @@ def by_transformers(model, prompt, **settings):
 def begun(prompt, lengths, new_tokens, stops, vocab_size):
     """Sequences with these prompts, that count the tokens of their texts."""
     batch = len(prompt)
-    state = Sequences.room_for(batch, new_tokens, len(stops), vocab_size, 1, prompt.device)
-    state.begin(prompt, lengths, new_tokens, stops, torch.arange(batch), 0)
+    state = Sequences.room_for(
+        batch, new_tokens=new_tokens, stops=len(stops), vocab_size=vocab_size, count_slots=1, device=prompt.device
+    )
+    ids = torch.arange(batch)
+    state.begin(prompt, lengths, new_tokens=new_tokens, stops=stops, sequence_ids=ids, seed=0)
     return state
 
 
 def test_a_penalty_counts_the_prompt_and_the_path_and_counts_a_token_once():
     """After the root 2 and its child 0: tokens 1, 2 of the text, at the child also 0; token 3 is another branch's."""
-    shape = tree_shape(TokenTree([-1, 0, 0]), 1, torch.device("cpu"))
+    shape = device_tree(TokenTree([-1, 0, 0]), 1, torch.device("cpu"))
     prompt, length = torch.tensor([[1, 1, 2]]), torch.tensor([3])
     sequences = begun(prompt, length, 4, torch.tensor([4]), 5)
     drafted = root_alone(sequences, torch.zeros(1, 1), shape)._replace(tokens=torch.tensor([[2, 0, 3]]))
@@ -104,7 +108,7 @@ def test_every_node_has_the_logits_that_transformers_processors_make_of_its_text
     depths = torch.zeros_like(parents)
     for i in range(1, nodes):
         depths[:, i] = depths.gather(1, order.parents[:, i : i + 1])[:, 0] + 1
-    alone = root_alone(sequences, torch.zeros(batch, 1), tree_shape(TokenTree([-1]), 0, prompt.device))
+    alone = root_alone(sequences, torch.zeros(batch, 1), device_tree(TokenTree([-1]), 0, prompt.device))
     drafted = alone._replace(tokens=tokens, parents=order.parents, depths=depths, subtree_end=order.subtree_end)
 
     logits = torch.randn(batch, nodes, vocab, generator=generator)

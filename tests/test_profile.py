@@ -18,8 +18,8 @@ from heavypath.speculative import (
     expected_tokens,
 )
 from heavypath.speculative.calibration import SEQUENCES, calibrate, own_prompts, walk
-from heavypath.speculative.decoding.growing import Growth
-from heavypath.speculative.drafts.drafts import as_draft
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.drafts import as_draft
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import PRIOR, Acceptance, Costs, describe
 

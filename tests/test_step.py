@@ -17,17 +17,18 @@ from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
-from heavypath.speculative.decoding.drafting import tree_shape
-from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.decoding.device_tree import device_tree
+from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.processing import Processing
+from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.snapshots import Snapshots
 from heavypath.speculative.decoding.step import Step
-from heavypath.speculative.drafts.drafts import LookupDraft, ModelDraft
+from heavypath.speculative.drafts import LookupDraft, ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 
 KERNELS = ("sampling", "verification", "tree_attention", "ordering", "cache_compaction", "commit")
-HOST = ("decoding.drafting", "decoding.growing", "decoding.loop", "decoder")
+HOST = ("decoding.drafted", "decoding.growing", "decoding.loop", "decoding.runner", "decoder")
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
 PADDING = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 
@@ -101,7 +102,7 @@ def as_on_a_gpu(monkeypatch):
             monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor: "triton")
         for name in HOST:
             module = importlib.import_module(f"heavypath.speculative.{name}")
-            monkeypatch.setattr(module, "host_sees", lambda device: False)
+            monkeypatch.setattr(module, "host_can_read", lambda device: False)
         for name, part in {"CUDAGraph": Tape, "graph": capture, "graph_pool_handle": object, "Event": Event}.items():
             monkeypatch.setattr(torch.cuda, name, part)
         monkeypatch.setattr("heavypath.kernels.cache_compaction._check_rows", lambda *rows: None)  # of CPU tensors
@@ -141,7 +142,7 @@ def test_steps_done_by_rote_write_the_same_text(method, shape, sampling, as_on_a
         assert torch.equal(out.stats.steps_of, alone.stats.steps_of)
         assert torch.equal(out.stats.accepted, alone.stats.accepted)
     assert Tape.replays >= 4
-    assert 0 < len(decoder._idle.graphs) < 6
+    assert 0 < len(decoder.runner.idle.graphs) < 6
 
 
 class Strict(TorchDispatchMode):
@@ -171,8 +172,20 @@ def llama_without_values(layers: int) -> LlamaForward:
     return forward
 
 
+def rules_of(method, filters, processing=None):
+    draw, verification, _ = METHODS[method].kind(filters.temperature)
+    return Rules(draw, METHODS[method].fill, verification, filters, filters, 0.6, processing)
+
+
+def room_for(batch, target, tree, vocab_size):
+    slots = max(1, tree.depth * tree.branching)
+    return Sequences.room_for(
+        batch, new_tokens=20, stops=2, vocab_size=vocab_size, count_slots=slots, device=target.device
+    )
+
+
 def on_meta(part):
-    """A Shape, with all that it has."""
+    """A DeviceTree, with all that it has."""
     if isinstance(part, torch.Tensor):
         return part.to("meta")
     if isinstance(part, tuple):
@@ -194,12 +207,10 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
     source = None if method == "autoregressive" else models[draft]()
     shape = METHODS[method].shape(9)
     filters = Filters(temperature, top_k=20, top_p=0.9)
-    verify = "greedy" if temperature == 0 else METHODS[method].verify
-    tree = shape if isinstance(shape, Growth) else on_meta(tree_shape(shape, shape.depth, torch.device("cpu")))
-    processing = Processing(1.2, 4)
-    step = Step(target, source, METHODS[method], tree, shape.branching, verify, filters, filters, 0.6, processing)
+    tree = shape if isinstance(shape, Growth) else on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
+    step = Step(target, source, tree, shape.branching, rules_of(method, filters, Processing(1.2, 4)))
     caches = target.new_cache(batch, 200), None if source is None else source.new_cache(batch, 200)
-    state = Sequences.room_for(batch, 20, 2, 50, shape.depth * shape.branching, target.device)
+    state = room_for(batch, target, shape, vocab_size=50)
     step(state, *caches, 160, lambda phase: None)  # as before a capture, which fills tables
     monkeypatch.setattr(torch, "tensor", None)  # which would copy numbers of the host, unseen by Strict
     with Strict():
@@ -214,13 +225,12 @@ def test_a_step_launches_little_beside_the_models(method, levels, most, temperat
     target, batch = llama_without_values(2), 2
     source = None if levels == 0 else ModelDraft(llama_without_values(1), 50)
     shape = METHODS[method].shape(9)
-    verify = "greedy" if temperature == 0 else METHODS[method].verify
-    tree = on_meta(tree_shape(shape, shape.depth, torch.device("cpu")))
+    tree = on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
     filters = Filters(temperature)
-    step = Step(target, source, METHODS[method], tree, shape.branching, verify, filters, filters, 0.6, None)
+    step = Step(target, source, tree, shape.branching, rules_of(method, filters))
     assert step.depth == levels
     caches = target.new_cache(batch, 200), None if source is None else source.new_cache(batch, 200)
-    state = Sequences.room_for(batch, 20, 2, 0, max(1, shape.depth * shape.branching), target.device)
+    state = room_for(batch, target, shape, vocab_size=0)
     launches = Launches()
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: launches.note("kernel"))
     monkeypatch.setattr(LlamaForward, "__call__", launches.without(LlamaForward.__call__))
@@ -285,4 +295,4 @@ def test_a_graph_writes_the_text_of_the_eager_step(method, sampling, monkeypatch
         assert torch.equal(a.sequences, b.sequences)
         assert torch.equal(a.stats.steps_of, b.stats.steps_of)
         assert torch.equal(a.stats.accepted, b.stats.accepted)
-    assert len(graphs._idle.graphs) >= 1
+    assert len(graphs.runner.idle.graphs) >= 1

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from test_decoder import assert_same_text, tiny_llama
-from test_step import Strict, as_on_a_gpu, on_meta, without_values  # noqa: F401
+from test_step import Strict, as_on_a_gpu, on_meta, room_for, rules_of, without_values  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, T5Config, T5ForConditionalGeneration
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -14,14 +14,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.tree_attention import prepared_attention
 from heavypath.speculative import METHODS, EarlyExit, SpeculativeDecoder, TokenTree
-from heavypath.speculative.decoding.drafting import tree_shape
-from heavypath.speculative.decoding.growing import Growth
-from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.device_tree import device_tree
+from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.step import Step
-from heavypath.speculative.drafts.drafts import ModelDraft
+from heavypath.speculative.drafts import ModelDraft
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import TreeMask
-from heavypath.speculative.models.generic import TransformersForward, forward_of
+from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.llama import LlamaForward
 
 TINY = {
@@ -126,10 +126,10 @@ def test_a_llama_has_the_same_logits_either_way(attention, llama):
     for forward in (LlamaForward(llama), TransformersForward(model)):
         cache = forward.new_cache(2, 20)
         forward.prefill(torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(1)), cache)
-        mask = TreeMask(prefix_length=lengths, rows=14, subtree_end=tree.subtree_end)
+        mask = TreeMask(prefix_length=lengths, visible_rows=14, subtree_end=tree.subtree_end)
         rows = lengths[:, None] + torch.arange(6)
         logits.append(forward(tokens, lengths[:, None] + tree.depths, rows, cache, mask))
-        growing = TreeMask(prefix_length=lengths, rows=14, ancestor_mask=tree.mask()[4:])
+        growing = TreeMask(prefix_length=lengths, visible_rows=14, ancestor_mask=tree.mask()[4:])
         logits.append(forward(tokens[:, 4:], (lengths[:, None] + tree.depths)[:, 4:], rows[:, 4:], cache, growing))
         torch.testing.assert_close(logits[-1], logits[-2][:, 4:], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits[2], logits[0], atol=1e-5, rtol=1e-5)
@@ -272,11 +272,11 @@ def forward(kind, attention):
 def test_a_step_asks_the_host_nothing(method, forward, without_values, monkeypatch):  # noqa: F811
     forward._model.to("meta", torch.bfloat16)  # of whose experts the meta device knows
     shape, filters, batch = METHODS[method].shape(9), Filters(0.7), 3
-    tree = shape if isinstance(shape, Growth) else on_meta(tree_shape(shape, shape.depth, torch.device("cpu")))
-    draft, verify = ModelDraft(forward, 61), METHODS[method].verify
-    step = Step(forward, draft, METHODS[method], tree, shape.branching, verify, filters, filters, 0.6, None)
+    tree = shape if isinstance(shape, Growth) else on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
+    draft = ModelDraft(forward, 61)
+    step = Step(forward, draft, tree, shape.branching, rules_of(method, filters))
     caches = forward.new_cache(batch, 200), draft.new_cache(batch, 200)
-    state = Sequences.room_for(batch, 20, 2, 61, shape.depth * shape.branching, forward.device)
+    state = room_for(batch, forward, shape, vocab_size=61)
     step(state, *caches, 160, lambda phase: None)  # as before a capture, which fills tables
     monkeypatch.setattr(torch, "tensor", None)  # which would copy numbers of the host, unseen by Strict
     with Strict():

@@ -1,63 +1,85 @@
 """The host's side of decoding: run one step after another until every sequence has ended.
 
-On a GPU the host sees what a step did while the next one is under way, so the last one may be for nothing; nothing of
-it is in the text. Sequences that have ended leave their slots: the last ones move up, and the next steps are smaller.
+On a GPU the host learns what a step did while the next one is under way. So the last step may be for nothing; none of
+it gets into the text. Sequences that have ended leave their slots: the last ones move up, and the next steps are
+smaller.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.commit import FIELDS
-from heavypath.speculative.custom_generate import Streamer
 from heavypath.speculative.decoding.request import Request
-from heavypath.speculative.decoding.snapshots import Snapshots, host_sees
+from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.snapshots import Snapshots, host_can_read
 from heavypath.speculative.decoding.statistics import Statistics
-from heavypath.speculative.decoding.step import Step, Stepped
+from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
-from heavypath.speculative.output.trace import Recorder
 
 LENGTHS, PRODUCED, LEFT, STEPS, NODES, MEMBER = map(
     FIELDS.index, ("lengths", "produced", "left", "steps", "nodes", "member")
 )
 
+OnStep = Callable[[Stepped, Sequences, Sequences], None]  # of what a step did, the state before it and after it
+
+
+class Streamer(Protocol):
+    """What transformers' streamers have: `put` is given the prompt, then new tokens; `end` comes after the last."""
+
+    def put(self, value: Tensor) -> None: ...  # noqa: D102
+    def end(self) -> None: ...  # noqa: D102
+
+
+class _Ended(NamedTuple):
+    """What became of a sequence: its new tokens, the steps it took, and the nodes that were scored in them."""
+
+    tokens: int
+    steps: int
+    nodes: int
+
 
 def decode(
     request: Request,
+    plan: StepPlan,
+    runner: StepRunner,
     workspace: Workspace,
-    step_for: Callable[[int], Step],
-    run: Callable[[Step, int, int], Stepped],
+    *,
     stats: Statistics,
-    streamer: Streamer | None,
-    recorder: Recorder | None,
+    streamers: Sequence[Streamer] = (),
+    on_step: OnStep | None = None,
 ) -> Tensor:
-    """The new tokens of each sequence, LongTensor[B, the most of one], padding behind them.
+    """The new tokens of each sequence, LongTensor[B, the most of one], with padding behind them.
 
-    workspace: with the prompts in it. step_for: the step where at most so many levels can still be emitted; run: does
-    it for the first slots, where the longest prefix has at most so many rows. Raises ValueError for logits that are no
-    distribution.
+    workspace: holds the prompts already
+    streamers: none, or one for each sequence, which have had the prompts
+    on_step:   called after each step; the host then waits for every step
+
+    Raises ValueError for logits that are no distribution.
     """
     state, batch = workspace.state, len(request.prompt)
-    seen_freely = host_sees(state.numbers.device)
-    watched = request.stopping is not None or recorder is not None
-    text = () if streamer is None else (state.output[:1],)
-    snapshots = Snapshots(state.numbers, *text, late=not seen_freely and not watched)
-    ended: dict[int, tuple[int, int, int]] = {}  # tokens, steps and nodes of each
-    members = [*range(batch)]  # of the slots
+    on_host = host_can_read(state.numbers.device)
+    watched = request.stopping is not None or on_step is not None
+    text = (state.output[:batch],) if streamers else ()
+    snapshots = Snapshots(state.numbers, *text, late=not on_host and not watched)
+    ended: dict[int, _Ended] = {}
+    members = [*range(batch)]  # the sequences in the slots
     asked = [0] * batch  # tokens for which the stopping criteria have been asked
-    streamed = 0
-    longest, most = request.prompt.shape[1] - 1, request.max_new_tokens
+    streamed = [0] * batch
+    longest, most_left = request.prompt.shape[1] - 1, request.max_new_tokens
     while True:
-        before = None if recorder is None else replace(state, numbers=state.numbers.clone())
-        stepped = run(step_for(most - 1), len(members), longest)
-        seen = snapshots.take(len(members))
-        if seen is None:
+        before = None if on_step is None else replace(state, numbers=state.numbers.clone())
+        stepped = runner.run(plan, workspace, slots=len(members), levels=most_left - 1, longest=longest, lap=stats.lap)
+        snapshot = snapshots.take(len(members))
+        if snapshot is None:
             continue
-        (numbers, *output), slots = seen
+        (numbers, *output), slots = snapshot
         table = numbers[:, :slots].tolist()
-        longest, most = max(table[LENGTHS]), 0
+        longest, most_left = max(table[LENGTHS]), 0
         for slot, member in enumerate(table[MEMBER]):
             if member in ended:
                 continue
@@ -74,30 +96,32 @@ def decode(
                     produced, left = kept, 0
                     state.produced[slot], state.left[slot] = produced, left
             if left == 0:
-                ended[member] = produced, table[STEPS][slot], table[NODES][slot]
-            else:
-                most = max(most, left)
-            if streamer is not None:
-                streamer.put(output[0][0, streamed:produced].clone())
-                streamed = produced
-        if recorder is not None and before is not None:
-            recorder.step(stepped, before.first(slots), state)
+                ended[member] = _Ended(produced, table[STEPS][slot], table[NODES][slot])
+            most_left = max(most_left, left)
+            if streamers:
+                streamers[member].put(output[0][member, streamed[member] : produced].clone())
+                streamed[member] = produced
+                if left == 0:
+                    streamers[member].end()
+        if on_step is not None and before is not None:
+            on_step(stepped, before.first(slots), state)
             stats.lap("trace")
         if len(ended) == batch:
             break
         running = batch - len(ended)
-        _close_up(workspace, members, ended, running if seen_freely else 1 << (running - 1).bit_length())
+        close_up(workspace, members, ended, running if on_host else 1 << (running - 1).bit_length())
         stats.lap("host")
 
-    tokens_of, steps_of, nodes = (torch.tensor([ended[member][i] for member in range(batch)]) for i in range(3))
-    stats.end(state.counts, tokens_of, steps_of, int(nodes.sum()))
+    counts = torch.tensor([ended[member] for member in range(batch)])  # [B, 3]
+    tokens_of, steps_of, nodes_of = counts.unbind(1)
+    stats.end(state.counts, tokens_of.clone(), steps_of.clone(), int(nodes_of.sum()))
     new = state.output[:batch, : int(tokens_of.max())]
     column = torch.arange(new.shape[1])
     return new.where((column < tokens_of[:, None]).to(new.device), request.pad)
 
 
-def _close_up(workspace: Workspace, members: list[int], ended: dict[int, tuple[int, int, int]], slots: int) -> None:
-    """Move the sequences that go on into the first `slots` slots; members, of the slots, become as many."""
+def close_up(workspace: Workspace, members: list[int], ended: dict[int, _Ended], slots: int) -> None:
+    """Move the sequences that go on into the first `slots` slots; `members` then says who is in these."""
     free = [slot for slot, member in enumerate(members[:slots]) if member in ended]
     for slot in range(slots, len(members)):
         if members[slot] not in ended:

@@ -6,9 +6,9 @@ node i become
     repetition penalty    x_t / penalty if x_t > 0, else x_t * penalty,   for every token t of text(i)
     min_new_tokens        -inf,   for every end-of-sequence token t, where text(i) has fewer new tokens
 
-before temperature and filters: what transformers' RepetitionPenaltyLogitsProcessor (Keskar et al. 2019, "CTRL",
-sec. 4.1) and MinNewTokensLengthLogitsProcessor do to one text. Left padding is no text. The draft's logits stay as they
-were drawn from: verification is exact for any draft.
+before temperature and filters. This is what transformers' RepetitionPenaltyLogitsProcessor (Keskar et al. 2019, "CTRL",
+sec. 4.1) and MinNewTokensLengthLogitsProcessor do to one text. Left padding is not part of the text. The draft's logits
+stay those that the children were drawn from: verification is exact for any draft.
 """
 
 from dataclasses import dataclass
@@ -16,27 +16,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heavypath.speculative.decoding.drafting import Drafted
+from heavypath.speculative.decoding.drafted import Drafted
 from heavypath.speculative.decoding.sequences import Sequences
 
 
 @dataclass(frozen=True)
 class Processing:
-    """What is done to the target's logits; min_new_tokens 0 where no token ends a sequence."""
+    """What is done to the target's logits; min_new_tokens is 0 where no token ends a sequence."""
 
     repetition_penalty: float
     min_new_tokens: int
 
-    def __call__(self, logits: Tensor, drafted: Drafted, sequences: Sequences) -> Tensor:
-        """fp32 logits [B, N, V] after each node, as they are to be sampled."""
+    def __call__(self, logits: Tensor, drafted: Drafted, state: Sequences) -> Tensor:
+        """Change fp32 logits [B, N, V] after each node into those that are sampled; returns them."""
         if self.repetition_penalty != 1:
             path = _paths(drafted)
             found = self._penalised(logits.gather(-1, path))
-            logits = self._penalised(logits).where(sequences.seen[:, None], logits)
-            logits.scatter_(-1, path, found)  # a token found twice is written twice, not penalised twice
+            logits = self._penalised(logits).where(state.seen[:, None], logits)
+            logits.scatter_(-1, path, found)  # a token that is on the path twice is penalised once
         if self.min_new_tokens > 0:
-            early = sequences.produced[:, None] + drafted.depths < self.min_new_tokens  # [B, N]
-            logits[..., sequences.stops] = logits[..., sequences.stops].masked_fill(early[..., None], -torch.inf)
+            early = state.produced[:, None] + drafted.depths < self.min_new_tokens  # [B, N]
+            logits[..., state.stops] = logits[..., state.stops].masked_fill(early[..., None], -torch.inf)
         return logits
 
     def _penalised(self, logits: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Processing:
 
 
 def _paths(drafted: Drafted) -> Tensor:
-    """The drafted tokens from the root down to each node, LongTensor[B, N, N]; in the others' places the root."""
+    """The tokens from the root down to each node, LongTensor[B, N, N]; all other entries are the root's token."""
     node = torch.arange(drafted.tokens.shape[1], device=drafted.tokens.device)
     above = (node <= node[:, None]) & (node[:, None] < drafted.subtree_end[..., None, :])  # [N, N] or [B, N, N]
     there = above & (drafted.tokens >= 0)[:, None, :]

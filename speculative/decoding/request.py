@@ -10,20 +10,44 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from heavypath.kernels.filtering import Filters
+from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.stopping import Stopping
 from heavypath.speculative.models.forward import Forward
 
 
 @dataclass(frozen=True)
-class Request:
-    """Prompts moved to the left, and how to continue them.
+class Prompts:
+    """The prompts as they were given; see `SpeculativeDecoder.generate`."""
 
-    prompt:       LongTensor[B, T], right-padded; lengths: LongTensor[B], tokens of each
-    filters:      the target's
-    sequence_ids: LongTensor[B], names of the sequences' noise
-    stops:        LongTensor[any], end-of-sequence tokens; pad: what follows them
-    processing:   what is done to the target's logits before the filters; stopping: what else ends a sequence
+    input_ids: Tensor
+    attention_mask: Tensor | None = None
+    sequence_ids: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What ends a text, as it was given; see `SpeculativeDecoder.generate`."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    criteria: StoppingCriteriaList
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompts without their left padding, and how to continue them.
+
+    prompt:       LongTensor[B, T], right-padded
+    lengths:      LongTensor[B], tokens of each prompt
+    filters:      how the target is sampled
+    sequence_ids: LongTensor[B], which name the sequences' noise
+    stops:        LongTensor[any], end-of-sequence tokens
+    pad:          the token that follows them
+    processing:   what is done to the target's logits before the filters; None for nothing
+    stopping:     what else ends a sequence; None for nothing
     """
 
     prompt: Tensor
@@ -41,59 +65,62 @@ class Request:
 def checked_request(
     target: Forward,
     draft: Forward | None,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    max_new_tokens: int,
+    prompts: Prompts,
+    ending: Ending,
+    *,
     filters: Filters,
     seed: int,
-    sequence_ids: Tensor | None,
-    eos_token_id: int | Sequence[int] | None,
-    pad_token_id: int | None,
     repetition_penalty: float,
-    min_new_tokens: int,
-    criteria: StoppingCriteriaList,
 ) -> Request:
     """The request, or a ValueError that says what was given and what is expected."""
     filters.check()
     seed = _integer("seed", seed)
-    max_new_tokens = _integer("max_new_tokens", max_new_tokens)
+    max_new_tokens = _integer("max_new_tokens", ending.max_new_tokens)
+    input_ids = prompts.input_ids
     _check_tokens(input_ids, target)
-    lengths = _prompt_lengths(input_ids, attention_mask)
+    lengths = _prompt_lengths(input_ids, prompts.attention_mask)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     for model in (target, draft):
         _check_positions(model, int(lengths.max()), max_new_tokens)
-    given = eos_token_id if isinstance(eos_token_id, Sequence) else [] if eos_token_id is None else [eos_token_id]
-    eos = [_integer("eos_token_id", token) for token in given]
-    pad = _integer("pad_token_id", pad_token_id) if pad_token_id is not None else eos[0] if eos else 0
-    for name, tokens in (("eos_token_id", eos), ("pad_token_id", [pad])):
-        for token in tokens:
-            if not 0 <= token < target.vocab_size:
-                raise ValueError(f"{name} must be in 0 .. {target.vocab_size - 1}, got {token}")
+    eos, pad = _stop_tokens(ending, target.vocab_size)
     batch, width = input_ids.shape
-    if criteria and batch > 1 and not eos and pad_token_id is None:
+    if ending.criteria and batch > 1 and not eos and ending.pad_token_id is None:
         raise ValueError("sequences of a batch that stop early need pad_token_id or eos_token_id, got neither")
     columns = torch.arange(int(lengths.max()), device=input_ids.device) + (width - lengths)[:, None]
-    prompt = input_ids.gather(1, columns.clamp(max=width - 1))
-    stops = torch.tensor(eos, dtype=torch.long, device=input_ids.device)
     return Request(
-        prompt=prompt,
+        prompt=input_ids.gather(1, columns.clamp(max=width - 1)),
         lengths=lengths,
         max_new_tokens=max_new_tokens,
         filters=filters,
         seed=seed,
-        sequence_ids=_checked_sequence_ids(sequence_ids, batch, input_ids.device),
-        stops=stops,
+        sequence_ids=_checked_sequence_ids(prompts.sequence_ids, batch, input_ids.device),
+        stops=torch.tensor(eos, dtype=torch.long, device=input_ids.device),
         pad=pad,
-        processing=_processing(repetition_penalty, min_new_tokens, max_new_tokens, bool(eos)),
-        stopping=Stopping(input_ids, criteria) if criteria else None,
+        processing=_processing(repetition_penalty, ending.min_new_tokens, max_new_tokens, bool(eos)),
+        stopping=Stopping(input_ids, ending.criteria) if ending.criteria else None,
     )
+
+
+def _stop_tokens(ending: Ending, vocab_size: int) -> tuple[list[int], int]:
+    """The end-of-sequence tokens, and the token that follows them."""
+    given = ending.eos_token_id
+    eos = given if isinstance(given, Sequence) else [] if given is None else [given]
+    eos = [_integer("eos_token_id", token) for token in eos]
+    pad = eos[0] if eos else 0
+    if ending.pad_token_id is not None:
+        pad = _integer("pad_token_id", ending.pad_token_id)
+    for name, tokens in (("eos_token_id", eos), ("pad_token_id", [pad])):
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"{name} must be in 0 .. {vocab_size - 1}, got {token}")
+    return eos, pad
 
 
 def _processing(
     repetition_penalty: float, min_new_tokens: int, max_new_tokens: int, has_stops: bool
 ) -> Processing | None:
-    """None where it would change nothing."""
+    """What is done to the target's logits; None where it would change nothing."""
     if not (isinstance(repetition_penalty, int | float) and math.isfinite(repetition_penalty)):
         raise ValueError(f"repetition_penalty must be a finite number > 0, got {repetition_penalty!r}")
     if repetition_penalty <= 0:
@@ -130,7 +157,7 @@ def _check_tokens(input_ids: Tensor, target: Forward) -> None:
 
 
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """LongTensor[B]."""
+    """How many tokens each prompt has, LongTensor[B]."""
     if attention_mask is None:
         return torch.full_like(input_ids[:, 0], input_ids.shape[1])
     if not isinstance(attention_mask, Tensor):
@@ -162,6 +189,6 @@ def _checked_sequence_ids(sequence_ids: Tensor | None, batch: int, device: torch
     if sequence_ids.dtype != torch.long or sequence_ids.shape != (batch,):
         given = f"{sequence_ids.dtype} {[*sequence_ids.shape]}"
         raise ValueError(f"sequence_ids must be a LongTensor [{batch}], got {given}")
-    if sequence_ids.min() < 0 or sequence_ids.max() >= 1 << 27:
-        raise ValueError(f"sequence_ids must be in 0 .. {(1 << 27) - 1}, got {sequence_ids.tolist()}")
+    if sequence_ids.min() < 0 or sequence_ids.max() >= MAX_SEQUENCES:
+        raise ValueError(f"sequence_ids must be in 0 .. {MAX_SEQUENCES - 1}, got {sequence_ids.tolist()}")
     return sequence_ids.to(device)

@@ -1,7 +1,7 @@
-"""The state of a batch between steps, on its device; `kernels.commit` moves it on.
+"""The state of a batch between steps, on its device. `kernels.commit` moves it on.
 
-A step changes these tensors in place and never asks the host, so that a CUDA graph can replay it. The sequences that
-are still decoded have a slot each; one that has ended may leave its slot to another.
+A step changes these tensors in place and never asks the host, so that a CUDA graph can replay it. Each sequence that is
+still decoded has a slot; a sequence that has ended may leave its slot to another.
 """
 
 from dataclasses import dataclass, field, replace
@@ -10,26 +10,27 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.commit import FIELDS
+from heavypath.speculative.decoding.noise_rows import sequence_rows
 
 
 @dataclass
 class Sequences:
-    """B sequences in b slots, each at its own length.
+    """B sequences in b slots, each with a length of its own.
 
-    numbers: LongTensor[9, b], for each slot, and views of its rows
+    numbers: LongTensor[9, b], for each slot what `kernels.commit` documents; these are views of its rows:
         root      the last committed token, not in any cache yet
-        previous  the token before it, or it, where there is none
-        lengths   tokens before the root: rows of the target's cache in use
+        previous  the token before it, or the root again where there is none
+        lengths   tokens before the root, which are the rows of the target's cache in use
         produced  new tokens so far
         left      new tokens still to come; 0 where the sequence has ended, -1 where its logits were no distribution
-        steps     it took so far; nodes: that the target scored in them
-        member    which of the B sequences it is
-        noise     the first of its noise rows
+        steps     steps it took so far; nodes: how many the target scored in them
+        member    which of the B sequences is in the slot
+        noise     its first noise row
     output: LongTensor[B, M], the new tokens, then anything
     stops:  LongTensor[any], end-of-sequence tokens, -1 for none
-    seen:   bool [b, V], the tokens of the text so far, where a repetition penalty asks for them; else [b, 0]
+    seen:   bool [b, V], the tokens of the text so far, if a repetition penalty asks for them; else [b, 0]
     seed:   LongTensor[], of all noise
-    counts: LongTensor[2, any], how often which child was offered below an accepted node, and accepted; see `commit`
+    counts: LongTensor[2, any], how often each child was offered below an accepted node, and accepted; see `commit`
     """
 
     numbers: Tensor
@@ -54,22 +55,32 @@ class Sequences:
 
     @classmethod
     def room_for(
-        cls, batch: int, new_tokens: int, stops: int, vocab_size: int, places: int, device: torch.device
+        cls, batch: int, *, new_tokens: int, stops: int, vocab_size: int, count_slots: int, device: torch.device
     ) -> "Sequences":
-        """Of so many sequences, all ended; vocab_size: for a repetition penalty, else 0; places: of `counts`."""
+        """Memory for `batch` sequences, all of them ended.
+
+        vocab_size: for a repetition penalty, else 0; count_slots: the columns of `counts`
+        """
         return cls(
             numbers=torch.zeros(len(FIELDS), batch, dtype=torch.long, device=device),
             output=torch.zeros(batch, new_tokens, dtype=torch.long, device=device),
             stops=torch.full((stops,), -1, device=device),
             seen=torch.zeros(batch, vocab_size, dtype=torch.bool, device=device),
             seed=torch.zeros((), dtype=torch.long, device=device),
-            counts=torch.zeros(2, places, dtype=torch.long, device=device),
+            counts=torch.zeros(2, count_slots, dtype=torch.long, device=device),
         )
 
     def begin(
-        self, prompt: Tensor, prompt_lengths: Tensor, new_tokens: int, stops: Tensor, ids: Tensor, seed: int
+        self,
+        prompt: Tensor,
+        prompt_lengths: Tensor,
+        *,
+        new_tokens: int,
+        stops: Tensor,
+        sequence_ids: Tensor,
+        seed: int,
     ) -> None:
-        """Right-padded prompts LongTensor[B, T] in the first slots; the last token of each is its root."""
+        """Put right-padded prompts LongTensor[B, T] into the first slots. The last token of each is its root."""
         batch, width = prompt.shape
         ends = prompt_lengths[:, None] - 1
         root, previous = (prompt.gather(1, place)[:, 0] for place in (ends, (ends - 1).clamp(min=0)))
@@ -80,13 +91,13 @@ class Sequences:
             "lengths": prompt_lengths - 1,
             "left": zero + new_tokens,
             "member": torch.arange(batch, device=prompt.device),
-            "noise": ids << 36,
+            "noise": sequence_rows(sequence_ids),
         }
         self.numbers.zero_()
         self.numbers[:, :batch] = torch.stack([fields.get(name, zero) for name in FIELDS])
         self.stops.fill_(-1 if not len(stops) else stops[-1])
         self.stops[: len(stops)] = stops
-        self.seed.fill_(seed - (seed + (1 << 63) >> 64 << 64))  # as a signed number
+        self.seed.fill_(seed - (seed + (1 << 63) >> 64 << 64))  # as a signed 64-bit number
         self.counts.zero_()
         if self.seen.shape[1]:
             place = torch.arange(width, device=prompt.device)
@@ -94,15 +105,15 @@ class Sequences:
             self.seen[:batch].scatter_(1, prompt.where(place <= ends, root[:, None]), True)
 
     def first(self, slots: int) -> "Sequences":
-        """Those in the first slots; the same memory."""
+        """A view of the first `slots` slots."""
         return replace(self, numbers=self.numbers[:, :slots], seen=self.seen[:slots])
 
     def move(self, source: int, destination: int) -> None:
-        """Take what is in one slot to another."""
+        """Copy slot `source` to slot `destination`."""
         self.numbers[:, destination] = self.numbers[:, source]
         self.seen[destination] = self.seen[source]
 
     @property
     def room(self) -> Tensor:
-        """How deep below the root a node can still be emitted: one place is the recovered or bonus token's."""
+        """LongTensor[b], how deep below the root a node can still be emitted: the last token left is not drafted."""
         return (self.left - 1).clamp(min=0)

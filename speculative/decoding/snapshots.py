@@ -1,19 +1,19 @@
-"""What the host sees of tensors that steps change on a device."""
+"""What the host learns of tensors that steps change on a device."""
 
 import torch
 from torch import Tensor
 
 
-def host_sees(device: torch.device) -> bool:
-    """Whether the host may look at a device's tensors at any time: on a CPU. A GPU would have to be waited for."""
+def host_can_read(device: torch.device) -> bool:
+    """Whether the host may read a device's tensors at any time, as on a CPU; for a GPU's tensors it would wait."""
     return device.type == "cpu"
 
 
 class Snapshots:
-    """Small tensors as they are after a step, or, if late, as they were a step before.
+    """Copies of small tensors on the host: as they are after this step or, if `late`, as they were one step before.
 
-    To ask for what a GPU is still working at is to stop it: it would have nothing to do until the host has looked and
-    launched the next step. So the host looks at the step before the one under way.
+    If the host waited for the step that a GPU is working at, the GPU would then have nothing to do until the host had
+    looked and launched the next step. So the host looks at the step before the one under way.
     """
 
     def __init__(self, *tensors: Tensor, late: bool):
@@ -22,7 +22,10 @@ class Snapshots:
         self._free = [[_on_host(tensor) for tensor in tensors] for _ in range(2 * late)]
 
     def take(self, slots: int) -> tuple[list[Tensor], int] | None:
-        """The tensors on the host, and the `slots` given when they were such; None if there was no step before."""
+        """Copy the tensors. Returns what is known on the host, and the `slots` that were given for it.
+
+        That is None if `late` and there was no step before.
+        """
         if not self._late:
             return [tensor.cpu() for tensor in self._tensors], slots
         copies, event = self._free.pop(), torch.cuda.Event()
@@ -39,5 +42,5 @@ class Snapshots:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Memory for a copy of it that a GPU can write to by itself."""
+    """Memory for a copy of a tensor, which a GPU can write to by itself."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

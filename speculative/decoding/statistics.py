@@ -12,22 +12,22 @@ PHASES = ("prefill", "draft", "sampling", "target", "verification", "compaction"
 
 @dataclass
 class Statistics:
-    """Sums over the batch; `str()` is a small table.
+    """Sums over the batch. `str()` is a small table.
 
     depth, branching: levels of the largest tree drafted, and the most children of a node
-    steps:         target forwards over a tree; the prefill is none
-    new_tokens:    tokens generated, end-of-sequence included, padding not
-    seconds:       wall time by phase: prefill; draft, its forwards; sampling, of its tokens; target, its forward;
-                   verification; compaction of the caches, and commit; host, the rest. Where steps are CUDA graphs,
-                   "step" stands for all that they do
+    steps:         target forwards over a tree; the prompt's forward pass does not count
+    new_tokens:    tokens generated, end-of-sequence tokens included, padding not
+    seconds:       wall time by phase. "prefill"; "draft", its forward passes; "sampling" of its tokens; "target", its
+                   forward pass; "verification"; "compaction" of the caches, and commit; "trace"; "host", the rest.
+                   Where steps are CUDA graphs, "step" stands for all that they do
     total_seconds: wall time of the whole call
     nodes:         nodes that the target scored, roots and absent ones included
     cache_bytes:   of the target's and the draft's caches
     steps_of, tokens_of: LongTensor[B], steps and new_tokens of each sequence
-    offered:       LongTensor[depth, branching]: how often an accepted node at depth d had child j; accepted: how often
-                   that child was the accepted one
-    clock:         seconds so far; phases on a GPU are told apart only by one that waits for it
-    begin:         what it said at the beginning; None for now
+    offered:       LongTensor[depth, branching], how often an accepted node at depth d had child j
+    accepted:      LongTensor[depth, branching], how often that child was the accepted one
+    clock:         returns seconds; on a GPU only a clock that waits for it can tell phases apart
+    begin:         what the clock said at the beginning; None for now
     """
 
     depth: int
@@ -62,15 +62,15 @@ class Statistics:
 
     @property
     def acceptance_by_rank(self) -> list[float]:
-        """[j]: of the accepted nodes with a child of rank j, the share of which that child was accepted.
+        """For each rank j: of the accepted nodes with a child of rank j, the share whose child j was accepted.
 
-        Where draws with replacement gave equal siblings, only the accepted path's node counts, not its equals.
+        Where draws with replacement gave equal siblings, only the node on the accepted path counts.
         """
         return _shares(self.accepted.sum(0), self.offered.sum(0))
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """[d]: of the accepted nodes at depth d with children, the share of which a child was accepted."""
+        """For each depth d: of the accepted nodes at depth d with children, the share with an accepted child."""
         first = self.offered[:, :1].sum(1)  # a node with children has one of rank 0
         return _shares(self.accepted.sum(1), first)
 
@@ -81,7 +81,7 @@ class Statistics:
         self._last = now
 
     def end(self, counts: Tensor, tokens_of: Tensor, steps_of: Tensor, nodes: int) -> None:
-        """Take what the steps counted; counts as `commit`'s, the others on the CPU."""
+        """Take over what the steps counted: `counts` as `commit` has them, the other tensors on the CPU."""
         self.offered, self.accepted = counts.cpu()[:, : self.offered.numel()].view(2, *self.offered.shape)
         self.tokens_of, self.steps_of = tokens_of, steps_of
         self.new_tokens, self.steps, self.nodes = int(tokens_of.sum()), int(steps_of.sum()), nodes
@@ -89,7 +89,7 @@ class Statistics:
         self.total_seconds = self._last - (self.begin or 0.0)
 
     def _rows_of_sequences(self) -> list[tuple[str, str]]:
-        """How the sequences of a batch differ."""
+        """A row of the table for how the sequences of a batch differ."""
         if len(self.steps_of) < 2:
             return []
         each = self.tokens_of / self.steps_of.clamp(min=1)

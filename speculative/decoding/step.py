@@ -2,11 +2,11 @@
 
     draft a tree level by level -> target forward on all its nodes -> verify -> compact both caches -> commit
 
-Everything that a step reads or writes besides its own intermediate tensors lies in a `Workspace`, and on a GPU it asks
-the host nothing: run again, it does the next step. So it can be captured as a CUDA graph and replayed.
+Everything that a step reads or writes, but for its own intermediate tensors, is in a `Workspace`, and on a GPU a step
+asks the host nothing. Run again, it does the next step. So it can be captured as a CUDA graph and replayed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -14,16 +14,19 @@ from torch import Tensor
 
 from heavypath.kernels.cache_compaction import compact
 from heavypath.kernels.commit import State, Tree, commit
-from heavypath.kernels.filtering import Filters
 from heavypath.kernels.verification import DRAFT_AWARE, Verified, verify
-from heavypath.speculative.decoding.drafting import Drafted, Lap, Shape, check_distributions, draft_tree, root_alone
-from heavypath.speculative.decoding.growing import Growth, grow_tree
-from heavypath.speculative.decoding.processing import Processing
+from heavypath.speculative.decoding.device_tree import DeviceTree, device_tree
+from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions
+from heavypath.speculative.decoding.drafting import draft_tree, root_alone
+from heavypath.speculative.decoding.growing import grow_tree
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.noise_rows import node_rows, race_rows, root_rows
+from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.drafts import Cache, Draft
-from heavypath.speculative.methods import Method
+from heavypath.speculative.drafts.kinds import Cache, Draft
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, TreeMask
+from heavypath.speculative.trees.tree import TokenTree
 
 
 class Stepped(NamedTuple):
@@ -34,86 +37,115 @@ class Stepped(NamedTuple):
     verified: Verified
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """What all steps of a generation have in common: who drafts (None for nobody), which trees, and by which rules."""
+
+    draft: Draft | None
+    tree: TokenTree | Growth
+    rules: Rules
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What a step does with any batch.
+    """What a step does, with any batch.
 
-    tree: of fixed shape, or how trees grow; branching: the most children of a node of the whole tree, of which this may
-    be the top. verify: `method` of `verify_tree`. value_temperature: as `grow_tree`'s.
+    tree:      the static tree that is drafted, or how trees grow
+    branching: the most children of a node in the whole tree, of which `tree` may be the top levels; see `commit`
     """
 
     target: Forward
     draft: Draft | None
-    method: Method
-    tree: Shape | Growth
+    tree: DeviceTree | Growth
     branching: int
-    verify: str
-    filters: Filters
-    draft_filters: Filters
-    value_temperature: float
-    processing: Processing | None
-
-    def __call__(
-        self, state: Sequences, target_cache: KeyValueCache, draft_cache: Cache | None, visible: int, lap: Lap
-    ) -> Stepped:
-        """Do it. visible: cache rows that hold the longest prefix, or more."""
-        drafted = self._drafted(state, draft_cache, visible, lap)
-        lengths, nodes = state.lengths, drafted.tokens.shape[1]
-        mask = TreeMask(prefix_length=lengths, rows=visible + nodes, subtree_end=drafted.subtree_end)
-        rows = lengths[:, None] + torch.arange(nodes, device=lengths.device)
-        positions = lengths[:, None] + drafted.depths
-        logits = self.target(drafted.tokens.clamp(min=0), positions, rows, target_cache, mask)
-        check_distributions("target", logits, state, drafted.depths)
-        lap("target")
-        if self.processing is not None:
-            logits = self.processing(logits, drafted, state)
-        needs_draft = drafted.logits is not None and self.verify in DRAFT_AWARE
-        verified = verify(
-            drafted.tokens,
-            drafted.parents.expand_as(drafted.tokens),
-            drafted.ranks.expand_as(drafted.tokens),
-            logits,
-            drafted.logits if needs_draft else None,
-            self.verify,
-            min(self.depth, nodes - 1),
-            self.filters,
-            self.draft_filters,
-            state.seed,
-            drafted.rows,
-        )
-        lap("verification")
-        if draft_cache is not None and nodes > 1:
-            path, rows = verified.path, drafted.draft_rows
-            rows = path if rows is None else rows.gather(1, path.clamp(min=0))
-            compact([target_cache.keys, target_cache.values], path, verified.length, lengths)
-            compact([draft_cache.keys, draft_cache.values], rows, verified.length, lengths)
-        written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
-        tree = Tree(drafted.tokens, drafted.parents, drafted.ranks, drafted.depths)
-        commit(written, tree, verified, self.branching)
-        lap("compaction")
-        return Stepped(drafted, logits, verified)
+    rules: Rules
 
     @property
     def depth(self) -> int:
         """Levels of the tree."""
         return self.tree.depth if isinstance(self.tree, Growth) else len(self.tree.levels)
 
-    def _drafted(self, state: Sequences, cache: Cache | None, visible: int, lap: Lap) -> Drafted:
-        """The tree that each sequence drafts.
+    def __call__(
+        self, state: Sequences, target_cache: KeyValueCache, draft_cache: Cache | None, visible_rows: int, lap: Lap
+    ) -> Stepped:
+        """Run one step. visible_rows: cache rows that hold the longest prefix, or more."""
+        drafted = self._drafted(state, draft_cache, visible_rows, lap)
+        lengths, nodes = state.lengths, drafted.tokens.shape[1]
+        logits = self.target(
+            drafted.tokens.clamp(min=0),
+            lengths[:, None] + drafted.depths,
+            lengths[:, None] + torch.arange(nodes, device=lengths.device),
+            target_cache,
+            TreeMask(prefix_length=lengths, visible_rows=visible_rows + nodes, subtree_end=drafted.subtree_end),
+        )
+        check_distributions("target", logits, state, drafted.depths)
+        lap("target")
+        if self.rules.processing is not None:
+            logits = self.rules.processing(logits, drafted, state)
+        needs_draft = drafted.logits is not None and self.rules.verification in DRAFT_AWARE
+        verified = verify(
+            drafted.tokens,
+            drafted.parents.expand_as(drafted.tokens),
+            drafted.ranks.expand_as(drafted.tokens),
+            logits,
+            drafted.logits if needs_draft else None,
+            self.rules.verification,
+            min(self.depth, nodes - 1),
+            self.rules.target_filters,
+            self.rules.draft_filters,
+            state.seed,
+            drafted.noise_rows,
+        )
+        lap("verification")
+        if draft_cache is not None and nodes > 1:
+            path, slots = verified.path, drafted.draft_rows
+            path_in_draft = path if slots is None else slots.gather(1, path.clamp(min=0))
+            compact([target_cache.keys, target_cache.values], path, verified.length, lengths)
+            compact([draft_cache.keys, draft_cache.values], path_in_draft, verified.length, lengths)
+        written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
+        tree = Tree(drafted.tokens, drafted.parents, drafted.ranks, drafted.depths)
+        commit(written, tree, verified, self.branching)
+        lap("compaction")
+        return Stepped(drafted, logits, verified)
 
-        Noise rows are (sequence, root position, node), never used twice. A race keys its noise by (sequence, the node's
-        own position), so that it does not depend on the tree.
-        """
-        first_row = state.noise | (state.lengths << 12)
+    def _drafted(self, state: Sequences, cache: Cache | None, visible_rows: int, lap: Lap) -> Drafted:
+        """The tree that each sequence drafts."""
+        roots = root_rows(state.noise, state.lengths)
         if isinstance(self.tree, Growth):
             assert self.draft is not None
             assert cache is not None
-            options = self.draft_filters, self.value_temperature, lap
-            return grow_tree(self.draft, cache, self.tree, state, visible, first_row, *options)
-        rows = first_row[:, None] + (self.tree.depths << 12 if self.verify == "race" else self.tree.kept)
+            return grow_tree(
+                self.draft,
+                cache,
+                self.tree,
+                state,
+                visible_rows=visible_rows,
+                root_rows=roots,
+                rules=self.rules,
+                lap=lap,
+            )
+        races = self.rules.verification == "race"
+        noise_rows = race_rows(roots, self.tree.depths) if races else node_rows(roots, self.tree.whole_numbers)
         if self.draft is None or cache is None or not self.tree.levels:
-            return root_alone(state, rows, self.tree)
+            return root_alone(state, noise_rows, self.tree)
         return draft_tree(
-            self.draft, cache, self.tree, state, visible, rows,
-            self.method.draw, self.method.fill, self.draft_filters, lap,
-        )  # fmt: skip
+            self.draft,
+            cache,
+            self.tree,
+            state,
+            visible_rows=visible_rows,
+            noise_rows=noise_rows,
+            rules=self.rules,
+            lap=lap,
+        )
+
+
+def new_step(target: Forward, plan: StepPlan, depth: int) -> Step:
+    """The step of a plan that drafts the top `depth` levels of its tree: fewer than all near the end of a text."""
+    top: DeviceTree | Growth
+    if isinstance(plan.tree, Growth) and depth > 0:
+        top = replace(plan.tree, depth=depth)
+    else:
+        whole = plan.tree if isinstance(plan.tree, TokenTree) else TokenTree([-1])
+        top = device_tree(whole, depth, target.device)
+    return Step(target=target, draft=plan.draft, tree=top, branching=plan.tree.branching, rules=plan.rules)

@@ -1,8 +1,9 @@
 """Stop strings and transformers' stopping criteria, asked after each new token.
 
-A block of accepted tokens is cut where plain decoding would have stopped: after the first token at which a criterion
-says so. Criteria are called as by transformers, with the text up to that token as it was given, left padding and all;
-but with one sequence at a time, LongTensor[1, T + new], so that no sequence's end depends on the rest of the batch.
+The tokens that a step accepts are cut where plain decoding would have stopped: after the first token at which a
+criterion says so. Criteria are called as transformers calls them, with the text up to that token and the prompt as it
+was given, left padding included; but with one sequence at a time, LongTensor[1, T + new], so that the end of a sequence
+does not depend on the rest of the batch.
 """
 
 from collections.abc import Sequence
@@ -16,15 +17,15 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 @dataclass(frozen=True)
 class Stopping:
-    """Criteria for a batch. input_ids: LongTensor[B, T], the prompts as given."""
+    """Criteria for a batch; input_ids: LongTensor[B, T], the prompts as they were given."""
 
     input_ids: Tensor
     criteria: StoppingCriteriaList
 
     def kept(self, sequence: int, new: Tensor, before: int) -> int | None:
-        """How many of its new tokens, LongTensor[any], a sequence ends with; None if it goes on.
+        """With how many of its new tokens LongTensor[any] a sequence ends; None if it goes on.
 
-        The first `before` of them did not end it.
+        before: how many of them are known not to end it
         """
         text = torch.cat([self.input_ids[sequence], new])[None]
         width = self.input_ids.shape[1]
@@ -39,7 +40,7 @@ def checked_criteria(
     tokenizer: PreTrainedTokenizerBase | None,
     stopping_criteria: Sequence[StoppingCriteria] | None,
 ) -> StoppingCriteriaList:
-    """All of them as one list, empty for none; TypeError or ValueError for what is no such thing."""
+    """All criteria as one list, which may be empty. Raises TypeError or ValueError for arguments of another kind."""
     criteria = StoppingCriteriaList()
     if stop_strings is not None:
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)

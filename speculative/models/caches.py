@@ -1,4 +1,8 @@
-"""Preallocated caches, with a row for each token of a text, written in any order; nothing is counted here."""
+"""Caches that are allocated once, with a row for each token of a text.
+
+Rows may be written in any order, and a cache does not count them: where a token's row is, and how many rows of a
+sequence are in use, is said by whoever calls.
+"""
 
 from copy import copy
 from typing import Any, Self
@@ -16,28 +20,29 @@ class RowCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of both."""
+        """Bytes of keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
     def first(self, slots: int) -> Self:
-        """That of the first sequences; the same memory."""
+        """A view of the first `slots` sequences."""
         view = copy(self)
         view.keys, view.values = self.keys[:slots], self.values[:slots]
         return view
 
     def move(self, source: int, destination: int) -> None:
-        """Take one sequence's rows to the place of another."""
+        """Copy all rows of sequence `source` to sequence `destination`."""
         for field in (self.keys, self.values):
             field[destination] = field[source]
 
 
 class KeyValueCache(RowCache, Cache):
-    """Keys and values [B, layers * Hkv, rows, D]: layers side by side, so that one gather moves a row of all.
+    """Keys and values [B, layers * Hkv, rows, D]: the layers lie side by side, so that one gather moves a row of all.
 
-    Zeroed at first, so that rows never written can be masked. rotary: [positions, 2, D], cos and sin of the positions
-    that the rows may have, for a forward pass that looks them up.
+    Filled with zeros at first, so that rows never written can be masked. `rotary` [positions, 2, D] are cosine and sine
+    of the positions that the rows may have, for a forward pass that looks them up.
 
-    To transformers, `at(rows, visible)` of it is the cache of one forward pass, with a 4-D mask over `visible` rows.
+    For transformers' own forward pass `at(cache_rows, visible_rows)` is the cache of one call, with a 4-D mask over
+    the visible rows.
     """
 
     def __init__(
@@ -56,7 +61,7 @@ class KeyValueCache(RowCache, Cache):
         self.rotary = rotary
         self._kv_heads = kv_heads
         self._new_rows: Tensor | None = None
-        self._visible = rows
+        self._visible_rows = rows
         self._by_layer = self._split()
 
     def _split(self) -> list[tuple[Tensor, Tensor]]:
@@ -65,50 +70,51 @@ class KeyValueCache(RowCache, Cache):
         return [(self.keys[:, own], self.values[:, own]) for own in heads]
 
     def first(self, slots: int) -> Self:
-        """That of the first sequences; the same memory."""
+        """A view of the first `slots` sequences."""
         view = super().first(slots)
         view._by_layer = view._split()
         return view
 
-    def write(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
-        """Store key and value [B, N, Hkv, D], or of fewer columns, at cache rows LongTensor[B, N]."""
+    def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:
+        """Store a layer's key and value [B, N, Hkv, D], or of fewer columns, at cache rows LongTensor[B, N]."""
         for own, new in zip(self._by_layer[layer], (key, value), strict=True):
             if new.shape[-1] < own.shape[-1]:
                 own = own[..., : new.shape[-1]]
             if len(own) == 1:
-                own.index_copy_(2, rows[0], new.transpose(1, 2))
+                own.index_copy_(2, cache_rows[0], new.transpose(1, 2))
             else:
-                own.transpose(1, 2)[torch.arange(len(own), device=rows.device)[:, None], rows] = new
+                sequence = torch.arange(len(own), device=cache_rows.device)[:, None]
+                own.transpose(1, 2)[sequence, cache_rows] = new
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Hkv, rows, D]."""
+        """A layer's keys and values [B, Hkv, rows, D]."""
         return self._by_layer[layer]
 
-    def at(self, rows: Tensor, visible: int) -> Self:
-        """The same memory for a forward pass that writes rows LongTensor[B, N] and reads the first `visible` ones."""
+    def at(self, cache_rows: Tensor, visible_rows: int) -> Self:
+        """A view for one forward pass, which writes the rows LongTensor[B, N] and reads the first `visible_rows`."""
         view = copy(self)
-        view._new_rows, view._visible = rows, visible
+        view._new_rows, view._visible_rows = cache_rows, visible_rows
         return view
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's key and value states [B, Hkv, N, D], or of fewer columns; returns those of visible rows."""
+        """Store a layer's states [B, Hkv, N, D], or of fewer columns; return keys and values of the visible rows."""
         assert self._new_rows is not None
         self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2), self._new_rows)
-        keys, values = (states[:, :, : self._visible] for states in self.read(layer_idx))
+        keys, values = (states[:, :, : self._visible_rows] for states in self.read(layer_idx))
         return keys[..., : key_states.shape[-1]], values[..., : value_states.shape[-1]]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Visible rows before the new tokens: as many as the longest sequence has, or more."""
-        return self._visible - (0 if self._new_rows is None else self._new_rows.shape[1])
+        return self._visible_rows - (0 if self._new_rows is None else self._new_rows.shape[1])
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Rows that `update` returns, and the first of them."""
-        return self._visible, 0
+        """How many rows `update` returns, and the first of them."""
+        return self._visible_rows, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Rows there are."""
+        """How many rows there are."""
         return self.keys.shape[2]
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""What decoding asks of a model: a forward pass over tree nodes, of which each sees its own ancestors alone.
+"""What decoding asks of a model: a forward pass over tree nodes, in which each node sees its own ancestors alone.
 
-`llama` has it for Llama and its nearest kin, on their own modules; `transformers_forward` for others, by transformers'
-own forward pass.
+`llama` does it for Llama and its nearest relatives, with their own modules; `generic` does it for other models, by
+transformers' own forward pass; `forward_of` chooses between the two.
 """
 
 from abc import ABC, abstractmethod
@@ -16,51 +16,52 @@ from transformers import PreTrainedModel
 from heavypath.kernels.tree_attention import attention_bias, interval_mask, prepared_attention
 from heavypath.speculative.models.caches import KeyValueCache
 
-PREFILL_CHUNK = 512  # tokens at once: bounds the attention mask of a long prompt
+PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of query, key, value and scale
 
 
 @dataclass(frozen=True, eq=False)
 class TreeMask:
-    """What N tokens of each sequence see: its prefix, themselves, and their ancestors in a tree behind the prefix.
+    """What N nodes of each sequence see: the sequence's prefix, themselves, and their ancestors in the tree behind it.
 
-    prefix_length: LongTensor[B], or [] for all; rows: as many hold the longest prefix and its tree, or more
-    subtree_end, ancestor_mask: one of them, as `tree_attention` has them
+    prefix_length: LongTensor[B], or [] where all sequences have the same
+    visible_rows:  how many cache rows to look at: enough to hold the longest prefix and its tree
+    subtree_end or ancestor_mask: the tree, as `tree_attention` takes it; exactly one of the two
     """
 
     prefix_length: Tensor
-    rows: int
+    visible_rows: int
     subtree_end: Tensor | None = None
     ancestor_mask: Tensor | None = None
 
     def attention(self, dtype: torch.dtype) -> Attend:
-        """Attention under it, for all layers of a forward pass."""
+        """Attention under this mask, as one function for all layers of a forward pass."""
         return prepared_attention(
             prefix_length=self.prefix_length,
-            rows=self.rows,
+            rows=self.visible_rows,
             dtype=dtype,
             subtree_end=self.subtree_end,
             ancestor_mask=self.ancestor_mask,
         )
 
     def bias(self, dtype: torch.dtype) -> Tensor:
-        """It as an additive mask [B or 1, 1, N, rows], 0 or -inf."""
+        """The mask in additive form, [B or 1, 1, N, visible_rows]: 0 where a node sees a row, -inf elsewhere."""
         ancestors = self.ancestor_mask
         if ancestors is None:
             assert self.subtree_end is not None
             ancestors = interval_mask(self.subtree_end)
-        return attention_bias(ancestors, self.prefix_length.reshape(-1), self.rows, dtype)
+        return attention_bias(ancestors, self.prefix_length.reshape(-1), self.visible_rows, dtype)
 
 
 class Forward(ABC):
-    """A transformers causal language model in eval mode, as decoding calls it.
+    """A causal language model of transformers, in eval mode, as decoding calls it.
 
-    Raises TypeError for a model without a language-model head, ValueError for one with a rotary embedding that depends
-    on more than token positions, in training mode, without weights or on several devices.
+    Raises TypeError for a model without a language-model head. Raises ValueError for a model in training mode, without
+    weights or on several devices, and for rotary embeddings that depend on more than a token's position.
     """
 
-    layers: int  # that it goes through
+    layers: int  # layers that a forward pass goes through
 
     def __init__(self, model: PreTrainedModel, name: str):
         if model.get_output_embeddings() is None:
@@ -97,64 +98,71 @@ class Forward(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self._embed.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of weights, activations and cache."""
+        """The type of the weights, the activations and the cache."""
         return self._embed.weight.dtype
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and parameters of the model."""
+        """The model's parameters with their names."""
         return self._model.named_parameters()
 
     def check_weights(self) -> None:
-        """ValueError for NaN or infinite weights; quantised ones are taken as they are."""
+        """Raise ValueError if a weight is NaN or infinite. Quantised weights are not looked at."""
         for name, weight in self.weights():
             if is_plain(weight) and not weight.sum(dtype=torch.float32).isfinite():
                 raise ValueError(f"{self.name} has NaN or infinite weights in {name}")
 
     @abstractmethod
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
-        """An empty cache of `rows` rows for `batch` sequences; positions below `rows` can be used with it."""
+        """An empty cache of `rows` rows for each of `batch` sequences; tokens may have positions below `rows`."""
 
     @abstractmethod
-    def __call__(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
-        """fp32 logits [B, N, V] after each token.
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache_rows: Tensor,
+        cache: KeyValueCache,
+        mask: TreeMask,
+        *,
+        needs_logits: bool = True,
+    ) -> Tensor:
+        """Run the model on N tokens of each sequence, and return its fp32 logits [B, N, V] after each token.
 
-        tokens, positions, rows: LongTensor[B, N]; token n's key and value go to cache row rows[:, n].
-        mask: what the tokens see.
+        tokens, positions: LongTensor[B, N]
+        cache_rows:   LongTensor[B, N], where the keys and values of each token are stored in `cache`
+        mask:         what the tokens see
+        needs_logits: False, as for a prompt, leaves the language-model head out and returns [B, 0, V]
         """
 
-    @abstractmethod
-    def hidden(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
-        """The same without the head: what the last layer makes of each token, in any shape."""
-
     def prefill(self, tokens: Tensor, cache: KeyValueCache) -> None:
-        """Cache right-padded texts LongTensor[B, T].
+        """Cache the keys and values of right-padded texts, LongTensor[B, T].
 
-        Padding is cached too, behind the sequence's length, where nothing looks before it is overwritten.
+        Padding is cached too. It lies behind the sequence's length, where each row is overwritten before it is read.
         """
         batch, longest = tokens.shape
         for start in range(0, longest, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, longest)
-            rows = torch.arange(start, stop, device=tokens.device).expand(batch, -1)
+            positions = torch.arange(start, stop, device=tokens.device).expand(batch, -1)
             mask = TreeMask(
                 prefix_length=torch.full((), start, device=tokens.device),
-                rows=stop,
+                visible_rows=stop,
                 subtree_end=torch.full((stop - start,), stop - start, device=tokens.device),
             )
-            self.hidden(tokens[:, start:stop], rows, rows, cache, mask)
+            self(tokens[:, start:stop], positions, positions, cache, mask, needs_logits=False)
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Whether it is an ordinary tensor of floating-point numbers; a quantised one has a class or dtype of its own."""
+    """Whether a weight is an ordinary floating-point tensor; a quantised weight has a class or a dtype of its own."""
     return type(weight) is nn.Parameter and weight.is_floating_point() and weight.dtype.itemsize > 1
 
 
 def _rope_types(parameters: Mapping[str, Any] | None) -> Iterator[str]:
-    """Those of all layers: some models have parameters for each type of layer."""
+    """The rope types of all layers: some models have parameters for each type of layer."""
     for name, value in (parameters or {}).items():
         if name == "rope_type":
             yield value

@@ -2,9 +2,10 @@
 
     model(tokens, position_ids=prefix + depths, past_key_values=KeyValueCache.at(rows, ...), attention_mask=4-D)
 
-With attn_implementation "sdpa" or "eager" the mask is what every node sees; with "heavypath" our attention gets it as
-an argument of the call. Whether a model does with all that what it should is not to be read off its type, so it is
-tried, once: on a small tree it must give the logits that it gives each of the tree's paths as a text.
+With attn_implementation "sdpa" or "eager" a 4-D mask says what each node sees; with "heavypath" our attention function
+is an argument of the call. A model's type does not tell whether it really follows the mask, the positions and the
+cache. So every model is tried once, on a small tree: it must give the logits that it gives for each of the tree's paths
+as a text of its own.
 """
 
 from typing import Any
@@ -16,27 +17,10 @@ from transformers import Cache, PreTrainedModel
 from heavypath.speculative.models.attn_implementation import NAME
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, TreeMask
-from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward
 
 _ATTENTION = ("sdpa", "eager", NAME)
-_TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}  # of the logits' standard deviation; 0.003 for wider types
-
-
-def forward_of(model: PreTrainedModel, name: str, layers: int | None = None) -> Forward:
-    """How a model is called on tree nodes: on its own modules if it is near to Llama, else by transformers.
-
-    name: of the model, in messages; layers: how many to go through, for an early exit (default: all).
-
-    Raises TypeError for something that is no causal language model, ValueError for one that cannot be decoded by trees.
-    """
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind in MODEL_TYPES:
-        return LlamaForward(model, name, layers)
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"{name} must be a transformers causal language model, got {type(model).__name__!r}")
-    if layers is not None:
-        raise ValueError(f"an early exit needs a target of type {', '.join(MODEL_TYPES)}; got {kind!r}")
-    return TransformersForward(model, name)
+# How far logits may be apart, in standard deviations of the logits; 0.003 for wider types.
+_TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 
 
 class TransformersForward(Forward):
@@ -69,34 +53,41 @@ class TransformersForward(Forward):
         return repr(self._model.config.model_type)
 
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
-        """An empty cache of `rows` rows for `batch` sequences."""
-        heads, columns = self._shape
-        return KeyValueCache(batch, self.layers, heads, rows, columns, self._embed.weight)
+        """An empty cache of `rows` rows for each of `batch` sequences."""
+        heads, columns = self._heads_and_columns
+        return KeyValueCache(
+            batch=batch, layers=self.layers, kv_heads=heads, rows=rows, head_dim=columns, like=self._embed.weight
+        )
 
-    def __call__(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache_rows: Tensor,
+        cache: KeyValueCache,
+        mask: TreeMask,
+        *,
+        needs_logits: bool = True,
+    ) -> Tensor:
         """fp32 logits [B, N, V] after each token, see `Forward`."""
-        return self._model(**self._arguments(tokens, positions, rows, cache, mask)).logits.float()
-
-    def hidden(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
-        """What the last layer makes of each token, [B, N, hidden]."""
-        return self._model.base_model(**self._arguments(tokens, positions, rows, cache, mask))[0]
-
-    def _arguments(
-        self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask
-    ) -> dict[str, Any]:
         if self._text_config._attn_implementation != self._attention:
             given = f"from {self._attention!r} to {self._text_config._attn_implementation!r}"
             raise ValueError(f"{self.name}'s attn_implementation went {given}; make a new decoder for that")
-        arguments = {"input_ids": tokens, "position_ids": positions, "use_cache": True}
-        arguments["past_key_values"] = cache.at(rows, mask.rows)
-        if self._attention == NAME:  # any mask of four dimensions keeps transformers from making one
-            none = tokens[:, None, None, :1]
-            return arguments | {"attention_mask": none, "tree_attend": mask.attention(self.dtype)}
-        return arguments | {"attention_mask": mask.bias(self.dtype).expand(len(tokens), -1, -1, -1)}
+        arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "use_cache": True}
+        arguments["past_key_values"] = cache.at(cache_rows, mask.visible_rows)
+        if self._attention == NAME:
+            arguments["tree_attend"] = mask.attention(self.dtype)
+            arguments["attention_mask"] = tokens[:, None, None, :1]  # any 4-D mask keeps transformers from making one
+        else:
+            arguments["attention_mask"] = mask.bias(self.dtype).expand(len(tokens), -1, -1, -1)
+        if needs_logits:
+            return self._model(**arguments).logits.float()
+        self._model.base_model(**arguments)
+        return torch.empty(len(tokens), 0, self.vocab_size, device=tokens.device)
 
     @torch.no_grad()
     def _probe(self) -> None:
-        """Run a small tree behind two prefixes of different lengths, and each of its paths as a text."""
+        """Try a small tree behind two prefixes; raise ValueError if its logits are not those of its paths."""
         try:
             gap = self._gap()
         except Exception as error:
@@ -113,38 +104,39 @@ class TransformersForward(Forward):
             )
 
     def _gap(self) -> float:
-        """How far the logits of tree and texts are apart, in their standard deviations."""
+        """The distance between the logits of the tree and those of its paths as texts, in standard deviations."""
         noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
         prefix, nodes = torch.randint(self.vocab_size, (2, 11), generator=noise).to(self.device).split([3, 8], 1)
-        lengths, depths, ends, paths = (  # a chain of six nodes, and two more below its root: in rows far behind it
+        lengths, depths, ends, paths = (  # a chain of six nodes, and below its root two more, in rows far behind it
             torch.tensor(numbers, device=self.device)
             for numbers in ([3, 2], [0, 1, 2, 3, 4, 5, 1, 2], [8, 6, 6, 6, 6, 6, 8, 8], [[0, 1, 2], [0, 6, 7]])
         )
         places = (lengths[:, None, None] + torch.arange(3, device=self.device)).expand(2, 2, 3)
         texts = torch.cat([prefix, nodes[:, :3]], 1)[:, None].repeat(1, 2, 1).scatter_(2, places, nodes[:, paths])
-        seen = _Seen()
-        expected = self._model(input_ids=texts.flatten(0, 1), past_key_values=seen, use_cache=True).logits.float()
+        forgetful = _ForgetfulCache()
+        expected = self._model(input_ids=texts.flatten(0, 1), past_key_values=forgetful, use_cache=True).logits.float()
         expected = expected.view(2, 2, 6, -1).gather(2, places[..., None].expand(-1, -1, -1, expected.shape[-1]))
 
-        if [*seen.shapes] != [*range(len(seen.shapes))] or not seen.shapes:
-            raise ValueError(f"its layers with keys and values are {[*seen.shapes]}, expected all")
-        heads, columns = zip(*(shape for pair in seen.shapes.values() for shape in pair), strict=True)
+        shapes = forgetful.shapes
+        if [*shapes] != [*range(len(shapes))] or not shapes:
+            raise ValueError(f"its layers with keys and values are {[*shapes]}, expected all")
+        heads, columns = ([shape[i] for pair in shapes.values() for shape in pair] for i in range(2))
         if len({*heads}) > 1:
             raise ValueError(f"its layers have keys and values of several numbers of heads: {sorted({*heads})}")
-        self.layers, self._shape = len(seen.shapes), (heads[0], max(columns))
+        self.layers, self._heads_and_columns = len(shapes), (heads[0], max(columns))
         cache = self.new_cache(2, 11)
         self.prefill(prefix, cache)
-        rows = lengths[:, None] + torch.arange(8, device=self.device)
-        mask = TreeMask(prefix_length=lengths, rows=11, subtree_end=ends)
-        logits = self(nodes, lengths[:, None] + depths, rows, cache, mask)
+        cache_rows = lengths[:, None] + torch.arange(8, device=self.device)
+        mask = TreeMask(prefix_length=lengths, visible_rows=11, subtree_end=ends)
+        logits = self(nodes, lengths[:, None] + depths, cache_rows, cache, mask)
         if logits.shape != (2, 8, self.vocab_size):
             raise ValueError(f"expected logits {[2, 8, self.vocab_size]} from its vocabulary, got {[*logits.shape]}")
         distance = (logits[:, paths] - expected).square().mean(-1).sqrt()
         return float((distance / expected.std(-1)).max())
 
 
-class _Seen(Cache):
-    """A cache that forgets: it returns new keys and values, and notes their heads and columns in each layer."""
+class _ForgetfulCache(Cache):
+    """A cache that keeps nothing: it returns the new keys and values, and notes their heads and columns by layer."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])

@@ -1,13 +1,13 @@
 """The forward pass of a Llama-family model over tree nodes, from the modules of the transformers model itself.
 
-transformers' own forward spends a fifth of a small model's time on masks, cache objects and keyword plumbing, and it
-asks the host questions that a CUDA graph can't answer. This one is the same arithmetic, on the same modules:
+transformers' own forward pass spends a fifth of a small model's time on masks, cache objects and passing keywords
+along, and it asks the host questions that a CUDA graph can't answer. This is the same arithmetic on the same modules:
 
     x = embed(tokens)
     for each layer:  x += o_proj(attention(rotary(q), rotary(k), v));  x += down(act(gate(x)) * up(x))
     logits = lm_head(norm(x))
 
-with keys and values written to given rows of a preallocated cache, and attention over what the caller prepared.
+Keys and values are written to given rows of a cache that was allocated before, and attention follows the caller's mask.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,14 @@ from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, TreeMask, is_plain
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-FEW_ROWS = 5  # on a CPU: at most so many are multiplied in columns,
-SMALL = 1 << 19  # by weights of at most so many elements
+# On a CPU, at most FEW_ROWS rows times a weight of at most SMALL elements are multiplied as columns.
+FEW_ROWS = 5
+SMALL = 1 << 19
 _HAS_BOTH = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 
 
 class _Layer:
-    """What a layer does, looked up once: a module takes a microsecond to find another."""
+    """A layer's functions, looked up once: to find one module in another takes a microsecond."""
 
     def __init__(self, layer: Any, linear: Callable[[nn.Module], Callable[[Tensor], Tensor]]):
         attention, mlp = layer.self_attn, layer.mlp
@@ -45,7 +46,7 @@ class _Layer:
 class LlamaForward(Forward):
     """A transformers Llama, Mistral, Qwen2 or Qwen3 causal language model, called on tree nodes.
 
-    layers: how many of its layers to go through before the final norm and head (default: all).
+    layers: how many of its layers to run before the final norm and the head (default: all).
 
     Raises TypeError for something that is not such a model, ValueError for one with an attention or rotary embedding
     that depends on more than token positions.
@@ -70,20 +71,31 @@ class LlamaForward(Forward):
         self._rotary = self._rotary_table(1)
 
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
-        """An empty cache of `rows` rows for `batch` sequences; positions below `rows` can be used with it."""
+        """An empty cache of `rows` rows for each of `batch` sequences; tokens may have positions below `rows`."""
         rotary = self._rotary
         if rows > len(rotary):
             self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
-        shape = batch, len(self._layers), self._kv_heads, rows, self._head_dim
-        return KeyValueCache(*shape, self._embed.weight, rotary)
+        return KeyValueCache(
+            batch=batch,
+            layers=len(self._layers),
+            kv_heads=self._kv_heads,
+            rows=rows,
+            head_dim=self._head_dim,
+            like=self._embed.weight,
+            rotary=rotary,
+        )
 
-    def __call__(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache_rows: Tensor,
+        cache: KeyValueCache,
+        mask: TreeMask,
+        *,
+        needs_logits: bool = True,
+    ) -> Tensor:
         """fp32 logits [B, N, V] after each token, see `Forward`."""
-        hidden = self.hidden(tokens, positions, rows, cache, mask)
-        return self._head(self._norm(hidden)).view(*tokens.shape, -1).float()
-
-    def hidden(self, tokens: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueCache, mask: TreeMask) -> Tensor:
-        """What the last layer makes of each token, [B * N, hidden], before the final norm."""
         attend = mask.attention(self.dtype)
         by_head = *tokens.shape, -1, self._head_dim
         assert cache.rotary is not None
@@ -98,16 +110,19 @@ class LlamaForward(Forward):
             heads = query.shape[2]
             rotated = _rotated(torch.cat([query, key], 2), cos, sin)
             query, key = rotated[:, :, :heads], rotated[:, :, heads:]
-            cache.write(index, key, value, rows)
-            mixed = attend(query.transpose(1, 2), *cache.read(index), layer.scaling)
+            cache.write(index, key, value, cache_rows)
+            keys, values = cache.read(index)
+            mixed = attend(query.transpose(1, 2), keys, values, layer.scaling)
             hidden = hidden + layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
             normed = layer.mlp_norm(hidden)
             hidden = hidden + layer.down(layer.act(layer.gate(normed)) * layer.up(normed))
-        return hidden
+        if not needs_logits:
+            return hidden.new_empty(len(tokens), 0, self.vocab_size, dtype=torch.float32)
+        return self._head(self._norm(hidden)).view(*tokens.shape, -1).float()
 
     def _linear(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """A function that does what a linear layer does to [rows, K]."""
-        from_memory = sum(weight.numel() for _, weight in self.weights()) > 1 << 20  # more than fits a core's cache
+        from_memory = sum(weight.numel() for _, weight in self.weights()) > 1 << 20  # more than a core's cache holds
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32 and _HAS_BOTH
         if not (from_memory and on_cpu and isinstance(module, nn.Linear) and type(module) is nn.Linear):
             return module
@@ -115,21 +130,21 @@ class LlamaForward(Forward):
 
     @torch.inference_mode()
     def _rotary_table(self, positions: int) -> Tensor:
-        """cos and sin [positions, 2, D] by transformers' own module; sin with rotate_half's sign folded in."""
+        """Cosine and sine [positions, 2, D] by transformers' own module; the sine has the signs of rotate_half."""
         cos, sin = self._model.model.rotary_emb(self._embed.weight, torch.arange(positions, device=self.device)[None])
         half = self._head_dim // 2
         return torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)], 1)
 
 
 class _Linear:
-    """A linear layer in fp32 on a CPU, for rows of which there are few: what they cost is reading the weight.
+    """A linear layer in fp32 on a CPU, for few rows, where the time goes into reading the weight.
 
-    PyTorch asks MKL for rows @ weight.T. As weight @ rows.T the same product takes MKL a third to two thirds of the
-    time for 2 to 5 rows and a small weight. oneDNN, which torch.compile takes on a CPU, begins later than that, and
-    reads any larger weight 1.3 to 5 times as fast as MKL, for whole prompts too (`python bench/linear.py`).
+    PyTorch asks MKL for rows @ weight.T. Written as weight @ rows.T, the same product takes MKL a third to two thirds
+    of the time, for 2 to 5 rows and a small weight. oneDNN, which torch.compile uses on a CPU, has a larger fixed cost,
+    but reads larger weights 1.3 to 5 times as fast as MKL, also for whole prompts (`python bench/linear.py`).
 
-    oneDNN keeps code, half a millisecond's work and 0.7 MB, for each number of rows that it meets: they are rounded up
-    to four in an octave.
+    oneDNN generates code for each number of rows that it meets, which takes half a millisecond and 0.7 MB. So numbers
+    of rows are rounded up, to four different ones between a power of two and the next.
     """
 
     def __init__(self, module: nn.Linear):
@@ -155,7 +170,7 @@ class _Linear:
 def _rms_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """A function that does what a Llama's RMS norm does.
 
-    On a CPU PyTorch's own is a chain of nine operations on a few numbers; here they are six.
+    PyTorch's own is a chain of nine operations on a CPU, each on few numbers; here they are six.
     """
     norm: Any = module
     least = torch.full((), norm.variance_epsilon, device="cpu")
@@ -170,5 +185,8 @@ def _rms_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [B, N, H, D]: x cos + rotate_half(x) sin, where rotate_half is a roll with signs."""
+    """The rotary embedding of states [B, N, H, D]: x cos + rotate_half(x) sin.
+
+    rotate_half is a roll by half of the columns and a change of signs, which `sin` already has.
+    """
     return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)

@@ -39,7 +39,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped
-from heavypath.speculative.drafts.drafts import Draft
+from heavypath.speculative.drafts import Draft
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.output.reasons import Reasons, explain, shown
 from heavypath.speculative.output.text_stream import TextStream
@@ -114,7 +114,7 @@ class Recorder:
                 tokens[:nodes],
                 parents[slot, :nodes],
                 ranks[slot, :nodes],
-                drafted.rows[slot, :nodes],
+                drafted.noise_rows[slot, :nodes],
                 logits[slot, :nodes],
                 draft_logits,
                 path,

@@ -1,0 +1,72 @@
+"""A drafted tree, and what static and growing trees have in common while they are drafted."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.snapshots import host_can_read
+from heavypath.speculative.drafts.feed import Feed
+
+Lap = Callable[[str], object]  # called with the name of a phase when it ends
+
+
+class Drafted(NamedTuple):
+    """Each sequence's tree of N nodes, in depth-first order. What all sequences share is [N] instead of [B, N].
+
+    tokens:      LongTensor[B, N], -1 for an absent node
+    parents, ranks, depths, subtree_end: LongTensor[N] or [B, N], as `TokenTree`'s
+    noise_rows:  LongTensor[B, N], see `noise_rows`
+    draft_rows:  LongTensor[B, N], the node's row in the draft's cache behind the prefix; None where it is the node's
+                 own number
+    logits:      fp32 [B, N, V], the draft's after each node, anything after leaves; None for a root alone
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    ranks: Tensor
+    depths: Tensor
+    subtree_end: Tensor
+    noise_rows: Tensor
+    draft_rows: Tensor | None
+    logits: Tensor | None
+
+
+def root_feed(state: Sequences, visible_rows: int, nodes: int) -> Feed:
+    """The first feed of a step: the root, and the token before it.
+
+    That token may have been an accepted leaf, which the draft has not been given yet. In a text of one token there is
+    none before the root: then the root itself is given twice.
+
+    visible_rows: cache rows that hold the longest prefix
+    nodes: of the tree so far, for the columns of the mask; at least 2, since there are as many queries
+    """
+    lengths = state.lengths
+    cache_rows = (lengths[:, None] + torch.arange(-1, 1, device=lengths.device)).clamp_(min=0)
+    tree_rows = lengths[:, None] + torch.arange(nodes, device=lengths.device)
+    return Feed(
+        tokens=torch.stack([state.previous, state.root], 1),
+        positions=cache_rows,
+        cache_rows=cache_rows,
+        parent_rows=cache_rows - 1,
+        prefix_lengths=lengths,
+        visible_rows=visible_rows + nodes,
+        ancestor_mask=cache_rows[..., None] == tree_rows[:, None],
+    )
+
+
+def check_distributions(whose: str, logits: Tensor, state: Sequences, depths: int | Tensor) -> None:
+    """Raise ValueError for logits with NaN or +inf. On a GPU nothing is checked here, since asking would stop it.
+
+    logits: [B, n, any]; or keys of draws from them, which are NaN where the logits are no distribution
+    depths: of the n nodes, an int, [n] or [B, n]
+    """
+    if not host_can_read(logits.device) or logits.numpy().max() < torch.inf:  # false for NaN, too
+        return
+    largest = logits.amax(-1)
+    slot, column = (largest.isnan() | (largest == torch.inf)).nonzero()[0].tolist()
+    position = (state.lengths[:, None] + depths).expand_as(largest)[slot, column]
+    where = f"position {int(position)} of sequence {int(state.member[slot])}"
+    raise ValueError(f"the {whose}'s logits after {where} hold NaN or +inf")

@@ -1,0 +1,39 @@
+"""Which row of random numbers belongs to which node: the layout of `rows` that drawing and verifying take.
+
+    row  =  | sequence id, 27 bits | position of the root, 24 bits | node, 12 bits |
+
+A row is used for one node of one step and never again: the next step has another root. So results do not depend on the
+batch, and a sequence has the same noise in any batch in which it has the same id. A node's number is the one that it
+has in the whole tree, so a tree that is cut near the end of a text keeps its noise.
+
+An exponential race keys its noise by the node's own position instead, with node number 0: the same noise wherever the
+node is in the tree, and for plain decoding, which is why the text depends neither on the tree nor on the draft.
+"""
+
+from torch import Tensor
+
+NODE_BITS = 12
+POSITION_BITS = 24
+SEQUENCE_BITS = 27
+MAX_NODES = 1 << NODE_BITS  # of a tree, or slots of a growing one
+MAX_SEQUENCES = 1 << SEQUENCE_BITS  # sequence ids are below this
+
+
+def sequence_rows(sequence_ids: Tensor) -> Tensor:
+    """The first noise row of each sequence, LongTensor[B]."""
+    return sequence_ids << (POSITION_BITS + NODE_BITS)
+
+
+def root_rows(sequence_rows: Tensor, positions: Tensor) -> Tensor:
+    """The noise rows of roots at these positions, LongTensor[B]; sequence_rows: of `sequence_rows`."""
+    return sequence_rows | (positions << NODE_BITS)
+
+
+def node_rows(root_rows: Tensor, nodes: Tensor) -> Tensor:
+    """The noise rows LongTensor[B, n] of the nodes (or slots) LongTensor[n] or [B, n] below these roots."""
+    return root_rows[:, None] + nodes
+
+
+def race_rows(root_rows: Tensor, depths: Tensor) -> Tensor:
+    """The noise rows LongTensor[B, N] of the positions that nodes of depths LongTensor[N] have, for a race."""
+    return root_rows[:, None] + (depths << NODE_BITS)

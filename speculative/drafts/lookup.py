@@ -1,0 +1,87 @@
+"""Prompt lookup: a draft without a model, which proposes what followed the last tokens before, in the text itself."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.models.caches import RowCache
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """A draft without a model: what followed the last tokens before, in the sequence itself (n-gram lookup).
+
+    The longest suffix of at most max_ngram tokens that occurred before, if it has min_ngram tokens, proposes what
+    followed it. The latest occurrence gets half of the probability, the one before it half of the rest, and so on.
+    Give it to SpeculativeDecoder in place of a draft model. Source: Saxena 2023, "Prompt lookup decoding"; in
+    transformers it is prompt_lookup_num_tokens.
+    """
+
+    max_ngram: int = 3
+    min_ngram: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                f"PromptLookup needs 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}"
+            )
+
+
+class NgramCache(RowCache):
+    """A row for each token of a text, with M = max_ngram.
+
+    keys:   LongTensor[B, 1, rows, M], the M tokens before the token; -1 where the text had not begun
+    values: LongTensor[B, 1, rows, M], the token itself at the end, and the M - 1 tokens before it
+    """
+
+    def __init__(self, batch: int, rows: int, length: int, device: torch.device):
+        keys = torch.full((batch, 1, rows, length), -1, device=device)
+        super().__init__(keys, torch.full_like(keys, -1))
+
+
+class LookupDraft:
+    """`PromptLookup` at work, as an attention over the text, in which the tokens before a token are its key."""
+
+    smooth = False  # most tokens have no probability
+    forward = None
+
+    def __init__(self, options: PromptLookup, vocab_size: int, device: torch.device):
+        self._options = options
+        self._vocab_size = vocab_size
+        self._device = device
+
+    def new_cache(self, batch: int, rows: int) -> NgramCache:
+        """An empty cache of `rows` rows for each of `batch` sequences."""
+        return NgramCache(batch, rows, self._options.max_ngram, self._device)
+
+    def prefill(self, tokens: Tensor, cache: Any) -> None:
+        """Cache right-padded texts LongTensor[B, T]; rows behind a text are overwritten before they are read."""
+        length, width = self._options.max_ngram, tokens.shape[1]
+        windows = pad(tokens, (length, 0), value=-1).unfold(1, length, 1)  # [B, T + 1, M]
+        cache.keys[:, 0, :width], cache.values[:, 0, :width] = windows[:, :-1], windows[:, 1:]
+
+    def __call__(self, feed: Feed, cache: Any) -> Tensor:
+        """fp32 logits [B, n, V] after each node: -inf for all tokens where nothing of the text occurred before."""
+        batch, nodes = feed.tokens.shape
+        sequence = torch.arange(batch, device=feed.tokens.device)[:, None]
+        keys, values = cache.keys[:, 0], cache.values[:, 0]
+        for _ in range(2):  # twice, because a node's parent may come with it in the same feed
+            before = values[sequence, feed.parent_rows.clamp(min=0)].where(feed.parent_rows[..., None] >= 0, -1)
+            keys[sequence, feed.cache_rows] = before
+            values[sequence, feed.cache_rows] = torch.cat([before[..., 1:], feed.tokens[..., None]], -1)
+        context = values[sequence, feed.cache_rows]  # [B, n, M]
+
+        rows = feed.visible_rows
+        same = (context[:, :, None] == keys[:, None, :rows]) & (context >= 0)[:, :, None]  # [B, n, rows, M]
+        length = same.flip(-1).cumprod(-1).sum(-1)  # [B, n, rows], how many tokens before a row are those of the node
+        length *= torch.arange(rows, device=length.device) <= feed.prefix_lengths[:, None, None]  # the root is text too
+        longest = length.amax(-1, keepdim=True)
+        found = (length == longest) & (longest >= self._options.min_ngram)
+        later = found.flip(-1).cumsum(-1).flip(-1)  # 1 for the latest occurrence
+        weight = torch.exp2(-later.float()).where(found, 0)
+        followed = values[:, None, :rows, -1].expand(batch, nodes, rows).clamp(min=0)
+        return weight.new_zeros(batch, nodes, self._vocab_size).scatter_add_(2, followed, weight).log()

@@ -1,0 +1,68 @@
+"""A model as a draft: a smaller one of the target's vocabulary, or the target's own first layers.
+
+A vocabulary padded to another size is cut, or filled up with logits of -inf: a token that one of the two models lacks
+is never drafted. That is lossless, whatever the token is; it can only cost acceptance.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.forward import Forward, TreeMask
+
+MAX_PADDING = 128  # by how many tokens padded vocabularies may differ (Qwen2's models have 151,936 and 152,064)
+
+
+@dataclass(frozen=True)
+class EarlyExit:
+    """A draft out of the target: its first `layers` layers, then its own final norm and head (self-speculation).
+
+    Give it to SpeculativeDecoder in place of a draft model. It needs no memory but a cache for these layers. How well
+    it drafts depends on the target: models that were trained for early exits draft well (LayerSkip, Elhoushi et al.
+    2024), others hardly at all.
+    """
+
+    layers: int
+
+
+class ModelDraft:
+    """A model as a draft."""
+
+    smooth = True  # every token has some probability
+
+    def __init__(self, forward: Forward, vocab_size: int):
+        """vocab_size: the target's. Raises ValueError if the vocabularies differ by more than padding."""
+        self.forward = forward
+        self._vocab_size = vocab_size
+        gap = abs(forward.vocab_size - vocab_size)
+        if gap > min(MAX_PADDING, min(forward.vocab_size, vocab_size) // 100):
+            raise ValueError(
+                f"target and draft must share one vocabulary, got {vocab_size} and {forward.vocab_size} tokens; "
+                f"padding may differ by at most 1 in 100 and {MAX_PADDING} tokens"
+            )
+
+    def new_cache(self, batch: int, rows: int) -> KeyValueCache:
+        """An empty cache of `rows` rows for each of `batch` sequences."""
+        return self.forward.new_cache(batch, rows)
+
+    def prefill(self, tokens: Tensor, cache: Any) -> None:
+        """Cache right-padded texts LongTensor[B, T]."""
+        self.forward.prefill(self._known(tokens), cache)
+
+    def __call__(self, feed: Feed, cache: Any) -> Tensor:
+        """fp32 logits [B, n, V] after each node, where V is the size of the target's vocabulary."""
+        mask = TreeMask(
+            prefix_length=feed.prefix_lengths, visible_rows=feed.visible_rows, ancestor_mask=feed.ancestor_mask
+        )
+        logits = self.forward(self._known(feed.tokens), feed.positions, feed.cache_rows, cache, mask)
+        missing = self._vocab_size - self.forward.vocab_size
+        return logits if missing == 0 else pad(logits, (0, missing), value=-torch.inf)  # a negative number cuts off
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """The tokens, with those of the target's padding, which the draft does not have, replaced by its last one."""
+        return tokens if self._vocab_size <= self.forward.vocab_size else tokens.clamp(max=self.forward.vocab_size - 1)
