@@ -145,7 +145,7 @@ class GenerateCall:
     def answer(self, sequences: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """What transformers' generate returns for sequences LongTensor[B, T + new]."""
         if self._config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # pyright: ignore[reportArgumentType]
         return sequences
 
     @property
