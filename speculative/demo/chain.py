@@ -35,22 +35,24 @@ def chain_decode(
     """
     text, end = input_ids[0], input_ids.shape[1] + max_new_tokens
     while len(text) < end:
+        # Step 1. One of the new tokens is left for step 4.
         drafted, draft_probs = text, []
-        for _ in range(min(draft_length, end - len(text) - 1)):  # the last token of a step is the target's own
+        for _ in range(min(draft_length, end - len(text) - 1)):
             draft_probs.append(distribution(draft(drafted[None]).logits[0, -1], temperature))
             drafted = torch.cat([drafted, torch.multinomial(draft_probs[-1], 1, generator=generator)])
-
+        # Step 2.
         target_probs = distribution(target(drafted[None]).logits[0, len(text) - 1 :], temperature)  # [k + 1, V]
-
-        next_probs = target_probs[-1]  # of the bonus token
+        # Step 3.
+        last_probs = target_probs[-1]  # of the bonus token, unless a drafted token is rejected
         for token, draft_law, target_law in zip(drafted[len(text) :], draft_probs, target_probs, strict=False):
             coin = torch.rand((), generator=generator, device=text.device)  # in [0, 1)
             if coin >= target_law[token] / draft_law[token]:  # rejected
                 residual = (target_law - draft_law).clamp(min=0)
-                next_probs = residual if residual.any() else target_law  # zeros: the two laws differ by rounding alone
+                last_probs = residual if residual.any() else target_law  # zeros: the two laws differ by rounding alone
                 break
             text = torch.cat([text, token[None]])
-        text = torch.cat([text, torch.multinomial(next_probs, 1, generator=generator)])  # normalises
+        # Step 4. multinomial normalises the residual.
+        text = torch.cat([text, torch.multinomial(last_probs, 1, generator=generator)])
     return text[None]
 
 
