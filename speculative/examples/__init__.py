@@ -1,0 +1,11 @@
+"""Short programs to start from, each for one use: `python -m heavypath.speculative.examples.NAME`.
+
+compare_methods: all methods on prompts of one's own, as a table and a plot
+own_tree:        a tree of one's own, what is expected of it and what it gives
+own_draft:       what can draft: a model, the text itself, or the target's first layers
+batch_streaming: several prompts at once, each streamed as it grows
+chat:            a conversation with a model that has a chat template
+
+All of them run offline on a CPU with the shipped pair, and take `--models TARGET DRAFT` for models of one's own and
+`--device cuda` for a GPU.
+"""

@@ -1,0 +1,190 @@
+"""Each example does what it says, with the shipped pair and with models from folders; and each is short."""
+
+import ast
+import builtins
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib import image
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, examples
+from heavypath.speculative.comparison import ASSISTED, PLAIN
+from heavypath.speculative.demo import FOLDER, demo_prompts
+
+SCRIPTS = sorted(path for path in Path(examples.__file__).parent.glob("*.py") if path.name != "__init__.py")
+MODULE = "heavypath.speculative.examples"
+
+
+@pytest.fixture
+def example(monkeypatch, capsys):
+    """Run an example in this process: what it prints."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        capsys.readouterr()
+        runpy.run_module(f"{MODULE}.{name}", run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Type these lines where a program asks for input."""
+
+    def type_lines(*lines):
+        typed = iter(lines)
+        monkeypatch.setattr(builtins, "input", lambda prompt="": next(typed))
+
+    return type_lines
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target and a draft of random weights with the shipped tokenizer, without padding and with a chat template."""
+    folders = [tmp_path_factory.mktemp("models") / name for name in ("target", "draft")]
+    for seed, folder in enumerate(folders):
+        torch.manual_seed(seed)
+        shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        LlamaForCausalLM(LlamaConfig(**shape, vocab_size=1024, eos_token_id=[0, 13])).save_pretrained(folder)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER)
+        tokenizer.chat_template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        tokenizer.save_pretrained(folder)
+    return folders
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_an_example_is_short_and_tested_and_uses_public_names_alone(path):
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) < 40
+    assert any(name.startswith(f"test_{path.stem}_") for name in globals())
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "heavypath.speculative":
+            assert {alias.name for alias in node.names} <= set(sys.modules[node.module].__all__)
+        names = {getattr(node, field, None) for field in ("attr", "id", "name", "module")} - {"__name__", "__doc__"}
+        assert not any(part.startswith("_") for name in names if name for part in name.split("."))
+
+
+def test_the_folder_lists_its_examples():
+    listed = re.findall(r"^(\w+):", examples.__doc__, re.MULTILINE)
+    assert sorted(listed) == [path.stem for path in SCRIPTS]
+
+
+def numbers_of(table):
+    """{method: [tokens per forward, tokens/s, ratio]} and {method: text} of a printed comparison."""
+    line = re.compile(r"^ +(\S+(?: \S+)?) +([\d.]+) +(\d+) +([\d.]+) +[\d.]+ - [\d.]+ +(\S.*?) *$", re.MULTILINE)
+    found = line.findall(table)
+    return {row[0]: [float(number) for number in row[1:4]] for row in found}, {row[0]: row[4] for row in found}
+
+
+def test_compare_methods_prints_all_methods_and_draws_them(example, tmp_path):
+    prompts, plot = tmp_path / "prompts.txt", tmp_path / "plot.png"
+    prompts.write_text("def read(self, size=-1):\n\nimport os\n")
+    numbers, texts = numbers_of(example("compare_methods", "--prompts", prompts, "--plot", plot, "--max-new-tokens", 6))
+    assert [*numbers] == [PLAIN, ASSISTED, *METHODS]
+    assert texts.pop(PLAIN) == "reference"
+    assert all(text.startswith(("equal", "tie")) for text in texts.values())
+    assert numbers[PLAIN][0] == numbers["autoregressive"][0] == 1 < numbers["sequoia"][0]
+    pixels = image.imread(plot)[..., :3]
+    blue = (pixels[..., 2] > pixels[..., 0] + 0.3).sum(1)  # of the bars, in each row of the picture
+    assert pixels.shape == (500, 1000, 3)
+    assert ((blue[1:] > 0) & (blue[:-1] == 0)).sum() == len(numbers)
+
+
+def test_own_tree_draws_a_tree_and_says_what_is_expected_of_it(example):
+    printed = example("own_tree", "import os", "--branching", 2, 1, "--acceptance", 0.5, 0.25)
+    assert printed.startswith(f"{TokenTree.from_branching([2, 1])}\nexpected: 2.12 tokens per step\n")  # 1 + 3/4 * 3/2
+    by_hand = example("own_tree", "import os", "--parents", 0, 0, 1, 0, "--acceptance", 0.5, 0.25)
+    assert by_hand.startswith(f"{TokenTree([-1, 0, 0, 1, 0])}\nexpected: 2.00 tokens per step\n")  # 1 + 3/4 + 1/2 * 1/2
+
+
+def test_own_tree_decodes_with_it(example, demo_pair):
+    target, draft, tokenizer = demo_pair
+    _, decoded, accepted, text = example("own_tree").split("\nexpected: ")[1].split("\n", 3)
+    ids = tokenizer("def read_lines(path):", return_tensors="pt").input_ids
+    decoder = SpeculativeDecoder(target, draft, "sequoia", tree=TokenTree.from_branching([3, 2, 1]))
+    out = decoder.generate(ids, temperature=0.6)
+    assert decoded == f"decoded:  {out.stats.tokens_per_step:.2f} tokens per step"
+    assert float(accepted.split()[1]) == pytest.approx(out.stats.acceptance_by_rank[0], abs=0.005)
+    assert text == tokenizer.decode(out.sequences[0]) + "\n"
+
+
+def test_own_draft_writes_one_text_with_all_drafts(example, demo_pair):
+    target, _, tokenizer = demo_pair
+    printed = example("own_draft", "--seed", 4)
+    speed = dict(re.findall(r"^(.+?) {2,}([\d.]+) tokens per step$", printed, re.MULTILINE))
+    assert [*speed] == ["draft model", "prompt lookup", "early exit", "no draft"]
+    assert speed.pop("no draft") == "1.00"
+    assert all(float(value) > 1.1 for value in speed.values())
+    text = printed.split("different texts: 1\n\n")[1].removesuffix("\n")
+    prompt = text[: text.index("def max(a, b):") + len("def max(a, b):")]
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    plain = SpeculativeDecoder(target, None, "autoregressive")
+    expected = plain.generate(ids, max_new_tokens=64, temperature=0.6, seed=4).sequences[0]
+    assert text == tokenizer.decode(expected)
+
+
+def test_batch_streaming_shows_each_text_as_it_grows(example, demo_pair):
+    target, draft, tokenizer = demo_pair
+    prompts = [demo_prompts()[3], "import os", "def read(self, size=-1):"]
+    printed = example("batch_streaming", *prompts)
+    pieces = [(int(number), ast.literal_eval(piece)) for number, piece in re.findall(r"^\[(\d)\] (.+)$", printed, re.M)]
+    assert {number for number, _ in pieces[:3]} == {0, 1, 2}  # a step of all of them, then the next
+    assert len(pieces) > 12
+    for number, prompt in enumerate(prompts):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        alone = SpeculativeDecoder(target, draft).generate(ids, max_new_tokens=48, eos_token_id=0).sequences[0]
+        expected = tokenizer.decode(alone[ids.shape[1] :], skip_special_tokens=True)
+        assert "".join(piece for owner, piece in pieces if owner == number) == expected
+    assert re.search(r"^new tokens +\d+$", printed, re.MULTILINE)
+
+
+def test_chat_remembers_the_turns_before(example, answers, demo_pair):
+    target, draft, tokenizer = demo_pair
+    decoder, text, expected = SpeculativeDecoder(target, draft), "", []
+    for turn, question in enumerate(("def read(path):", "class Stack:")):
+        text += question if turn == 0 else f"\n{question}"
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        new = decoder.generate(ids, max_new_tokens=16, temperature=0.6, seed=2 * turn + 1, eos_token_id=0)
+        expected.append(tokenizer.decode(new.sequences[0, ids.shape[1] :], skip_special_tokens=True))
+        text += f"\n{expected[-1]}"
+    answers("def read(path):", "class Stack:", "")
+    assert example("chat", "--max-new-tokens", 16) == "".join(f"{answer}\n" for answer in expected)
+
+
+def test_chat_ends_an_answer_at_any_end_of_sequence_token(example, answers, demo_pair, monkeypatch):
+    target, draft, tokenizer = demo_pair
+    ids = tokenizer("def read(path):", return_tensors="pt").input_ids
+    whole = SpeculativeDecoder(target, draft).generate(ids, max_new_tokens=24).sequences[0, ids.shape[1] :].tolist()
+    last = whole[5]
+    monkeypatch.setattr("heavypath.speculative.load_demo_pair", lambda device: demo_pair)
+    monkeypatch.setattr(target.generation_config, "eos_token_id", [0, last])
+    answers("def read(path):", "")
+    answer = example("chat", "--max-new-tokens", 24, "--temperature", 0)
+    assert answer == tokenizer.decode(whole[: whole.index(last) + 1]) + "\n"
+
+
+def test_chat_reads_standard_input_until_its_end(tmp_path):
+    command = [sys.executable, "-m", f"{MODULE}.chat", "--max-new-tokens", "8"]
+    done = subprocess.run(command, cwd=tmp_path, input="import os\n", capture_output=True, text=True, check=True)
+    before, answer, after = done.stdout.split("> ")
+    assert (before, after) == ("", "")
+    assert answer.strip()
+
+
+@pytest.mark.parametrize(("name", "arguments", "printed"), [
+    ("compare_methods", ["--max-new-tokens", 2], "\n  naive "),
+    ("own_tree", ["import os"], "\ndecoded:  "),
+    ("own_draft", ["--layers", 1], "\ndifferent texts: 1\n"),
+    ("batch_streaming", [], "\n[2] "),
+    ("chat", [], "\n"),
+])  # fmt: skip
+def test_models_are_taken_from_folders(name, arguments, printed, example, answers, folders):
+    answers("import os", "")
+    assert printed in example(name, *arguments, "--models", *folders)
