@@ -48,8 +48,8 @@ from heavypath.speculative import SpeculativeDecoder, load_demo_pair
 from heavypath.speculative.comparison import ASSISTED, PLAIN
 from heavypath.speculative.comparison import _stock as stock
 from heavypath.speculative.decoder import Generation
-from heavypath.speculative.decoding.statistics import Statistics
-from heavypath.speculative.decoding.step import Step, Stepped
+from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts import ModelDraft
@@ -125,18 +125,41 @@ class Text:
 Writer = Callable[[Tensor], Text]
 
 
+Call = tuple[Forward, tuple[Any, ...], dict[str, Any]]  # a model, and the arguments that it was called with
+
+
 class Heard:
     """A model's forward pass that notes what it is called with."""
 
-    def __init__(self, forward: Forward, calls: list[tuple[Forward, tuple[Any, ...]]]):
+    def __init__(self, forward: Forward, calls: list[Call]):
         self._forward, self._calls = forward, calls
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forward, name)
 
-    def __call__(self, *call: Any) -> Tensor:
-        self._calls.append((self._forward, call))
-        return self._forward(*call)
+    def __call__(self, *arguments: Any, **options: Any) -> Tensor:
+        self._calls.append((self._forward, arguments, options))
+        return self._forward(*arguments, **options)
+
+
+class Observer:
+    """Stands in the place of a decoder's runner: times each step, and has step number OBSERVED taken apart."""
+
+    def __init__(self, bench: "Bench", runner: StepRunner):
+        self._bench, self._runner = bench, runner
+        self.laps: list[float] = []
+        self.alone_and_models = [math.nan, math.nan]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
+        if len(self.laps) == OBSERVED:
+            self.alone_and_models = self._bench.parts(self._runner, plan, workspace, where)
+        begin = self._bench.clock()
+        stepped = self._runner.run(plan, workspace, **where)
+        self.laps.append(self._bench.clock() - begin)
+        return stepped
 
 
 class Bench:
@@ -269,47 +292,38 @@ class Bench:
 
     def take_apart(self, row: Row, decoder: SpeculativeDecoder, given: Tensor, sampling: dict[str, Any]) -> None:
         """Time the steps of a text, to see what the first ones take longer, and one of them part by part."""
-        do, laps = decoder._run, []
-
-        def run(workspace: Workspace, *arguments: Any) -> Stepped:
-            if len(laps) == OBSERVED:
-                alone, models = self.parts(do, workspace, *arguments)
-                row.alone_ms, row.models_ms, row.rest_alone = alone * 1e3, models * 1e3, 1 - models / alone
-            begin = self.clock()
-            stepped = do(workspace, *arguments)
-            laps.append(self.clock() - begin)
-            return stepped
-
-        decoder._run = run  # pyright: ignore[reportAttributeAccessIssue]
+        runner = decoder.runner
+        observer = Observer(self, runner)
+        decoder.runner = cast(StepRunner, observer)
         try:
             decoder.generate(given, OBSERVED_TEXT, **sampling)
         finally:
-            del decoder._run
+            decoder.runner = runner
+        alone, models = observer.alone_and_models
+        row.alone_ms, row.models_ms, row.rest_alone = alone * 1e3, models * 1e3, 1 - models / alone
         if self.gpu:
-            row.first_step_seconds, row.record_seconds = laps[0], laps[1] - median(laps[2:])
+            row.first_step_seconds, row.record_seconds = observer.laps[0], observer.laps[1] - median(observer.laps[2:])
 
-    def parts(
-        self, do: Callable[..., Stepped], workspace: Workspace, slots: int, stats: Statistics, step: Step, *rest: Any
-    ) -> list[float]:
-        """Seconds of a step, done again and again, and of only the two models' forwards in it, in turn.
+    def parts(self, runner: StepRunner, plan: StepPlan, workspace: Workspace, where: dict[str, Any]) -> list[float]:
+        """Seconds of a step that is run again and again, and of only the two models' forward passes in it, in turn.
 
-        What a step changes and depends on, but for rows of the caches that it writes before it reads them, are the
-        state's numbers: with those of before, it does the same again.
+        where: the keyword arguments of `StepRunner.run`. A step changes, and depends on, the state's numbers, besides
+        rows of the caches that it writes before it reads them: with the numbers of before it does the same again.
         """
         state, numbers = workspace.state.numbers, workspace.state.numbers.clone()
-        calls: list[tuple[Forward, tuple[Any, ...]]] = []
-        do(workspace, slots, stats, listening(step, calls), *rest)
+        calls: list[Call] = []
+        listening(runner, calls).run(heard(plan, calls), workspace, **where)
 
         def models() -> None:
-            for forward, call in calls:
-                forward(*call)
+            for forward, arguments, options in calls:
+                forward(*arguments, **options)
 
         def again(what: Callable[[], object]) -> Callable[[], object]:
             return lambda: (state.copy_(numbers), what())
 
         state.copy_(numbers)
         only_models = captured(models) if self.gpu else models
-        seconds = self.in_turn(again(lambda: do(workspace, slots, stats, step, *rest)), again(only_models))
+        seconds = self.in_turn(again(lambda: runner.run(plan, workspace, **where)), again(only_models))
         state.copy_(numbers)
         return seconds
 
@@ -359,12 +373,17 @@ class Bench:
         }
 
 
-def listening(step: Step, calls: list[tuple[Forward, tuple[Any, ...]]]) -> Step:
-    """The same step, whose models' calls are noted."""
-    draft = step.draft
+def heard(plan: StepPlan, calls: list[Call]) -> StepPlan:
+    """The same plan, whose draft's calls are noted."""
+    draft = plan.draft
     if isinstance(draft, ModelDraft):
-        draft = ModelDraft(cast(Forward, Heard(draft.forward, calls)), step.target.vocab_size)
-    return replace(step, target=cast(Forward, Heard(step.target, calls)), draft=draft)
+        draft = ModelDraft(cast(Forward, Heard(draft.forward, calls)), draft.forward.vocab_size)
+    return replace(plan, draft=draft)
+
+
+def listening(runner: StepRunner, calls: list[Call]) -> StepRunner:
+    """A runner of the same steps, whose target's calls are noted."""
+    return StepRunner(cast(Forward, Heard(runner.target, calls)), runner.cuda_graphs)
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, number: int) -> Tensor:

@@ -18,7 +18,7 @@ from heavypath.speculative import SpeculativeDecoder, load_demo_pair
 from heavypath.speculative.decoding import loop
 from heavypath.speculative.demo import demo_prompts
 
-CLOSING_UP = loop._close_up
+CLOSING_UP = loop.close_up
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
         return ids.shape[1] - prompts.shape[1] >= new[row]
 
     def seconds(decoder: SpeculativeDecoder, closing_up: bool) -> float:
-        loop._close_up = CLOSING_UP if closing_up else lambda *slots: None
+        loop.close_up = CLOSING_UP if closing_up else lambda *slots: None
         stats = decoder.generate(**inputs, max_new_tokens=new[-1], stopping_criteria=[ends], pad_token_id=0).stats
         assert stats.tokens_of.tolist() == new
         return stats.total_seconds
