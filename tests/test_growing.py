@@ -14,8 +14,8 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import Beam, TopK
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.decoding import growing, slot_values
+from heavypath.speculative.decoding.growing import heap_tree
 from heavypath.speculative.decoding.growth import Growth
-from heavypath.speculative.decoding.heap_tree import heap_tree
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence

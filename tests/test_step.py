@@ -270,7 +270,7 @@ class Launches(TorchDispatchMode):
 def test_a_late_snapshot_is_one_step_old(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     counter = torch.zeros(2)
-    late, prompt = Snapshots(counter, late=True), Snapshots(counter, late=False)
+    late, prompt = Snapshots([counter], late=True), Snapshots([counter], late=False)
     for step in range(5):
         counter += 1
         (now,), slots = prompt.take(step)

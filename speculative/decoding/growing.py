@@ -16,6 +16,8 @@ By "beam" a level is the next one of a stochastic beam search (RSD-S, Jeon et al
 that it keeps are independent of the tokens that have them.
 """
 
+import heapq
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +34,37 @@ from heavypath.speculative.decoding.slot_values import sum_of_squares, values
 from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.kinds import Cache, Draft
+
+
+def heap_tree(
+    below: Callable[[tuple[int, ...]], tuple[Sequence[float], Sequence[float]]], size: int, max_depth: int
+) -> list[tuple[int, ...]]:
+    """DySpec's algorithm 1 as published, with a draft call for each node: what `grow_tree` must find.
+
+    Returns the drafted nodes as paths of ranks, in the order in which they are drawn, without the root.
+
+    below(path): `slot_values.values` of the node at `path`, asked once for each node. O(size log size) beside that.
+    """
+    nodes: list[tuple[int, ...]] = [()]
+    worths = [1.0]
+    rows: dict[int, tuple[Sequence[float], Sequence[float]]] = {}
+    queue: list[tuple[float, int, int, int]] = []  # (-value, depth, rank, parent's number)
+
+    def offer(parent: int, rank: int, most: float) -> None:
+        depth = len(nodes[parent]) + 1
+        if parent not in rows and depth <= max_depth:
+            rows[parent] = below(nodes[parent])
+        if depth <= max_depth and rank < len(rows[parent][0]):
+            heapq.heappush(queue, (-min(most, worths[parent] * rows[parent][0][rank]), depth, rank, parent))
+
+    offer(0, 0, 1.0)
+    while queue and queue[0][0] < 0 and len(nodes) < size:
+        negative, _, rank, parent = heapq.heappop(queue)
+        nodes.append((*nodes[parent], rank))
+        worths.append(worths[parent] * rows[parent][1][rank])
+        offer(parent, rank + 1, -negative)
+        offer(len(nodes) - 1, 0, -negative)
+    return nodes[1:]
 
 
 class _Level(NamedTuple):

@@ -64,8 +64,8 @@ def decode(
     state, batch = workspace.state, len(request.prompt)
     on_host = host_can_read(state.numbers.device)
     watched = request.stopping is not None or on_step is not None
-    text = (state.output[:batch],) if streamers else ()
-    snapshots = Snapshots(state.numbers, *text, late=not on_host and not watched)
+    looked_at = [state.numbers, state.output[:batch]] if streamers else [state.numbers]
+    snapshots = Snapshots(looked_at, late=not on_host and not watched)
     ended: dict[int, _Ended] = {}
     members = [*range(batch)]  # the sequences in the slots
     asked = [0] * batch  # tokens for which the stopping criteria have been asked

@@ -16,7 +16,7 @@ class Snapshots:
     looked and launched the next step. So the host looks at the step before the one under way.
     """
 
-    def __init__(self, *tensors: Tensor, late: bool):
+    def __init__(self, tensors: list[Tensor], late: bool):
         self._tensors, self._late = tensors, late
         self._taken: list[tuple[list[Tensor], torch.cuda.Event, int]] = []
         self._free = [[_on_host(tensor) for tensor in tensors] for _ in range(2 * late)]

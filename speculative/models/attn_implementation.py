@@ -1,20 +1,21 @@
 """attn_implementation="heavypath": tree attention inside a transformers model, for whatever the model asks of it.
 
-A causal model asks its attention three things, all of them a tree in depth-first order behind a prefix of cached rows:
+A causal model asks its attention for three things, and each is a tree in depth-first order behind a prefix of cached
+rows:
 
-    prefill        a chain of N nodes, no prefix
+    prefill        a chain of N nodes, without a prefix
     decoding       a chain of one node, or of several, behind L rows
     verification   a tree of N nodes behind L rows
 
-so what is seen follows from a few integers, and no mask of N x (L + N) is made. Once heavypath.speculative is imported,
+So a few integers say what is seen, and no mask of N x (L + N) is made. Once heavypath.speculative is imported,
 
     model.set_attn_implementation("heavypath")            # or from_pretrained(..., attn_implementation="heavypath")
     model(tokens, position_ids=L + depths, past_key_values=cache, tree_subtree_end=tree.subtree_end)
 
-patches a loaded model, `set_attn_implementation("sdpa")` takes the patch off, and a tree is an argument of the call:
-see `attention_forward`. What the kernel cannot better takes transformers' own sdpa: calls that need gradients or
-dropout, calls without a tree on a CPU, and masks that are no such prefix and tree: bidirectional or custom ones, packed
-sequences, zeros between ones. What cannot be served is refused with the name of what can.
+patches a loaded model. `set_attn_implementation("sdpa")` takes the patch off again. A tree is an argument of the call:
+see `attention_forward`. Calls that the kernel would not speed up go to transformers' own sdpa: those that need
+gradients or dropout, those without a tree on a CPU, and those whose mask is not a prefix and a tree (bidirectional or
+custom masks, packed sequences, zeros between ones). What neither can do is refused, with the name of what can.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +35,8 @@ from heavypath.kernels.tree_attention import MAX_NODES, PackedAncestors, tree_at
 logger = logging.get_logger(__name__)
 
 NAME = "heavypath"
-_SERVED_ELSEWHERE = {  # arguments that models or callers give to an attention function
+# Arguments that models or callers may give to an attention function: what they ask for, and which one has it.
+_SERVED_ELSEWHERE = {
     "position_bias": ("position biases", "sdpa"),
     "s_aux": ("attention sinks", "eager"),
     "sinks": ("attention sinks", "eager"),
@@ -67,10 +69,10 @@ def attention_forward(
     tree_attend: Callable[[Tensor, Tensor, Tensor, float | None], Tensor] | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """One layer's attention, as transformers calls it; returns [B, N, Hq, D] and no weights.
+    """One layer's attention, as transformers calls it. Returns [B, N, Hq, D], and no weights.
 
-    query: [B, Hq, N, D]; key, value: [B, Hkv, S, D], what the cache returned; attention_mask: from `visible_rows`, or
-    any other one that sdpa takes.
+    query: [B, Hq, N, D]; key, value: [B, Hkv, S, D], which the cache returned; attention_mask: from `visible_rows`, or
+    any other mask that sdpa takes.
 
     A tree is given to the model's call, `model(tokens, position_ids=..., past_key_values=cache, tree_subtree_end=...)`:
 
@@ -80,26 +82,26 @@ def attention_forward(
     tree_prefix_length: int or LongTensor[B], the cache rows before the tree. The default is right for every cache of
                         transformers; one that stores each sequence's tree behind its own prefix must say where.
 
-    tree_attend:        instead of them all, what does the attention: a function of query, key, value and scaling
+    tree_attend:        instead of all these, a function of query, key, value and scaling that does the attention
 
-    That call's position_ids [B, N] must be prefix + depths, where left padding does not count as prefix: without them
-    transformers numbers the nodes one after the other. Its attention_mask, if any, has a column for each row of the
-    cache and each node.
+    The call's position_ids [B, N] must be prefix + depths, where left padding does not count as prefix: without them
+    transformers numbers the nodes one after the other. The call's attention_mask, if any, has a column for each row of
+    the cache and for each node.
 
-    Raises ValueError for what "heavypath" has not: attention sinks, position biases, paged caches; trees under masks
-    other than causal or sliding-window ones with left padding; and soft caps under bidirectional or additive masks.
+    Raises ValueError for what "heavypath" does not have: attention sinks, position biases, paged caches; trees under
+    masks other than causal or sliding-window ones with left padding; soft caps under bidirectional or additive masks.
     """
     _check_served(kwargs)
     if tree_attend is not None:
         if softcap is not None:
             raise _unserved("has no soft-capped scores in a decoder", "eager")
         return tree_attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
-    tree = tree_subtree_end is not None or tree_ancestor_mask is not None
-    if tree_prefix_length is not None and not tree:
+    has_tree = tree_subtree_end is not None or tree_ancestor_mask is not None
+    if tree_prefix_length is not None and not has_tree:
         raise ValueError("tree_prefix_length needs tree_subtree_end or tree_ancestor_mask, got neither")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal or (attention_mask is not None and attention_mask.dtype != torch.long):
-        if tree:
+        if has_tree:
             raise _unserved(
                 "has no trees under bidirectional or custom masks, with packed sequences (position_ids that start "
                 "anew), or behind an attention_mask with zeros after ones",
@@ -109,20 +111,20 @@ def attention_forward(
         if softcap is None:
             sdpa = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
             return sdpa_attention_forward(module, query, key, value, attention_mask, **sdpa)
-        tree, tree_ancestor_mask, tree_prefix_length = True, _as_tree(attention_mask, len(query)), 0
+        has_tree, tree_ancestor_mask, tree_prefix_length = True, _as_tree(attention_mask, len(query)), 0
         attention_mask = None
     queries, rows = query.shape[2], key.shape[2]
     first_row, prefix, window = _read_rows(module, attention_mask, queries, rows, sliding_window)
 
-    if not tree and softcap is None and _takes_sdpa(query, key, value, dropout):
+    if not has_tree and softcap is None and _takes_sdpa(query, key, value, dropout):
         mask = _dense_mask(queries, rows, first_row, prefix, window, query.device)
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling)
     if dropout:
-        raise _unserved(f"has no dropout of {dropout} for {'trees' if tree else 'soft-capped scores'}", "eager")
+        raise _unserved(f"has no dropout of {dropout} for {'trees' if has_tree else 'soft-capped scores'}", "eager")
     if query.dtype != value.dtype:  # under autocast: rotary embeddings widen what they turn
         query, key = query.to(value.dtype), key.to(value.dtype)
     attend = partial(tree_attention, first_row=first_row, window=window, softcap=softcap, scale=scaling)
-    if not tree:
+    if not has_tree:
         out = _chains(attend, query, key, value, prefix)
     else:
         if tree_prefix_length is not None:
@@ -150,16 +152,18 @@ def visible_rows(
     device: torch.device | str = "cpu",
     **more: Any,
 ) -> Tensor | None:
-    """The mask of a forward pass, as transformers asks for it; its attention layers get it as attention_mask.
+    """The mask of a forward pass, as transformers asks for it; the attention layers get it as attention_mask.
 
-    None where everything before a token is seen by it: no padding, a window that reaches all, and the new tokens last
-    in the cache. Otherwise LongTensor [B, 1, 1, 2], the first row that is not padding and the number of rows before the
-    new tokens; or [B, 1, 1, 3], with the sliding window. They count the rows that the layer's cache returns, which
-    begin at token `kv_offset` where a sliding window dropped others. transformers passes four dimensions on unchanged.
+    None where a token sees everything before it: there is no padding, the window reaches over all, and the new tokens
+    are the last in the cache. Otherwise LongTensor [B, 1, 1, 2]: the first row that is not padding, and the number of
+    rows before the new tokens; or [B, 1, 1, 3], with the sliding window as well. These numbers count the rows that the
+    layer's cache returns, which begin at token `kv_offset` where a sliding window dropped earlier ones. transformers
+    passes masks of four dimensions on unchanged.
 
-    Any other mask is sdpa's, bool [B, 1, N, S]: one of another function, or of a 2-D attention_mask that is not zeros,
-    then ones up to the last token. Its values are looked at, but not where that would stall a GPU, in graph capture or
-    under torch.compile; a compiler for CPUs, where sdpa serves all but trees, gets sdpa's mask.
+    In all other cases the mask is sdpa's, bool [B, 1, N, S]: for another mask function, and for a 2-D attention_mask
+    that is not zeros, then ones up to the last token. To know that, the mask's values are looked at, but not where it
+    would stall a GPU: in graph capture or under torch.compile. A compiler for CPUs, where sdpa does everything but
+    trees, gets sdpa's mask.
     """
     may_be_packed = attention_mask is None and 1 < q_length == kv_length
     plain = _is_plain(mask_function, local_size, config, use_vmap or may_be_packed)
@@ -170,8 +174,17 @@ def visible_rows(
         plain = plain and (_has_kernel(attention_mask) or not blind)
     if not plain:
         more |= {"use_vmap": use_vmap, "config": config, "device": device, "allow_is_causal_skip": False}
-        place = batch_size, q_length, kv_length, q_offset, kv_offset
-        return sdpa_mask(*place, mask_function, attention_mask, local_size, **more)  # pyright: ignore[reportArgumentType]
+        return sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,  # pyright: ignore[reportArgumentType]
+            kv_offset,
+            mask_function,
+            attention_mask,
+            local_size,
+            **more,
+        )
     window = local_size if local_size is not None and kv_length > local_size else None
     if first is None and window is None and isinstance(q_offset, int) and kv_offset + kv_length == end:
         return None
@@ -202,7 +215,7 @@ def _check_served(kwargs: Mapping[str, object]) -> None:
 def _read_rows(
     module: nn.Module, attention_mask: Tensor | None, queries: int, rows: int, window: int | None
 ) -> tuple[Tensor | None, int | Tensor, int | None]:
-    """First row, rows before the queries, and window of what `visible_rows` made."""
+    """The first row, the rows before the queries, and the window, out of a mask that `visible_rows` made."""
     if attention_mask is None:
         if queries > rows:
             raise _unserved(f"serves causal self-attention only, got {queries} queries and {rows} keys")
@@ -210,7 +223,7 @@ def _read_rows(
     if attention_mask.dim() != 4 or attention_mask.shape[1:3] != (1, 1):
         given = f"{attention_mask.dtype} {[*attention_mask.shape]}"
         raise _unserved(f"takes an attention_mask [B, rows] that covers cache and new tokens, got {given}")
-    if attention_mask.shape[3] == 1:  # stands for what tree_attend knows
+    if attention_mask.shape[3] == 1:  # a decoder's, which only stands for the mask of tree_attend
         raise _unserved(f"needs the arguments of the call, which {type(module).__name__} does not get")
     windowed = attention_mask.shape[3] == 3
     if windowed and window is None:
@@ -219,7 +232,7 @@ def _read_rows(
 
 
 def _as_tree(mask: Tensor | None, batch: int) -> Tensor:
-    """bool [B, N, S]: any mask of [B or 1, 1, N, S] is that of a tree's last N nodes, with no prefix."""
+    """bool [B, N, S] of a mask [B or 1, 1, N, S]: the same as the mask of a tree's last N nodes without a prefix."""
     if mask is None or mask.dtype != torch.bool or mask.shape[1] != 1:
         raise _unserved("has no soft-capped scores that are bidirectional or under a mask that adds to them", "eager")
     return mask[:, 0].expand(batch, -1, -1)
@@ -228,13 +241,13 @@ def _as_tree(mask: Tensor | None, batch: int) -> Tensor:
 def _is_plain(
     mask_function: Callable, window: int | None, config: PreTrainedConfig | None, may_be_custom: bool
 ) -> bool:
-    """Whether transformers' mask_function is the causal one, or that with a sliding window, and nothing else."""
+    """Whether transformers' mask_function is the causal one, with or without a sliding window, and nothing else."""
     if window is None:
         return mask_function is causal_mask_function
     sliding = sliding_window_causal_mask_function(window)
     if not torch.compiler.is_compiling():
         return _same(mask_function, sliding)
-    # The compiler does not look into closures; packed sequences and chunks would have the same code.
+    # The compiler does not look into closures, and packed sequences and chunks have the same code.
     unmistakable = not may_be_custom and getattr(config, "sliding_window", None) == window
     return unmistakable and mask_function.__code__ is sliding.__code__
 
@@ -250,10 +263,11 @@ def _same(one: object, other: object) -> bool:
 
 
 def _first_ones(attention_mask: Tensor, end: int | Tensor, check: bool) -> tuple[bool, Tensor | None]:
-    """Whether all from a sequence's first one to the end are ones, and LongTensor[B], the column of that first one, or
-    None where it is 0 for all sequences. Both as far as is checked.
+    """Whether each sequence has ones from its first one to the end; and LongTensor[B], the column of its first one.
 
-    attention_mask: bool [B, columns]; end: how many columns count, an int or a tensor [] or [B].
+    The column is None where it is 0 for all sequences. Without `check` the values are not looked at, and ones assumed.
+
+    attention_mask: bool [B, columns]; end: how many columns count, an int or a tensor [] or [B]
     """
     columns = attention_mask.shape[1]
     ends = end.reshape(-1, 1) if isinstance(end, Tensor) else attention_mask.new_full((1, 1), end, dtype=torch.long)
@@ -286,16 +300,16 @@ def _dense_mask(
     start = prefix.reshape(-1, 1, 1, 1) if isinstance(prefix, Tensor) else prefix
     node = start + torch.arange(queries, device=device)[:, None]
     row = torch.arange(rows, device=device)
-    seen = (row <= node).view(-1, 1, queries, rows)
+    visible = (row <= node).view(-1, 1, queries, rows)
     if window is not None:
-        seen = seen & (row > node - window)
+        visible = visible & (row > node - window)
     if first_row is not None:
-        seen = seen & (row >= first_row[:, None, None, None])
-    return seen
+        visible = visible & (row >= first_row[:, None, None, None])
+    return visible
 
 
 def _chains(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, prefix: int | Tensor) -> Tensor:
-    """A chain behind a prefix: one after the other, chains that the kernel can take, behind those before them."""
+    """Attention of a chain behind a prefix. A chain too long for the kernel goes in pieces, each behind the former."""
     size, pieces = _longest_chain(query), []
     try:
         for start in range(0, query.shape[2], size):
