@@ -1,7 +1,7 @@
 """The house's rules: which folder imports which, and what keeps a file readable.
 
-`ORDER` is the layout. A folder imports those before it and never those behind it; within a folder modules may import each
-other, but in no circle.
+`ORDER` is the layout. A folder imports those before it and never those behind it; within a folder modules may import
+each other, but in no circle.
 """
 
 import ast
