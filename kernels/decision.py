@@ -21,7 +21,8 @@ from torch import Tensor
 from heavypath.kernels.distributions import CHUNK, LANES, NONE, log_prob, normalized, softmax_part
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of
 from heavypath.kernels.k_seq import try_k_seq
-from heavypath.kernels.noise import Stream, philox_words, seed_arguments, seed_words
+from heavypath.kernels.nodes import Nodes
+from heavypath.kernels.noise import Noise, Stream, philox_words, seed_arguments, seed_words
 from heavypath.kernels.residual import try_chain
 from heavypath.kernels.tickets import is_last, tickets
 
@@ -243,39 +244,43 @@ def leaves_out(method: str, draft_filters: Filters) -> bool:
 
 
 def decide(
-    tokens: Tensor,
-    parents: Tensor,
-    ranks: Tensor | None,
-    rows: Tensor | None,
+    nodes: Nodes,
     target: Tensor,
     draft: Tensor | None,
     method: str,
     target_filters: Filters,
     draft_filters: Filters,
-    seed: int | Tensor,
+    noise: Noise,
 ) -> Decided:
     """Decide for every node of [B, N] at once; logits [B, N, V], contiguous in V; without a draft there is one node."""
-    batch, nodes = tokens.shape
+    tokens, parents, ranks = nodes
+    rows = None if noise.rows is None else noise.rows.contiguous()
+    batch, count = tokens.shape
     device, vocab_size = tokens.device, target.shape[-1]
     cut, draft_cut = cut_of(target_filters, vocab_size), cut_of(draft_filters, vocab_size)
     chunks = triton.cdiv(vocab_size, CHUNK.value)
-    ints = torch.empty(batch * nodes * (2 + FACTS.value), dtype=torch.int32, device=device)
-    numbers = torch.empty(batch * nodes * (FACTS.value + 4 * chunks), device=device)
-    choice, left_out, marks = ints.split([batch * nodes, batch * nodes, batch * nodes * FACTS.value])
-    facts, parts = numbers.split([batch * nodes * FACTS.value, batch * nodes * 4 * chunks])
+    ints = torch.empty(batch * count * (2 + FACTS.value), dtype=torch.int32, device=device)
+    numbers = torch.empty(batch * count * (FACTS.value + 4 * chunks), device=device)
+    choice, left_out, marks = ints.split([batch * count, batch * count, batch * count * FACTS.value])
+    facts, parts = numbers.split([batch * count * FACTS.value, batch * count * 4 * chunks])
     source = target if draft is None else draft
     with torch.cuda.device_of(tokens):
-        _decide_kernel[(batch * nodes * chunks,)](
-            tokens, parents, ranks, rows, target, source, choice, left_out, facts, marks, parts,
-            tickets(batch * nodes, device), nodes, vocab_size,
-            parents.stride(0), 0 if ranks is None else ranks.stride(0),
-            *target.stride()[:2], *source.stride()[:2], *seed_arguments(seed), *cut.numbers, *draft_cut.numbers,
+        _decide_kernel[(batch * count * chunks,)](
+            tokens_ptr=tokens, parents_ptr=parents, ranks_ptr=ranks, rows_ptr=rows, target_ptr=target, draft_ptr=source,
+            choice_ptr=choice, left_out_ptr=left_out, facts_ptr=facts, marks_ptr=marks, parts_ptr=parts,
+            tickets_ptr=tickets(batch * count, device), N=count, V=vocab_size,
+            parents_stride=parents.stride(0), ranks_stride=0 if ranks is None else ranks.stride(0),
+            target_batch_stride=target.stride(0), target_stride=target.stride(1),
+            draft_batch_stride=source.stride(0), draft_stride=source.stride(1), **seed_arguments(noise.seed),
+            temperature=cut.temperature, top_k=cut.top_k, top_p=cut.top_p, log_min_p=cut.log_min_p,
+            draft_temperature=draft_cut.temperature, draft_top_k=draft_cut.top_k, draft_top_p=draft_cut.top_p,
+            draft_log_min_p=draft_cut.log_min_p,
             REPLACEMENT=method != "without_replacement", K_SEQ=method == "kseq",
             POINT_MASSES=draft_filters.temperature == 0, HAS_DRAFT=draft is not None, HAS_RANKS=ranks is not None,
             HAS_ROWS=rows is not None, FILTERED=cut.filtered, HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p,
             DRAFT_FILTERED=draft_cut.filtered, DRAFT_HAS_TOP_K=draft_cut.has_top_k,
             DRAFT_HAS_TOP_P=draft_cut.has_top_p, HIDDEN=HIDDEN_BITS[target.dtype],
-            DRAFT_HIDDEN=HIDDEN_BITS[source.dtype], CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(nodes)),
+            DRAFT_HIDDEN=HIDDEN_BITS[source.dtype], CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(count)),
             num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,  # or ptxas spills for occupancy
         )  # fmt: skip
     return Decided(choice, left_out, facts, marks)

@@ -49,6 +49,7 @@ from heavypath.kernels.filtering import (
 )
 from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.noise import (
+    Noise,
     Stream,
     check_seed,
     gumbel_of,
@@ -133,25 +134,31 @@ def gumbel_topk(
             raise ValueError(f"impl 'triton' takes fp32, fp16 or bf16 logits, got {logits.dtype}; take impl 'torch'")
         check_can_launch(logits)
 
-    drawn = draw(logits.reshape(-1, vocab_size), k, filters, seed, rows, replacement, uniform_fill, impl)
+    run = launch_topk if impl == "triton" else _reference
+    drawn = run(
+        logits.reshape(-1, vocab_size),
+        k,
+        filters,
+        noise=Noise(seed, rows),
+        stream=Stream.DRAFT,
+        replacement=replacement,
+        uniform_fill=uniform_fill,
+    )
     return TopK(*(field.view(*lead, k) for field in drawn))
 
 
-def draw(
+def draw_unchecked(
     logits: Tensor,
     k: int,
+    *,
     filters: Filters,
-    seed: int | Tensor,
-    rows: Tensor | None,
-    replacement: bool,
-    uniform_fill: bool,
-    impl: str = "auto",
+    noise: Noise,
+    replacement: bool = False,
+    uniform_fill: bool = False,
 ) -> TopK:
-    """`gumbel_topk` of logits [R, V] and rows LongTensor[R] that are known to be right; fields [R, k]."""
-    options = rows, Stream.DRAFT, replacement, uniform_fill
-    if choose_impl("draw", impl, logits) == "triton":
-        return launch_topk(logits, k, filters, seed, *options)
-    return _reference(logits, k, filters, int(seed), *options)
+    """`gumbel_topk` without its checks, of logits [R, V] and noise.rows LongTensor[R]; impl is "auto"."""
+    run = launch_topk if choose_impl("draw_unchecked", "auto", logits) == "triton" else _reference
+    return run(logits, k, filters, noise=noise, stream=Stream.DRAFT, replacement=replacement, uniform_fill=uniform_fill)
 
 
 @np.errstate(all="ignore")
@@ -159,25 +166,26 @@ def _reference(
     logits: Tensor,
     k: int,
     filters: Filters,
-    seed: int,
-    rows: Tensor | None,
+    *,
+    noise: Noise,
     stream: Stream,
     replacement: bool,
-    fill: bool,
+    uniform_fill: bool,
 ) -> TopK:
-    """logits [R, V], rows [R]; TopK of [R, k]. In NumPy, whose calls on short rows cost less than PyTorch's."""
+    """Logits [R, V], noise.rows [R]; TopK of [R, k]. In NumPy, whose calls on short rows cost less than PyTorch's."""
     device, vocab_size = logits.device, logits.shape[-1]
     values = logits.detach().float().cpu().numpy()
-    noise = np.arange(len(values)) if rows is None else rows.cpu().numpy()
+    seed = int(noise.seed)
+    noise_rows = np.arange(len(values)) if noise.rows is None else noise.rows.cpu().numpy()
     largest, noisy = values.max(-1, keepdims=True), filters.temperature > 0
     scores = filtered_scores(values, largest, filters if noisy else Filters())  # [R, V]
     normalizer = np.log(np.exp(scores).sum(-1, keepdims=True, dtype=np.float64))
     if noisy and replacement:
-        keys = scores[:, None] + gumbels(seed, stream, noise, vocab_size, draws=k)  # [R, k, V], independent draws
+        keys = scores[:, None] + gumbels(seed, stream, noise_rows, vocab_size, draws=k)  # [R, k, V], independent draws
         tokens = keys.argmax(-1)
         ranked = keys.max(-1)
     else:
-        keys = scores + gumbels(seed, stream, noise, vocab_size) if noisy else values
+        keys = scores + gumbels(seed, stream, noise_rows, vocab_size) if noisy else values
         ranked, tokens = stable_topk(keys, min(k, vocab_size))
         if k > vocab_size:
             beyond = (0, 0), (0, k - vocab_size)
@@ -190,9 +198,11 @@ def _reference(
         tokens, keys, logprobs = (
             np.where(defined, field, none) for field, none in ((tokens, -1), (keys, undefined), (logprobs, undefined))
         )
-    if fill and noisy and not replacement and not defined.all():
+    if uniform_fill and noisy and not replacement and not defined.all():
         # Tokens outside the support, in a uniformly random order, take the places behind it.
-        words = np.where(scores > -np.inf, 1 << 32, noise_bits(seed, Stream.FILL, noise, vocab_size).astype(np.int64))
+        words = np.where(
+            scores > -np.inf, 1 << 32, noise_bits(seed, Stream.FILL, noise_rows, vocab_size).astype(np.int64)
+        )
         words[np.isnan(undefined[:, 0])] = 1 << 32
         filler = words.argsort(-1, kind="stable")[:, :k]
         filler = np.where(np.take_along_axis(words, filler, -1) < 1 << 32, filler, -1)
@@ -552,11 +562,11 @@ def launch_topk(
     logits: Tensor,
     k: int,
     filters: Filters,
-    seed: int | Tensor,
-    rows: Tensor | None,
+    *,
+    noise: Noise,
     stream: Stream,
-    replacement: bool,
-    fill: bool,
+    replacement: bool = False,
+    uniform_fill: bool = False,
 ) -> TopK:
     """As `_reference`."""
     count, vocab_size = logits.shape
@@ -564,13 +574,13 @@ def launch_topk(
     draws = k if replacement and noisy else 1
     programs, places = count * draws, k // draws
     cut = cut_of(filters if noisy else Filters(), vocab_size)
-    draw = TopK(
+    drawn = TopK(
         torch.empty(count, k, dtype=torch.long, device=device),
         torch.empty(count, k, device=device),
         torch.empty(count, k, device=device),
     )
     if programs == 0:
-        return draw
+        return drawn
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     chunks = triton.cdiv(vocab_size, CHUNK.value)
     bounds, tops = torch.empty(2, programs, chunks, LANES.value, device=device)
@@ -578,11 +588,14 @@ def launch_topk(
     block = triton.next_power_of_2(places)
     with torch.cuda.device_of(logits):
         _gumbel_topk_kernel[(programs * chunks,)](
-            logits, None if rows is None else rows.contiguous(), *draw, bounds, tops, parts, tickets(programs, device),
-            vocab_size, logits.stride(0), places, *seed_arguments(seed), *cut.numbers,
-            STREAM=int(stream), HAS_ROWS=rows is not None, DRAWS=draws, NOISY=noisy, FILTERED=cut.filtered,
-            HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p, FILL=fill and noisy and not replacement,
+            logits_ptr=logits, rows_ptr=None if noise.rows is None else noise.rows.contiguous(),
+            tokens_ptr=drawn.tokens, keys_ptr=drawn.keys, logprobs_ptr=drawn.logprobs,
+            bounds_ptr=bounds, tops_ptr=tops, parts_ptr=parts, tickets_ptr=tickets(programs, device),
+            V=vocab_size, row_stride=logits.stride(0), K=places, **seed_arguments(noise.seed),
+            temperature=cut.temperature, top_k=cut.top_k, top_p=cut.top_p, log_min_p=cut.log_min_p,
+            STREAM=int(stream), HAS_ROWS=noise.rows is not None, DRAWS=draws, NOISY=noisy, FILTERED=cut.filtered,
+            HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p, FILL=uniform_fill and noisy and not replacement,
             HIDDEN=HIDDEN_BITS[logits.dtype], CHUNKS=chunks, PLACES=block, OPENED=min(16, max(4, block)),
             INTERPRETED=not logits.is_cuda, num_warps=4, enable_fp_fusion=True, maxnreg=255,
         )  # fmt: skip
-    return draw
+    return drawn

@@ -25,7 +25,6 @@ a second one walks: its programs share the vocabulary, each of them walks, and t
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +37,9 @@ from heavypath.kernels.distributions import CHUNK, LANES, NONE, TILE, log_prob, 
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of, filtered_scores
 from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.k_seq import k_seq
+from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import (
+    Noise,
     Stream,
     check_seed,
     coins,
@@ -49,28 +50,16 @@ from heavypath.kernels.noise import (
     seed_arguments,
     seed_words,
 )
+from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.residual import residual_chain
 from heavypath.kernels.sampling import NEVER, launch_topk, pack, unpack
 from heavypath.kernels.tickets import is_last, tickets
 
-METHODS = ("without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy")
+VERIFICATION_METHODS = ("without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy")
+# The methods that weigh children against the draft's distribution, and so need its logits.
 DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq")
 _TARGET = tl.constexpr(int(Stream.TARGET))
 _LOG_2 = tl.constexpr(math.log(2))
-
-
-class Verified(NamedTuple):
-    """What one verification accepted.
-
-    path:       LongTensor[B, max_depth + 1]; node 0, then the accepted nodes from parent to child, then -1
-    length:     LongTensor[B], number of accepted drafted nodes
-    next_token: LongTensor[B], the recovered or bonus token that follows them; -1 where the rows that decide have no
-                distribution (NaN, +inf, or nothing but -inf), which on a CPU raises
-    """
-
-    path: Tensor
-    length: Tensor
-    next_token: Tensor
 
 
 def verify_tree(
@@ -119,8 +108,8 @@ def verify_tree(
     """
     target_filters = Filters(temperature, top_k, top_p, min_p).check()
     draft_filters = target_filters.override(draft_temperature, draft_top_k, draft_top_p, draft_min_p).check("draft_")
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if method not in VERIFICATION_METHODS:
+        raise ValueError(f"method must be one of {', '.join(VERIFICATION_METHODS)}, got {method!r}")
     if temperature == 0 and method != "greedy":
         raise ValueError(f"temperature 0 needs method 'greedy', got {method!r}")
     if method == "kseq" and draft_filters.temperature == 0:
@@ -169,32 +158,46 @@ def verify_tree(
         raise ValueError(f"max_depth must be at least 0, got {max_depth}")
     if batch == 0:
         return Verified(tokens.new_zeros(0, depth + 1), tokens.new_zeros(0), tokens.new_zeros(0))
-    given = tokens, parents, ranks, target_logits, draft_logits, method, depth, target_filters, draft_filters
-    return verify(*given, seed, rows, impl)
+    run = _launch if impl == "triton" else _reference
+    return run(
+        Nodes(tokens, parents, ranks),
+        target_logits,
+        draft_logits,
+        method=method,
+        max_depth=depth,
+        target_filters=target_filters,
+        draft_filters=draft_filters,
+        noise=Noise(seed, rows),
+    )
 
 
-def verify(
-    tokens: Tensor,
-    parents: Tensor,
-    ranks: Tensor | None,
+def verify_unchecked(
+    nodes: Nodes,
     target_logits: Tensor,
     draft_logits: Tensor | None,
+    *,
     method: str,
     max_depth: int,
     target_filters: Filters,
     draft_filters: Filters,
-    seed: int | Tensor,
-    rows: Tensor | None,
-    impl: str = "auto",
+    noise: Noise,
 ) -> Verified:
-    """`verify_tree` of what is known to be right: looking at it takes a decoder on a CPU a fifth as long again.
+    """`verify_tree` without its checks, which would take a decoder on a CPU a fifth as long again.
 
-    parents, ranks: LongTensor[B, N]; draft_logits: None for methods that do not need it.
+    target_logits, draft_logits: [B, N, V]; draft_logits is None for a method that is not in DRAFT_AWARE, and for trees
+    of a root alone. noise.rows: LongTensor[B, N]. The rest as `verify_tree`; impl is "auto".
     """
-    given = tokens, parents, ranks, target_logits, draft_logits, method, max_depth, target_filters, draft_filters
-    if choose_impl("verify", impl, tokens) == "triton":
-        return _launch(*given, seed, rows)
-    return _reference(*given, int(seed), rows)
+    run = _launch if choose_impl("verify_unchecked", "auto", nodes.tokens) == "triton" else _reference
+    return run(
+        nodes.per_sequence(),
+        target_logits,
+        draft_logits,
+        method=method,
+        max_depth=max_depth,
+        target_filters=target_filters,
+        draft_filters=draft_filters,
+        noise=noise,
+    )
 
 
 def _per_sequence(name: str, value: Tensor, batch: int, nodes: int) -> Tensor:
@@ -239,40 +242,33 @@ def _depth(parents: Tensor) -> int:
     return depth
 
 
-def sibling_order(parents: Tensor) -> Tensor:
-    """Each node's place among its siblings in index order; LongTensor[B, N] to LongTensor[B, N]."""
-    families, order = parents.sort(dim=-1, stable=True)
-    place = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-    begins = families.diff(dim=-1, prepend=families[:, :1] - 1) != 0
-    return torch.empty_like(parents).scatter_(1, order, place - place.where(begins, 0).cummax(-1).values)
-
-
 @np.errstate(all="ignore")
 def _reference(
-    tokens: Tensor,
-    parents: Tensor,
-    ranks: Tensor | None,
+    nodes: Nodes,
     target_logits: Tensor,
     draft_logits: Tensor | None,
+    *,
     method: str,
     max_depth: int,
     target_filters: Filters,
     draft_filters: Filters,
-    seed: int,
-    rows: Tensor | None,
+    noise: Noise,
 ) -> Verified:
-    batch, nodes = tokens.shape
+    """Nodes [B, N], logits [B, N, V]."""
+    tokens, parents, ranks = nodes
+    batch, count = tokens.shape
     device, vocab_size = tokens.device, target_logits.shape[-1]
     checked = device.type == "cpu"
     ranks = sibling_order(parents) if ranks is None else ranks
+    seed = int(noise.seed)
     # In NumPy, whose calls on short rows cost less than PyTorch's.
     token, parent, rank = (field.cpu().numpy() for field in (tokens, parents, ranks))
-    row = np.arange(batch * nodes).reshape(batch, nodes) if rows is None else rows.cpu().numpy()
-    index, every = np.arange(nodes), np.arange(batch)[:, None]
+    row = np.arange(batch * count).reshape(batch, count) if noise.rows is None else noise.rows.cpu().numpy()
+    index, every = np.arange(count), np.arange(batch)[:, None]
     target, draft = _readable(target_logits), None if draft_logits is None else _readable(draft_logits)
     above = np.maximum(parent, 0)
     present = (parent >= 0) & (token >= 0)
-    order = rank * nodes + index  # by rank, then by index
+    order = rank * count + index  # by rank, then by index
     coin = np.zeros(token.shape) if draft is None else coins(seed, row[every, above], rank)
     last, length = np.zeros((2, batch), dtype=np.int64)  # last accepted node, and their number
     next_token = last - 1
@@ -284,19 +280,19 @@ def _reference(
     for level in range(max_depth + 1):
         token, above, present, order, coin, row = state
         here = every[: len(node)]
-        noise = row[here[:, 0], node]
+        noise_rows = row[here[:, 0], node]
         candidate = reached[here, above] & present  # [A, N]
         if level == max_depth:
             candidate[:] = False
 
         if method in DRAFT_AWARE:
-            count = candidate.sum(1)
-            width = int(count.max())
-            children = np.where(candidate, order, nodes * nodes).argsort(1)[:, :width]  # [A, K]
-            drawn = np.where(index[:width] < count[:, None], token[here, children], -1)
+            offered = candidate.sum(1)
+            width = int(offered.max())
+            children = np.where(candidate, order, count * count).argsort(1)[:, :width]  # [A, K]
+            drawn = np.where(index[:width] < offered[:, None], token[here, children], -1)
             log_target = log_probs(*_rows(target, "target", sequence, node, checked), target_filters)  # [A, V]
-            choice, recovered = count * 0 - 1, log_target
-            inner = count.nonzero()[0]
+            choice, recovered = offered * 0 - 1, log_target
+            inner = offered.nonzero()[0]
             if len(inner):
                 assert draft is not None
                 log_draft = None
@@ -317,7 +313,7 @@ def _reference(
                         weights[inner[choice[inner] < 0]] = recovered
                     weights = weights[stop]
                 keys = np.log(weights.astype(np.float64))
-                keys += gumbels(seed, Stream.TARGET, noise[stop], vocab_size)
+                keys += gumbels(seed, Stream.TARGET, noise_rows[stop], vocab_size)
                 next_token[sequence[stop]] = _best_token(keys)
             taken = choice >= 0
             if not taken.any():
@@ -330,13 +326,13 @@ def _reference(
             if method != "greedy":
                 stream = Stream.DRAFT if method == "race" else Stream.TARGET
                 keys = filtered_scores(target_row, largest, target_filters)
-                keys += gumbels(seed, stream, noise, vocab_size)
+                keys += gumbels(seed, stream, noise_rows, vocab_size)
             next_token[sequence] = winner = _best_token(keys)
             reached = candidate & (token == winner[:, None])
             taken = reached.any(1)
             if not taken.any():
                 break
-            node = np.where(reached, order, nodes * nodes).argmin(1)
+            node = np.where(reached, order, count * count).argmin(1)
 
         if not taken.all():
             state = [field[taken] for field in state]
@@ -563,26 +559,25 @@ def _walk_kernel(
 
 
 def _launch(
-    tokens: Tensor,
-    parents: Tensor,
-    ranks: Tensor | None,
+    nodes: Nodes,
     target_logits: Tensor,
     draft_logits: Tensor | None,
+    *,
     method: str,
     max_depth: int,
     target_filters: Filters,
     draft_filters: Filters,
-    seed: int | Tensor,
-    rows: Tensor | None,
+    noise: Noise,
 ) -> Verified:
     """As `_reference`."""
-    batch, nodes = tokens.shape
+    tokens, parents, ranks = nodes
+    batch, count = tokens.shape
     device, vocab_size = tokens.device, target_logits.shape[-1]
     chain = method in DRAFT_AWARE
     tokens = tokens.contiguous()
     parents = parents if parents.stride(1) == 1 else parents.contiguous()
     ranks = ranks if ranks is None or ranks.stride(1) == 1 else ranks.contiguous()
-    rows = None if rows is None else rows.contiguous()
+    rows = None if noise.rows is None else noise.rows.contiguous()
     target = target_logits if target_logits.stride(2) == 1 else target_logits.contiguous()
     draft = draft_logits if draft_logits is None or draft_logits.stride(2) == 1 else draft_logits.contiguous()
     chunks = triton.cdiv(vocab_size, CHUNK.value) if chain else 1
@@ -591,26 +586,35 @@ def _launch(
         torch.empty(batch, max_depth + 1, dtype=torch.long, device=device),
         *(torch.empty(batch, dtype=torch.long, device=device) for _ in range(2)),
     )
+    source = target if draft is None else draft
+    left_out = facts = marks = best = counters = None
     if chain:
-        decided = decide(tokens, parents, ranks, rows, target, draft, method, target_filters, draft_filters, seed)
+        checked = Nodes(tokens, parents, ranks)
+        decision, left_out, facts, marks = decide(checked, target, draft, method, target_filters, draft_filters, noise)
         best = torch.empty(batch, chunks, dtype=torch.long, device=device)
-        given = (decided.choice, target, target if draft is None else draft, *decided[1:], best, tickets(batch, device))
+        counters = tickets(batch, device)
     else:
         stream = Stream.DRAFT if method == "race" else Stream.TARGET
         filters = Filters(temperature=0.0) if method == "greedy" else target_filters
-        flat_rows = None if rows is None else rows.view(-1)
-        winner = launch_topk(target.reshape(-1, vocab_size), 1, filters, seed, flat_rows, stream, False, False).tokens
-        given = (winner, *[None] * 7)
+        flat = Noise(noise.seed, None if rows is None else rows.view(-1))
+        decision = launch_topk(target.reshape(-1, vocab_size), 1, filters, noise=flat, stream=stream).tokens
     with torch.cuda.device_of(tokens):
         _walk_kernel[(batch * chunks,)](
-            tokens, parents, ranks, rows, *given, *verified,
-            nodes, vocab_size, parents.stride(0), 0 if ranks is None else ranks.stride(0),
-            *target.stride()[:2], *(target if draft is None else draft).stride()[:2], max_depth, *seed_arguments(seed),
-            cut.numbers[0], cut.numbers[3], draft_cut.numbers[0], draft_cut.numbers[3],
+            tokens_ptr=tokens, parents_ptr=parents, ranks_ptr=ranks, rows_ptr=rows, decision_ptr=decision,
+            target_ptr=target if chain else None, draft_ptr=source if chain else None,
+            left_out_ptr=left_out, facts_ptr=facts, marks_ptr=marks, best_ptr=best, tickets_ptr=counters,
+            path_ptr=verified.path, length_ptr=verified.length, next_token_ptr=verified.next_token,
+            N=count, V=vocab_size,
+            parents_stride=parents.stride(0), ranks_stride=0 if ranks is None else ranks.stride(0),
+            target_batch_stride=target.stride(0), target_stride=target.stride(1),
+            draft_batch_stride=source.stride(0), draft_stride=source.stride(1),
+            max_depth=max_depth, **seed_arguments(noise.seed),
+            temperature=cut.temperature, log_min_p=cut.log_min_p,
+            draft_temperature=draft_cut.temperature, draft_log_min_p=draft_cut.log_min_p,
             CHAIN=chain, LEAVES_OUT=leaves_out(method, draft_filters), HAS_RANKS=ranks is not None,
             HAS_ROWS=rows is not None, FILTERED=cut.filtered, DRAFT_FILTERED=draft_cut.filtered,
-            HIDDEN=HIDDEN_BITS[target.dtype], DRAFT_HIDDEN=HIDDEN_BITS[(target if draft is None else draft).dtype],
-            CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(nodes)), PATH=triton.next_power_of_2(max_depth + 1),
+            HIDDEN=HIDDEN_BITS[target.dtype], DRAFT_HIDDEN=HIDDEN_BITS[source.dtype],
+            CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(count)), PATH=triton.next_power_of_2(max_depth + 1),
             INTERPRETED=not tokens.is_cuda, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
         )  # fmt: skip
     return verified

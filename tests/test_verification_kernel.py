@@ -11,8 +11,10 @@ from torch import Tensor
 
 from heavypath.kernels import decision, k_seq, residual, verification
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import METHODS, Verified, verify_tree
+from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
 from heavypath.speculative.trees.tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,7 +100,7 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 @pytest.mark.parametrize("filters", FILTERS)
 def test_the_kernels_accept_what_the_reference_accepts(method, filters):
     if method == "kseq" and filters == "a draft's top-k":
@@ -136,13 +138,13 @@ def random_problem(method: str, seed: int) -> Problem:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_the_kernels_accept_what_the_reference_accepts_in_random_trees(method):
     differ = [seed for seed in range(110) if not random_problem(method, seed).agrees()]
     assert not differ
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_a_vocabulary_of_several_chunks_is_shared_by_programs(method):
     problem = Problem(
         TokenTree.k_ary(2, 1), method, vocab_size=20_001, batch=1, dtype=torch.bfloat16, noise=2.0, seed=2
@@ -150,7 +152,7 @@ def test_a_vocabulary_of_several_chunks_is_shared_by_programs(method):
     assert problem.agrees()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_defaults_views_and_shallow_walks_agree(method):
     problem = Problem(TREES["ranks"], method, vocab_size=7, seed=4, noise=0.3)
     for depth in (0, 1):
@@ -165,7 +167,7 @@ def test_defaults_views_and_shallow_walks_agree(method):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_a_seed_in_memory_verifies_as_its_number(method, impl):
     problem = Problem(TREES["ranks"], method, vocab_size=7, noise=3.0)
     seen = set()
@@ -177,16 +179,21 @@ def test_a_seed_in_memory_verifies_as_its_number(method, impl):
     assert (len(seen) > 1) == (method != "greedy")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_rows_without_a_distribution_are_flagged_by_the_kernels(method):
     problem = Problem(TREES["chain"], method, seed=1)
     for bad in (torch.nan, torch.inf, -torch.inf):
         problem.target[1] = bad
-        arguments = (problem.tokens, problem.parents.expand(2, -1), None, problem.target, problem.draft, method, 3)
-        filters = Filters(0.0) if method == "greedy" else PLAIN
-        verified = verification._launch(*(
-            field.to(DEVICE) if isinstance(field, Tensor) else field for field in arguments
-        ), filters, PLAIN, 0, problem.rows.to(DEVICE))  # fmt: skip
+        verified = verification._launch(
+            Nodes(problem.tokens.to(DEVICE), problem.parents.expand(2, -1).to(DEVICE), None),
+            problem.target.to(DEVICE),
+            problem.draft.to(DEVICE),
+            method=method,
+            max_depth=3,
+            target_filters=Filters(0.0) if method == "greedy" else PLAIN,
+            draft_filters=PLAIN,
+            noise=Noise(0, problem.rows.to(DEVICE)),
+        )
         assert int(verified.next_token[0]) >= 0
         assert int(verified.next_token[1]) == -1
         assert int(verified.length[1]) == 0
@@ -278,7 +285,7 @@ def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_a_captured_graph_verifies_what_its_tensors_hold_when_it_is_replayed(method):
     problems = [Problem(TREES["4, 2"], method, vocab_size=32_000, batch=4, seed=2 * seed) for seed in range(3)]
     expected = [problem.verified("triton", max_depth=2) for problem in problems]

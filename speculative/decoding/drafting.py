@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.kernels import sampling
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.noise import Noise
+from heavypath.kernels.sampling import draw_unchecked
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.snapshots import host_sees
 from heavypath.speculative.drafts.drafts import Cache, Draft, Feed
@@ -147,14 +148,13 @@ def draft_tree(
             )
         after = draft(feed, cache)[:, -len(level.nodes) :]
         lap("draft")
-        children = sampling.draw(
+        children = draw_unchecked(
             after.flatten(0, 1),
             level.width,
-            drawing,
-            sequences.seed,
-            rows.index_select(1, level.nodes).flatten(),
-            draw == "with_replacement" and drawing.temperature > 0,
-            fill and draft.smooth,
+            filters=drawing,
+            noise=Noise(sequences.seed, rows.index_select(1, level.nodes).flatten()),
+            replacement=draw == "with_replacement" and drawing.temperature > 0,
+            uniform_fill=fill and draft.smooth,
         )
         check_distributions("draft", children.keys.view(*after.shape[:2], -1), sequences, depth)
         tokens.index_copy_(1, level.children, children.tokens.view(len(root), -1).index_select(1, level.draws))

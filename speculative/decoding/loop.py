@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from heavypath.kernels.commit import FIELDS
+from heavypath.kernels.commit import StateField
 from heavypath.speculative.custom_generate import Streamer
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.snapshots import Snapshots, host_sees
@@ -18,10 +18,6 @@ from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import Step, Stepped
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.output.trace import Recorder
-
-LENGTHS, PRODUCED, LEFT, STEPS, NODES, MEMBER = map(
-    FIELDS.index, ("lengths", "produced", "left", "steps", "nodes", "member")
-)
 
 
 def decode(
@@ -57,11 +53,13 @@ def decode(
             continue
         (numbers, *output), slots = seen
         table = numbers[:, :slots].tolist()
-        longest, most = max(table[LENGTHS]), 0
-        for slot, member in enumerate(table[MEMBER]):
+        longest, most = max(table[StateField.LENGTHS]), 0
+        for slot, member in enumerate(table[StateField.MEMBER]):
             if member in ended:
                 continue
-            length, produced, left = (table[field][slot] for field in (LENGTHS, PRODUCED, LEFT))
+            length, produced, left = (
+                table[field][slot] for field in (StateField.LENGTHS, StateField.PRODUCED, StateField.LEFT)
+            )
             if left < 0:
                 raise ValueError(
                     f"the target's logits hold NaN or +inf, or nothing but -inf, within a step after position {length} "
@@ -74,7 +72,7 @@ def decode(
                     produced, left = kept, 0
                     state.produced[slot], state.left[slot] = produced, left
             if left == 0:
-                ended[member] = produced, table[STEPS][slot], table[NODES][slot]
+                ended[member] = produced, table[StateField.STEPS][slot], table[StateField.NODES][slot]
             else:
                 most = max(most, left)
             if streamer is not None:

@@ -9,22 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from heavypath.kernels.commit import FIELDS
+from heavypath.kernels.commit import StateField
 
 
 @dataclass
 class Sequences:
     """B sequences in b slots, each at its own length.
 
-    numbers: LongTensor[9, b], for each slot, and views of its rows
-        root      the last committed token, not in any cache yet
-        previous  the token before it, or it, where there is none
-        lengths   tokens before the root: rows of the target's cache in use
-        produced  new tokens so far
-        left      new tokens still to come; 0 where the sequence has ended, -1 where its logits were no distribution
-        steps     it took so far; nodes: that the target scored in them
-        member    which of the B sequences it is
-        noise     the first of its noise rows
+    numbers: LongTensor[9, b], a row for each `StateField`; root, previous, .. noise are views of these rows
     output: LongTensor[B, M], the new tokens, then anything
     stops:  LongTensor[any], end-of-sequence tokens, -1 for none
     seen:   bool [b, V], the tokens of the text so far, where a repetition penalty asks for them; else [b, 0]
@@ -49,8 +41,8 @@ class Sequences:
     noise: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, row in zip(FIELDS, self.numbers.unbind(), strict=True):
-            setattr(self, name, row)
+        for state_field, row in zip(StateField, self.numbers.unbind(), strict=True):
+            setattr(self, state_field.name.lower(), row)
 
     @classmethod
     def room_for(
@@ -58,7 +50,7 @@ class Sequences:
     ) -> "Sequences":
         """Of so many sequences, all ended; vocab_size: for a repetition penalty, else 0; places: of `counts`."""
         return cls(
-            numbers=torch.zeros(len(FIELDS), batch, dtype=torch.long, device=device),
+            numbers=torch.zeros(len(StateField), batch, dtype=torch.long, device=device),
             output=torch.zeros(batch, new_tokens, dtype=torch.long, device=device),
             stops=torch.full((stops,), -1, device=device),
             seen=torch.zeros(batch, vocab_size, dtype=torch.bool, device=device),
@@ -75,15 +67,15 @@ class Sequences:
         root, previous = (prompt.gather(1, place)[:, 0] for place in (ends, (ends - 1).clamp(min=0)))
         zero = torch.zeros_like(root)
         fields = {
-            "root": root,
-            "previous": previous,
-            "lengths": prompt_lengths - 1,
-            "left": zero + new_tokens,
-            "member": torch.arange(batch, device=prompt.device),
-            "noise": ids << 36,
+            StateField.ROOT: root,
+            StateField.PREVIOUS: previous,
+            StateField.LENGTHS: prompt_lengths - 1,
+            StateField.LEFT: zero + new_tokens,
+            StateField.MEMBER: torch.arange(batch, device=prompt.device),
+            StateField.NOISE: ids << 36,
         }
         self.numbers.zero_()
-        self.numbers[:, :batch] = torch.stack([fields.get(name, zero) for name in FIELDS])
+        self.numbers[:, :batch] = torch.stack([fields.get(name, zero) for name in StateField])
         self.stops.fill_(-1 if not len(stops) else stops[-1])
         self.stops[: len(stops)] = stops
         self.seed.fill_(seed - (seed + (1 << 63) >> 64 << 64))  # as a signed number

@@ -12,10 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.kernels.cache_compaction import compact
-from heavypath.kernels.commit import State, Tree, commit
+from heavypath.kernels.cache_compaction import compact_unchecked
+from heavypath.kernels.commit import State, commit
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.verification import DRAFT_AWARE, Verified, verify
+from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.noise import Noise
+from heavypath.kernels.verification import DRAFT_AWARE, verify_unchecked
 from heavypath.speculative.decoding.drafting import Drafted, Lap, Shape, check_distributions, draft_tree, root_alone
 from heavypath.speculative.decoding.growing import Growth, grow_tree
 from heavypath.speculative.decoding.processing import Processing
@@ -68,28 +70,26 @@ class Step:
         if self.processing is not None:
             logits = self.processing(logits, drafted, state)
         needs_draft = drafted.logits is not None and self.verify in DRAFT_AWARE
-        verified = verify(
-            drafted.tokens,
-            drafted.parents.expand_as(drafted.tokens),
-            drafted.ranks.expand_as(drafted.tokens),
+        tree = Nodes(drafted.tokens, drafted.parents, drafted.ranks)
+        verified = verify_unchecked(
+            tree,
             logits,
             drafted.logits if needs_draft else None,
-            self.verify,
-            min(self.depth, nodes - 1),
-            self.filters,
-            self.draft_filters,
-            state.seed,
-            drafted.rows,
+            method=self.verify,
+            max_depth=min(self.depth, nodes - 1),
+            target_filters=self.filters,
+            draft_filters=self.draft_filters,
+            noise=Noise(state.seed, drafted.rows),
         )
         lap("verification")
         if draft_cache is not None and nodes > 1:
             path, rows = verified.path, drafted.draft_rows
             rows = path if rows is None else rows.gather(1, path.clamp(min=0))
-            compact([target_cache.keys, target_cache.values], path, verified.length, lengths)
-            compact([draft_cache.keys, draft_cache.values], rows, verified.length, lengths)
+            moved = verified.length
+            compact_unchecked([target_cache.keys, target_cache.values], path=path, length=moved, prefix_length=lengths)
+            compact_unchecked([draft_cache.keys, draft_cache.values], path=rows, length=moved, prefix_length=lengths)
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
-        tree = Tree(drafted.tokens, drafted.parents, drafted.ranks, drafted.depths)
-        commit(written, tree, verified, self.branching)
+        commit(written, tree, drafted.depths, verified, self.branching)
         lap("compaction")
         return Stepped(drafted, logits, verified)
 
