@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heavypath.kernels import decision, k_seq, residual, verification
+from heavypath.kernels import decision, k_seq, residual, verification, walk
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
@@ -79,13 +79,13 @@ class Problem:
             **{f"draft_{name}": value for name, value in off._asdict().items()},
         }  # fmt: skip
 
-    def verified(self, impl: str, verify=verify_tree, **changes) -> Verified:
+    def verified(self, impl: str, **changes) -> Verified:
         given = {"rows": self.rows} | self.options | changes
         tensors = (self.tokens, self.parents, self.target, self.draft)
         if impl == "triton":
             tensors = tuple(tensor.to(DEVICE) for tensor in tensors)
             given = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in given.items()}
-        return Verified(*(field.cpu() for field in verify(*tensors, impl=impl, **given)))
+        return Verified(*(field.cpu() for field in verify_tree(*tensors, impl=impl, **given)))
 
     def agrees(self, **changes) -> bool:
         pairs = zip(self.verified("triton", **changes), self.verified("torch", **changes), strict=True)
@@ -237,10 +237,10 @@ MUTATIONS = {
     "the draft's filters are the target's": (
         decision, "cut_of(draft_filters, vocab_size)", "cut_of(target_filters, vocab_size)"
     ),
-    "the recovered token uses the draft's noise": (verification, "int(Stream.TARGET))", "int(Stream.DRAFT))"),
-    "the recovered token comes from the target": (verification, "weight = p - share * cover", "weight = p"),
+    "the recovered token uses the draft's noise": (walk, "int(Stream.TARGET))", "int(Stream.DRAFT))"),
+    "the recovered token comes from the target": (walk, "weight = p - share * cover", "weight = p"),
     "K-SEQ searches no further than K": (k_seq, "g = high.to(tl.float32)", "g = children.to(tl.float32)"),
-    "the path names another sibling": (verification, "node = tl.load(parents_ptr + node).to(tl.int32)\n            pos",
+    "the path names another sibling": (walk, "node = tl.load(parents_ptr + node).to(tl.int32)\n            pos",
                                        "node = 1\n            pos"),
     "rank is ignored": (decision, "tl.where(child, rank * N + index, NONE)", "tl.where(child, index, NONE)"),
 }  # fmt: skip
@@ -262,17 +262,14 @@ def mutant(tmp_path, module, original: str, replacement: str, name: str):
 def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
     module, original, replacement = MUTATIONS[name]
     copy = mutant(tmp_path, module, original, replacement, "mutant")
-    verify = verify_tree
     if module in (residual, k_seq):  # what the kernel of decision calls
         monkeypatch.setitem(sys.modules, "mutant", copy)
         copy = mutant(tmp_path, decision, f"from {module.__name__} import", "from mutant import", "calls_mutant")
-    if module is verification:
-        verify = copy.verify_tree
-    else:
-        monkeypatch.setattr(verification, "decide", copy.decide)
+    launcher = "launch_walk" if module is walk else "decide"
+    monkeypatch.setattr(verification, launcher, getattr(copy, launcher))
 
     def differs(problem: Problem) -> bool:
-        pairs = zip(problem.verified("triton", verify), problem.verified("torch"), strict=True)
+        pairs = zip(problem.verified("triton"), problem.verified("torch"), strict=True)
         return not all(torch.equal(kernel, reference) for kernel, reference in pairs)
 
     tree, method = TREES["ranks"], "without_replacement"
