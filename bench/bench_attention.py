@@ -33,13 +33,10 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
-from heavypath.kernels.tree_attention import (
-    attend,
-    interval_mask,
-    pack_ancestors,
-    prepared_attention,
-    tree_attention,
-)
+from heavypath.kernels.dense_attention import attend
+from heavypath.kernels.prepared_attention import prepared_attention
+from heavypath.kernels.tree_attention import tree_attention
+from heavypath.kernels.tree_masks import interval_mask, pack_ancestors
 from heavypath.speculative import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -33,13 +33,12 @@ from torch import Tensor
 
 from heavypath.kernels.noise import Stream, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import METHODS, verify_tree
+from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, verify_tree
 from heavypath.speculative import TokenTree
 
 TEMPERATURE, SPREAD, DRAFT_NOISE = 0.6, 3.0, 0.7
 PROBLEMS = 3 if DEVICE == "cuda" else 5
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq")
 INDEPENDENT = ("with_replacement", "kseq")  # whose children are independent draws
 
 
@@ -57,7 +56,12 @@ class Case(NamedTuple):
         return 5 * 4 * self.nodes * self.vocabulary <= 1 << 29  # logits and probabilities of both, and noise
 
 
-CASES = [Case(method, nodes, size) for size in (32000, 128256) for nodes in (16, 64, 256, 768) for method in METHODS]
+CASES = [
+    Case(method, nodes, size)
+    for size in (32000, 128256)
+    for nodes in (16, 64, 256, 768)
+    for method in VERIFICATION_METHODS
+]
 
 
 def loop_verify(
@@ -263,7 +267,7 @@ def as_table(rows: list[dict]) -> Table:
 
 
 def main() -> None:
-    arguments = parser(__doc__, METHODS).parse_args()
+    arguments = parser(__doc__, VERIFICATION_METHODS).parse_args()
     facts = environment(arguments.threads)
     cases = [case for case in CASES if DEVICE == "cuda" or case.fits_a_cpu()]
     rows = tabulated(cases, measured, as_table, facts, arguments)

@@ -155,16 +155,17 @@ def compaction(dtype: str, head_dim: int, places: int) -> None:
 
 
 def committing(nodes: int, per_sequence: bool) -> None:
-    from heavypath.kernels.commit import FIELDS, State, Tree, commit
-    from heavypath.kernels.verification import Verified
+    from heavypath.kernels.commit import State, StateField, commit
+    from heavypath.kernels.nodes import Nodes, Verified
 
     def zeros(*shape: int) -> Tensor:
         return on_gpu(torch.zeros(shape, dtype=torch.long))
 
     batch, shape = 4, (4, nodes) if per_sequence else (nodes,)
-    state = State(zeros(len(FIELDS), batch), zeros(batch, 9), zeros(2), zeros(batch, 9).bool(), zeros(2, 9))
-    tree = Tree(zeros(batch, nodes), zeros(*shape), zeros(*shape), zeros(*shape))
-    commit(state, tree, Verified(zeros(batch, min(nodes, 9)), zeros(batch), zeros(batch)), 1, impl="triton")
+    state = State(zeros(len(StateField), batch), zeros(batch, 9), zeros(2), zeros(batch, 9).bool(), zeros(2, 9))
+    tree = Nodes(zeros(batch, nodes), zeros(*shape), zeros(*shape))
+    verified = Verified(zeros(batch, min(nodes, 9)), zeros(batch), zeros(batch))
+    commit(state, tree, zeros(*shape), verified, 1, impl="triton")
 
 
 def sampling(dtype: str, vocabulary: int, k: int, **options) -> None:

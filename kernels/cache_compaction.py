@@ -88,13 +88,13 @@ def compact_cache(
         _check_kernel_takes(caches, path)
     if path.device.type == "cpu" and batch and caches:
         _check_rows(path, length, prefix_length, min(tensor.shape[2] for tensor in caches))
-    compact(caches, path, length, prefix_length, impl)
+    (_launch if impl == "triton" else _reference)(caches, path, length, prefix_length)
 
 
-def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor, impl: str = "auto") -> None:
-    """`compact_cache` of what is known to be right, keys and values alike in one list."""
-    triton_does = choose_impl("compact", impl, path) == "triton"
-    (_launch if triton_does else _reference)(caches, path, length, prefix_length)
+def compact_unchecked(caches: Sequence[Tensor], *, path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
+    """`compact_cache` without its checks; caches: keys and values in one list; impl is "auto"."""
+    run = _launch if choose_impl("compact_unchecked", "auto", path) == "triton" else _reference
+    run(caches, path, length, prefix_length)
 
 
 def _check_kernel_takes(caches: Sequence[Tensor], path: Tensor) -> None:

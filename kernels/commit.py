@@ -15,6 +15,7 @@ As PyTorch operations these are fifty launches on a few numbers; here they are o
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -24,28 +25,44 @@ import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
-from heavypath.kernels.verification import Verified
+from heavypath.kernels.nodes import Nodes, Verified
 
-FIELDS = ("root", "previous", "lengths", "produced", "left", "steps", "nodes", "member", "noise")
-_ROOT, _PREVIOUS, _LENGTHS, _PRODUCED, _LEFT, _STEPS, _NODES, _MEMBER = map(tl.constexpr, range(8))
+
+class StateField(IntEnum):
+    """The rows of `State.numbers`: what is known of each sequence that is being decoded."""
+
+    ROOT = 0  # the last committed token, which is in no cache yet
+    PREVIOUS = 1  # the token before it; where there is none, the root again
+    LENGTHS = 2  # tokens before the root, which are the rows of the target's cache in use
+    PRODUCED = 3  # new tokens so far
+    LEFT = 4  # new tokens still to come: 0 where the sequence has ended, -1 where logits were no distribution
+    STEPS = 5  # steps that the sequence took so far
+    NODES = 6  # tree nodes that the target scored in these steps
+    MEMBER = 7  # which sequence of the batch this is, and so which row of `State.output`
+    NOISE = 8  # the first of the sequence's noise rows; a commit neither reads nor changes it
+
+
+_ROOT = tl.constexpr(StateField.ROOT.value)
+_PREVIOUS = tl.constexpr(StateField.PREVIOUS.value)
+_LENGTHS = tl.constexpr(StateField.LENGTHS.value)
+_PRODUCED = tl.constexpr(StateField.PRODUCED.value)
+_LEFT = tl.constexpr(StateField.LEFT.value)
+_STEPS = tl.constexpr(StateField.STEPS.value)
+_NODES = tl.constexpr(StateField.NODES.value)
+_MEMBER = tl.constexpr(StateField.MEMBER.value)
 _BLOCK = tl.constexpr(128)  # nodes that a program looks at at once
 
 
 class State(NamedTuple):
-    """Of the sequences in b slots, B in all, changed in place. What is in a row lies side by side; rows may lie apart.
+    """The state of the sequences in b slots, of a batch of B, which a commit changes in place.
 
-    numbers: LongTensor[9, b], rows as FIELDS
-        root      the last committed token; previous: the one before it
-        lengths   tokens before the root
-        produced  new tokens so far; left: still to come, 0 where the sequence has ended; -1 if the verification found
-                  no distribution
-        steps     so far; nodes: that the target scored in them
-        member    which row of output is the sequence's
-        noise     not used here
-    output: LongTensor[B, M], new tokens
-    stops:  LongTensor[any], end-of-sequence tokens, -1 for none; stays as it is
-    seen:   bool [b, V], the tokens of the text so far, or [b, 0] where nobody asks
-    counts: LongTensor[2, any], of offered and of accepted children
+    numbers: LongTensor[9, b], a row for each `StateField`
+    output:  LongTensor[B, M], each sequence's new tokens
+    stops:   LongTensor[any], end-of-sequence tokens, -1 for none; a commit does not change them
+    seen:    bool [b, V], the tokens of each text so far, which a repetition penalty asks for; else [b, 0]
+    counts:  LongTensor[2, any], how often each child was offered, and how often it was accepted
+
+    The numbers of a row are contiguous; rows may lie apart.
     """
 
     numbers: Tensor
@@ -55,37 +72,35 @@ class State(NamedTuple):
     counts: Tensor
 
 
-class Tree(NamedTuple):
-    """tokens: LongTensor[b, N], -1 for an absent node; the others LongTensor[N] or [b, N], the root's depth being 0."""
-
-    tokens: Tensor
-    parents: Tensor
-    ranks: Tensor
-    depths: Tensor
-
-
-def commit(state: State, tree: Tree, verified: Verified, branching: int, *, impl: str = "auto") -> None:
+def commit(
+    state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int, *, impl: str = "auto"
+) -> None:
     """Commit verified trees; of a sequence that has ended only root and previous change.
 
+    nodes:     the drafted trees of the b slots, with ranks
+    depths:    LongTensor shaped as nodes.parents; the root's is 0
+    verified:  what `verify_tree` accepted of them
+    branching: the most children that any node has
     impl: "triton": one launch, no host synchronisation; CUDA tensors, or any under Triton's interpreter. "torch": CPU
           tensors. "auto": triton for CUDA tensors, else torch.
 
     Nothing is checked but where it runs: a decoder calls it with what other functions have checked.
     """
-    if choose_impl("commit", impl, tree.tokens) == "triton":
-        check_can_launch(tree.tokens)
-        _launch(state, tree, verified, branching)
+    if choose_impl("commit", impl, nodes.tokens) == "triton":
+        check_can_launch(nodes.tokens)
+        _launch(state, nodes, depths, verified, branching)
     else:
-        if tree.tokens.is_cuda:
+        if nodes.tokens.is_cuda:
             raise ValueError("commit: impl 'torch' takes CPU tensors, got CUDA tensors; take impl 'triton'")
-        _reference(state, tree, verified, branching)
+        _reference(state, nodes, depths, verified, branching)
 
 
-def _reference(state: State, tree: Tree, verified: Verified, branching: int) -> None:
+def _reference(state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int) -> None:
     numbers, output, stops, seen, counts = (field.numpy() for field in state)
-    token, parents, ranks, depths = (field.numpy() for field in tree)
+    assert nodes.ranks is not None
+    token, parents, ranks, depth = (field.numpy() for field in (nodes.tokens, nodes.parents, nodes.ranks, depths))
     path, length, after = (field.numpy() for field in verified)
-    root, previous, lengths, produced, left, steps, nodes, member, _ = numbers
+    produced, left, member = (numbers[field] for field in (StateField.PRODUCED, StateField.LEFT, StateField.MEMBER))
     every, place = np.arange(len(path))[:, None], np.arange(path.shape[1])
     active = left > 0
 
@@ -104,19 +119,19 @@ def _reference(state: State, tree: Tree, verified: Verified, branching: int) -> 
 
     if token.shape[1] > 1:
         parent, rank, child = parents[..., 1:], ranks[..., 1:], np.arange(1, token.shape[1])
-        above = np.maximum(depths[..., 1:] - 1, 0)  # an absent node may have depth 0
+        above = np.maximum(depth[..., 1:] - 1, 0)  # an absent node may have depth 0
         offered = (path[every, above] == parent) & (token[:, 1:] >= 0) & active[:, None]
         accepted = offered & (path[every, above + 1] == child)
         where = above * branching + rank + 0 * every
-        for row, counted in zip(counts, (offered, accepted), strict=True):
-            row += np.bincount(where[counted], minlength=len(row))
+        for total, counted in zip(counts, (offered, accepted), strict=True):
+            total += np.bincount(where[counted], minlength=len(total))
 
-    previous[:] = token[every[:, 0], path[every[:, 0], length]]
-    root[:] = np.maximum(after, 0)
-    lengths += (length + 1) * active
+    numbers[StateField.PREVIOUS] = token[every[:, 0], path[every[:, 0], length]]
+    numbers[StateField.ROOT] = np.maximum(after, 0)
+    numbers[StateField.LENGTHS] += (length + 1) * active
+    numbers[StateField.STEPS] += active
+    numbers[StateField.NODES] += token.shape[1] * active
     produced += count
-    steps += active
-    nodes += token.shape[1] * active
     left -= count
     left[until <= most] = 0
     left[active & (after < 0)] = -1
@@ -127,14 +142,14 @@ def _add(number_ptr, more):
     tl.store(number_ptr, tl.load(number_ptr) + more)
 
 
-@triton.jit(do_not_specialize=["N", "P", "STOPS", "branching", "slots", "columns", "vocabulary", "places"])
+@triton.jit(do_not_specialize=["N", "P", "STOPS", "branching", "slots", "columns", "vocabulary", "count_slots"])
 def _commit_kernel(
     numbers_ptr, output_ptr, stops_ptr, seen_ptr, counts_ptr,
     tokens_ptr, parents_ptr, ranks_ptr, depths_ptr, path_ptr, length_ptr, after_ptr,
-    slots, columns, vocabulary, places, N, P, STOPS, branching,
+    slots, columns, vocabulary, count_slots, N, P, STOPS, branching,
     PER_SEQUENCE: tl.constexpr, HAS_SEEN: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """A sequence; slots, columns, vocabulary, places: strides of the rows of numbers, output, seen and counts.
+    """A sequence; slots, columns, vocabulary, count_slots: strides of the rows of numbers, output, seen and counts.
 
     One warp: another would read what this one has already moved on.
     """
@@ -179,7 +194,7 @@ def _commit_kernel(
             where = counts_ptr + above * branching + tl.load(ranks_ptr + child, mask=there, other=0)
             one = tl.full([_BLOCK], 1, tl.int64)
             tl.atomic_add(where, one, mask=offered, sem="relaxed")
-            tl.atomic_add(where + places, one, mask=accepted, sem="relaxed")
+            tl.atomic_add(where + count_slots, one, mask=accepted, sem="relaxed")
         _add(numbers_ptr + _LENGTHS * slots, length + 1)
         _add(numbers_ptr + _STEPS * slots, 1)
         _add(numbers_ptr + _NODES * slots, N)
@@ -191,18 +206,23 @@ def _commit_kernel(
     tl.store(numbers_ptr + _LEFT * slots, tl.where(active & (after < 0), -1, left_now))
 
 
-def _launch(state: State, tree: Tree, verified: Verified, branching: int) -> None:
+def _launch(state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int) -> None:
     """As `_reference`."""
     numbers, output, stops, seen, counts = state
-    tokens, *shape = tree
-    batch, nodes = tokens.shape
-    per_sequence = any(field.dim() == 2 for field in shape)
-    shape = [(field.expand(batch, nodes) if per_sequence else field).contiguous() for field in shape]
+    tokens, parents, ranks = nodes
+    assert ranks is not None
+    per_sequence = any(field.dim() == 2 for field in (parents, ranks, depths))
+    parents, ranks, depths = (
+        (field.expand_as(tokens) if per_sequence else field).contiguous() for field in (parents, ranks, depths)
+    )
     path, length, after = (field.contiguous() for field in verified)
     with torch.cuda.device_of(tokens):
-        _commit_kernel[(batch,)](
-            numbers, output, stops, seen.view(torch.int8), counts, tokens.contiguous(), *shape, path, length, after,
-            numbers.stride(0), output.stride(0), seen.stride(0), counts.stride(0), nodes, path.shape[1], len(stops),
-            branching, PER_SEQUENCE=per_sequence, HAS_SEEN=seen.shape[1] > 0,
+        _commit_kernel[(len(tokens),)](
+            numbers_ptr=numbers, output_ptr=output, stops_ptr=stops, seen_ptr=seen.view(torch.int8), counts_ptr=counts,
+            tokens_ptr=tokens.contiguous(), parents_ptr=parents, ranks_ptr=ranks, depths_ptr=depths,
+            path_ptr=path, length_ptr=length, after_ptr=after,
+            slots=numbers.stride(0), columns=output.stride(0), vocabulary=seen.stride(0), count_slots=counts.stride(0),
+            N=tokens.shape[1], P=path.shape[1], STOPS=len(stops), branching=branching,
+            PER_SEQUENCE=per_sequence, HAS_SEEN=seen.shape[1] > 0,
             BLOCK_P=triton.next_power_of_2(path.shape[1]), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip

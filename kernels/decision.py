@@ -1,10 +1,13 @@
-"""Decide on a GPU, for every node of a tree at once, which of its children is accepted if the walk comes to the node.
+"""Decide on a GPU, for every node of a tree at once, which of its children is accepted if the walk reaches the node.
 
-`residual` and `k_seq` have the formulas and the references of what is decided at one node. Programs share a node's rows
-for the one pass that normalises them; the last to finish goes through the children. It leaves the accepted child, and
-where there is none, what the recovered token is drawn by: a few numbers that stand for
+`residual` and `k_seq` have the formulas and the references of what is decided at one node. Several programs share a
+node's rows of logits in the one pass that normalises them, and the last of them to finish tries the children. It stores
+the accepted child and, for the case that there is none, what the recovered token is drawn by: a few numbers that stand
+for
 
-    P(v) - share * min(P(v), l Q(v))        P and Q perhaps restricted to the tokens that no rejected child carries
+    P(v) - share * min(P(v), l Q(v))
+
+where P and Q may be restricted to the tokens that no rejected child carries.
 """
 
 # Triton's language is no Python that a type checker knows.
@@ -21,27 +24,28 @@ from torch import Tensor
 from heavypath.kernels.distributions import CHUNK, LANES, NONE, log_prob, normalized, softmax_part
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of
 from heavypath.kernels.k_seq import try_k_seq
-from heavypath.kernels.noise import Stream, philox_words, seed_arguments, seed_words
+from heavypath.kernels.nodes import Nodes
+from heavypath.kernels.noise import Noise, Stream, philox_words, seed_arguments, seed_words
 from heavypath.kernels.residual import try_chain
 from heavypath.kernels.tickets import is_last, tickets
 
-# What is left about a node, by place:
+# What is stored about a node, by index:
 #
-#     facts, fp32    0  the target's largest logit      2  the draft's      4  log2 l    6  share, 1 but for K-SEQ
+#     facts, fp32    0  the target's largest logit      2  the draft's      4  log2 l    6  share, 1 unless K-SEQ
 #                    1  the target's log_total          3  the draft's      5  uniform   7  p_offset
 #     marks, int32   0  the target's cut_key, its bits  2  the draft's      4  the node whose draft row is Q
-#                    1  the target's cut_end            3  the draft's      5, 6, 7  nothing
+#                    1  the target's cut_end            3  the draft's      5, 6, 7  unused
 #
-# l is K-SEQ's g; or 0, and the token drawn by P, where no child was rejected, or none since the chain started again.
-# Where it did, uniform is log2 Q of each token left, and p_offset log2 of the P of them all; else uniform is 1, which
-# such a logarithm never is, and p_offset 0.
+# For K-SEQ l is its g. Otherwise l is 0, and the token is drawn by P, where no child was rejected, or none since the
+# chain restarted (see `residual`). After a restart, uniform is log2 Q of each token left, and p_offset is log2 of the
+# sum of P over these tokens. Without a restart uniform is 1, which no such logarithm can be, and p_offset is 0.
 FACTS = tl.constexpr(8)
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 
 
 @triton.jit
 def ranks_of(parent, index, parents_ptr, N):
-    """Places among siblings in index order."""
+    """Each node's place among its siblings, if these are in index order."""
     rank = tl.zeros_like(index)
     for other in range(N):
         rank += tl.where((parent == tl.load(parents_ptr + other)) & (index > other), 1, 0)
@@ -50,7 +54,7 @@ def ranks_of(parent, index, parents_ptr, N):
 
 @triton.jit
 def _equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
-    """Whether the tokens from the root to each `parent` are those from the root to `node`."""
+    """Whether the tokens on the path from the root to each `parent` are those on the path to `node`."""
     same = parent == node
     equal = parent >= 0
     while node > 0:
@@ -76,10 +80,10 @@ def _decide_kernel(
     target_ptr,  # [B, N, V]
     draft_ptr,  # [B, N, V]
     choice_ptr,  # int32 [B, N]: the accepted child, -1 for none, -2 if a row has no distribution
-    left_out_ptr,  # int32 [B, N]: children of whom P is restricted to others
+    left_out_ptr,  # int32 [B, N]: 1 for a rejected child whose token P is restricted to be without
     facts_ptr,  # fp32 [B, N, FACTS]
     marks_ptr,  # int32 [B, N, FACTS]
-    parts_ptr,  # fp32 [B, N, 4, CHUNKS]: each chunk's largest logit and sum of exponentials, the target's, the draft's
+    parts_ptr,  # fp32 [B, N, 4, CHUNKS]: the target's largest logit and sum of exponentials, then the draft's
     tickets_ptr,  # [B, N]
     N,
     V,
@@ -229,53 +233,65 @@ def _decide_kernel(
 
 
 class Decided(NamedTuple):
-    """What _decide_kernel leaves for the walk, as its arguments say."""
+    """What is decided for each of B * N nodes before the walk.
+
+    choice:   the accepted child, int32; where facts is None, the token that the target chose, int64. -1 for neither,
+              -2 for a node without a distribution
+    left_out: int32, 1 for a rejected child whose token P is restricted to be without; None if that cannot happen
+    facts:    fp32 [B * N * FACTS], what a recovered token is drawn by
+    marks:    int32 [B * N * FACTS], likewise
+    """
 
     choice: Tensor
-    left_out: Tensor
-    facts: Tensor
-    marks: Tensor
-
-
-def leaves_out(method: str, draft_filters: Filters) -> bool:
-    """Whether a chain may restrict P to the tokens that no rejected child carries."""
-    return method == "without_replacement" or (method == "with_replacement" and draft_filters.temperature == 0)
+    left_out: Tensor | None
+    facts: Tensor | None
+    marks: Tensor | None
 
 
 def decide(
-    tokens: Tensor,
-    parents: Tensor,
-    ranks: Tensor | None,
-    rows: Tensor | None,
+    nodes: Nodes,
     target: Tensor,
     draft: Tensor | None,
+    *,
     method: str,
     target_filters: Filters,
     draft_filters: Filters,
-    seed: int | Tensor,
+    noise: Noise,
 ) -> Decided:
-    """Decide for every node of [B, N] at once; logits [B, N, V], contiguous in V; without a draft there is one node."""
-    batch, nodes = tokens.shape
+    """Decide for every node of [B, N] at once which child it accepts, by a method of DRAFT_AWARE.
+
+    Tokens and noise.rows are contiguous LongTensors [B, N]; parents and ranks are contiguous in N.
+    target, draft: logits [B, N, V], contiguous in V; the draft is None for trees of a root alone.
+    """
+    tokens, parents, ranks = nodes
+    batch, count = tokens.shape
     device, vocab_size = tokens.device, target.shape[-1]
     cut, draft_cut = cut_of(target_filters, vocab_size), cut_of(draft_filters, vocab_size)
     chunks = triton.cdiv(vocab_size, CHUNK.value)
-    ints = torch.empty(batch * nodes * (2 + FACTS.value), dtype=torch.int32, device=device)
-    numbers = torch.empty(batch * nodes * (FACTS.value + 4 * chunks), device=device)
-    choice, left_out, marks = ints.split([batch * nodes, batch * nodes, batch * nodes * FACTS.value])
-    facts, parts = numbers.split([batch * nodes * FACTS.value, batch * nodes * 4 * chunks])
+    ints = torch.empty(batch * count * (2 + FACTS.value), dtype=torch.int32, device=device)
+    numbers = torch.empty(batch * count * (FACTS.value + 4 * chunks), device=device)
+    choice, left_out, marks = ints.split([batch * count, batch * count, batch * count * FACTS.value])
+    facts, parts = numbers.split([batch * count * FACTS.value, batch * count * 4 * chunks])
     source = target if draft is None else draft
     with torch.cuda.device_of(tokens):
-        _decide_kernel[(batch * nodes * chunks,)](
-            tokens, parents, ranks, rows, target, source, choice, left_out, facts, marks, parts,
-            tickets(batch * nodes, device), nodes, vocab_size,
-            parents.stride(0), 0 if ranks is None else ranks.stride(0),
-            *target.stride()[:2], *source.stride()[:2], *seed_arguments(seed), *cut.numbers, *draft_cut.numbers,
+        _decide_kernel[(batch * count * chunks,)](
+            tokens_ptr=tokens, parents_ptr=parents, ranks_ptr=ranks, rows_ptr=noise.rows,
+            target_ptr=target, draft_ptr=source, choice_ptr=choice, left_out_ptr=left_out,
+            facts_ptr=facts, marks_ptr=marks, parts_ptr=parts, tickets_ptr=tickets(batch * count, device),
+            N=count, V=vocab_size,
+            parents_stride=parents.stride(0), ranks_stride=0 if ranks is None else ranks.stride(0),
+            target_batch_stride=target.stride(0), target_stride=target.stride(1),
+            draft_batch_stride=source.stride(0), draft_stride=source.stride(1), **seed_arguments(noise.seed),
+            temperature=cut.temperature, top_k=cut.top_k, top_p=cut.top_p, log_min_p=cut.log_min_p,
+            draft_temperature=draft_cut.temperature, draft_top_k=draft_cut.top_k, draft_top_p=draft_cut.top_p,
+            draft_log_min_p=draft_cut.log_min_p,
             REPLACEMENT=method != "without_replacement", K_SEQ=method == "kseq",
             POINT_MASSES=draft_filters.temperature == 0, HAS_DRAFT=draft is not None, HAS_RANKS=ranks is not None,
-            HAS_ROWS=rows is not None, FILTERED=cut.filtered, HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p,
+            HAS_ROWS=noise.rows is not None, FILTERED=cut.filtered, HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p,
             DRAFT_FILTERED=draft_cut.filtered, DRAFT_HAS_TOP_K=draft_cut.has_top_k,
             DRAFT_HAS_TOP_P=draft_cut.has_top_p, HIDDEN=HIDDEN_BITS[target.dtype],
-            DRAFT_HIDDEN=HIDDEN_BITS[source.dtype], CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(nodes)),
-            num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,  # or ptxas spills for occupancy
+            DRAFT_HIDDEN=HIDDEN_BITS[source.dtype], CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(count)),
+            num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,  # without maxnreg ptxas spills
         )  # fmt: skip
-    return Decided(choice, left_out, facts, marks)
+    leaves_out = method == "without_replacement" or (method == "with_replacement" and draft_filters.temperature == 0)
+    return Decided(choice, left_out if leaves_out else None, facts, marks)

@@ -136,10 +136,13 @@ def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
 
 
 class Cut(NamedTuple):
-    """Filters as kernels take them: temperature, top-k, top-p, log(min-p); and which there are."""
+    """Filters as kernels take them: their numbers, and which of them there are."""
 
-    numbers: tuple[float, int, float, float]
-    filtered: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    log_min_p: float
+    filtered: bool  # whether any of the three filters is on
     has_top_k: bool
     has_top_p: bool
 
@@ -152,7 +155,7 @@ def cut_of(filters: Filters, vocab_size: int) -> Cut:
     has_top_k, has_top_p = top_k < vocab_size, top_p < 1
     filtered = has_top_k or has_top_p or log_min_p > -math.inf
     temperature = max(float(filters.temperature), LEAST_TEMPERATURE)
-    return Cut((temperature, top_k, top_p, log_min_p), filtered, has_top_k, has_top_p)
+    return Cut(temperature, top_k, top_p, log_min_p, filtered, has_top_k, has_top_p)
 
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)

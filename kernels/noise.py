@@ -23,6 +23,7 @@ fp32 once, so that a CPU, a GPU and Triton's interpreter agree on every bit of G
 from enum import IntEnum
 from functools import lru_cache
 from numbers import Integral
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +42,17 @@ class Stream(IntEnum):
     ACCEPT = 1  # coins, one per child
     TARGET = 2  # recovered, bonus and target-sampled tokens
     FILL = 3  # order of the tokens outside the draft's support
+
+
+class Noise(NamedTuple):
+    """The names of random numbers: a seed, and a noise row for each distribution that is drawn from.
+
+    seed: any integer, or a LongTensor [], which kernels read when they run
+    rows: LongTensor >= 0, one for each row of logits; None means 0, 1, 2, ...
+    """
+
+    seed: int | Tensor
+    rows: Tensor | None
 
 
 _FACTORS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
@@ -133,12 +145,12 @@ def check_seed(seed: int | Tensor, device: torch.device) -> None:
         raise ValueError(f"seed must be an integer or a LongTensor [] on {device}, got {seed!r}")
 
 
-def seed_arguments(seed: int | Tensor) -> tuple[Tensor | None, int, int]:
-    """What kernels take for a seed: where it lies, or the two halves of its value as signed 32-bit integers."""
+def seed_arguments(seed: int | Tensor) -> dict[str, Tensor | int | None]:
+    """A kernel's three arguments for a seed: its address, or the two halves of its value as signed 32-bit integers."""
     if isinstance(seed, Tensor):
-        return seed, 0, 0
+        return {"seed_ptr": seed, "seed_low": 0, "seed_high": 0}
     low, high = seed & _MASK, (seed >> 32) & _MASK
-    return None, low - (low >> 31 << 32), high - (high >> 31 << 32)
+    return {"seed_ptr": None, "seed_low": low - (low >> 31 << 32), "seed_high": high - (high >> 31 << 32)}
 
 
 @triton.jit

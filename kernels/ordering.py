@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
-from heavypath.kernels.verification import sibling_order
 
 MAX_NODES = 2048  # of the kernel: parent, size, rank and node have 11 bits each in a sorting key
 _FIELD = tl.constexpr(MAX_NODES)
@@ -91,6 +90,14 @@ def _check_values(parents: Tensor, ranks: Tensor | None) -> None:
         places = (parents * nodes + ranks).where(drafted, -1 - index).sort(-1).values
         if (drafted & ((ranks < 0) | (ranks >= nodes))).any() or (places.diff(dim=-1) == 0).any():
             raise ValueError(f"ranks must differ among siblings and be in [0, {nodes}), got {ranks.tolist()}")
+
+
+def sibling_order(parents: Tensor) -> Tensor:
+    """Each node's place among its siblings in index order; LongTensor[B, N] to LongTensor[B, N]."""
+    families, order = parents.sort(dim=-1, stable=True)
+    place = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+    begins = families.diff(dim=-1, prepend=families[:, :1] - 1) != 0
+    return torch.empty_like(parents).scatter_(1, order, place - place.where(begins, 0).cummax(-1).values)
 
 
 def _reference(parents: Tensor, ranks: Tensor | None) -> Ordering:

@@ -1,76 +1,44 @@
 """Verify a drafted token tree so that what is emitted follows the target's distribution exactly.
 
-Where children are weighed against the distribution they were drawn from, `residual` and `k_seq` say for one node which
-child is accepted and what a recovered token is drawn by:
+Where children are weighed against the distribution that they were drawn from, `residual` and `k_seq` say for one node
+which child is accepted, and by which distribution a recovered token is drawn:
 
-    without_replacement   recursive rejection (Sequoia, RSD, DySpec; one child: standard speculative sampling)
+    without_replacement   recursive rejection (Sequoia, RSD, DySpec; with one child, standard speculative sampling)
     with_replacement      the same for independent children (SpecInfer)
     kseq                  K-SEQ for independent children (SpecTr)
 
 The other methods choose the token first, and accept the child that happens to carry it:
 
-    race                  argmax log P + G with the very Gumbels that drew the children (exponential races, ERSD)
+    race                  argmax log P + G, with the Gumbels that drew the children (exponential races, ERSD)
     target_sample         a fresh sample of P (naive and top-k drafting)
     greedy                argmax P
 
-Then the walk goes down from the root, and draws a recovered or bonus token where it ends. Siblings with equal tokens
-(drawn with replacement) have equal contexts, so once their token is accepted the children of them all are candidates.
+Then a walk goes down from the root, and draws a recovered or bonus token where it ends. Siblings with equal tokens,
+which independent draws may give, have equal contexts. So once their token is accepted, the children of all of them are
+candidates.
 
-On a GPU a first launch decides for all nodes at once (that of `decision`, or of `gumbel_topk` for one token a node),
-a second one walks: its programs share the vocabulary, each of them walks, and the last one to finish says the token.
+On a GPU a first launch decides for all nodes at once (`decision`, or `gumbel_topk` for one token per node), and a
+second one walks (`walk`).
 """
-
-# Triton's language is no Python that a type checker knows.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
-
-import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.decision import FACTS, decide, leaves_out, ranks_of
-from heavypath.kernels.distributions import CHUNK, LANES, NONE, TILE, log_prob, log_probs, shares, without
-from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of, filtered_scores
+from heavypath.kernels.decision import Decided, decide
+from heavypath.kernels.distributions import log_probs
+from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores
 from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.k_seq import k_seq
-from heavypath.kernels.noise import (
-    Stream,
-    check_seed,
-    coins,
-    gumbel_of,
-    gumbels,
-    log2_below,
-    octet_bits,
-    seed_arguments,
-    seed_words,
-)
+from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.noise import Noise, Stream, check_seed, coins, gumbels
+from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.residual import residual_chain
-from heavypath.kernels.sampling import NEVER, launch_topk, pack, unpack
-from heavypath.kernels.tickets import is_last, tickets
+from heavypath.kernels.sampling_kernel import launch_topk
+from heavypath.kernels.walk import launch_walk
 
-METHODS = ("without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy")
-DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq")
-_TARGET = tl.constexpr(int(Stream.TARGET))
-_LOG_2 = tl.constexpr(math.log(2))
-
-
-class Verified(NamedTuple):
-    """What one verification accepted.
-
-    path:       LongTensor[B, max_depth + 1]; node 0, then the accepted nodes from parent to child, then -1
-    length:     LongTensor[B], number of accepted drafted nodes
-    next_token: LongTensor[B], the recovered or bonus token that follows them; -1 where the rows that decide have no
-                distribution (NaN, +inf, or nothing but -inf), which on a CPU raises
-    """
-
-    path: Tensor
-    length: Tensor
-    next_token: Tensor
+VERIFICATION_METHODS = ("without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy")
+DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq")  # those that need the draft's logits
 
 
 def verify_tree(
@@ -119,8 +87,8 @@ def verify_tree(
     """
     target_filters = Filters(temperature, top_k, top_p, min_p).check()
     draft_filters = target_filters.override(draft_temperature, draft_top_k, draft_top_p, draft_min_p).check("draft_")
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if method not in VERIFICATION_METHODS:
+        raise ValueError(f"method must be one of {', '.join(VERIFICATION_METHODS)}, got {method!r}")
     if temperature == 0 and method != "greedy":
         raise ValueError(f"temperature 0 needs method 'greedy', got {method!r}")
     if method == "kseq" and draft_filters.temperature == 0:
@@ -169,32 +137,46 @@ def verify_tree(
         raise ValueError(f"max_depth must be at least 0, got {max_depth}")
     if batch == 0:
         return Verified(tokens.new_zeros(0, depth + 1), tokens.new_zeros(0), tokens.new_zeros(0))
-    given = tokens, parents, ranks, target_logits, draft_logits, method, depth, target_filters, draft_filters
-    return verify(*given, seed, rows, impl)
+    run = _launch if impl == "triton" else _reference
+    return run(
+        Nodes(tokens, parents, ranks),
+        target_logits,
+        draft_logits,
+        method=method,
+        max_depth=depth,
+        target_filters=target_filters,
+        draft_filters=draft_filters,
+        noise=Noise(seed, rows),
+    )
 
 
-def verify(
-    tokens: Tensor,
-    parents: Tensor,
-    ranks: Tensor | None,
+def verify_unchecked(
+    nodes: Nodes,
     target_logits: Tensor,
     draft_logits: Tensor | None,
+    *,
     method: str,
     max_depth: int,
     target_filters: Filters,
     draft_filters: Filters,
-    seed: int | Tensor,
-    rows: Tensor | None,
-    impl: str = "auto",
+    noise: Noise,
 ) -> Verified:
-    """`verify_tree` of what is known to be right: looking at it takes a decoder on a CPU a fifth as long again.
+    """`verify_tree` without its checks, which would take a decoder on a CPU a fifth as long again.
 
-    parents, ranks: LongTensor[B, N]; draft_logits: None for methods that do not need it.
+    target_logits, draft_logits: [B, N, V]; draft_logits is None for a method that is not in DRAFT_AWARE, and for trees
+    of a root alone. noise.rows: LongTensor[B, N]. The rest as `verify_tree`; impl is "auto".
     """
-    given = tokens, parents, ranks, target_logits, draft_logits, method, max_depth, target_filters, draft_filters
-    if choose_impl("verify", impl, tokens) == "triton":
-        return _launch(*given, seed, rows)
-    return _reference(*given, int(seed), rows)
+    run = _launch if choose_impl("verify_unchecked", "auto", nodes.tokens) == "triton" else _reference
+    return run(
+        nodes.per_sequence(),
+        target_logits,
+        draft_logits,
+        method=method,
+        max_depth=max_depth,
+        target_filters=target_filters,
+        draft_filters=draft_filters,
+        noise=noise,
+    )
 
 
 def _per_sequence(name: str, value: Tensor, batch: int, nodes: int) -> Tensor:
@@ -239,40 +221,33 @@ def _depth(parents: Tensor) -> int:
     return depth
 
 
-def sibling_order(parents: Tensor) -> Tensor:
-    """Each node's place among its siblings in index order; LongTensor[B, N] to LongTensor[B, N]."""
-    families, order = parents.sort(dim=-1, stable=True)
-    place = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-    begins = families.diff(dim=-1, prepend=families[:, :1] - 1) != 0
-    return torch.empty_like(parents).scatter_(1, order, place - place.where(begins, 0).cummax(-1).values)
-
-
 @np.errstate(all="ignore")
 def _reference(
-    tokens: Tensor,
-    parents: Tensor,
-    ranks: Tensor | None,
+    nodes: Nodes,
     target_logits: Tensor,
     draft_logits: Tensor | None,
+    *,
     method: str,
     max_depth: int,
     target_filters: Filters,
     draft_filters: Filters,
-    seed: int,
-    rows: Tensor | None,
+    noise: Noise,
 ) -> Verified:
-    batch, nodes = tokens.shape
+    """Nodes [B, N], logits [B, N, V]."""
+    tokens, parents, ranks = nodes
+    batch, count = tokens.shape
     device, vocab_size = tokens.device, target_logits.shape[-1]
     checked = device.type == "cpu"
     ranks = sibling_order(parents) if ranks is None else ranks
+    seed = int(noise.seed)
     # In NumPy, whose calls on short rows cost less than PyTorch's.
     token, parent, rank = (field.cpu().numpy() for field in (tokens, parents, ranks))
-    row = np.arange(batch * nodes).reshape(batch, nodes) if rows is None else rows.cpu().numpy()
-    index, every = np.arange(nodes), np.arange(batch)[:, None]
+    row = np.arange(batch * count).reshape(batch, count) if noise.rows is None else noise.rows.cpu().numpy()
+    index, every = np.arange(count), np.arange(batch)[:, None]
     target, draft = _readable(target_logits), None if draft_logits is None else _readable(draft_logits)
     above = np.maximum(parent, 0)
     present = (parent >= 0) & (token >= 0)
-    order = rank * nodes + index  # by rank, then by index
+    order = rank * count + index  # by rank, then by index
     coin = np.zeros(token.shape) if draft is None else coins(seed, row[every, above], rank)
     last, length = np.zeros((2, batch), dtype=np.int64)  # last accepted node, and their number
     next_token = last - 1
@@ -284,19 +259,19 @@ def _reference(
     for level in range(max_depth + 1):
         token, above, present, order, coin, row = state
         here = every[: len(node)]
-        noise = row[here[:, 0], node]
+        noise_rows = row[here[:, 0], node]
         candidate = reached[here, above] & present  # [A, N]
         if level == max_depth:
             candidate[:] = False
 
         if method in DRAFT_AWARE:
-            count = candidate.sum(1)
-            width = int(count.max())
-            children = np.where(candidate, order, nodes * nodes).argsort(1)[:, :width]  # [A, K]
-            drawn = np.where(index[:width] < count[:, None], token[here, children], -1)
+            offered = candidate.sum(1)
+            width = int(offered.max())
+            children = np.where(candidate, order, count * count).argsort(1)[:, :width]  # [A, K]
+            drawn = np.where(index[:width] < offered[:, None], token[here, children], -1)
             log_target = log_probs(*_rows(target, "target", sequence, node, checked), target_filters)  # [A, V]
-            choice, recovered = count * 0 - 1, log_target
-            inner = count.nonzero()[0]
+            choice, recovered = offered * 0 - 1, log_target
+            inner = offered.nonzero()[0]
             if len(inner):
                 assert draft is not None
                 log_draft = None
@@ -317,7 +292,7 @@ def _reference(
                         weights[inner[choice[inner] < 0]] = recovered
                     weights = weights[stop]
                 keys = np.log(weights.astype(np.float64))
-                keys += gumbels(seed, Stream.TARGET, noise[stop], vocab_size)
+                keys += gumbels(seed, Stream.TARGET, noise_rows[stop], vocab_size)
                 next_token[sequence[stop]] = _best_token(keys)
             taken = choice >= 0
             if not taken.any():
@@ -330,13 +305,13 @@ def _reference(
             if method != "greedy":
                 stream = Stream.DRAFT if method == "race" else Stream.TARGET
                 keys = filtered_scores(target_row, largest, target_filters)
-                keys += gumbels(seed, stream, noise, vocab_size)
+                keys += gumbels(seed, stream, noise_rows, vocab_size)
             next_token[sequence] = winner = _best_token(keys)
             reached = candidate & (token == winner[:, None])
             taken = reached.any(1)
             if not taken.any():
                 break
-            node = np.where(reached, order, nodes * nodes).argmin(1)
+            node = np.where(reached, order, count * count).argmin(1)
 
         if not taken.all():
             state = [field[taken] for field in state]
@@ -383,234 +358,51 @@ def _best_token(keys: np.ndarray) -> np.ndarray:
     return np.where(keys[np.arange(len(keys)), token] > -np.inf, token, -1)
 
 
-@triton.jit
-def _best(
-    target, draft, log_multiple, uniform, share, begin, end, V, token, left_out, noise_row, seed_low, seed_high,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """The packed best of the tokens begin .. end - 1, drawn by P - share * min(P, l Q)."""
-    best = tl.full([], NEVER, tl.int64)
-    bar = tl.full([], float("-inf"), tl.float32)  # what a bound must exceed, in log2
-    for start in range(begin, end, TILE):
-        octet = start // 8 + tl.arange(0, LANES)
-        here = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
-        if log_multiple > float("-inf"):
-            p, cover = shares(
-                target, draft, log_multiple, uniform, here, start, end, V, token, left_out,
-                FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
-            )  # fmt: skip
-            weight = p - share * cover
-        else:
-            x = tl.load(target[0] + here, mask=here < end, other=float("-inf")).to(tl.float32)
-            weight = tl.exp2(without(log_prob(target, x, here, FILTERED, HIDDEN), here, start, end, token, left_out, V))
-        log_weight = tl.where(weight > 0, tl.log2(tl.maximum(weight, 2.0**-126)), float("-inf"))
-        bits = octet_bits(seed_low, seed_high, octet, noise_row, tl.full([], _TARGET, tl.int32))
-        if tl.max(tl.reshape(log_weight - log2_below(bits, INTERPRETED), [TILE])) > bar:
-            key = log_weight * _LOG_2 + gumbel_of(bits)
-            packed = tl.where(weight > 0, pack(key, here), NEVER)
-            best = tl.maximum(best, tl.max(tl.reshape(packed, [TILE])))
-            bar, _ = unpack(best)
-            bar = tl.where(best == NEVER, float("-inf"), bar / _LOG_2 - 1e-3)
-    return best
-
-
-@triton.jit(do_not_specialize=["max_depth", "seed_ptr", "seed_low", "seed_high", "temperature", "log_min_p",
-                               "draft_temperature", "draft_log_min_p"])  # fmt: skip
-def _walk_kernel(
-    tokens_ptr,  # [B, N]
-    parents_ptr,  # [B, N], rows parents_stride apart
-    ranks_ptr,  # the same, if HAS_RANKS
-    rows_ptr,  # [B, N] if HAS_ROWS
-    decision_ptr,  # [B, N]: the accepted child if CHAIN, else the token; less than 0 for none
-    target_ptr,  # [B, N, V], as all down to best_ptr if CHAIN
-    draft_ptr,
-    left_out_ptr,
-    facts_ptr,
-    marks_ptr,
-    best_ptr,  # int64 [B, CHUNKS]
-    tickets_ptr,  # [B]
-    path_ptr,  # [B, max_depth + 1]
-    length_ptr,  # [B]
-    next_token_ptr,  # [B]
-    N,
-    V,
-    parents_stride,
-    ranks_stride,
-    target_batch_stride,
-    target_stride,
-    draft_batch_stride,
-    draft_stride,
-    max_depth,
-    seed_ptr,
-    seed_low,
-    seed_high,
-    temperature,
-    log_min_p,
-    draft_temperature,
-    draft_log_min_p,
-    CHAIN: tl.constexpr,
-    LEAVES_OUT: tl.constexpr,
-    HAS_RANKS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    FILTERED: tl.constexpr,
-    DRAFT_FILTERED: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    DRAFT_HIDDEN: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
-    PATH: tl.constexpr,  # max_depth + 1, rounded up to a power of two
-    INTERPRETED: tl.constexpr,
-):
-    chunk = tl.program_id(0) % CHUNKS
-    batch = (tl.program_id(0) // CHUNKS).to(tl.int64)
-    tokens_ptr += batch * N
-    parents_ptr += batch * parents_stride
-    decision_ptr += batch * N
-
-    index = tl.arange(0, BLOCK)
-    parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
-    token = tl.load(tokens_ptr + index, mask=index < N, other=-1).to(tl.int32)
-    present = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
-    order = index
-    reached = (index == 0).to(tl.int32)
-    if not CHAIN:
-        if HAS_RANKS:
-            rank = tl.load(ranks_ptr + batch * ranks_stride + index, mask=index < N, other=0).to(tl.int32)
-        else:
-            rank = ranks_of(parent, index, parents_ptr, N)
-        order = rank * N + index
-
-    last = tl.full([], 0, tl.int32)
-    length = tl.full([], 0, tl.int32)
-    decision = tl.load(decision_ptr).to(tl.int32)
-    going = (decision >= 0) & (length < max_depth)
-    while going:
-        child = decision
-        if not CHAIN:
-            candidate = present & (tl.gather(reached, tl.maximum(parent, 0), 0) > 0) & (token == decision)
-            first = tl.min(tl.where(candidate, order, NONE))
-            reached = candidate.to(tl.int32)
-            child = tl.where(first < NONE, first % N, -1)
-        going = child >= 0
-        if going:
-            last = child
-            length += 1
-            decision = tl.load(decision_ptr + last).to(tl.int32)
-            going = (decision >= 0) & (length < max_depth)
-
-    if chunk == 0:
-        # From the last node up: the parent of an accepted node may be another one of equal siblings.
-        place = tl.arange(0, PATH)
-        path = tl.where(place == 0, 0, -1)
-        node, position = last, length
-        while position > 0:
-            path = tl.where(place == position, node, path)
-            node = tl.load(parents_ptr + node).to(tl.int32)
-            position -= 1
-        tl.store(path_ptr + batch * (max_depth + 1) + place, path, mask=place <= max_depth)
-        tl.store(length_ptr + batch, length)
-    if not CHAIN:
-        tl.store(next_token_ptr + batch, decision)
-    else:
-        facts_ptr += (batch * N + last) * FACTS
-        marks_ptr += (batch * N + last) * FACTS
-        source = tl.load(marks_ptr + 4)
-        target = (
-            target_ptr + batch * target_batch_stride + last.to(tl.int64) * target_stride,
-            tl.load(facts_ptr), tl.load(facts_ptr + 1), temperature,
-            tl.load(marks_ptr).to(tl.uint32, bitcast=True), tl.load(marks_ptr + 1), log_min_p,
-        )  # fmt: skip
-        draft = (
-            draft_ptr + batch * draft_batch_stride + source.to(tl.int64) * draft_stride,
-            tl.load(facts_ptr + 2), tl.load(facts_ptr + 3), draft_temperature,
-            tl.load(marks_ptr + 2).to(tl.uint32, bitcast=True), tl.load(marks_ptr + 3), draft_log_min_p,
-        )  # fmt: skip
-        log_multiple, uniform = tl.load(facts_ptr + 4), tl.load(facts_ptr + 5)
-        share, p_offset = tl.load(facts_ptr + 6), tl.load(facts_ptr + 7)
-        seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
-        noise_row = batch * N + last
-        if HAS_ROWS:
-            noise_row = tl.load(rows_ptr + noise_row)
-        at_end = length == max_depth  # children, if there are any, are none of the path's
-        log_multiple = tl.where(at_end, float("-inf"), log_multiple)
-        p_offset = tl.where(at_end, 0.0, p_offset)
-        left_out = present & (parent == tl.where(at_end, -2, last))
-        if LEAVES_OUT:
-            left_out &= tl.load(left_out_ptr + batch * N + index, mask=left_out, other=0) > 0
-        else:
-            left_out = index < 0
-        restricted = (target[0], target[1], target[2] + p_offset, target[3], target[4], target[5], target[6])
-        begin = chunk * CHUNK
-        best = _best(
-            restricted, draft, log_multiple, uniform, share, begin, tl.minimum(begin + CHUNK, V), V, token, left_out,
-            noise_row, seed_low, seed_high, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, INTERPRETED,
-        )  # fmt: skip
-        tl.store(best_ptr + batch * CHUNKS + chunk, best)
-        if is_last(tickets_ptr + batch, CHUNKS):
-            every = tl.arange(0, triton.next_power_of_2(CHUNKS))
-            all_best = tl.load(
-                best_ptr + batch * CHUNKS + every, mask=every < CHUNKS, other=NEVER, cache_modifier=".cg"
-            )
-            best = tl.max(all_best)
-            if (best == NEVER) & (decision != -2):  # rounding has left no residual
-                best = _best(
-                    target, draft, float("-inf"), 1.0, 1.0, 0, V, V, token, index < 0,
-                    noise_row, seed_low, seed_high, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, INTERPRETED,
-                )  # fmt: skip
-            _, next_token = unpack(best)
-            tl.store(next_token_ptr + batch, tl.where((best == NEVER) | (decision == -2), -1, next_token))
-
-
 def _launch(
-    tokens: Tensor,
-    parents: Tensor,
-    ranks: Tensor | None,
+    nodes: Nodes,
     target_logits: Tensor,
     draft_logits: Tensor | None,
+    *,
     method: str,
     max_depth: int,
     target_filters: Filters,
     draft_filters: Filters,
-    seed: int | Tensor,
-    rows: Tensor | None,
+    noise: Noise,
 ) -> Verified:
-    """As `_reference`."""
-    batch, nodes = tokens.shape
-    device, vocab_size = tokens.device, target_logits.shape[-1]
-    chain = method in DRAFT_AWARE
-    tokens = tokens.contiguous()
+    """As `_reference`, in two launches."""
+    tokens, parents, ranks = nodes
     parents = parents if parents.stride(1) == 1 else parents.contiguous()
     ranks = ranks if ranks is None or ranks.stride(1) == 1 else ranks.contiguous()
-    rows = None if rows is None else rows.contiguous()
+    nodes = Nodes(tokens.contiguous(), parents, ranks)
+    noise = Noise(noise.seed, None if noise.rows is None else noise.rows.contiguous())
     target = target_logits if target_logits.stride(2) == 1 else target_logits.contiguous()
     draft = draft_logits if draft_logits is None or draft_logits.stride(2) == 1 else draft_logits.contiguous()
-    chunks = triton.cdiv(vocab_size, CHUNK.value) if chain else 1
-    cut, draft_cut = cut_of(target_filters, vocab_size), cut_of(draft_filters, vocab_size)
-    verified = Verified(
-        torch.empty(batch, max_depth + 1, dtype=torch.long, device=device),
-        *(torch.empty(batch, dtype=torch.long, device=device) for _ in range(2)),
-    )
-    if chain:
-        decided = decide(tokens, parents, ranks, rows, target, draft, method, target_filters, draft_filters, seed)
-        best = torch.empty(batch, chunks, dtype=torch.long, device=device)
-        given = (decided.choice, target, target if draft is None else draft, *decided[1:], best, tickets(batch, device))
+    if method in DRAFT_AWARE:
+        decided = decide(
+            nodes,
+            target,
+            draft,
+            method=method,
+            target_filters=target_filters,
+            draft_filters=draft_filters,
+            noise=noise,
+        )
     else:
-        stream = Stream.DRAFT if method == "race" else Stream.TARGET
-        filters = Filters(temperature=0.0) if method == "greedy" else target_filters
-        flat_rows = None if rows is None else rows.view(-1)
-        winner = launch_topk(target.reshape(-1, vocab_size), 1, filters, seed, flat_rows, stream, False, False).tokens
-        given = (winner, *[None] * 7)
-    with torch.cuda.device_of(tokens):
-        _walk_kernel[(batch * chunks,)](
-            tokens, parents, ranks, rows, *given, *verified,
-            nodes, vocab_size, parents.stride(0), 0 if ranks is None else ranks.stride(0),
-            *target.stride()[:2], *(target if draft is None else draft).stride()[:2], max_depth, *seed_arguments(seed),
-            cut.numbers[0], cut.numbers[3], draft_cut.numbers[0], draft_cut.numbers[3],
-            CHAIN=chain, LEAVES_OUT=leaves_out(method, draft_filters), HAS_RANKS=ranks is not None,
-            HAS_ROWS=rows is not None, FILTERED=cut.filtered, DRAFT_FILTERED=draft_cut.filtered,
-            HIDDEN=HIDDEN_BITS[target.dtype], DRAFT_HIDDEN=HIDDEN_BITS[(target if draft is None else draft).dtype],
-            CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(nodes)), PATH=triton.next_power_of_2(max_depth + 1),
-            INTERPRETED=not tokens.is_cuda, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
-        )  # fmt: skip
-    return verified
+        winner, _, _ = launch_topk(
+            target.reshape(-1, target.shape[-1]),
+            1,
+            Filters(temperature=0.0) if method == "greedy" else target_filters,
+            noise=Noise(noise.seed, None if noise.rows is None else noise.rows.view(-1)),
+            stream=Stream.DRAFT if method == "race" else Stream.TARGET,
+        )
+        decided = Decided(winner, left_out=None, facts=None, marks=None)
+    return launch_walk(
+        nodes,
+        target,
+        target if draft is None else draft,
+        decided,
+        max_depth=max_depth,
+        target_filters=target_filters,
+        draft_filters=draft_filters,
+        noise=noise,
+    )

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import heavypath.kernels.commit as module
-from heavypath.kernels.commit import FIELDS, State, Tree, commit
-from heavypath.kernels.verification import Verified
+from heavypath.kernels.commit import State, StateField, commit
+from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.speculative import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,14 +40,13 @@ class Problem:
             absent = (self.random(4, nodes) == 0) & ~torch.isin(torch.arange(nodes), self.path[slot])
             self.tokens[slot, absent] = -1
         self.after = self.random(vocab_size, batch)
-        whole = torch.zeros(len(FIELDS), batch + spare, dtype=torch.long)
-        named = dict(zip(FIELDS, whole, strict=True))
-        named["lengths"][:] = self.random(50, batch + spare)
-        named["produced"][:] = self.random(new_tokens - 2, batch + spare)
-        named["left"][:] = new_tokens - named["produced"]
-        named["left"][self.random(4, batch + spare) == 0] = 0
-        named["member"][:] = torch.randperm(batch + spare, generator=self.generator)
-        named["noise"][:] = 77
+        whole = torch.zeros(len(StateField), batch + spare, dtype=torch.long)
+        whole[StateField.LENGTHS] = self.random(50, batch + spare)
+        whole[StateField.PRODUCED] = self.random(new_tokens - 2, batch + spare)
+        whole[StateField.LEFT] = new_tokens - whole[StateField.PRODUCED]
+        whole[StateField.LEFT, self.random(4, batch + spare) == 0] = 0
+        whole[StateField.MEMBER] = torch.randperm(batch + spare, generator=self.generator)
+        whole[StateField.NOISE] = 77
         self.whole, self.batch = whole, batch
         self.output = torch.full((batch + spare, new_tokens), -7)
         self.stops = torch.tensor(stops)
@@ -64,44 +63,44 @@ class Problem:
         whole, output, seen, counts = (
             field.to(DEVICE, copy=True) for field in (self.whole, self.output, self.seen, self.counts)
         )
-        tree = Tree(*(field.to(DEVICE) for field in (self.tokens, *self.shape)))
+        tokens, parents, ranks, depths = (field.to(DEVICE) for field in (self.tokens, *self.shape))
         verified = Verified(*(field.to(DEVICE) for field in (self.path, self.length, self.after)))
         state = State(whole[:, : self.batch], output, self.stops.to(DEVICE), seen, counts)
-        function(state, tree, verified, self.branching, impl=impl)
+        function(state, Nodes(tokens, parents, ranks), depths, verified, self.branching, impl=impl)
         return [field.cpu() for field in (whole, output, seen, counts)]
 
     def expected(self):
         whole, output, seen, counts = (field.clone() for field in (self.whole, self.output, self.seen, self.counts))
         parents, ranks, depths = (field.expand(self.batch, self.tokens.shape[1]).tolist() for field in self.shape)
         for slot in range(self.batch):
-            state = dict(zip(FIELDS, whole[:, slot].tolist(), strict=True))
+            state = dict(zip(StateField, whole[:, slot].tolist(), strict=True))
             tokens, path = self.tokens[slot].tolist(), self.path[slot, : int(self.length[slot]) + 1].tolist()
             new = [tokens[node] for node in path[1:]] + [int(self.after[slot])]
-            state["previous"], state["root"] = tokens[path[-1]], max(new[-1], 0)
-            if state["left"] > 0:
+            state[StateField.PREVIOUS], state[StateField.ROOT] = tokens[path[-1]], max(new[-1], 0)
+            if state[StateField.LEFT] > 0:
                 for node in range(1, len(tokens)):
                     if tokens[node] >= 0 and parents[slot][node] in path:
                         place = (depths[slot][node] - 1) * self.branching + ranks[slot][node]
                         counts[0, place] += 1
                         counts[1, place] += node in path
-                state["lengths"] += len(new)
-                state["steps"] += 1
-                state["nodes"] += len(tokens)
+                state[StateField.LENGTHS] += len(new)
+                state[StateField.STEPS] += 1
+                state[StateField.NODES] += len(tokens)
                 ended = False
-                for token in new[: state["left"]]:
-                    output[state["member"], state["produced"]] = token
+                for token in new[: state[StateField.LEFT]]:
+                    output[state[StateField.MEMBER], state[StateField.PRODUCED]] = token
                     if token >= 0:
                         seen[slot, token] = True
-                    state["produced"] += 1
-                    state["left"] -= 1
+                    state[StateField.PRODUCED] += 1
+                    state[StateField.LEFT] -= 1
                     if token in self.stops.tolist():
                         ended = True
                         break
                 if ended:
-                    state["left"] = 0
+                    state[StateField.LEFT] = 0
                 if self.after[slot] < 0:
-                    state["left"] = -1
-            whole[:, slot] = torch.tensor([state[name] for name in FIELDS])
+                    state[StateField.LEFT] = -1
+            whole[:, slot] = torch.tensor([*state.values()])
         return [whole, output, seen, counts]
 
     def check(self, impl, function=commit):
@@ -134,15 +133,15 @@ def test_shapes_at_the_edge(impl):
 def test_no_distribution_ends_a_sequence_with_minus_one(impl):
     problem = Problem(6)
     problem.after[:] = -1
-    problem.whole[FIELDS.index("left")] = torch.tensor([10, 10, 0, 10, 10, 10, 10])
-    problem.whole[FIELDS.index("produced")] = 0
+    problem.whole[StateField.LEFT] = torch.tensor([10, 10, 0, 10, 10, 10, 10])
+    problem.whole[StateField.PRODUCED] = 0
     problem.stops = torch.tensor([-1])  # none
     whole, _, seen, _ = problem.committed(impl)
     accepted = [set(problem.tokens[slot, problem.path[slot, 1 : 1 + length]].tolist())
                 for slot, length in enumerate(problem.length.tolist())]  # fmt: skip
     assert [set(row.nonzero()[:, 0].tolist()) for row in seen] == [*accepted[:2], set(), *accepted[3:]]
-    assert whole[FIELDS.index("left"), :5].tolist() == [-1, -1, 0, -1, -1]
-    assert whole[FIELDS.index("root"), :5].tolist() == [0] * 5
+    assert whole[StateField.LEFT, :5].tolist() == [-1, -1, 0, -1, -1]
+    assert whole[StateField.ROOT, :5].tolist() == [0] * 5
 
 
 @pytest.mark.parametrize(("original", "replacement"), [

@@ -59,7 +59,7 @@ MUTATIONS = {
         {"target_filters": Filters(0.5)},
     ),
     "siblings are tried in index order": (
-        verification, "order = rank * nodes + index", "order = index + 0 * rank",
+        verification, "order = rank * count + index", "order = index + 0 * rank",
         {"tree": TokenTree([-1, 0, 0, 2, 2], [0, 1, 0, 1, 0])},
     ),
     "rejected children stay in the draft": (
@@ -77,8 +77,8 @@ MUTATIONS = {
         {"method": "kseq", "replacement": True},
     ),
     "independent draws share their noise": (
-        sampling, "gumbels(seed, stream, noise, vocab_size, draws=k)",
-        "gumbels(seed, stream, noise, vocab_size, draws=1).repeat(k, 1)",
+        sampling, "gumbels(seed, stream, noise_rows, vocab_size, draws=k)",
+        "gumbels(seed, stream, noise_rows, vocab_size, draws=1).repeat(k, 1)",
         {"method": "with_replacement", "replacement": True},
     ),
     "a race takes its own noise": (
@@ -125,10 +125,10 @@ def test_accepting_at_equality_is_found():
 @pytest.mark.parametrize(("module", "original", "replacement"), [
     (step, "root_rows(state.noise, state.lengths)", "state.noise"),  # alike in every step
     (step, "(roots, self.tree.whole_numbers)", "(roots, 0 * self.tree.whole_numbers)"),  # shared by all nodes
-    (step, "compact([target_cache.keys", "(lambda *_: None)([target_cache.keys"),  # rows stay
+    (step, "compact_unchecked([target_cache.keys", "(lambda *_, **__: None)([target_cache.keys"),  # rows stay
     (step, "lengths[:, None] + drafted.depths,", "lengths[:, None] + 0 * drafted.depths,"),  # the target's positions
     (commit, "token[every, path[:, 1:]]", "token[every, path[:, :-1]]"),  # the bonus token in the last accepted's place
-    (commit, "root[:] = np.maximum(after, 0)", "root[:] = emitted[:, 0]"),
+    (commit, "numbers[StateField.ROOT] = np.maximum(after, 0)", "numbers[StateField.ROOT] = emitted[:, 0]"),
 ])  # fmt: skip
 def test_a_bug_of_the_decoder_is_found(module, original, replacement, monkeypatch):
     from test_decoder import exact_law, tiny_llama

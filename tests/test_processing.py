@@ -13,10 +13,10 @@ from transformers.generation import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from heavypath.kernels.commit import State, Tree, commit
+from heavypath.kernels.commit import State, commit
 from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.ordering import heavy_path_order
-from heavypath.kernels.verification import Verified
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.device_tree import device_tree
 from heavypath.speculative.decoding.drafting import root_alone
@@ -98,9 +98,9 @@ def test_every_node_has_the_logits_that_transformers_processors_make_of_its_text
         path = torch.stack([torch.zeros_like(length), length.where(length > 0, -1)], 1)
         after = torch.tensor([3, 4, 5])  # no end-of-sequence token
         drafts = drafts.where(drafts != 2, 3).where(drafts != 7, 4)
-        tree = Tree(drafts, torch.tensor([-1, 0]), torch.tensor([0, 0]), torch.tensor([0, 1]))
+        tree = Nodes(drafts, torch.tensor([-1, 0]), torch.tensor([0, 0]))
         state = State(sequences.numbers, sequences.output, sequences.stops, sequences.seen, sequences.counts)
-        commit(state, tree, Verified(path, length, after), 1)
+        commit(state, tree, torch.tensor([0, 1]), Verified(path, length, after), 1)
         for b in range(3):
             texts[b] += [*drafts[b, 1 : 1 + length[b]].tolist(), int(after[b])]
     assert sequences.produced.tolist() == [len(text) - int(size) for text, size in zip(texts, lengths, strict=True)]

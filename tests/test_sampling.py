@@ -6,7 +6,7 @@ import pytest
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value
 
-from heavypath.kernels import sampling
+from heavypath.kernels import sampling_kernel
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.sampling import gumbel_topk, stable_topk, stochastic_beam
 
@@ -306,8 +306,8 @@ def test_a_beam_passes_absent_parents_over_and_says_what_is_missing():
 
 
 def test_a_kernel_leaves_its_counters_at_zero(monkeypatch):
-    drawn_from, original = [], sampling.tickets
-    monkeypatch.setattr(sampling, "tickets", lambda *size: drawn_from.append(original(*size)) or drawn_from[-1])
+    drawn_from, original = [], sampling_kernel.tickets
+    monkeypatch.setattr(sampling_kernel, "tickets", lambda *size: drawn_from.append(original(*size)) or drawn_from[-1])
     gumbel_topk(torch.randn(2, 20_000), 2, impl="triton")
     (counters,) = drawn_from
     assert len(counters) >= 2

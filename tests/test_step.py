@@ -27,7 +27,7 @@ from heavypath.speculative.decoding.step import Step
 from heavypath.speculative.drafts import LookupDraft, ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 
-KERNELS = ("sampling", "verification", "tree_attention", "ordering", "cache_compaction", "commit")
+KERNELS = ("sampling", "verification", "prepared_attention", "tree_attention", "ordering", "cache_compaction", "commit")
 HOST = ("decoding.drafted", "decoding.growing", "decoding.loop", "decoding.runner", "decoder")
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
 PADDING = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
@@ -160,7 +160,7 @@ def without_values(as_on_a_gpu, monkeypatch):
     """The meta device, on which tensors have shapes alone, in the part of a GPU; kernels do nothing on it."""
     as_on_a_gpu()
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: None)
-    for name in ("sampling", "verification", "decision"):
+    for name in ("sampling_kernel", "decision", "walk"):
         module = importlib.import_module(f"heavypath.kernels.{name}")
         monkeypatch.setattr(module, "tickets", lambda count, device: torch.zeros(count, device=device))
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.k_seq import k_seq
+from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.residual import residual_chain
-from heavypath.kernels.verification import sibling_order, verify_tree
+from heavypath.kernels.verification import verify_tree
 
 
 def acceptance_and_weights(target: Tensor, draft_logits: Tensor, filters: Filters, drawn: Tensor, replacement: bool):

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from heavypath.kernels import decision, k_seq, residual, verification
+from heavypath.kernels import decision, k_seq, residual, verification, walk
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import METHODS, Verified, verify_tree
+from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
 from heavypath.speculative.trees.tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,13 +79,13 @@ class Problem:
             **{f"draft_{name}": value for name, value in off._asdict().items()},
         }  # fmt: skip
 
-    def verified(self, impl: str, verify=verify_tree, **changes) -> Verified:
+    def verified(self, impl: str, **changes) -> Verified:
         given = {"rows": self.rows} | self.options | changes
         tensors = (self.tokens, self.parents, self.target, self.draft)
         if impl == "triton":
             tensors = tuple(tensor.to(DEVICE) for tensor in tensors)
             given = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in given.items()}
-        return Verified(*(field.cpu() for field in verify(*tensors, impl=impl, **given)))
+        return Verified(*(field.cpu() for field in verify_tree(*tensors, impl=impl, **given)))
 
     def agrees(self, **changes) -> bool:
         pairs = zip(self.verified("triton", **changes), self.verified("torch", **changes), strict=True)
@@ -98,7 +100,7 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 @pytest.mark.parametrize("filters", FILTERS)
 def test_the_kernels_accept_what_the_reference_accepts(method, filters):
     if method == "kseq" and filters == "a draft's top-k":
@@ -136,13 +138,13 @@ def random_problem(method: str, seed: int) -> Problem:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_the_kernels_accept_what_the_reference_accepts_in_random_trees(method):
     differ = [seed for seed in range(110) if not random_problem(method, seed).agrees()]
     assert not differ
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_a_vocabulary_of_several_chunks_is_shared_by_programs(method):
     problem = Problem(
         TokenTree.k_ary(2, 1), method, vocab_size=20_001, batch=1, dtype=torch.bfloat16, noise=2.0, seed=2
@@ -150,7 +152,7 @@ def test_a_vocabulary_of_several_chunks_is_shared_by_programs(method):
     assert problem.agrees()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_defaults_views_and_shallow_walks_agree(method):
     problem = Problem(TREES["ranks"], method, vocab_size=7, seed=4, noise=0.3)
     for depth in (0, 1):
@@ -165,7 +167,7 @@ def test_defaults_views_and_shallow_walks_agree(method):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_a_seed_in_memory_verifies_as_its_number(method, impl):
     problem = Problem(TREES["ranks"], method, vocab_size=7, noise=3.0)
     seen = set()
@@ -177,16 +179,21 @@ def test_a_seed_in_memory_verifies_as_its_number(method, impl):
     assert (len(seen) > 1) == (method != "greedy")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_rows_without_a_distribution_are_flagged_by_the_kernels(method):
     problem = Problem(TREES["chain"], method, seed=1)
     for bad in (torch.nan, torch.inf, -torch.inf):
         problem.target[1] = bad
-        arguments = (problem.tokens, problem.parents.expand(2, -1), None, problem.target, problem.draft, method, 3)
-        filters = Filters(0.0) if method == "greedy" else PLAIN
-        verified = verification._launch(*(
-            field.to(DEVICE) if isinstance(field, Tensor) else field for field in arguments
-        ), filters, PLAIN, 0, problem.rows.to(DEVICE))  # fmt: skip
+        verified = verification._launch(
+            Nodes(problem.tokens.to(DEVICE), problem.parents.expand(2, -1).to(DEVICE), None),
+            problem.target.to(DEVICE),
+            problem.draft.to(DEVICE),
+            method=method,
+            max_depth=3,
+            target_filters=Filters(0.0) if method == "greedy" else PLAIN,
+            draft_filters=PLAIN,
+            noise=Noise(0, problem.rows.to(DEVICE)),
+        )
         assert int(verified.next_token[0]) >= 0
         assert int(verified.next_token[1]) == -1
         assert int(verified.length[1]) == 0
@@ -230,10 +237,10 @@ MUTATIONS = {
     "the draft's filters are the target's": (
         decision, "cut_of(draft_filters, vocab_size)", "cut_of(target_filters, vocab_size)"
     ),
-    "the recovered token uses the draft's noise": (verification, "int(Stream.TARGET))", "int(Stream.DRAFT))"),
-    "the recovered token comes from the target": (verification, "weight = p - share * cover", "weight = p"),
+    "the recovered token uses the draft's noise": (walk, "int(Stream.TARGET))", "int(Stream.DRAFT))"),
+    "the recovered token comes from the target": (walk, "weight = p - share * cover", "weight = p"),
     "K-SEQ searches no further than K": (k_seq, "g = high.to(tl.float32)", "g = children.to(tl.float32)"),
-    "the path names another sibling": (verification, "node = tl.load(parents_ptr + node).to(tl.int32)\n            pos",
+    "the path names another sibling": (walk, "node = tl.load(parents_ptr + node).to(tl.int32)\n            pos",
                                        "node = 1\n            pos"),
     "rank is ignored": (decision, "tl.where(child, rank * N + index, NONE)", "tl.where(child, index, NONE)"),
 }  # fmt: skip
@@ -255,17 +262,14 @@ def mutant(tmp_path, module, original: str, replacement: str, name: str):
 def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
     module, original, replacement = MUTATIONS[name]
     copy = mutant(tmp_path, module, original, replacement, "mutant")
-    verify = verify_tree
     if module in (residual, k_seq):  # what the kernel of decision calls
         monkeypatch.setitem(sys.modules, "mutant", copy)
         copy = mutant(tmp_path, decision, f"from {module.__name__} import", "from mutant import", "calls_mutant")
-    if module is verification:
-        verify = copy.verify_tree
-    else:
-        monkeypatch.setattr(verification, "decide", copy.decide)
+    launcher = "launch_walk" if module is walk else "decide"
+    monkeypatch.setattr(verification, launcher, getattr(copy, launcher))
 
     def differs(problem: Problem) -> bool:
-        pairs = zip(problem.verified("triton", verify), problem.verified("torch"), strict=True)
+        pairs = zip(problem.verified("triton"), problem.verified("torch"), strict=True)
         return not all(torch.equal(kernel, reference) for kernel, reference in pairs)
 
     tree, method = TREES["ranks"], "without_replacement"
@@ -278,7 +282,7 @@ def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_a_captured_graph_verifies_what_its_tensors_hold_when_it_is_replayed(method):
     problems = [Problem(TREES["4, 2"], method, vocab_size=32_000, batch=4, seed=2 * seed) for seed in range(3)]
     expected = [problem.verified("triton", max_depth=2) for problem in problems]

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from heavypath.kernels import sampling
+from heavypath.kernels.noise import Noise
+from heavypath.kernels.sampling import draw_unchecked
 from heavypath.speculative.decoding.device_tree import DeviceTree
 from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions, root_feed
 from heavypath.speculative.decoding.rules import Rules
@@ -63,14 +64,13 @@ def draft_tree(
             )
         after = draft(feed, cache)[:, -len(level.nodes) :]  # [B, n, V]
         lap("draft")
-        children = sampling.draw(
+        children = draw_unchecked(
             after.flatten(0, 1),
             level.most_children,
-            drawing,
-            state.seed,
-            noise_rows.index_select(1, level.nodes).flatten(),
-            rules.draw == "with_replacement" and drawing.temperature > 0,
-            rules.fill and draft.smooth,
+            filters=drawing,
+            noise=Noise(state.seed, noise_rows.index_select(1, level.nodes).flatten()),
+            replacement=rules.draw == "with_replacement" and drawing.temperature > 0,
+            uniform_fill=rules.fill and draft.smooth,
         )
         check_distributions("draft", children.keys.view(len(root), len(level.nodes), -1), state, depth)
         tokens.index_copy_(1, level.children, children.tokens.view(len(root), -1).index_select(1, level.draws))

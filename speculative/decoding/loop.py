@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from heavypath.kernels.commit import FIELDS
+from heavypath.kernels.commit import StateField
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.sequences import Sequences
@@ -20,10 +20,6 @@ from heavypath.speculative.decoding.snapshots import Snapshots, host_can_read
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
-
-LENGTHS, PRODUCED, LEFT, STEPS, NODES, MEMBER = map(
-    FIELDS.index, ("lengths", "produced", "left", "steps", "nodes", "member")
-)
 
 OnStep = Callable[[Stepped, Sequences, Sequences], None]  # of what a step did, the state before it and after it
 
@@ -79,11 +75,13 @@ def decode(
             continue
         (numbers, *output), slots = snapshot
         table = numbers[:, :slots].tolist()
-        longest, most_left = max(table[LENGTHS]), 0
-        for slot, member in enumerate(table[MEMBER]):
+        longest, most_left = max(table[StateField.LENGTHS]), 0
+        for slot, member in enumerate(table[StateField.MEMBER]):
             if member in ended:
                 continue
-            length, produced, left = (table[field][slot] for field in (LENGTHS, PRODUCED, LEFT))
+            length, produced, left = (
+                table[field][slot] for field in (StateField.LENGTHS, StateField.PRODUCED, StateField.LEFT)
+            )
             if left < 0:
                 raise ValueError(
                     f"the target's logits hold NaN or +inf, or nothing but -inf, within a step after position {length} "
@@ -96,7 +94,7 @@ def decode(
                     produced, left = kept, 0
                     state.produced[slot], state.left[slot] = produced, left
             if left == 0:
-                ended[member] = _Ended(produced, table[STEPS][slot], table[NODES][slot])
+                ended[member] = _Ended(produced, table[StateField.STEPS][slot], table[StateField.NODES][slot])
             most_left = max(most_left, left)
             if streamers:
                 streamers[member].put(output[0][member, streamed[member] : produced].clone())

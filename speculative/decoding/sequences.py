@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from heavypath.kernels.commit import FIELDS
+from heavypath.kernels.commit import StateField
 from heavypath.speculative.decoding.noise_rows import sequence_rows
 
 
@@ -17,15 +17,7 @@ from heavypath.speculative.decoding.noise_rows import sequence_rows
 class Sequences:
     """B sequences in b slots, each with a length of its own.
 
-    numbers: LongTensor[9, b], for each slot what `kernels.commit` documents; these are views of its rows:
-        root      the last committed token, not in any cache yet
-        previous  the token before it, or the root again where there is none
-        lengths   tokens before the root, which are the rows of the target's cache in use
-        produced  new tokens so far
-        left      new tokens still to come; 0 where the sequence has ended, -1 where its logits were no distribution
-        steps     steps it took so far; nodes: how many the target scored in them
-        member    which of the B sequences is in the slot
-        noise     its first noise row
+    numbers: LongTensor[9, b], a row for each `StateField` of kernels.commit; root, previous, .. noise are its rows
     output: LongTensor[B, M], the new tokens, then anything
     stops:  LongTensor[any], end-of-sequence tokens, -1 for none
     seen:   bool [b, V], the tokens of the text so far, if a repetition penalty asks for them; else [b, 0]
@@ -50,8 +42,8 @@ class Sequences:
     noise: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, row in zip(FIELDS, self.numbers.unbind(), strict=True):
-            setattr(self, name, row)
+        for field_, row in zip(StateField, self.numbers.unbind(), strict=True):
+            setattr(self, field_.name.lower(), row)
 
     @classmethod
     def room_for(
@@ -62,7 +54,7 @@ class Sequences:
         vocab_size: for a repetition penalty, else 0; count_slots: the columns of `counts`
         """
         return cls(
-            numbers=torch.zeros(len(FIELDS), batch, dtype=torch.long, device=device),
+            numbers=torch.zeros(len(StateField), batch, dtype=torch.long, device=device),
             output=torch.zeros(batch, new_tokens, dtype=torch.long, device=device),
             stops=torch.full((stops,), -1, device=device),
             seen=torch.zeros(batch, vocab_size, dtype=torch.bool, device=device),
@@ -86,15 +78,15 @@ class Sequences:
         root, previous = (prompt.gather(1, place)[:, 0] for place in (ends, (ends - 1).clamp(min=0)))
         zero = torch.zeros_like(root)
         fields = {
-            "root": root,
-            "previous": previous,
-            "lengths": prompt_lengths - 1,
-            "left": zero + new_tokens,
-            "member": torch.arange(batch, device=prompt.device),
-            "noise": sequence_rows(sequence_ids),
+            StateField.ROOT: root,
+            StateField.PREVIOUS: previous,
+            StateField.LENGTHS: prompt_lengths - 1,
+            StateField.LEFT: zero + new_tokens,
+            StateField.MEMBER: torch.arange(batch, device=prompt.device),
+            StateField.NOISE: sequence_rows(sequence_ids),
         }
         self.numbers.zero_()
-        self.numbers[:, :batch] = torch.stack([fields.get(name, zero) for name in FIELDS])
+        self.numbers[:, :batch] = torch.stack([fields.get(name, zero) for name in StateField])
         self.stops.fill_(-1 if not len(stops) else stops[-1])
         self.stops[: len(stops)] = stops
         self.seed.fill_(seed - (seed + (1 << 63) >> 64 << 64))  # as a signed 64-bit number

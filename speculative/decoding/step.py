@@ -12,9 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.kernels.cache_compaction import compact
-from heavypath.kernels.commit import State, Tree, commit
-from heavypath.kernels.verification import DRAFT_AWARE, Verified, verify
+from heavypath.kernels.cache_compaction import compact_unchecked
+from heavypath.kernels.commit import State, commit
+from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.noise import Noise
+from heavypath.kernels.verification import DRAFT_AWARE, verify_unchecked
 from heavypath.speculative.decoding.device_tree import DeviceTree, device_tree
 from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions
 from heavypath.speculative.decoding.drafting import draft_tree, root_alone
@@ -82,29 +84,28 @@ class Step:
         lap("target")
         if self.rules.processing is not None:
             logits = self.rules.processing(logits, drafted, state)
-        needs_draft = drafted.logits is not None and self.rules.verification in DRAFT_AWARE
-        verified = verify(
-            drafted.tokens,
-            drafted.parents.expand_as(drafted.tokens),
-            drafted.ranks.expand_as(drafted.tokens),
+        drafted_nodes = Nodes(drafted.tokens, drafted.parents, drafted.ranks)
+        needs_draft = self.rules.verification in DRAFT_AWARE
+        verified = verify_unchecked(
+            drafted_nodes,
             logits,
             drafted.logits if needs_draft else None,
-            self.rules.verification,
-            min(self.depth, nodes - 1),
-            self.rules.target_filters,
-            self.rules.draft_filters,
-            state.seed,
-            drafted.noise_rows,
+            method=self.rules.verification,
+            max_depth=min(self.depth, nodes - 1),
+            target_filters=self.rules.target_filters,
+            draft_filters=self.rules.draft_filters,
+            noise=Noise(state.seed, drafted.noise_rows),
         )
         lap("verification")
         if draft_cache is not None and nodes > 1:
-            path, slots = verified.path, drafted.draft_rows
+            path, length, slots = verified.path, verified.length, drafted.draft_rows
             path_in_draft = path if slots is None else slots.gather(1, path.clamp(min=0))
-            compact([target_cache.keys, target_cache.values], path, verified.length, lengths)
-            compact([draft_cache.keys, draft_cache.values], path_in_draft, verified.length, lengths)
+            compact_unchecked([target_cache.keys, target_cache.values], path=path, length=length, prefix_length=lengths)
+            compact_unchecked(
+                [draft_cache.keys, draft_cache.values], path=path_in_draft, length=length, prefix_length=lengths
+            )
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
-        tree = Tree(drafted.tokens, drafted.parents, drafted.ranks, drafted.depths)
-        commit(written, tree, verified, self.branching)
+        commit(written, drafted_nodes, drafted.depths, verified, self.branching)
         lap("compaction")
         return Stepped(drafted, logits, verified)
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heavypath.kernels.tree_attention import attention_bias, interval_mask, prepared_attention
+from heavypath.kernels.dense_attention import attention_bias
+from heavypath.kernels.prepared_attention import prepared_attention
+from heavypath.kernels.tree_masks import interval_mask
 from heavypath.speculative.models.caches import KeyValueCache
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask

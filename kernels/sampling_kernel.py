@@ -1,0 +1,312 @@
+"""The Triton kernel of `gumbel_topk`, whose formula and reference are in `sampling`, and its launcher.
+
+The kernel reads the logits once and computes exact logarithms for a few tokens only. With u <= -log(1 - u) = E,
+
+    logit / T - log(u)  >=  logit / T + G,      G = -log E,
+
+is an upper bound of a token's key, and a tight one where it matters: for small u, which make large keys. A row is cut
+into chunks, a program for each, which keep the largest bound of each group of tokens and the chunk's part of the
+softmax. The last of a row's programs to finish opens groups in the order of their bounds, computes the exact keys of
+their tokens, and stops when no bound is above the k-th best key. So the result is the reference's, however the row is
+cut into chunks and groups.
+"""
+
+# Triton's language is no Python that a type checker knows.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heavypath.kernels.filtering import (
+    HIDDEN_BITS,
+    LOG2E,
+    LOWEST,
+    Filters,
+    cut_of,
+    filter_cut,
+    is_kept,
+    score,
+    softmax_scale,
+)
+from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
+from heavypath.kernels.tickets import is_last, tickets
+
+LANES = tl.constexpr(128)  # threads of a program; each holds eight neighbouring tokens of a tile
+TILES = tl.constexpr(8)  # tiles in a program's chunk
+CHUNK = tl.constexpr(8 * 128 * 8)  # tokens
+NEVER = tl.constexpr(-(2**63))  # less than every packed key
+_LATEST = tl.constexpr(2**63 - 1)
+_FILL = tl.constexpr(int(Stream.FILL))
+
+
+@triton.jit
+def pack(key, token):
+    """int64 that orders tokens by falling fp32 key, then by index."""
+    bits = (key + 0.0).to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def unpack(packed):
+    """The keys and tokens that `pack` has packed."""
+    bits = (packed >> 32).to(tl.int32)
+    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return key, 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _merge(top, packed, K, PLACES: tl.constexpr):
+    """The K largest of the packed keys in both tensors, largest first."""
+    place = tl.arange(0, PLACES)
+    merged = tl.full([PLACES], NEVER, tl.int64)
+    for i in range(K):
+        best = tl.maximum(tl.max(top), tl.max(packed))
+        merged = tl.where(place == i, best, merged)
+        top = tl.where(top == best, NEVER, top)
+        packed = tl.where(packed == best, NEVER, packed)
+    return merged
+
+
+@triton.jit(do_not_specialize=["K", "seed_ptr", "seed_low", "seed_high", "temperature", "top_k", "top_p", "log_min_p"])
+def _gumbel_topk_kernel(
+    logits_ptr,  # [R, V]
+    rows_ptr,  # [R] if HAS_ROWS
+    tokens_ptr,  # [R * DRAWS, K], as keys_ptr and logprobs_ptr
+    keys_ptr,
+    logprobs_ptr,
+    bounds_ptr,  # [R * DRAWS, CHUNKS, LANES], the largest bound of each group
+    tops_ptr,  # [R * DRAWS, CHUNKS, LANES], the largest logit of each group, if FILTERED
+    parts_ptr,  # [R * DRAWS, 2, CHUNKS], each chunk's largest logit and sum of exponentials
+    tickets_ptr,  # [R * DRAWS]
+    V,
+    row_stride,
+    K,
+    seed_ptr,
+    seed_low,
+    seed_high,
+    temperature,
+    top_k,
+    top_p,
+    log_min_p,
+    STREAM: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    DRAWS: tl.constexpr,  # independent draws from each row, of K tokens each
+    NOISY: tl.constexpr,
+    FILTERED: tl.constexpr,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    FILL: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PLACES: tl.constexpr,  # K, rounded up to a power of two
+    OPENED: tl.constexpr,  # groups that are opened at a time
+    INTERPRETED: tl.constexpr,
+):
+    chunk = tl.program_id(0) % CHUNKS
+    draw = tl.program_id(0) // CHUNKS
+    row_ptr = logits_ptr + (draw // DRAWS).to(tl.int64) * row_stride
+    noise_row = (draw // DRAWS).to(tl.int64)
+    if HAS_ROWS:
+        noise_row = tl.load(rows_ptr + noise_row)
+    stream = STREAM + 256 * (draw % DRAWS)
+    seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
+    scale = softmax_scale(temperature)
+
+    lane = tl.arange(0, LANES)
+    largest = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    bound = tl.full([LANES], LOWEST, tl.float32)
+    octet = chunk * TILES * LANES + lane
+    token = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
+    end = tl.minimum(V, (chunk + 1) * CHUNK)
+    ahead = tl.load(row_ptr + token, mask=token < end, other=float("-inf"))
+    for _ in range(tl.minimum(TILES, tl.cdiv(V - chunk * CHUNK, LANES * 8))):
+        x = ahead.to(tl.float32)
+        token += LANES * 8
+        ahead = tl.load(row_ptr + token, mask=token < end, other=float("-inf"))
+        higher = tl.maximum(largest, tl.max(x, 1))
+        total = total * tl.exp2((largest - higher) * scale) + tl.sum(tl.exp2((x - higher[:, None]) * scale), 1)
+        largest = higher
+        limit = x * scale
+        if NOISY:
+            bits = octet_bits(seed_low, seed_high, octet, noise_row, stream)
+            limit -= log2_below(bits, INTERPRETED)
+        bound = tl.maximum(bound, tl.max(limit, 1))
+        octet += LANES
+
+    group = draw.to(tl.int64) * CHUNKS * LANES + chunk * LANES + lane
+    tl.store(bounds_ptr + group, bound)
+    if FILTERED:
+        tl.store(tops_ptr + group, largest)
+    highest = tl.max(largest)
+    part_ptr = parts_ptr + draw.to(tl.int64) * 2 * CHUNKS + chunk
+    tl.store(part_ptr, highest)
+    tl.store(part_ptr + CHUNKS, tl.sum(total * tl.exp2((largest - highest) * scale)))
+    if is_last(tickets_ptr + draw, CHUNKS):
+        _open_groups(
+            row_ptr, noise_row, stream, draw, tokens_ptr, keys_ptr, logprobs_ptr, bounds_ptr, tops_ptr, parts_ptr,
+            V, K, seed_low, seed_high, temperature, top_k, top_p, log_min_p,
+            NOISY, FILTERED, HAS_TOP_K, HAS_TOP_P, FILL, HIDDEN, CHUNKS, PLACES, OPENED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _open_groups(
+    row_ptr, noise_row, stream, draw, tokens_ptr, keys_ptr, logprobs_ptr, bounds_ptr, tops_ptr, parts_ptr,
+    V, K, seed_low, seed_high, temperature, top_k, top_p, log_min_p,
+    NOISY: tl.constexpr, FILTERED: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, FILL: tl.constexpr,
+    HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, PLACES: tl.constexpr, OPENED: tl.constexpr,
+):  # fmt: skip
+    """Draw exactly from a row whose parts and bounds all programs have stored."""
+    scale = softmax_scale(temperature)
+    chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
+    part_ptr = parts_ptr + draw.to(tl.int64) * 2 * CHUNKS + chunk
+    parts = tl.load(part_ptr, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
+    sums = tl.load(part_ptr + CHUNKS, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
+    largest = tl.max(parts)
+    total = tl.sum(sums * tl.exp2((parts - largest) * scale))
+    usable = total > 0  # false for a row of -inf alone, and for one with NaN or +inf
+    undefined = tl.where(total == total, float("-inf"), float("nan"))
+    cut_key, cut_end = tl.full([], 0, tl.uint32), V + tl.full([], 0, tl.int32)
+    if FILTERED:
+        cut_key, cut_end, total = filter_cut(
+            row_ptr, V, largest, temperature, top_k, top_p, log_min_p, HAS_TOP_K, HAS_TOP_P, HIDDEN
+        )
+    normalizer = tl.log(tl.where(usable, total, 1.0))
+
+    # Bounds relative to the largest logit, with room for the rounding of whatever was multiplied by the scale.
+    group = tl.arange(0, triton.next_power_of_2(CHUNKS * LANES))
+    first = (group // LANES) * CHUNK + (group % LANES) * 8
+    group_ptr = draw.to(tl.int64) * CHUNKS * LANES + group
+    there = (group < CHUNKS * LANES) & (first < tl.where(usable, V, 0))
+    bound = tl.load(bounds_ptr + group_ptr, mask=there, other=0.0, cache_modifier=".cg") - largest * scale
+    bound += 1e-3 + 1e-6 * (tl.abs(bound) + tl.abs(largest * scale))
+    bound = tl.where(bound == bound, bound, float("inf"))
+    if FILTERED:
+        top = tl.load(tops_ptr + group_ptr, mask=there, other=float("-inf"), cache_modifier=".cg")
+        there &= is_kept(top, 0, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
+    bound = tl.where(there, bound, float("-inf"))
+
+    best = tl.full([PLACES], NEVER, tl.int64)
+    place = tl.arange(0, PLACES)
+    worst = tl.full([], float("-inf"), tl.float32)
+    while tl.max(bound) > worst:
+        opened = tl.full([OPENED], 0, tl.int32)
+        for i in tl.static_range(OPENED):
+            value, index = tl.max(bound, 0, return_indices=True)
+            opened = tl.where(tl.arange(0, OPENED) == i, tl.where(value > worst, index, -1), opened)
+            bound = tl.where(group == index, float("-inf"), bound)
+        tile = tl.arange(0, TILES)
+        octet = ((opened // LANES) * TILES * LANES + opened % LANES)[:, None] + tile[None, :] * LANES
+        octet = tl.reshape(tl.where(opened[:, None] >= 0, octet, V // 8 + 1), [OPENED * TILES])
+        token = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
+        x = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+        key = x
+        drawable = x > float("-inf")
+        if NOISY:
+            key = score(x, largest, temperature)
+            key += gumbel_of(octet_bits(seed_low, seed_high, octet, noise_row, stream))
+        if FILTERED:
+            drawable &= is_kept(x, token, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
+        packed = tl.where(drawable, pack(key, token), NEVER)
+        best = _merge(best, tl.reshape(packed, [OPENED * TILES * 8]), K, PLACES)
+        last = tl.min(tl.where(place < K, best, _LATEST))
+        worst, _ = unpack(last)
+        if not NOISY:
+            worst -= largest
+        worst *= LOG2E
+        worst = tl.where(last == NEVER, float("-inf"), worst)
+
+    drawn = best > NEVER
+    key, token = unpack(best)
+    x = tl.load(row_ptr + token, mask=drawn, other=0.0).to(tl.float32)
+    if NOISY:
+        key -= normalizer
+        logprob = score(x, largest, temperature) - normalizer
+    else:
+        logprob = x - largest - normalizer
+    key = tl.where(drawn, key, undefined)
+    logprob = tl.where(drawn, logprob, undefined)
+    token = tl.where(drawn, token, -1)
+    if FILL:
+        count = tl.sum(drawn.to(tl.int32))
+        if (count < K) & (undefined == undefined):
+            filler = _filler(
+                row_ptr, noise_row, V, K - count, seed_low, seed_high,
+                largest, temperature, cut_key, cut_end, log_min_p, HIDDEN, PLACES,
+            )  # fmt: skip
+            for i in range(K - count):
+                earliest = tl.min(filler)
+                filled = (place == count + i) & (earliest < _LATEST - PLACES)
+                token = tl.where(filled, (earliest & 0x7FFFFFFF).to(tl.int32), token)
+                filler = tl.where(filler == earliest, _LATEST, filler)
+    out = draw.to(tl.int64) * K + place
+    tl.store(tokens_ptr + out, token, mask=place < K)
+    tl.store(keys_ptr + out, key, mask=place < K)
+    tl.store(logprobs_ptr + out, logprob, mask=place < K)
+
+
+@triton.jit
+def _filler(
+    row_ptr, noise_row, V, count, seed_low, seed_high, largest, temperature, cut_key, cut_end, log_min_p,
+    HIDDEN: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """The `count` tokens outside the support with the smallest words of noise: words << 31 | tokens, in any order."""
+    place = tl.arange(0, PLACES)
+    filler = tl.where(place < count, tl.full([PLACES], _LATEST, tl.int64) - 1 - place, -1)
+    for start in range(0, V, LANES * 8):
+        octet = start // 8 + tl.arange(0, LANES)
+        token = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
+        x = tl.load(row_ptr + token, mask=token < V, other=0.0).to(tl.float32)
+        inside = is_kept(x, token, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
+        bits = octet_bits(seed_low, seed_high, octet, noise_row, tl.full([], _FILL, tl.int32))
+        packed = tl.where((token < V) & (inside == 0), (bits.to(tl.int64) << 31) | token, _LATEST)
+        packed = tl.reshape(packed, [LANES * 8])
+        while tl.min(packed) < tl.max(filler):
+            earliest = tl.min(packed)
+            filler = tl.where(filler == tl.max(filler), earliest, filler)
+            packed = tl.where(packed == earliest, _LATEST, packed)
+    return tl.where(filler < 0, _LATEST, filler)
+
+
+def launch_topk(
+    logits: Tensor,
+    k: int,
+    filters: Filters,
+    *,
+    noise: Noise,
+    stream: Stream,
+    replacement: bool = False,
+    uniform_fill: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw as `gumbel_topk` from logits [R, V]: tokens, keys and logprobs [R, k]. noise.rows: LongTensor[R]."""
+    count, vocab_size = logits.shape
+    device, noisy = logits.device, filters.temperature > 0
+    draws = k if replacement and noisy else 1
+    programs, places = count * draws, k // draws
+    cut = cut_of(filters if noisy else Filters(), vocab_size)
+    tokens = torch.empty(count, k, dtype=torch.long, device=device)
+    keys, logprobs = torch.empty(count, k, device=device), torch.empty(count, k, device=device)
+    if programs == 0:
+        return tokens, keys, logprobs
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    chunks = triton.cdiv(vocab_size, CHUNK.value)
+    bounds, tops = torch.empty(2, programs, chunks, LANES.value, device=device)
+    parts = torch.empty(programs, 2, chunks, device=device)
+    block = triton.next_power_of_2(places)
+    with torch.cuda.device_of(logits):
+        _gumbel_topk_kernel[(programs * chunks,)](
+            logits_ptr=logits, rows_ptr=None if noise.rows is None else noise.rows.contiguous(),
+            tokens_ptr=tokens, keys_ptr=keys, logprobs_ptr=logprobs,
+            bounds_ptr=bounds, tops_ptr=tops, parts_ptr=parts, tickets_ptr=tickets(programs, device),
+            V=vocab_size, row_stride=logits.stride(0), K=places, **seed_arguments(noise.seed),
+            temperature=cut.temperature, top_k=cut.top_k, top_p=cut.top_p, log_min_p=cut.log_min_p,
+            STREAM=int(stream), HAS_ROWS=noise.rows is not None, DRAWS=draws, NOISY=noisy, FILTERED=cut.filtered,
+            HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p, FILL=uniform_fill and noisy and not replacement,
+            HIDDEN=HIDDEN_BITS[logits.dtype], CHUNKS=chunks, PLACES=block, OPENED=min(16, max(4, block)),
+            INTERPRETED=not logits.is_cuda, num_warps=4, enable_fp_fusion=True, maxnreg=255,
+        )  # fmt: skip
+    return tokens, keys, logprobs

@@ -1,0 +1,86 @@
+"""Which nodes of its tree each node sees: itself and its ancestors, as one integer per node, as bool, or as bits.
+
+For nodes in depth-first order the subtree of node j is the interval [j, end[j]) of node numbers, so
+
+    node i sees node j    iff    j <= i < end[j]
+
+and the N integers end[j] = j + (nodes in the subtree of j), called `subtree_end`, are the whole mask. A tree that still
+grows is not in depth-first order: it takes an ancestor mask, bool [i, j], or the same mask packed into 32-bit words.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+class PackedAncestors(NamedTuple):
+    """An ancestor mask [Q, N] or [B, Q, N] with 32 nodes in a word, as `pack_ancestors` makes it.
+
+    words: int32 [..., Q, 2 * ceil(N / 64)]; bit j % 32 of word j // 32 is column j
+    nodes: N
+    """
+
+    words: Tensor
+    nodes: int
+
+
+def pack_ancestors(mask: Tensor) -> PackedAncestors:
+    """Pack a bool mask [..., Q, N], once for all calls of `tree_attention` that share it."""
+    bits = pad(mask, (0, -mask.shape[-1] % 64)).unflatten(-1, (-1, 32))
+    places = torch.arange(32, device=mask.device)
+    return PackedAncestors((bits.long() << places).sum(-1).to(torch.int32), mask.shape[-1])
+
+
+def unpack_ancestors(packed: PackedAncestors) -> Tensor:
+    """The bool mask [..., Q, N] that was packed."""
+    bits = packed.words[..., None] >> torch.arange(32, device=packed.words.device, dtype=torch.int32)
+    return (bits & 1).bool().flatten(-2)[..., : packed.nodes]
+
+
+def interval_mask(subtree_end: Tensor) -> Tensor:
+    """The bool mask [..., N, N] of subtree_end [..., N]: [i, j] is true where j <= i < end[j]."""
+    index = torch.arange(subtree_end.shape[-1], device=subtree_end.device)
+    return (index[:, None] < subtree_end[..., None, :]).tril_()
+
+
+class Visible(NamedTuple):
+    """Which cache rows the nodes of a tree see: the arguments of `tree_attention` that say so.
+
+    length:      number of prefix rows in every sequence, where lengths is None
+    lengths:     LongTensor [] or [B], number of prefix rows in each sequence
+    subtree_end: int or long tensor [N] or [B, N]; or None, and then
+    ancestors:   bool [Q, N] or [B, Q, N], or the words of `PackedAncestors`
+    nodes:       N
+    first_row:   LongTensor[B]; rows before it are left padding
+    window:      how many positions a node sees, its own included
+    """
+
+    length: int
+    lengths: Tensor | None
+    subtree_end: Tensor | None
+    ancestors: Tensor | None
+    nodes: int
+    first_row: Tensor | None
+    window: int | None
+
+    def ancestor_mask(self) -> Tensor:
+        """The ancestor mask in its bool form, [Q, N] or [B, Q, N]."""
+        if self.subtree_end is not None:
+            return interval_mask(self.subtree_end)
+        assert self.ancestors is not None
+        if self.ancestors.dtype == torch.bool:
+            return self.ancestors
+        return unpack_ancestors(PackedAncestors(self.ancestors, self.nodes))
+
+    def depths(self) -> Tensor:
+        """How many ancestors each node has, int32 [N] or [B, N]; a window needs it, and then Q = N."""
+        if self.subtree_end is None:
+            # A node that sees no node, not even itself, has depth 0.
+            return (self.ancestor_mask().sum(-1, dtype=torch.int32) - 1).clamp_(min=0)
+        # Of the i nodes before node i, all are its ancestors but those whose subtree has ended.
+        end = self.subtree_end.long()
+        ended = torch.zeros(*end.shape[:-1], self.nodes + 1, dtype=torch.int32, device=end.device)
+        ended = ended.scatter_add_(-1, end, torch.ones_like(end, dtype=torch.int32)).cumsum(-1, dtype=torch.int32)
+        return torch.arange(self.nodes, dtype=torch.int32, device=end.device) - ended[..., : self.nodes]

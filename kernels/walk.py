@@ -1,0 +1,266 @@
+"""Walk down every tree along what was decided for its nodes, and draw the token behind the last accepted node.
+
+Either a choice or a token is known for each node (see `decision` and `verification`):
+
+    choice    the accepted child, or none; where the walk ends, the token is drawn by P - share * min(P, l Q)
+    token     what the target chose; the walk goes to a child that carries it, and ends with the token where none does
+
+One launch does it. Programs share the vocabulary of each sequence: every one of them walks, which takes a few loads,
+and finds the best token of its chunk; the last of them to finish stores the best of all. As in `sampling_kernel`, a
+token's key is computed exactly only where an upper bound of it is above the best key so far.
+"""
+
+# Triton's language is no Python that a type checker knows.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heavypath.kernels.decision import FACTS, Decided, ranks_of
+from heavypath.kernels.distributions import CHUNK, LANES, NONE, TILE, log_prob, shares, without
+from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of
+from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
+from heavypath.kernels.sampling_kernel import NEVER, pack, unpack
+from heavypath.kernels.tickets import is_last, tickets
+
+_TARGET = tl.constexpr(int(Stream.TARGET))
+_LOG_2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def _best(
+    target, draft, log_multiple, uniform, share, begin, end, V, token, left_out, noise_row, seed_low, seed_high,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The best key of the tokens begin .. end - 1 and its token, packed: a draw by P - share * min(P, l Q).
+
+    log_multiple is log2 l, or -inf where tokens are drawn by P; uniform is as in `decision`.
+    """
+    best = tl.full([], NEVER, tl.int64)
+    bar = tl.full([], float("-inf"), tl.float32)  # the best key so far, to base 2, which a bound must exceed
+    for start in range(begin, end, TILE):
+        octet = start // 8 + tl.arange(0, LANES)
+        here = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
+        if log_multiple > float("-inf"):
+            p, cover = shares(
+                target, draft, log_multiple, uniform, here, start, end, V, token, left_out,
+                FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+            )  # fmt: skip
+            weight = p - share * cover
+        else:
+            x = tl.load(target[0] + here, mask=here < end, other=float("-inf")).to(tl.float32)
+            weight = tl.exp2(without(log_prob(target, x, here, FILTERED, HIDDEN), here, start, end, token, left_out, V))
+        log_weight = tl.where(weight > 0, tl.log2(tl.maximum(weight, 2.0**-126)), float("-inf"))
+        bits = octet_bits(seed_low, seed_high, octet, noise_row, tl.full([], _TARGET, tl.int32))
+        if tl.max(tl.reshape(log_weight - log2_below(bits, INTERPRETED), [TILE])) > bar:
+            key = log_weight * _LOG_2 + gumbel_of(bits)
+            packed = tl.where(weight > 0, pack(key, here), NEVER)
+            best = tl.maximum(best, tl.max(tl.reshape(packed, [TILE])))
+            bar, _ = unpack(best)
+            bar = tl.where(best == NEVER, float("-inf"), bar / _LOG_2 - 1e-3)
+    return best
+
+
+@triton.jit(do_not_specialize=["max_depth", "seed_ptr", "seed_low", "seed_high", "temperature", "log_min_p",
+                               "draft_temperature", "draft_log_min_p"])  # fmt: skip
+def _walk_kernel(
+    tokens_ptr,  # [B, N]
+    parents_ptr,  # [B, N], rows parents_stride apart
+    ranks_ptr,  # the same, if HAS_RANKS
+    rows_ptr,  # [B, N] if HAS_ROWS
+    decision_ptr,  # [B, N]: the accepted child if CHAIN, else the target's token; less than 0 for none
+    target_ptr,  # [B, N, V]; this one and all down to tickets_ptr are None unless CHAIN
+    draft_ptr,
+    left_out_ptr,
+    facts_ptr,
+    marks_ptr,
+    best_ptr,  # int64 [B, CHUNKS]
+    tickets_ptr,  # [B]
+    path_ptr,  # [B, max_depth + 1]
+    length_ptr,  # [B]
+    next_token_ptr,  # [B]
+    N,
+    V,
+    parents_stride,
+    ranks_stride,
+    target_batch_stride,
+    target_stride,
+    draft_batch_stride,
+    draft_stride,
+    max_depth,
+    seed_ptr,
+    seed_low,
+    seed_high,
+    temperature,
+    log_min_p,
+    draft_temperature,
+    draft_log_min_p,
+    CHAIN: tl.constexpr,
+    LEAVES_OUT: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    FILTERED: tl.constexpr,
+    DRAFT_FILTERED: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    DRAFT_HIDDEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
+    PATH: tl.constexpr,  # max_depth + 1, rounded up to a power of two
+    INTERPRETED: tl.constexpr,
+):
+    chunk = tl.program_id(0) % CHUNKS
+    batch = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    tokens_ptr += batch * N
+    parents_ptr += batch * parents_stride
+    decision_ptr += batch * N
+
+    index = tl.arange(0, BLOCK)
+    parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
+    token = tl.load(tokens_ptr + index, mask=index < N, other=-1).to(tl.int32)
+    present = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
+    order = index
+    reached = (index == 0).to(tl.int32)
+    if not CHAIN:
+        if HAS_RANKS:
+            rank = tl.load(ranks_ptr + batch * ranks_stride + index, mask=index < N, other=0).to(tl.int32)
+        else:
+            rank = ranks_of(parent, index, parents_ptr, N)
+        order = rank * N + index
+
+    last = tl.full([], 0, tl.int32)
+    length = tl.full([], 0, tl.int32)
+    decision = tl.load(decision_ptr).to(tl.int32)
+    going = (decision >= 0) & (length < max_depth)
+    while going:
+        child = decision
+        if not CHAIN:
+            candidate = present & (tl.gather(reached, tl.maximum(parent, 0), 0) > 0) & (token == decision)
+            first = tl.min(tl.where(candidate, order, NONE))
+            reached = candidate.to(tl.int32)
+            child = tl.where(first < NONE, first % N, -1)
+        going = child >= 0
+        if going:
+            last = child
+            length += 1
+            decision = tl.load(decision_ptr + last).to(tl.int32)
+            going = (decision >= 0) & (length < max_depth)
+
+    if chunk == 0:
+        # The path is read from the last node upwards. On the way down, `last` was one of several siblings of equal
+        # token, and the accepted child may belong to another of them.
+        place = tl.arange(0, PATH)
+        path = tl.where(place == 0, 0, -1)
+        node, position = last, length
+        while position > 0:
+            path = tl.where(place == position, node, path)
+            node = tl.load(parents_ptr + node).to(tl.int32)
+            position -= 1
+        tl.store(path_ptr + batch * (max_depth + 1) + place, path, mask=place <= max_depth)
+        tl.store(length_ptr + batch, length)
+    if not CHAIN:
+        tl.store(next_token_ptr + batch, decision)
+    else:
+        facts_ptr += (batch * N + last) * FACTS
+        marks_ptr += (batch * N + last) * FACTS
+        source = tl.load(marks_ptr + 4)
+        target = (
+            target_ptr + batch * target_batch_stride + last.to(tl.int64) * target_stride,
+            tl.load(facts_ptr), tl.load(facts_ptr + 1), temperature,
+            tl.load(marks_ptr).to(tl.uint32, bitcast=True), tl.load(marks_ptr + 1), log_min_p,
+        )  # fmt: skip
+        draft = (
+            draft_ptr + batch * draft_batch_stride + source.to(tl.int64) * draft_stride,
+            tl.load(facts_ptr + 2), tl.load(facts_ptr + 3), draft_temperature,
+            tl.load(marks_ptr + 2).to(tl.uint32, bitcast=True), tl.load(marks_ptr + 3), draft_log_min_p,
+        )  # fmt: skip
+        log_multiple, uniform = tl.load(facts_ptr + 4), tl.load(facts_ptr + 5)
+        share, p_offset = tl.load(facts_ptr + 6), tl.load(facts_ptr + 7)
+        seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
+        noise_row = batch * N + last
+        if HAS_ROWS:
+            noise_row = tl.load(rows_ptr + noise_row)
+        at_end = length == max_depth  # the node's children, if it has any, are too deep to be tried
+        log_multiple = tl.where(at_end, float("-inf"), log_multiple)
+        p_offset = tl.where(at_end, 0.0, p_offset)
+        left_out = present & (parent == tl.where(at_end, -2, last))
+        if LEAVES_OUT:
+            left_out &= tl.load(left_out_ptr + batch * N + index, mask=left_out, other=0) > 0
+        else:
+            left_out = index < 0
+        restricted = (target[0], target[1], target[2] + p_offset, target[3], target[4], target[5], target[6])
+        begin = chunk * CHUNK
+        best = _best(
+            restricted, draft, log_multiple, uniform, share, begin, tl.minimum(begin + CHUNK, V), V, token, left_out,
+            noise_row, seed_low, seed_high, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, INTERPRETED,
+        )  # fmt: skip
+        tl.store(best_ptr + batch * CHUNKS + chunk, best)
+        if is_last(tickets_ptr + batch, CHUNKS):
+            every = tl.arange(0, triton.next_power_of_2(CHUNKS))
+            all_best = tl.load(
+                best_ptr + batch * CHUNKS + every, mask=every < CHUNKS, other=NEVER, cache_modifier=".cg"
+            )
+            best = tl.max(all_best)
+            if (best == NEVER) & (decision != -2):  # rounding has left nothing of the residual: draw by P
+                best = _best(
+                    target, draft, float("-inf"), 1.0, 1.0, 0, V, V, token, index < 0,
+                    noise_row, seed_low, seed_high, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, INTERPRETED,
+                )  # fmt: skip
+            _, next_token = unpack(best)
+            tl.store(next_token_ptr + batch, tl.where((best == NEVER) | (decision == -2), -1, next_token))
+
+
+def launch_walk(
+    nodes: Nodes,
+    target: Tensor,
+    draft: Tensor,
+    decided: Decided,
+    *,
+    max_depth: int,
+    target_filters: Filters,
+    draft_filters: Filters,
+    noise: Noise,
+) -> Verified:
+    """Walk down the trees of nodes [B, N], by choices, or by tokens if `decided` has no facts.
+
+    Nodes, logits and noise are laid out as in `decide`; draft may be any logits where no node has children.
+    """
+    tokens, parents, ranks = nodes
+    batch, count = tokens.shape
+    device, vocab_size = tokens.device, target.shape[-1]
+    chain = decided.facts is not None
+    chunks = triton.cdiv(vocab_size, CHUNK.value) if chain else 1
+    best = torch.empty(batch, chunks, dtype=torch.long, device=device) if chain else None
+    cut, draft_cut = cut_of(target_filters, vocab_size), cut_of(draft_filters, vocab_size)
+    verified = Verified(
+        path=torch.empty(batch, max_depth + 1, dtype=torch.long, device=device),
+        length=torch.empty(batch, dtype=torch.long, device=device),
+        next_token=torch.empty(batch, dtype=torch.long, device=device),
+    )
+    with torch.cuda.device_of(tokens):
+        _walk_kernel[(batch * chunks,)](
+            tokens_ptr=tokens, parents_ptr=parents, ranks_ptr=ranks, rows_ptr=noise.rows, decision_ptr=decided.choice,
+            target_ptr=target if chain else None, draft_ptr=draft if chain else None,
+            left_out_ptr=decided.left_out, facts_ptr=decided.facts, marks_ptr=decided.marks,
+            best_ptr=best, tickets_ptr=tickets(batch, device) if chain else None,
+            path_ptr=verified.path, length_ptr=verified.length, next_token_ptr=verified.next_token,
+            N=count, V=vocab_size,
+            parents_stride=parents.stride(0), ranks_stride=0 if ranks is None else ranks.stride(0),
+            target_batch_stride=target.stride(0), target_stride=target.stride(1),
+            draft_batch_stride=draft.stride(0), draft_stride=draft.stride(1),
+            max_depth=max_depth, **seed_arguments(noise.seed),
+            temperature=cut.temperature, log_min_p=cut.log_min_p,
+            draft_temperature=draft_cut.temperature, draft_log_min_p=draft_cut.log_min_p,
+            CHAIN=chain, LEAVES_OUT=decided.left_out is not None, HAS_RANKS=ranks is not None,
+            HAS_ROWS=noise.rows is not None, FILTERED=cut.filtered, DRAFT_FILTERED=draft_cut.filtered,
+            HIDDEN=HIDDEN_BITS[target.dtype], DRAFT_HIDDEN=HIDDEN_BITS[draft.dtype],
+            CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(count)), PATH=triton.next_power_of_2(max_depth + 1),
+            INTERPRETED=not tokens.is_cuda, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
+        )  # fmt: skip
+    return verified
