@@ -66,7 +66,7 @@ class SpeculativeDecoder:
     draft: another with its vocabulary, on its device; or `PromptLookup()`, or `EarlyExit(layers)`, which need none; may
         be None for method "autoregressive".
     method: one of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
-        top-k, naive.
+        top-k, naive, naive-distinct.
     tree_size: nodes of the drafted tree, root included (default: 5 on a CPU, 32 on a GPU); shapes that cannot have so
         many take the next smaller.
     tree: a TokenTree to use instead, for methods whose trees do not grow.
@@ -162,7 +162,7 @@ class SpeculativeDecoder:
                 raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}")
             if given:
                 raise ValueError(f"tree says all of the tree's shape; leave out {', '.join(given)}")
-            usual = self._method.shape(8)
+            usual = self._method.tree_of(8)
             if isinstance(usual, Growth):
                 raise ValueError(f"method {self.method!r} grows its trees; give it tree_size, not tree")
             if len(usual) == 1 < len(tree):
@@ -175,7 +175,7 @@ class SpeculativeDecoder:
                 if name not in self._method.options:
                     has = ", ".join(self._method.options) or "none but tree_size"
                     raise ValueError(f"method {self.method!r} has no option {name!r}; it has {has}")
-            tree = self._method.shape(size, **given)
+            tree = self._method.tree_of(size, **given)
         if len(tree) > MAX_NODES:
             raise ValueError(f"a tree may have at most {MAX_NODES} nodes, got {len(tree)}")
         return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
@@ -186,7 +186,7 @@ class SpeculativeDecoder:
             return self.tree
         assert self.profile is not None
         if filters not in self._planned:
-            self._planned[filters] = self.profile.shape(self.method, filters)
+            self._planned[filters] = self.profile.tree_for(self.method, filters)
         return self._planned[filters]
 
     def generate(
@@ -246,7 +246,7 @@ class SpeculativeDecoder:
             checked_criteria(stop_strings, tokenizer, stopping_criteria),
         )
         draft_filters = self._drafting_filters(request.filters)
-        if self._method.verify == "kseq" and draft_filters.temperature == 0 < request.filters.temperature:
+        if self._method.verification == "kseq" and draft_filters.temperature == 0 < request.filters.temperature:
             raise ValueError(f"method {self.method!r} needs draft_temperature > 0 where it samples, got 0")
         if streamer is not None:
             if len(input_ids) > 1:
@@ -293,7 +293,7 @@ class SpeculativeDecoder:
 
     def _verify(self, filters: Filters) -> str:
         """What `verify_tree` does for a sampling."""
-        return "greedy" if filters.temperature == 0 else self._method.verify
+        return self._method.kind(filters.temperature).verification
 
     def _drafting_filters(self, target: Filters) -> Filters:
         """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""

@@ -192,9 +192,9 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
         "early exit": lambda: ModelDraft(target, 50),
     }
     source = None if method == "autoregressive" else models[draft]()
-    shape = METHODS[method].shape(9)
+    shape = METHODS[method].tree_of(9)
     filters = Filters(temperature, top_k=20, top_p=0.9)
-    verify = "greedy" if temperature == 0 else METHODS[method].verify
+    verify = METHODS[method].kind(temperature).verification
     tree = shape if isinstance(shape, Growth) else on_meta(tree_shape(shape, shape.depth, torch.device("cpu")))
     processing = Processing(1.2, 4)
     step = Step(target, source, METHODS[method], tree, shape.branching, verify, filters, filters, 0.6, processing)
@@ -213,8 +213,8 @@ def test_a_step_launches_little_beside_the_models(method, levels, most, temperat
     """Each is a launch, however few numbers it is about."""
     target, batch = llama_without_values(2), 2
     source = None if levels == 0 else ModelDraft(llama_without_values(1), 50)
-    shape = METHODS[method].shape(9)
-    verify = "greedy" if temperature == 0 else METHODS[method].verify
+    shape = METHODS[method].tree_of(9)
+    verify = METHODS[method].kind(temperature).verification
     tree = on_meta(tree_shape(shape, shape.depth, torch.device("cpu")))
     filters = Filters(temperature)
     step = Step(target, source, METHODS[method], tree, shape.branching, verify, filters, filters, 0.6, None)

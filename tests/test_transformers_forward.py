@@ -271,9 +271,9 @@ def forward(kind, attention):
 @torch.inference_mode()
 def test_a_step_asks_the_host_nothing(method, forward, without_values, monkeypatch):  # noqa: F811
     forward._model.to("meta", torch.bfloat16)  # of whose experts the meta device knows
-    shape, filters, batch = METHODS[method].shape(9), Filters(0.7), 3
+    shape, filters, batch = METHODS[method].tree_of(9), Filters(0.7), 3
     tree = shape if isinstance(shape, Growth) else on_meta(tree_shape(shape, shape.depth, torch.device("cpu")))
-    draft, verify = ModelDraft(forward, 61), METHODS[method].verify
+    draft, verify = ModelDraft(forward, 61), METHODS[method].verification
     step = Step(forward, draft, METHODS[method], tree, shape.branching, verify, filters, filters, 0.6, None)
     caches = forward.new_cache(batch, 200), draft.new_cache(batch, 200)
     state = Sequences.room_for(batch, 20, 2, 61, shape.depth * shape.branching, forward.device)

@@ -28,8 +28,8 @@ shallower slot, then to the lower rank, then to the parent drafted earlier.
 
 What is lossless: a slot may be left out for its value, which does not depend on its own token; never for its token. By
 "node" the value is the node's own worth, which is for deterministic drafts alone (EAGLE-2, Li et al. 2024, sec. 4). By
-"beam" a level is the next of a stochastic beam search (RSD-S, Jeon et al. 2024, algorithm 3): the keys that it keeps
-are independent of the tokens that have them.
+"beam" a level is the next of a stochastic beam search (RSD-S, Jeon et al. 2024, algorithms 7 to 9): the keys that it
+keeps are independent of the tokens that have them.
 """
 
 import heapq
