@@ -21,17 +21,19 @@ from rich.table import Column, Table
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens, load_demo_pair, sequoia_tree
-from heavypath.speculative.calibration import CHILDREN, DEPTH, walk, ways_to_draft
+from heavypath.speculative.calibration import DEPTH, Extent, measure_way, ways_to_draft
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts import as_draft
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.profile import Acceptance
+from heavypath.speculative.profile import MeasuredAcceptance
 
-DYNAMIC = [name for name, method in METHODS.items() if isinstance(method.shape(8), Growth)]
+DYNAMIC = [name for name, method in METHODS.items() if isinstance(method.tree_of(8), Growth)]
 
 
-def shapes(method: str, size: int, measured: dict[int | None, Acceptance]) -> list[tuple[str, dict, int | None]]:
+def shapes(
+    method: str, size: int, measured: dict[int | None, MeasuredAcceptance]
+) -> list[tuple[str, dict, int | None]]:
     """Names of rows, the decoder's options, and by how many sequences' acceptance the tree is planned."""
     if None not in measured:
         counts = [count for count in measured if count is not None and count < size]
@@ -47,7 +49,7 @@ def shapes(method: str, size: int, measured: dict[int | None, Acceptance]) -> li
         return [(method, options, None), *published]
     if method == "chain":
         return [(method, {"tree": TokenTree.chain(min(size - 1, DEPTH))}, None)]
-    tree = METHODS[method].shape(size) if method == "rsd-c" else sequoia_tree(rates, size, DEPTH)
+    tree = METHODS[method].tree_of(size) if method == "rsd-c" else sequoia_tree(rates, size, DEPTH)
     return [(method, {"tree": tree}, None)]
 
 
@@ -62,19 +64,16 @@ def measure(arguments: argparse.Namespace, report) -> list[dict]:
     rows = []
     for temperature in arguments.temperatures:
         filters, measured = Filters(temperature), {}
-        for draw, verify, apart in ways_to_draft(temperature):
-            report(f"T = {temperature:g}: acceptance, {verify}, {apart or 'a tree'}")
-            counts = walk(
-                forward, source, prompts, draw=draw, verify=verify, filters=filters, children=apart or CHILDREN,
-                apart=apart is not None, depth=DEPTH, tokens=arguments.tokens, sequences=2 * len(prompts), seed=1,
-            )  # fmt: skip
-            entry = Acceptance(draw, verify, apart, *filters, *(count.tolist() for count in counts))
-            measured.setdefault((draw, verify, apart is not None), {})[apart] = entry
+        for way in ways_to_draft(temperature):
+            report(f"T = {temperature:g}: acceptance, {way}")
+            extent = Extent(tokens=arguments.tokens, sequences=2 * len(prompts))
+            entry = measure_way(forward, source, prompts, way, filters, extent, seed=1)
+            measured.setdefault(way.kind, {})[way.sequence_count] = entry
         decoded = {}  # at temperature 0 methods differ in their trees alone
         for size in arguments.sizes:
             for name in [name for name in METHODS if name != "autoregressive"]:
                 own = measured[METHODS[name].kind(temperature)]
-                for label, options, apart in shapes(name, size, own):
+                for label, options, sequence_count in shapes(name, size, own):
                     report(f"T = {temperature:g}, {size} nodes: {label}")
                     tree = options.get("tree")
                     key = (tree or str(options), name if temperature > 0 or tree is None else "")
@@ -89,7 +88,7 @@ def measure(arguments: argparse.Namespace, report) -> list[dict]:
                             "temperature": temperature, "size": size, "method": label,
                             "nodes": out.nodes / out.steps,
                             "block_efficiency": out.tokens_per_step,
-                            "expected": None if tree is None else expected_tokens(tree, own[apart].rates()),
+                            "expected": None if tree is None else expected_tokens(tree, own[sequence_count].rates()),
                             "steps": out.steps,
                         }
                     )  # fmt: skip

@@ -1,18 +1,18 @@
 """Measure what planning a tree needs: what steps cost on this machine, and how often which child is accepted.
 
-Costs are those of real decoding: trees of many sizes are decoded with, in turn and several rounds, and the phases of
-their steps timed.
+Costs are those of real decoding: it is run with trees of many sizes, in turn and for several rounds, and the phases of
+its steps are timed.
 
 Acceptance [depth, child] is counted on a walk along text that the target itself writes. At every token the draft offers
-`children` tokens and the verifier decides, as it would at a node of a tree:
+`children` tokens, and the verifier decides as it would at a node of a tree:
 
-    accepted child j  ->  the text goes on with it, one deeper; the next token is offered below it
-    none accepted     ->  the text goes on with the recovered token, at a new root
+    accepted child j  ->  the text goes on with it, one level deeper; the next token is offered below it
+    none accepted     ->  the text goes on with the recovered token, which is a new root
 
-A tree's nodes meet the same, as long as the tree has the children that are accepted; so nothing is assumed about how
-depth and acceptance hang together (Sequoia measures one vector for all depths). After `depth` accepted ones the target
-draws a bonus token, as it does below a tree's deepest leaves. Of sequences drawn apart (SpecInfer, SpecTr) those that
-began with the accepted token go on together, one child each.
+The nodes of a tree meet the same, as long as the tree has the children that are accepted. So nothing is assumed about
+how acceptance depends on depth (Sequoia measures one vector for all depths). After `depth` accepted tokens the target
+draws a bonus token, as it does below the deepest leaves of a tree. Of independent sequences (SpecInfer, SpecTr) those
+that began with the accepted token go on together, with one child each.
 """
 
 import platform
@@ -35,17 +35,24 @@ from heavypath.speculative.decoding.drafted import check_distributions, root_fee
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts import Draft, EarlyExit, PromptLookup, as_draft
-from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
+from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.models.forward_of import forward_of
-from heavypath.speculative.profile import Acceptance, Costs, Profile, describe
+from heavypath.speculative.profile import (
+    Costs,
+    MeasuredAcceptance,
+    Profile,
+    describe,
+    draft_parameter_count,
+    parameter_count,
+)
 from heavypath.speculative.trees.planning import greedy_tree
 from heavypath.speculative.trees.tree import TokenTree
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 DEPTH = 8
 CHILDREN = 8
-SEQUENCES = (2, 3, 4, 6, 8)  # of SpecInfer and SpecTr: how many are drawn decides how often one is accepted
+SEQUENCE_COUNTS = (2, 3, 4, 6, 8)  # of SpecInfer and SpecTr: how many are drawn decides how often one is accepted
 ROUNDS = 3
 Report = Callable[[str], object]
 
@@ -65,14 +72,15 @@ def calibrate(
     seed: int = 0,
     on_progress: Report | None = None,
 ) -> Profile:
-    """Costs and acceptance of a pair, for `SpeculativeDecoder(..., profile=)`.
+    """Measure costs and acceptance of a pair of models, for `SpeculativeDecoder(..., profile=)`.
 
-    prompts: LongTensors [T], what is to be continued; as many as `sequences` are used. Without any, the target samples
-        some of its own from its first token on.
-    temperatures, top_k, top_p, min_p: how it will be sampled; temperature 0 takes no filters.
-    sizes: of the trees timed; `tokens`, of each walk.
+    prompts: LongTensors [T] to be continued, as many as `sequences` of them. Without any, the target samples some of
+        its own, from its first token on.
+    temperatures, top_k, top_p, min_p: how the target will be sampled; temperature 0 takes no filters.
+    sizes: nodes of the trees that are timed, root included.
+    tokens, sequences: length of each text that is decoded or walked along, and number of the texts walked along.
 
-    Raises ValueError for models that don't fit, and settings out of range.
+    Raises ValueError for models that do not fit each other, and for settings out of range.
     """
     for temperature in temperatures:
         Filters(temperature, top_k, top_p, min_p).check()
@@ -94,25 +102,45 @@ def calibrate(
     measured = []
     for temperature in temperatures:
         sampling = Filters(temperature, top_k, top_p, min_p) if temperature > 0 else Filters(0.0)
-        for number, (draw, verify, apart) in enumerate(ways := ways_to_draft(temperature), start=1):
-            many = f", {apart} sequences" if apart else ""
-            report(f"acceptance at temperature {temperature:g}: {verify}{many} ({number} of {len(ways)})")
-            found = walk(
-                forward, source, prompts, draw=draw, verify=verify, filters=sampling, children=apart or CHILDREN,
-                apart=apart is not None, depth=DEPTH, tokens=tokens, sequences=sequences, seed=seed,
-            )  # fmt: skip
-            measured.append(Acceptance(draw, verify, apart, *sampling, *(field.tolist() for field in found)))
-    return Profile(describe(target), describe(draft), environment(target), costs, tuple(measured))
+        for number, way in enumerate(ways := ways_to_draft(temperature), start=1):
+            report(f"acceptance at temperature {temperature:g}: {way} ({number} of {len(ways)})")
+            extent = Extent(tokens=tokens, sequences=sequences)
+            measured.append(measure_way(forward, source, prompts, way, sampling, extent, seed))
+    return Profile(
+        target=describe(target),
+        draft=describe(draft),
+        target_parameters=parameter_count(target),
+        draft_parameters=draft_parameter_count(draft, target),
+        environment=cost_environment(target),
+        costs=costs,
+        acceptance=tuple(measured),
+    )
 
 
-def ways_to_draft(temperature: float) -> list[tuple[str, str, int | None]]:
-    """(draw, verify, how many sequences) of all methods at a temperature; None for trees that branch."""
-    kinds = dict.fromkeys(METHODS[name].kind(temperature) for name in METHODS if name != "autoregressive")
-    return [(draw, verify, count) for draw, verify, apart in kinds for count in (SEQUENCES if apart else (None,))]
+class Way(NamedTuple):
+    """A way to draft and verify, whose acceptance is measured.
+
+    sequence_count: the number of independent sequences; None for trees that may branch everywhere
+    """
+
+    kind: Kind
+    sequence_count: int | None
+
+    def __str__(self) -> str:
+        sequences = "" if self.sequence_count is None else f", {self.sequence_count} sequences"
+        return f"drawn {self.kind.draw}, verified by {self.kind.verification}{sequences}".replace("_", " ")
 
 
-def environment(target: PreTrainedModel) -> dict[str, str | int]:
-    """What costs depend on."""
+def ways_to_draft(temperature: float) -> list[Way]:
+    """The ways of all methods at a temperature."""
+    kinds = dict.fromkeys(method.kind(temperature) for name, method in METHODS.items() if name != "autoregressive")
+    return [
+        Way(kind, count) for kind in kinds for count in (SEQUENCE_COUNTS if kind.independent_sequences else (None,))
+    ]
+
+
+def cost_environment(target: PreTrainedModel) -> dict[str, str | int]:
+    """What costs depend on besides the models: device, threads, precision and the libraries' versions."""
     device = target.device
     return {
         "device_type": device.type,
@@ -125,7 +153,7 @@ def environment(target: PreTrainedModel) -> dict[str, str | int]:
 
 
 def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> list[Tensor]:
-    """Texts LongTensor[length] that the target samples behind its first token (bos, else eos, else 0)."""
+    """`count` texts LongTensor[1 + length] that the target samples after its first token (bos, else eos, else 0)."""
     config = target.config
     known = (getattr(config, name, None) for name in ("bos_token_id", "eos_token_id"))
     first = next((token for token in known if isinstance(token, int)), 0)
@@ -142,9 +170,10 @@ def measure_costs(
     tokens: int,
     report: Report,
 ) -> Costs:
-    """Seconds of a step without its drafting, by tree size, and of drafting a level: the least of the rounds.
+    """Seconds of a step without its drafting, for each size of tree, and of drafting a level.
 
-    Whatever else the machine does only adds to a round.
+    A step's seconds are the least of several rounds, since whatever else the machine does only adds to a round. A
+    level's are the median over sizes and rounds.
     """
     decoders = {}
     for size in sorted({1, *sizes}):
@@ -170,19 +199,28 @@ def measure_costs(
 
 
 def _clock_of_gpu() -> float:
-    """Seconds, once the GPU has done what it was given."""
+    """The time in seconds, when the GPU has finished what it was given."""
     torch.cuda.synchronize()
     return time.perf_counter()
 
 
-class Walk(NamedTuple):
+class Extent(NamedTuple):
+    """How much is counted: on `sequences` texts of `tokens` tokens, `children` at each node, down to `depth` levels."""
+
+    tokens: int
+    sequences: int
+    depth: int = DEPTH
+    children: int = CHILDREN
+
+
+class Counts(NamedTuple):
     """What was counted, on the CPU.
 
-    accepted: LongTensor[depth, children], how often child j of a node at depth d was the accepted one; of sequences
-              drawn apart, those below the root count as one child
-    reached:  LongTensor[depth], how many such nodes there were
-    moments:  fp64 [children, 5], over the nodes that tried child k: their number, the sums of q, q^2, y and q y, where
-              q is the draft's share of the child among the tokens left, and y is 1 if it was accepted
+    accepted: LongTensor[depth, children], how often child j of a node at depth d was the accepted one, the first of
+              siblings with equal tokens. Of independent sequences those below the first level count as one child
+    reached:  LongTensor[depth], how many nodes there were at depth d
+    moments:  fp64 [children, 5], over the nodes that tried child k: their number, and the sums of q, q^2, y and q y,
+              where q is the draft's share of the child among the tokens left, and y is 1 if it was accepted, else 0
     """
 
     accepted: Tensor
@@ -190,32 +228,37 @@ class Walk(NamedTuple):
     moments: Tensor
 
 
+def measure_way(
+    target: Forward, draft: Draft, prompts: Sequence[Tensor], way: Way, filters: Filters, extent: Extent, seed: int
+) -> MeasuredAcceptance:
+    """The acceptance of one way to draft and verify under one sampling, counted by `walk`."""
+    counts = walk(target, draft, prompts, way, filters, extent, seed)
+    return MeasuredAcceptance(
+        draw=way.kind.draw,
+        verification=way.kind.verification,
+        sequence_count=way.sequence_count,
+        filters=filters,
+        accepted=counts.accepted.tolist(),
+        reached=counts.reached.tolist(),
+        moments=counts.moments.tolist(),
+    )
+
+
 @torch.inference_mode()
 def walk(
-    target: Forward,
-    draft: Draft,
-    prompts: Sequence[Tensor],
-    *,
-    draw: str,
-    verify: str,
-    filters: Filters,
-    children: int,
-    apart: bool,
-    depth: int,
-    tokens: int,
-    sequences: int,
-    seed: int,
-) -> Walk:
-    """Count on texts of `tokens` tokens behind `sequences` prompts.
+    target: Forward, draft: Draft, prompts: Sequence[Tensor], way: Way, filters: Filters, extent: Extent, seed: int
+) -> Counts:
+    """Count what is offered and accepted along texts that the target writes.
 
-    prompts: LongTensors [T], taken in turn. draw, verify: as `Method`'s; children: offered at a node; apart: they begin
-    as many sequences, each with a child a node.
+    prompts: LongTensors [T], taken in turn until there are extent.sequences of them. Of independent sequences as many
+        begin as `way` says, whatever extent.children is.
     """
+    tokens, sequences, depth = extent.tokens, extent.sequences, extent.depth
     chosen = [prompts[i % len(prompts)] for i in range(sequences)]
     lengths = torch.tensor([len(prompt) for prompt in chosen], device=target.device)
     padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
-    rows = padded.shape[1] + tokens + 1
-    target_cache, draft_cache = target.new_cache(sequences, rows), draft.new_cache(sequences, rows)
+    cache_rows = padded.shape[1] + tokens + 1
+    target_cache, draft_cache = target.new_cache(sequences, cache_rows), draft.new_cache(sequences, cache_rows)
     target.prefill(padded, target_cache)
     draft.prefill(padded, draft_cache)
     state = Sequences.room_for(sequences, new_tokens=tokens, stops=1, vocab_size=0, count_slots=0, device=target.device)
@@ -228,16 +271,15 @@ def walk(
         seed=seed,
     )
 
-    children = min(children, target.vocab_size)
+    children = min(way.sequence_count or extent.children, target.vocab_size)
     star = torch.tensor([-1] + [0] * children, device=target.device)
-    likeliest = draw == "top_k" or filters.temperature == 0
-    drawing = filters._replace(temperature=0.0) if likeliest else filters
-    at = torch.zeros_like(lengths)  # accepted in a row: the depth of the node
+    drawing = way.kind.drawing_filters(filters)
+    at = torch.zeros_like(lengths)  # the depth of the node: how many tokens in a row were accepted
     accepted = torch.zeros(depth, children, dtype=torch.long, device=target.device)
     reached = torch.zeros(depth, dtype=torch.long, device=target.device)
     moments = torch.zeros(children, 5, dtype=torch.float64, device=target.device)
     place = torch.arange(children, device=target.device)
-    alive = torch.full_like(lengths, children)  # children to be offered
+    alive = torch.full_like(lengths, children)  # how many children are offered
     for _ in range(tokens):
         here = state.lengths[:, None]
         longest = int(state.lengths.max())
@@ -246,35 +288,38 @@ def walk(
         logits = target(state.root[:, None], here, here, target_cache, mask)
         noise = root_rows(state.noise, state.lengths)
         drawn = gumbel_topk(
-            after, children, **drawing._asdict(), seed=seed, rows=noise,
-            replacement=draw == "with_replacement" and not likeliest,
-        )  # fmt: skip
+            after, children, **drawing._asdict(), seed=seed, rows=noise, replacement=way.kind.replacement
+        )
         check_distributions("draft", drawn.keys[:, None], state, 0)
         here_offered = (place < alive[:, None]) & (at < depth)[:, None]
         offered = torch.cat([state.root[:, None], drawn.tokens.where(here_offered, -1)], 1)
         verified = verify_tree(
             offered, star, logits.expand(-1, children + 1, -1), after[:, None].expand(-1, children + 1, -1),
-            method=verify, max_depth=1, **filters._asdict(), draft_temperature=drawing.temperature, seed=seed,
-            rows=noise[:, None].expand(-1, children + 1),
+            method=way.kind.verification, max_depth=1, **filters._asdict(), draft_temperature=drawing.temperature,
+            seed=seed, rows=noise[:, None].expand(-1, children + 1),
         )  # fmt: skip
         child = verified.path[:, 1]
         hit = verified.length > 0
         token = offered.gather(1, child.clamp(min=0)[:, None])
-        counted = (child - 1).where(at == 0, 0) if apart else child - 1
+        counted = (child - 1).where(at == 0, 0) if way.kind.independent_sequences else child - 1
         reached += torch.bincount(at[at < depth], minlength=depth)
         accepted += torch.bincount((at * children + counted)[hit], minlength=accepted.numel()).view_as(accepted)
         moments += _moments(drawn.logprobs.double().exp(), (child - 1).where(hit, children), at < depth)
-        if apart:
+        if way.kind.independent_sequences:
             alive = (offered[:, 1:] == token).sum(1).where(hit, children)
         at = (at + 1).where(hit, 0)
         state.previous.copy_(state.root)
         state.root.copy_(token[:, 0].where(hit, verified.next_token))
         state.lengths.add_(1)
-    return Walk(accepted.cpu(), reached.cpu(), moments.cpu())
+    return Counts(accepted.cpu(), reached.cpu(), moments.cpu())
 
 
 def _moments(probs: Tensor, choice: Tensor, counted: Tensor) -> Tensor:
-    """`Walk.moments` of one step. probs: fp64 [S, K], the children's; choice: LongTensor[S], K for none accepted."""
+    """`Counts.moments` of one step, fp64 [K, 5].
+
+    probs: fp64 [S, K], the draft's probabilities of the children; choice: LongTensor[S], the accepted child, K if there
+    is none; counted: bool [S], which sequences count.
+    """
     left = (1 - pad(probs[:, :-1], (1, 0)).cumsum(1)).clamp(min=1e-12)
     share = (probs / left).clamp(max=1)
     index = torch.arange(probs.shape[1], device=probs.device)

@@ -1,7 +1,7 @@
-"""Every method on the same prompts in one run: tokens per target forward, speed, and whether the text is the target's.
+"""Compare all methods on the same prompts in one run: tokens per target forward, speed, and whether the text is right.
 
-Speed is paired: on each prompt all methods run one after the other, and ratios are taken prompt by prompt against
-transformers' own `generate` on the same target.
+The comparison is paired: on each prompt all methods run one after the other, and each method's speed is divided by that
+of transformers' own `generate` on the same prompt.
 """
 
 import time
@@ -20,7 +20,7 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.methods import METHODS
 
 PLAIN, ASSISTED = "transformers generate", "transformers assisted"
-TIE = 1e-4  # two candidates whose target logits are closer than this are equally right
+TIE = 1e-4  # two tokens whose target logits are closer than this are equally right
 _WARM_UP_TOKENS = 8
 
 Verdict = Literal["equal", "tie", "differs", "same law", "reference"]
@@ -29,19 +29,19 @@ Runner = Callable[[Tensor, int], tuple[Tensor, int]]  # prompt [1, T], new token
 
 @dataclass(frozen=True)
 class Row:
-    """One method over all prompts.
+    """What one method did on all prompts.
 
     tokens_per_forward: new tokens / forward passes of the target, the prefill of each prompt included
-    tokens_per_second:  new tokens / seconds, all prompts together
-    ratio:              tokens per second over those of transformers' generate: median over the prompts, and
-    ratio_range:        the least and the largest
-    text:               at temperature 0, against transformers' greedy text, the "reference": "equal", "tie" (they part
-                        where the two candidates' target logits are within 1e-4), or "differs". At temperature > 0
-                        "ersd" must have the text of "autoregressive", its "reference", under the same seed: "equal" or
-                        "differs"; the others draw other tokens from the "same law", which is a property of
-                        the method, not measured here.
-    logit_gap:          the largest gap between the two candidates' target logits where greedy texts part; None if
-                        they don't, or if one only ends before the other
+    tokens_per_second:  new tokens / seconds, over all prompts together
+    ratio:              tokens per second / those of transformers' generate, the median over the prompts
+    ratio_range:        the smallest and the largest such ratio
+    text:               at temperature 0, compared with transformers' greedy text, which is the "reference": "equal",
+                        "tie" (the texts part where the target's logits of their two tokens are within 1e-4) or
+                        "differs". At temperature > 0 the text of "ersd" is compared with that of "autoregressive" under
+                        the same seed, which is the "reference": "equal" or "differs". The other methods draw other
+                        tokens from the "same law", which is a property of the method and is not measured here
+    logit_gap:          the largest gap between the target's logits of two tokens at which greedy texts part; None if
+                        no texts part, or if they only end at different places
     """
 
     method: str
@@ -79,12 +79,14 @@ def compare(
     seed: int = 0,
     on_progress: Callable[[str], object] | None = None,
 ) -> list[Row]:
-    """Decode each prompt LongTensor[1, T] by transformers' generate, plain and assisted, and by each method.
+    """Decode each prompt, LongTensor[1, T], with transformers' generate, plain and assisted, and with each method.
 
-    Texts end at the target's own end-of-sequence token (its generation_config) or after max_new_tokens. Each method
-    makes a short run first that is not timed. on_progress is called with a line before each prompt and method.
+    A text ends at the target's own end-of-sequence token (of its generation_config) or after max_new_tokens. Each
+    method first makes a short run that is not timed. on_progress is called with a line of text before each prompt and
+    method.
 
-    Returns a row per method, transformers' two first. Raises ValueError or TypeError as SpeculativeDecoder does.
+    Returns a row for each method, after two rows for transformers. Raises what SpeculativeDecoder raises, and
+    ValueError for no prompts.
     """
     if not prompts:
         raise ValueError("expected at least one prompt, got none")
@@ -112,7 +114,7 @@ def compare(
 
 
 def as_table(rows: Sequence[Row]) -> Table:
-    """The rows for a terminal of 80 columns."""
+    """The rows as a table that fits a terminal of 80 columns."""
     table = Table(Column("\nmethod", no_wrap=True), box=box.SIMPLE_HEAD)
     for heading in ("tokens/\nforward", "tokens/s", "ratio", "range"):
         table.add_column(heading, justify="right", vertical="bottom")
@@ -126,7 +128,7 @@ def as_table(rows: Sequence[Row]) -> Table:
 
 
 def _stock(target: PreTrainedModel, draft: PreTrainedModel | None, sampling: dict, seed: int) -> Runner:
-    """transformers' generate, assisted if there is a draft."""
+    """A runner of transformers' generate, assisted generation if there is a draft."""
     options = {"do_sample": False, "repetition_penalty": 1.0, "num_beams": 1, "pad_token_id": _pad_token(target)}
     if sampling["temperature"] > 0:
         filters = {"top_k": sampling["top_k"] or 0, "top_p": sampling["top_p"] or 1.0}  # None would mean its defaults
@@ -156,6 +158,7 @@ def _stock(target: PreTrainedModel, draft: PreTrainedModel | None, sampling: dic
 
 
 def _speculative(decoder: SpeculativeDecoder, target: PreTrainedModel, sampling: dict, seed: int) -> Runner:
+    """A runner of one of the methods."""
     config = target.generation_config
     eos = config.eos_token_id if config is not None else None
 
@@ -199,7 +202,7 @@ def _row(name: str, runs: dict[str, list[_Run]], target: PreTrainedModel, temper
 
 
 def _greedy_verdict(target: PreTrainedModel, own: list[_Run], plain: list[_Run]) -> tuple[Verdict, float | None]:
-    """The worst verdict over all prompts, and the largest gap where texts part."""
+    """The worst verdict over all prompts, and the largest gap between logits where texts part."""
     pairs = [
         (a.sequence, b.sequence) for a, b in zip(own, plain, strict=True) if not torch.equal(a.sequence, b.sequence)
     ]
@@ -213,7 +216,10 @@ def _greedy_verdict(target: PreTrainedModel, own: list[_Run], plain: list[_Run])
 
 @torch.no_grad()
 def _parting_gap(target: PreTrainedModel, sequence: Tensor, reference: Tensor) -> float | None:
-    """Gap between the target's logits of the first tokens that differ, [1, L] each; None if one ends before that."""
+    """The gap between the target's logits of the first tokens that differ; None if one text ends before that.
+
+    sequence, reference: LongTensor[1, L], prompt and text.
+    """
     shorter = min(sequence.shape[1], reference.shape[1])
     differing = (sequence[0, :shorter] != reference[0, :shorter]).nonzero()
     if not len(differing):

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.tree_attention import MAX_NODES
+from heavypath.kernels.tree_attention_kernel import MAX_NODES
 from heavypath.speculative.custom_generate import GenerateCall
 from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE, Growth
 from heavypath.speculative.decoding.loop import Streamer, decode
@@ -67,7 +67,7 @@ class SpeculativeDecoder:
     draft: another one with the target's vocabulary, on its device; or `PromptLookup()` or `EarlyExit(layers)`, which
         need no second model; None only for method "autoregressive"
     method: a row of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
-        top-k, naive, ...
+        top-k, naive, naive-distinct
     tree_size: nodes of the drafted tree, root included (default: 5 on a CPU, 32 on a GPU); a method whose trees cannot
         have that size takes the next smaller one
     tree: a TokenTree to use instead, for methods whose trees do not grow
@@ -169,7 +169,7 @@ class SpeculativeDecoder:
                 raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}")
             if given:
                 raise ValueError(f"tree says all of the tree's shape; leave out {', '.join(given)}")
-            usual = self._method.shape(8)
+            usual = self._method.tree_of(8)
             if isinstance(usual, Growth):
                 raise ValueError(f"method {self.method!r} grows its trees; give it tree_size, not tree")
             if len(usual) == 1 < len(tree):
@@ -182,7 +182,7 @@ class SpeculativeDecoder:
                 if name not in self._method.options:
                     has = ", ".join(self._method.options) or "none but tree_size"
                     raise ValueError(f"method {self.method!r} has no option {name!r}; it has {has}")
-            tree = self._method.shape(size, **given)
+            tree = self._method.tree_of(size, **given)
         if len(tree) > MAX_NODES:
             raise ValueError(f"a tree may have at most {MAX_NODES} nodes, got {len(tree)}")
         return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
@@ -193,7 +193,7 @@ class SpeculativeDecoder:
             return self.tree
         assert self.profile is not None
         if filters not in self._planned:
-            self._planned[filters] = self.profile.shape(self.method, filters)
+            self._planned[filters] = self.profile.tree_for(self.method, filters)
         return self._planned[filters]
 
     def generate(
@@ -288,17 +288,18 @@ class SpeculativeDecoder:
     def _plan(self, request: Request) -> StepPlan:
         """What the steps of a request have in common; ValueError where the method cannot sample so."""
         target_filters = request.filters
-        draw, verification, _ = self._method.kind(target_filters.temperature)
         draft_filters = self._draft_filters(target_filters)
-        if verification == "kseq" and draft_filters.temperature == 0:
+        kind = self._method.kind(target_filters.temperature, draft_filters.temperature)
+        if kind.verification == "kseq" and draft_filters.temperature == 0:
             raise ValueError(f"method {self.method!r} needs draft_temperature > 0 where it samples, got 0")
         tree = self.tree_for(target_filters)
         rules = Rules(
-            draw=draw,
+            replacement=kind.replacement,
             fill=self._method.fill,
-            verification=verification,
+            verification=kind.verification,
             target_filters=target_filters,
             draft_filters=draft_filters,
+            drawing_filters=kind.drawing_filters(draft_filters),
             value_temperature=self._draft_options["temperature"] or VALUE_TEMPERATURE,
             processing=request.processing,
         )

@@ -18,7 +18,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 class Pair(NamedTuple):
-    """Models in eval mode on one device, and the target's tokenizer. Without a draft, only plain decoding works."""
+    """Models in eval mode on one device, and the target's tokenizer. Without a draft only plain decoding works."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | PromptLookup | EarlyExit | None
@@ -26,7 +26,7 @@ class Pair(NamedTuple):
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Tokens that end a text: those of the target's generation config, else the tokenizer's."""
+        """The tokens that end a text: those of the target's generation config, or else the tokenizer's."""
         config = self.target.generation_config
         eos = config.eos_token_id if config is not None else None
         if eos is None:
@@ -35,13 +35,14 @@ class Pair(NamedTuple):
 
 
 def load_pair(target: str | None = None, draft: str | None = None, device: torch.device | str | None = None) -> Pair:
-    """The models in two folders, or of two names in the Hugging Face cache; the shipped pair if neither is given.
+    """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
-    draft: also "prompt-lookup", or "early-exit:LAYERS", which take no model.
-    device: default a GPU where there is one. Models keep the precision they were saved in, the shipped pair is float32.
+    target, draft: default the shipped pair. draft may also be "prompt-lookup" or "early-exit:LAYERS", which need no
+        model.
+    device: default a GPU if there is one. Models keep the precision they were saved in; the shipped pair is float32.
 
     Raises ValueError, TypeError or OSError, in one line, for a missing folder, a model type that is not supported,
-    files that don't fit together, and tokenizers with different vocabularies.
+    files that do not fit together, and tokenizers with different vocabularies.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     modelless = None if draft is None else _modelless(draft)
@@ -65,7 +66,7 @@ def load_pair(target: str | None = None, draft: str | None = None, device: torch
 
 
 def _modelless(draft: str) -> PromptLookup | EarlyExit | None:
-    """The draft of that name, unless it is a folder's or a model's."""
+    """The draft without a model that the text names; None if it names a folder or a model."""
     if draft == "prompt-lookup":
         return PromptLookup()
     kind, _, layers = draft.partition(":")
@@ -77,7 +78,10 @@ def _modelless(draft: str) -> PromptLookup | EarlyExit | None:
 
 
 def find_folder(role: str, name: str) -> Path:
-    """Where the files of a model are, from its folder or name; FileNotFoundError that says what was looked for."""
+    """The folder that has a model's files, from that folder or the model's name.
+
+    role: "target" or "draft", for the FileNotFoundError that says what was looked for.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

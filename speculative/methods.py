@@ -1,12 +1,16 @@
-"""The published methods, as what they differ in: the tree's shape, how children are drawn, how they are verified."""
+"""The published methods as a table: which tree they draft, how its nodes are drawn, and how it is verified.
+
+The table is at the end of this file, each method with its paper and with what differs from the paper here.
+"""
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
+from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.noise_rows import MAX_NODES
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
@@ -17,70 +21,111 @@ from heavypath.speculative.trees.tree import TokenTree
 DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0127)
 
 
+class Kind(NamedTuple):
+    """How children are drawn and verified at some temperature. Methods of one kind have the same acceptance.
+
+    draw:                  "without_replacement", "with_replacement" or "top_k", see `Method`
+    verification:          `method` of heavypath.kernels.verification.verify_tree
+    independent_sequences: whether the tree is a few sequences that are drawn independently, from the root on
+    """
+
+    draw: str
+    verification: str
+    independent_sequences: bool
+
+    @property
+    def replacement(self) -> bool:
+        """Whether siblings are independent draws, so that several of them may carry the same token."""
+        return self.draw == "with_replacement"
+
+    def drawing_filters(self, draft_filters: Filters) -> Filters:
+        """The filters that children are drawn with. A draw at temperature 0 takes the draft's likeliest tokens."""
+        return draft_filters._replace(temperature=0.0) if self.draw == "top_k" else draft_filters
+
+
 @dataclass(frozen=True)
 class Method:
     """One row of the table below.
 
-    draw:   children are successive draws without replacement, independent draws, or the draft's most likely tokens
-    verify: `method` of heavypath.kernels.verification.verify_tree
-    shape:  a tree of at most `size` nodes, or how trees of that size grow; its other parameters are the options of
-            SpeculativeDecoder that the method has
-    fill:   draw uniformly once the draft's support is used up
+    draw:         children are successive draws without replacement, independent draws, or the draft's likeliest tokens
+    verification: `method` of heavypath.kernels.verification.verify_tree
+    tree_of:      a function of a size, which gives a tree of at most so many nodes, or how trees of at most that size
+                  grow. Its other parameters are the options of SpeculativeDecoder that the method has
+    fill:         whether children are drawn uniformly once the draft's support is used up
     """
 
     draw: Literal["without_replacement", "with_replacement", "top_k"]
-    verify: Literal["without_replacement", "with_replacement", "kseq", "race", "target_sample"]
-    shape: Callable[..., TokenTree | Growth]
+    verification: Literal["without_replacement", "with_replacement", "kseq", "race", "target_sample"]
+    tree_of: Callable[..., TokenTree | Growth]
     fill: bool = False
 
-    def kind(self, temperature: float) -> tuple[str, str, bool]:
-        """How children are drawn and verified at a temperature, and whether they are sequences drawn apart."""
-        apart = self.draw == "with_replacement"
-        return ("top_k", "greedy", apart) if temperature == 0 else (self.draw, self.verify, apart)
+    def kind(self, temperature: float, draft_temperature: float | None = None) -> Kind:
+        """How children are drawn and verified where the target and the draft are sampled at these temperatures.
+
+        At temperature 0 every method draws the draft's likeliest tokens and follows the target's argmax. A draft at
+        temperature 0 gives its likeliest tokens to a target that samples, too. draft_temperature: default the target's.
+        """
+        greedy = temperature == 0
+        likeliest = greedy or draft_temperature == 0
+        return Kind(
+            draw="top_k" if likeliest else self.draw,
+            verification="greedy" if greedy else self.verification,
+            independent_sequences=self.independent_sequences,
+        )
+
+    @property
+    def independent_sequences(self) -> bool:
+        """Whether the tree is a few sequences that are drawn independently, from the root on."""
+        return self.tree_of is _sequences
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What `shape` takes besides the size."""
-        return tuple(inspect.signature(self.shape).parameters)[1:]
+        """The parameters of `tree_of` besides the size."""
+        return tuple(inspect.signature(self.tree_of).parameters)[1:]
 
 
 def _root(size: int) -> TokenTree:
+    """The root alone, whatever the size."""
     return TokenTree([-1])
 
 
 def _chain(size: int, threshold: float = 0.0) -> TokenTree | Growth:
-    """One that may end early grows, a node a level."""
+    """A chain. With a threshold it may end early, so it is grown, one node on each level."""
     return Growth("slot", size, 1, size - 1, threshold) if threshold > 0 else TokenTree.chain(size - 1)
 
 
 def _sequences(size: int, width: int = 3) -> TokenTree:
+    """`width` sequences of equal length below the root."""
     width = min(width, size - 1)
     return TokenTree.independent(width, max(1, (size - 1) // width))
 
 
-def _constant(size: int, width: int = 2) -> TokenTree:
-    """The deepest tree of constant branching that has at most `size` nodes."""
+def _k_ary(size: int, width: int = 2) -> TokenTree:
+    """The deepest tree of at most `size` nodes in which every node above the leaves has `width` children."""
     nodes, level, depth = 1, width, 0
     while nodes + level <= size:
         nodes, level, depth = nodes + level, level * width, depth + 1
     return TokenTree.k_ary(width, depth) if depth else TokenTree.k_ary(size - 1, 1)
 
 
-def _depth(size: int) -> int:
-    """Levels unless asked for: doubling a tree pays for one more, each of which costs a draft forward."""
+def _default_depth(size: int) -> int:
+    """Levels where none are asked for: twice the nodes pay for one level more, which costs a draft forward."""
     return min(size - 1, max(2, size.bit_length() - 1))
 
 
 def _planned(size: int, acceptance: Acceptance = DEFAULT_ACCEPTANCE, max_depth: int | None = None) -> TokenTree:
+    """The best tree for an acceptance, by `sequoia_tree`; of fewer nodes where so many do not fit the acceptance."""
     rates = torch.as_tensor(acceptance)
-    children, levels, possible = rates.shape[-1], _depth(size) if max_depth is None else max_depth, 1
+    children, levels = rates.shape[-1], _default_depth(size) if max_depth is None else max_depth
+    possible = 1
     for depth in range(1, (levels if rates.dim() == 1 else min(levels, len(rates))) + 1):
         possible = min(size, possible + children**depth)
     return sequoia_tree(acceptance, possible, levels)
 
 
 def _beam(size: int, width: int | None = None, max_depth: int | None = None) -> Growth:
-    depth = _depth(size) if max_depth is None else max_depth
+    """A stochastic beam search whose levels have equal widths."""
+    depth = _default_depth(size) if max_depth is None else max_depth
     width = max(1, (size - 1) // max(1, depth)) if width is None else width
     depth = min(depth, max(1, (size - 1) // max(1, width)))
     return Growth("beam", min(size, 1 + width * depth), width, depth)
@@ -93,6 +138,7 @@ def _by_slots(
     threshold: float = 0.0,
     confidence: Confidence | Literal["draft"] = DEFAULT_CONFIDENCE,
 ) -> Growth:
+    """A tree that grows where the next draw is worth most, before its token is known."""
     if confidence != "draft" and not isinstance(confidence, Confidence):
         raise ValueError(f"confidence must be a Confidence or 'draft', got {confidence!r}")
     known = confidence if isinstance(confidence, Confidence) else None
@@ -100,6 +146,7 @@ def _by_slots(
 
 
 def _by_nodes(size: int, width: int | None = None, max_depth: int | None = None, threshold: float = 0.0) -> Growth:
+    """A tree of the nodes whose paths the draft finds likeliest."""
     return _grown("node", size, width, max_depth, threshold, None)
 
 
@@ -111,8 +158,8 @@ def _grown(
     threshold: float,
     confidence: Confidence | None,
 ) -> Growth:
-    """A level may have half of the nodes, unless asked for: wider ones are rare, and cost the draft's time."""
-    depth = _depth(size) if max_depth is None else max_depth
+    """A level may have half of the nodes where no width is given: wider ones are rare, and cost the draft's time."""
+    depth = _default_depth(size) if max_depth is None else max_depth
     if width is None:
         half, fits = max(-(-size // 2), -(-(size - 1) // max(1, depth))), (MAX_NODES - 1) // max(1, depth)
         width = min(half, fits)
@@ -120,28 +167,47 @@ def _grown(
 
 
 METHODS = {
-    # Plain decoding: a tree of one node. Its samples are those of a race without any drafts.
+    # Plain decoding: a tree of the root alone. Its tokens are those of a race without any drafts.
     "autoregressive": Method("without_replacement", "race", _root),
-    # Leviathan et al. 2023, Chen et al. 2023
+    # Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via Speculative Decoding" (arXiv 2211.17192);
+    # Chen, Borgeaud, Irving, Lespiau, Sifre and Jumper 2023, "Accelerating Large Language Model Decoding with
+    # Speculative Sampling" (arXiv 2302.01318). The option `threshold` is in neither.
     "chain": Method("without_replacement", "without_replacement", _chain),
-    # Miao et al. 2023: independent sequences, multi-step speculative sampling
+    # Miao et al. 2023, "SpecInfer: Accelerating Generative Large Language Model Serving with Tree-based Speculative
+    # Inference and Verification" (arXiv 2305.09781): multi-step speculative sampling. The paper's trees branch below
+    # some of the levels, with one draft model or with several; three sequences from the root on are a choice of ours,
+    # and `tree` takes any other.
     "specinfer": Method("with_replacement", "with_replacement", _sequences),
-    # Sun et al. 2023: independent sequences, K-SEQ
+    # Sun, Suresh, Ro, Beirami, Jain and Yu 2023, "SpecTr: Fast Speculative Decoding via Optimal Transport"
+    # (arXiv 2310.15141): independent sequences, K-SEQ. That they are three is a choice of ours.
     "spectr": Method("with_replacement", "kseq", _sequences),
-    # Chen et al. 2024
+    # Chen, May, Svirschevski, Huang, Ryabinin, Jia and Chen 2024, "Sequoia: Scalable, Robust, and Hardware-aware
+    # Speculative Decoding" (arXiv 2402.12374).
     "sequoia": Method("without_replacement", "without_replacement", _planned, fill=True),
-    # Xiong et al. 2024
+    # Xiong et al. 2024, "DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure" (arXiv 2410.11744). The
+    # paper takes a token's draft probability for its chance of being accepted, which is confidence="draft"; the default
+    # is a measured chance. Levels are at most `width` wide, see `growing`.
     "dyspec": Method("without_replacement", "without_replacement", _by_slots),
-    # Jeon et al. 2024: constant branching
-    "rsd-c": Method("without_replacement", "without_replacement", _constant),
-    # Jeon et al. 2024: stochastic beam search
+    # Jeon, Gagrani, Goel, Park, Lee and Lott 2024, "Recursive Speculative Decoding: Accelerating LLM Inference via
+    # Sampling Without Replacement" (arXiv 2402.14160). RSD-C takes any number of children for each level, which is
+    # tree=TokenTree.from_branching([...]) here; without a tree all levels have `width` children a node, by default 2.
+    "rsd-c": Method("without_replacement", "without_replacement", _k_ary),
+    # RSD-S of the same paper: stochastic beam search.
     "rsd-s": Method("without_replacement", "without_replacement", _beam),
-    # exponential races: the text of "autoregressive" under the same seed
+    # Kobus and Gündüz 2025, "Speculative Sampling via Exponential Races" (Findings of ACL 2025). Noise is keyed by
+    # position, so that the text is that of "autoregressive" under the same seed.
     "ersd": Method("without_replacement", "race", _planned),
-    # Li et al. 2024: expand where the draft is sure, keep the likeliest nodes; the draft's likeliest tokens
+    # Li, Wei, Zhang and Zhang 2024, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (arXiv
+    # 2406.16858): its tree policy alone, to expand the likeliest nodes and to keep the likeliest of all. The draft is
+    # any draft, not an EAGLE head; the nodes to keep are chosen among the `width` best of each level, where the paper
+    # chooses among all children of the expanded nodes; the tree is verified by a sample of the target.
     "eagle-2": Method("top_k", "target_sample", _by_nodes),
-    # the draft's most likely tokens against a sample of the target
+    # The draft's likeliest tokens against a sample of the target: the top-k sampling that Sequoia's paper compares
+    # itself with.
     "top-k": Method("top_k", "target_sample", _planned),
-    # Miao et al. 2023, naive sampling: drafted samples against an independent sample of the target
-    "naive": Method("without_replacement", "target_sample", _planned),
+    # Naive sampling (Miao et al. 2023, see "specinfer"): independent draws against a sample of the target. The planned
+    # tree is ours. Siblings may carry the same token, and then the children of all of them are candidates.
+    "naive": Method("with_replacement", "target_sample", _planned),
+    # Naive sampling with distinct siblings, which are drawn without replacement: ours, in no paper.
+    "naive-distinct": Method("without_replacement", "target_sample", _planned),
 }

@@ -1,13 +1,13 @@
-"""What was measured of a pair of models on a machine, and the trees that follow from it.
+"""What was measured of a pair of models on one machine, and which trees follow from it.
 
-A profile is a small JSON file. It says what a step costs with a tree of n nodes, what a level of drafting costs, and
-for each way to draw and verify, and each sampling, how often child j of a node at depth d is accepted. A plan is the
-tree with the largest
+A profile is a small JSON file. It has the seconds that a step takes with a tree of n nodes, the seconds that drafting
+one level takes and, for each way to draw and verify and each sampling, how often child j of a node at depth d is
+accepted. A plan is the tree with the largest
 
     expected tokens(tree, acceptance) / (t(nodes) + depth * c),        t, c in steps of plain decoding
 
-(Sequoia, Chen et al. 2024, sec. 3.3): over all trees for the methods that may have any, over the trees of their kind
-for the others.
+(Sequoia, Chen et al. 2024, section 4.1). It is chosen among all trees for the methods that may have any, and among the
+trees of their kind for the others.
 """
 
 import json
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,25 +25,29 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.drafts import EarlyExit, PromptLookup
-from heavypath.speculative.methods import METHODS
+from heavypath.speculative.methods import METHODS, Kind
 from heavypath.speculative.trees.planning import Plan, expected_tokens, select_tree
 from heavypath.speculative.trees.tree import TokenTree
 
-VERSION = 1
+VERSION = 2  # of the file; 1 had no numbers of parameters
 PRIOR = 50  # nodes' worth of the mean over all depths in each depth's acceptance: deep nodes are seen seldom
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step without its drafting, by nodes of the tree (1 is plain decoding), and of drafting a level."""
+    """Seconds on the machine of the profile.
+
+    step:  {nodes of the tree: seconds of a step without its drafting}; 1 node is plain decoding
+    level: seconds of drafting one level of a tree
+    """
 
     step: dict[int, float]
     level: float
 
     def steps_of(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Costs of sizes between those measured, in steps of plain decoding, on straight lines between them."""
+        """{size: cost} in steps of plain decoding; on straight lines between the sizes that were measured."""
         known = sorted(self.step.items())
-        # A larger tree never costs less: what looks so is noise.
+        # A larger tree never costs less: where it seems to, that is noise.
         rising = [(size, max(seconds for other, seconds in known if other <= size)) for size, seconds in known]
         costs = {}
         for size in sizes:
@@ -54,44 +58,47 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """What `calibration.walk` counted for a way to draw and verify (`Method.kind`) under some sampling.
+class MeasuredAcceptance:
+    """What `calibration.walk` counted for one way to draw and verify, under one sampling.
 
-    apart: the number of sequences drawn apart; None for trees that branch everywhere
-    accepted, reached, moments: as in `Walk`
+    draw, verification: as in `methods.Kind`
+    sequence_count:     the number of independent sequences; None for trees that may branch everywhere
+    filters:            how target and draft were sampled
+    accepted, reached, moments: as in `calibration.Counts`
     """
 
     draw: str
-    verify: str
-    apart: int | None
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
+    verification: str
+    sequence_count: int | None
+    filters: Filters
     accepted: list[list[int]]
     reached: list[int]
     moments: list[list[float]]
 
     @property
-    def filters(self) -> Filters:
-        """The sampling."""
-        return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
+    def kind(self) -> Kind:
+        """The kind of the methods that this is the acceptance of."""
+        return Kind(self.draw, self.verification, independent_sequences=self.sequence_count is not None)
 
     def rates(self) -> Tensor:
-        """fp64 [depth, child]: the shares at each depth, drawn to those of all by `PRIOR` nodes' worth of them.
+        """The share of nodes at depth d whose child j was accepted, fp64 [depth, child].
 
-        For sequences drawn apart the first row stays as counted, and the others are drawn to their own mean.
+        Each depth's shares are drawn to those of all depths, by as much as `PRIOR` nodes would. Of independent
+        sequences the first row stays as counted, and the others are drawn to their own mean.
         """
         accepted = torch.tensor(self.accepted, dtype=torch.float64)
         reached = torch.tensor(self.reached, dtype=torch.float64)[:, None]
-        alike = slice(1 if self.apart else 0, None)
+        alike = slice(0 if self.sequence_count is None else 1, None)
         overall = accepted[alike].sum(0) / reached[alike].sum().clamp(min=1)
         rates = accepted / reached.clamp(min=1)
         rates[alike] = (accepted[alike] + PRIOR * overall) / (reached[alike] + PRIOR)
         return rates
 
     def confidence(self) -> Confidence:
-        """The lines of least squares through acceptance by the draft's share; seldom tried children have the last."""
+        """For each child the line of least squares through its acceptance by the draft's share.
+
+        Children that were tried less than `PRIOR` times have the line of the last one before them.
+        """
         base, slope = [], []
         for tried, shares, squares, hits, products in self.moments:
             if tried < PRIOR and base:
@@ -106,48 +113,74 @@ class Acceptance:
 
 
 class Planned(NamedTuple):
-    """A tree, and the acceptance that it is planned by."""
+    """A plan, and the acceptance that it was made by."""
 
     plan: Plan
-    acceptance: Acceptance
+    acceptance: MeasuredAcceptance
 
 
 @dataclass(frozen=True)
 class Profile:
-    """target, draft: what they are, see `describe`; environment: where it was measured."""
+    """Costs and acceptance of a pair of models.
+
+    target, draft: what the models are, see `describe`
+    target_parameters, draft_parameters: their sizes, see `parameter_count`
+    environment:   what else the costs depend on, see `calibration.cost_environment`
+    """
 
     target: str
     draft: str
+    target_parameters: int
+    draft_parameters: int
     environment: dict[str, str | int]
     costs: Costs
-    acceptance: tuple[Acceptance, ...]
+    acceptance: tuple[MeasuredAcceptance, ...]
 
     def save(self, path: str | Path) -> None:
-        """Write JSON."""
-        content = {"heavypath profile": VERSION, **asdict(self)}
+        """Write the profile as JSON."""
+        acceptance = [asdict(entry) | {"filters": entry.filters._asdict()} for entry in self.acceptance]
+        content = {"heavypath profile": VERSION, **asdict(self), "acceptance": acceptance}
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
-        """Read JSON; ValueError for a file that is no profile, OSError for none."""
+        """Read a profile from JSON.
+
+        Raises FileNotFoundError where there is no file, and ValueError for a file that is no profile or a profile of
+        another version. Both say how to make one.
+        """
         if not Path(path).exists():
             raise FileNotFoundError(f"there is no profile {str(path)!r}; `heavypath calibrate --out {path}` makes one")
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if content.pop("heavypath profile") != VERSION:
-                raise ValueError("it is of another version")
-            costs = content.pop("costs")
-            step = {int(size): float(seconds) for size, seconds in costs["step"].items()}
-            measured = tuple(Acceptance(**entry) for entry in content.pop("acceptance"))
-            return cls(**content, costs=Costs(step, float(costs["level"])), acceptance=measured)
+            version = content.pop("heavypath profile")
+            profile = cls._from_json(content) if version == VERSION else None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{str(path)!r} is no profile that `heavypath calibrate` writes ({type(error).__name__}: {error}); "
                 "make it again"
             ) from error
+        if profile is None:
+            raise ValueError(
+                f"{str(path)!r} is a profile of version {version}, expected {VERSION}; make it again with "
+                f"`heavypath calibrate --out {path}`"
+            )
+        return profile
+
+    @classmethod
+    def _from_json(cls, content: dict[str, Any]) -> "Profile":
+        costs, measured = content.pop("costs"), content.pop("acceptance")
+        step = {int(size): float(seconds) for size, seconds in costs["step"].items()}
+        return cls(
+            **content,
+            costs=Costs(step, float(costs["level"])),
+            acceptance=tuple(
+                MeasuredAcceptance(**entry | {"filters": Filters(**entry["filters"])}) for entry in measured
+            ),
+        )
 
     def check(self, target: PreTrainedModel, draft: PreTrainedModel | PromptLookup | EarlyExit | None) -> None:
-        """ValueError where it was measured for other models, another precision or another kind of device."""
+        """Raise ValueError if it was measured for other models, another precision or another kind of device."""
         for role, measured, given in (("target", self.target, target), ("draft", self.draft, draft)):
             if given is not None and describe(given) != measured:
                 raise ValueError(f"the profile was measured with a {role} of {measured}, got {describe(given)}")
@@ -156,14 +189,13 @@ class Profile:
             if self.environment.get(name) != value:
                 raise ValueError(f"the profile was measured with {name} {self.environment.get(name)}, got {value}")
 
-    def measured(self, method: str, filters: Filters) -> list[Acceptance]:
-        """The measurements nearest in temperature, of the same filters if there are such; ValueError for none.
+    def measured(self, method: str, filters: Filters) -> list[MeasuredAcceptance]:
+        """The measurements of a method that are nearest in temperature, with the same filters if there are such.
 
-        One, or one for each number of sequences drawn apart.
+        It is one measurement, or one for each number of independent sequences. Raises ValueError if there is none.
         """
-        draw, verify, apart = METHODS[method].kind(filters.temperature)
-        fitting = [entry for entry in self.acceptance if (entry.temperature == 0) == (filters.temperature == 0)]
-        fitting = [e for e in fitting if (e.draw, e.verify, e.apart is not None) == (draw, verify, apart)]
+        kind = METHODS[method].kind(filters.temperature)
+        fitting = [entry for entry in self.acceptance if entry.kind == kind]
         if not fitting:
             given = f"{filters.temperature:g}"
             raise ValueError(
@@ -171,70 +203,98 @@ class Profile:
                 f"calibrate with --temperature {given}"
             )
 
-        def distance(entry: Acceptance) -> tuple[bool, float]:
-            return entry.filters[1:] != filters[1:], abs(entry.temperature - filters.temperature)
+        def distance(entry: MeasuredAcceptance) -> tuple[bool, float]:
+            return entry.filters[1:] != filters[1:], abs(entry.filters.temperature - filters.temperature)
 
         nearest = min(map(distance, fitting))
         return [entry for entry in fitting if distance(entry) == nearest]
 
-    def plan(self, method: str, filters: Filters) -> "Planned":
-        """The best tree of a method under some sampling, and the acceptance that it is planned by.
+    def plan(self, method: str, filters: Filters) -> Planned:
+        """The best tree of a method under some sampling, and the acceptance that it was chosen by.
 
-        For methods whose trees grow it is the best static tree: how many tokens theirs yield depends on each step's
-        draft.
+        For methods whose trees grow it is the best static tree, since how many tokens a grown tree yields depends on
+        the draft of each step. For a method whose siblings may carry equal tokens the expected tokens are a little too
+        few: they count the children of the first of equal siblings alone.
         """
         sizes = range(1, max(self.costs.step) + 1)
         costs, level = self.costs.steps_of(sizes), self.costs.level / self.costs.step[1]
         plans = []
         for entry in self.measured(method, filters):
             rates = entry.rates()
-            trees = _trees(method, max(sizes), rates, entry.apart)
+            trees = _trees(method, max(sizes), rates, entry.sequence_count)
             found = select_tree(rates, costs, level) if trees is None else _best(trees, rates, costs, level)
             plans.append(Planned(found, entry))
         return max(plans, key=lambda planned: planned.plan.speedup)
 
-    def shape(self, method: str, filters: Filters) -> TokenTree | Growth:
-        """What `SpeculativeDecoder` drafts by.
+    def tree_for(self, method: str, filters: Filters) -> TokenTree | Growth:
+        """The tree that `SpeculativeDecoder` drafts with a method under some sampling, or how its trees grow.
 
-        Growing trees take the nodes and levels of the best static tree, and twice its widest level.
+        Trees that grow have the nodes and the levels of the best static tree, and at most twice its widest level.
         """
         plan, entry = self.plan(method, filters)
         tree = plan.tree
-        usual = METHODS[method].shape(8) if len(tree) > 1 else tree
+        usual = METHODS[method].tree_of(8) if len(tree) > 1 else tree
         if not isinstance(usual, Growth):
             return tree
         width = min(len(tree) - 1, 2 * int(torch.bincount(tree.depths)[1:].max()))
         known = entry.confidence() if filters.temperature > 0 and usual.by == "slot" else None
         return Growth(usual.by, len(tree), width, tree.depth, confidence=known)
 
+    def mbsu(self, plan: Plan) -> float:
+        """The memory-bound speed-up of a plan: as if a forward pass took as long as its parameters take to be read.
+
+        MBSU is expected tokens / (1 + L r), with L levels of drafting and r the draft's parameters / the target's (RSD,
+        Jeon et al. 2024). It is made of sizes alone; no measured time enters it.
+        """
+        return plan.expected_tokens / (1 + plan.tree.depth * self.draft_parameters / self.target_parameters)
+
 
 def describe(model: PreTrainedModel | PromptLookup | EarlyExit) -> str:
-    """A model's kind and size, or a draft without one of its own."""
+    """A model's type and size in words, or a draft without a model of its own."""
     if isinstance(model, (PromptLookup, EarlyExit)):
         return repr(model)
-    parameters = sum(weight.numel() for weight in model.parameters())
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    return f"{model.config.model_type}, {layers} layers, {parameters} parameters"
+    return f"{model.config.model_type}, {layers} layers, {parameter_count(model)} parameters"
+
+
+def parameter_count(model: PreTrainedModel) -> int:
+    """The parameters of a model; a tied head and embedding count once."""
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def draft_parameter_count(draft: PreTrainedModel | PromptLookup | EarlyExit, target: PreTrainedModel) -> int:
+    """The parameters that a draft's forward pass goes through.
+
+    A prompt lookup has none. An early exit has the target's without those of the layers that it leaves out, so that the
+    embedding, the final norm and the head count, as they do for a model.
+    """
+    if isinstance(draft, PromptLookup):
+        return 0
+    if isinstance(draft, EarlyExit):
+        decoder: Any = target.get_decoder()
+        left_out = decoder.layers[draft.layers :]
+        return parameter_count(target) - sum(weight.numel() for weight in left_out.parameters())
+    return parameter_count(draft)
 
 
 def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float], level: float) -> Plan:
-    """The tree that is expected to decode fastest."""
+    """The one of some trees that is expected to decode fastest."""
     plans = []
     for tree in trees:
-        tokens, drafting = expected_tokens(tree, rates), tree.depth * level
-        plans.append(Plan(tree, tokens, tokens / (costs[len(tree)] + drafting), tokens / (1 + drafting)))
+        tokens = expected_tokens(tree, rates)
+        plans.append(Plan(tree, tokens, tokens / (costs[len(tree)] + tree.depth * level)))
     return max(plans, key=lambda plan: plan.speedup)
 
 
-def _trees(method: str, size: int, rates: Tensor, apart: int | None) -> Iterator[TokenTree] | None:
-    """The trees of at most `size` nodes that a method may have, [-1] among them; None for all there are."""
+def _trees(method: str, size: int, rates: Tensor, sequence_count: int | None) -> Iterator[TokenTree] | None:
+    """The trees of at most `size` nodes that a method may have, the root alone among them; None if it may have any."""
     depth = len(rates)
-    if apart is not None:
-        lengths = range(min(depth, (size - 1) // apart) + 1)
-        return (TokenTree.independent(apart, length) for length in lengths)
+    if sequence_count is not None:
+        lengths = range(min(depth, (size - 1) // sequence_count) + 1)
+        return (TokenTree.independent(sequence_count, length) for length in lengths)
     if method == "chain":
         return (TokenTree.chain(length) for length in range(min(size - 1, depth) + 1))
-    if method == "rsd-c":
+    if method == "rsd-c":  # of its trees, those in which every node above the leaves has equally many children
         shapes = [(1, 0)]
         shapes += [(width, levels) for width in range(1, rates.shape[1] + 1) for levels in range(1, depth + 1)]
         fitting = [shape for shape in shapes if sum(shape[0] ** d for d in range(shape[1] + 1)) <= size]

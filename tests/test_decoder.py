@@ -13,7 +13,6 @@ from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeD
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.demo import demo_prompts
 
-STOCHASTIC = [name for name in METHODS if METHODS[name].verify != "race"]
 SPECULATIVE = [name for name in METHODS if name != "autoregressive"]
 TIE = 1e-4  # logits closer than this may swap between two exact fp32 programs
 
@@ -169,7 +168,7 @@ def test_the_joint_law_of_four_tokens_is_exact(method, options, tiny_pair):
     prompt, sequences = torch.tensor([3, 1, 4]), 20_000
     law = exact_law(target, prompt, Filters(**options), 4)
     ragged, deepest = TokenTree([-1, 0, 0, 2, 2, 0, 5]), []
-    fixed = method == "autoregressive" or isinstance(METHODS[method].shape(6), Growth)
+    fixed = method == "autoregressive" or isinstance(METHODS[method].tree_of(6), Growth)
     for shape in [{"tree_size": 6}] if fixed else [{"tree_size": 6}, {"tree": ragged}]:
         decoder = SpeculativeDecoder(target, draft, method, **shape)
         out = decoder.generate(prompt.expand(sequences, -1), max_new_tokens=4, seed=11, **options)

@@ -61,7 +61,8 @@ def sequences(room: int = 100, seed: int = 0) -> Sequences:
 def grown(law, growth, filters=Filters(), seed=0, room=100, module=growing):
     draft = PathDraft(law)
     state = sequences(room, seed)
-    rules = Rules("without_replacement", False, "without_replacement", filters, filters, value_temperature=0.6)
+    drawing = filters._replace(temperature=0.0) if growth.by == "node" else filters
+    rules = Rules(False, False, "without_replacement", filters, filters, drawing, value_temperature=0.6)
     roots = torch.tensor([1 << 12])
     drafted = module.grow_tree(
         draft, None, growth, state, visible_rows=5, root_rows=roots, rules=rules, lap=lambda phase: None

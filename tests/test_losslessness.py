@@ -40,8 +40,9 @@ SETTINGS = {
     "race, other draft temperature": ("race", TokenTree.k_ary(2, 2), COOL, HOT, False, False),
     "spectr": ("kseq", TokenTree.independent(3, 2), PLAIN, PLAIN, True, False),
     "spectr, filtered": ("kseq", TokenTree.k_ary(2, 2), COOL, HOT, True, False),
-    "naive": ("target_sample", TokenTree.k_ary(2, 2), PLAIN, PLAIN, False, False),
-    "naive, independent draws": ("target_sample", TokenTree.k_ary(2, 2), PLAIN, PLAIN, True, False),
+    "naive": ("target_sample", TokenTree.k_ary(2, 2), PLAIN, PLAIN, True, False),
+    "naive, a leaf's equal sibling has children": ("target_sample", TokenTree([-1, 0, 0, 2]), COOL, HOT, True, False),
+    "naive, distinct siblings": ("target_sample", TokenTree.k_ary(2, 2), PLAIN, PLAIN, False, False),
     "top-k": ("target_sample", TokenTree.k_ary(2, 2), COOL, Filters(0.0), False, False),
 }  # fmt: skip
 

@@ -11,17 +11,19 @@ from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.speculative import (
     METHODS,
     EarlyExit,
+    Plan,
     Profile,
     PromptLookup,
     SpeculativeDecoder,
     TokenTree,
     expected_tokens,
 )
-from heavypath.speculative.calibration import SEQUENCES, calibrate, own_prompts, walk
+from heavypath.speculative.calibration import SEQUENCE_COUNTS, Extent, Way, calibrate, measure_way, own_prompts, walk
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.drafts import as_draft
+from heavypath.speculative.methods import Kind
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.profile import PRIOR, Acceptance, Costs, describe
+from heavypath.speculative.profile import PRIOR, VERSION, Costs, MeasuredAcceptance, describe, draft_parameter_count
 
 
 def constant_llama(logits):
@@ -37,34 +39,48 @@ def constant_llama(logits):
     return model
 
 
-def counts(accepted, reached=1000, temperature=1.0, draw="without_replacement", verify="without_replacement"):
-    apart = len(accepted[0]) if draw == "with_replacement" else None
-    moments = [[0.0] * 5] * len(accepted[0])
-    return Acceptance(draw, verify, apart, temperature, None, None, None, accepted, [reached] * len(accepted), moments)
+REJECTION = Kind("without_replacement", "without_replacement", independent_sequences=False)
+KINDS = sorted({method.kind(1.0) for name, method in METHODS.items() if name != "autoregressive"})
 
 
-def profile_of(*acceptance, step=None, level=0.001, models=("a target", "a draft")):
+def counts(accepted, reached=1000, temperature=1.0, kind=REJECTION):
+    """What may have been counted, as many children being offered as there are columns."""
+    children = len(accepted[0])
+    return MeasuredAcceptance(
+        draw=kind.draw, verification=kind.verification,
+        sequence_count=children if kind.independent_sequences else None, filters=Filters(temperature),
+        accepted=accepted, reached=[reached] * len(accepted), moments=[[0.0] * 5] * children,
+    )  # fmt: skip
+
+
+def greedy_counts(accepted, reached, sequence_count=None):
+    return MeasuredAcceptance("top_k", "greedy", sequence_count, Filters(0.0), accepted, reached, [])
+
+
+def profile_of(*acceptance, step=None, level=0.001):
     return Profile(
-        *models,
-        {"dtype": "float32", "device_type": "cpu"},
-        Costs(step or {1: 0.01, 4: 0.012, 16: 0.03}, level),
-        acceptance,
+        target="a target",
+        draft="a draft",
+        target_parameters=1000,
+        draft_parameters=50,
+        environment={"dtype": "float32", "device_type": "cpu"},
+        costs=Costs(step or {1: 0.01, 4: 0.012, 16: 0.03}, level),
+        acceptance=acceptance,
     )
 
 
-KINDS = sorted({(method.draw, method.verify) for name, method in METHODS.items() if name != "autoregressive"})
-
-
-@pytest.mark.parametrize(("draw", "verify"), KINDS)
-def test_acceptance_on_a_walk_is_that_of_the_law(draw, verify):
+@pytest.mark.parametrize("kind", KINDS)
+def test_acceptance_on_a_walk_is_that_of_the_law(kind):
     """Where no law depends on the text, every depth has the same acceptance, known for the first child or for all."""
+    draw, verification, _ = kind
+    kind = kind._replace(independent_sequences=False)
     target_logits, draft_logits, filters = [1.0, 0.2, -0.5, 0.0], [0.3, 0.9, -0.2, -1.0], Filters(0.8)
     target = LlamaForward(constant_llama(target_logits))
     draft = as_draft(constant_llama(draft_logits), target, None)
     tokens, sequences = 40, 100
     accepted, reached, moments = walk(
-        target, draft, [torch.tensor([1, 2, 3]), torch.tensor([0])], draw=draw, verify=verify, filters=filters,
-        children=3, apart=False, depth=3, tokens=tokens, sequences=sequences, seed=3,
+        target, draft, [torch.tensor([1, 2, 3]), torch.tensor([0])], Way(kind, None), filters,
+        Extent(tokens, sequences, depth=3, children=3), seed=3,
     )  # fmt: skip
     assert moments[0, 0] == reached.sum()
     assert moments[:, 3].tolist() == accepted.sum(0).tolist()
@@ -76,42 +92,50 @@ def test_acceptance_on_a_walk_is_that_of_the_law(draw, verify):
         "race": (1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(1)).sum(),
         "target_sample": p[q.argmax()] if draw == "top_k" else (p * q).sum(),
     }  # fmt: skip
+    independent = kind.replacement and verification == "target_sample"
     for depth in range(3):
         error = 5 / float(reached[depth]) ** 0.5
         share = accepted[depth].double() / reached[depth]
-        if verify in first:
-            assert float(share[0]) == pytest.approx(float(first[verify]), abs=error)
+        if verification in first:
+            assert float(share[0]) == pytest.approx(float(first[verification]), abs=error)
+        if independent:  # the first j children are missed by independent draws
+            by_hand = [float((p * (1 - q) ** child * q).sum()) for child in range(3)]
+            assert share.tolist() == pytest.approx(by_hand, abs=error)
         if draw == "top_k":
             assert float(share.sum()) == pytest.approx(float(p[q.topk(3).indices].sum()), abs=error)
-    assert verify != "kseq" or float(accepted.sum() / reached.sum()) > float(torch.minimum(p, q).sum())
+    assert verification != "kseq" or float(accepted.sum() / reached.sum()) > float(torch.minimum(p, q).sum())
 
 
 def test_a_draft_equal_to_the_target_is_accepted_at_every_depth():
     model = tiny_llama(1)
     target = LlamaForward(model)
     accepted, reached, _ = walk(
-        target, as_draft(model, target, model), [torch.tensor([1, 2])], draw="without_replacement",
-        verify="without_replacement", filters=Filters(1.0), children=2, apart=False, depth=2, tokens=9, sequences=4,
-        seed=0,
+        target, as_draft(model, target, model), [torch.tensor([1, 2])], Way(REJECTION, None), Filters(1.0),
+        Extent(tokens=9, sequences=4, depth=2, children=2), seed=0,
     )  # fmt: skip
     assert reached.tolist() == [12, 12]  # of nine tokens, every third is a bonus
     assert accepted.tolist() == [[12, 0], [12, 0]]
 
 
-@pytest.mark.parametrize("verify", ["with_replacement", "kseq"])
-def test_sequences_drawn_apart_are_accepted_as_in_decoding(verify):
-    """On a language where depth counts for nothing but which sequences are still alive."""
+@pytest.mark.parametrize(("method", "tree"), [
+    ("specinfer", TokenTree.independent(3, 3)),
+    ("spectr", TokenTree.independent(3, 3)),
+    ("naive-distinct", TokenTree.k_ary(3, 2)),
+    ("naive", TokenTree.k_ary(3, 1)),  # deeper, the children of equal siblings count together
+])  # fmt: skip
+def test_drafts_are_accepted_as_often_as_in_decoding(method, tree):
+    """On a language where depth counts for nothing but which independent sequences are still alive."""
     target, draft = constant_llama([1.0, 0.2, -0.5, 0.0]), constant_llama([0.3, 0.9, -0.2, -1.0])
-    forward, filters, count, length = LlamaForward(target), Filters(0.6), 3, 3
-    accepted, reached, _ = walk(
-        forward, as_draft(draft, forward, target), [torch.tensor([1, 2, 3])], draw="with_replacement", verify=verify,
-        filters=filters, children=count, apart=True, depth=length, tokens=40, sequences=200, seed=3,
+    forward, filters, kind = LlamaForward(target), Filters(0.6), METHODS[method].kind(0.6)
+    entry = measure_way(
+        forward, as_draft(draft, forward, target), [torch.tensor([1, 2, 3])],
+        Way(kind, 3 if kind.independent_sequences else None), filters,
+        Extent(tokens=40, sequences=200, depth=tree.depth, children=3), seed=3,
     )  # fmt: skip
-    method = {"with_replacement": "specinfer", "kseq": "spectr"}[verify]
-    decoder = SpeculativeDecoder(target, draft, method, tree=TokenTree.independent(count, length))
+    assert (entry.kind, entry.filters) == (kind, filters)
+    decoder = SpeculativeDecoder(target, draft, method, tree=tree)
     stats = decoder.generate(torch.tensor([[1, 2, 3]]).expand(200, -1), 40, temperature=0.6, seed=1).stats
-    entry = Acceptance("", "", count, *filters, accepted.tolist(), reached.tolist(), [])
-    expected = expected_tokens(TokenTree.independent(count, length), entry.rates())
+    expected = expected_tokens(tree, entry.rates())
     assert stats.tokens_per_step == pytest.approx(expected, abs=0.06 + 5 * 1.2 / stats.steps**0.5)
 
 
@@ -123,8 +147,10 @@ def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path):
     profile = calibrate(
         target, draft, temperatures=(0.0, 0.9), sizes=(1, 2, 8), tokens=12, sequences=4, on_progress=lines.append
     )
-    trees = sum(draw != "with_replacement" for draw, _ in KINDS)
-    assert len(profile.acceptance) == 1 + len(SEQUENCES) + trees + (len(KINDS) - trees) * len(SEQUENCES)
+    trees = sum(not kind.independent_sequences for kind in KINDS)
+    assert len(profile.acceptance) == 1 + len(SEQUENCE_COUNTS) + trees + (len(KINDS) - trees) * len(SEQUENCE_COUNTS)
+    assert profile.target_parameters == sum(weight.numel() for weight in target.parameters())
+    assert profile.draft_parameters == draft_parameter_count(draft, target)
     assert any("trees of 8 nodes" in line for line in lines)
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
@@ -151,14 +177,14 @@ def test_costs_lie_on_straight_lines_and_never_fall():
 
 
 def test_seldom_seen_depths_are_drawn_to_the_mean():
-    measured = Acceptance("top_k", "greedy", None, 0.0, None, None, None, [[600, 100], [5, 0]], [1000, 10], [])
+    measured = greedy_counts([[600, 100], [5, 0]], [1000, 10])
     pooled = torch.tensor([605, 100]) / 1010
     expected = [[(600 + PRIOR * pooled[0]) / 1050, (100 + PRIOR * pooled[1]) / 1050],
                 [(5 + PRIOR * pooled[0]) / 60, PRIOR * pooled[1] / 60]]  # fmt: skip
     assert torch.allclose(measured.rates(), torch.tensor(expected).double())
-    apart = Acceptance("top_k", "greedy", 2, 0.0, None, None, None, [[600, 100], [5, 0], [9, 0]], [1000, 10, 10], [])
-    assert torch.allclose(apart.rates()[0], torch.tensor([0.6, 0.1]).double())
-    assert apart.rates()[1:, 0].tolist() == pytest.approx(
+    sequences = greedy_counts([[600, 100], [5, 0], [9, 0]], [1000, 10, 10], sequence_count=2)
+    assert torch.allclose(sequences.rates()[0], torch.tensor([0.6, 0.1]).double())
+    assert sequences.rates()[1:, 0].tolist() == pytest.approx(
         [(5 + PRIOR * 0.7) / (10 + PRIOR), (9 + PRIOR * 0.7) / (10 + PRIOR)]
     )
 
@@ -169,16 +195,15 @@ def test_confidence_is_the_line_of_least_squares():
     first = [500.0, float(share.sum()), float((share**2).sum()), float(hit.sum()), float((share * hit).sum())]
     constant = [100.0, 20.0, 4.0, 30.0, 6.0]  # always a share of 0.2, accepted 0.3 of the time
     seldom = [3.0, 1.0, 0.5, 3.0, 1.0]
-    measured = Acceptance("", "", None, 1.0, None, None, None, [[0]], [1], [first, constant, seldom])
+    measured = replace(counts([[0]]), moments=[first, constant, seldom])
     assert measured.confidence().base == pytest.approx((0.3, 0.3))
     assert measured.confidence().slope == pytest.approx((0.5, 0.0))
 
 
 def test_plans_are_the_fastest_of_their_kind():
     acceptance = [[550, 150, 60], [500, 120, 70], [450, 100, 60]]
-    kinds = [counts(acceptance, draw=draw, verify=verify) for draw, verify in KINDS]
-    profile = profile_of(*kinds)
-    rates, costs = kinds[0].rates(), profile.costs.steps_of(range(1, 17))
+    profile = profile_of(*(counts(acceptance, kind=kind) for kind in KINDS))
+    rates, costs = counts(acceptance).rates(), profile.costs.steps_of(range(1, 17))
 
     def speedup(tree):
         return expected_tokens(tree, rates) / (costs[len(tree)] + 0.1 * tree.depth)
@@ -188,30 +213,46 @@ def test_plans_are_the_fastest_of_their_kind():
     assert planned.speedup == pytest.approx(max(chains))
     assert planned.tree.depth == chains.index(max(chains))
     sequences = [TokenTree.independent(3, length) for length in (1, 2, 3)]
-    apart = counts(acceptance, draw="with_replacement").rates()
-    gains = [expected_tokens(tree, apart) / (costs[len(tree)] + 0.1 * tree.depth) for tree in sequences]
+    own = counts(acceptance, kind=METHODS["spectr"].kind(1.0)).rates()
+    gains = [expected_tokens(tree, own) / (costs[len(tree)] + 0.1 * tree.depth) for tree in sequences]
     assert profile.plan("spectr", Filters(1.0)).plan.speedup == pytest.approx(max(gains))
     best = profile.plan("sequoia", Filters(1.0)).plan
     assert best.speedup == pytest.approx(speedup(best.tree))
     for method in METHODS:
         if method != "autoregressive":
             assert 1 <= profile.plan(method, Filters(1.0)).plan.speedup <= best.speedup + 1e-12
-    grown = profile.shape("dyspec", Filters(1.0))
+    grown = profile.tree_for("dyspec", Filters(1.0))
     assert isinstance(grown, Growth)
     assert (grown.size, grown.depth) == (len(best.tree), best.tree.depth)
+
+
+def test_the_memory_bound_speedup_is_made_of_sizes():
+    """RSD's MBSU: tokens / (1 + levels x size ratio), whatever anything costs."""
+    tree = TokenTree.k_ary(2, 2)
+    for costly in (0.001, 0.5):
+        profile = replace(profile_of(counts([[1, 0]]), level=costly), target_parameters=1000, draft_parameters=50)
+        assert profile.mbsu(Plan(tree, expected_tokens=2.2, speedup=1.5)) == pytest.approx(2.2 / (1 + 2 * 0.05))
+
+
+def test_drafts_count_the_parameters_that_they_go_through():
+    target = tiny_llama(1, layers=3)
+    whole, layer = (sum(weight.numel() for weight in part.parameters()) for part in (target, target.model.layers[0]))
+    assert draft_parameter_count(target, target) == whole
+    assert draft_parameter_count(EarlyExit(1), target) == whole - 2 * layer
+    assert draft_parameter_count(PromptLookup(), target) == 0
 
 
 def test_drafts_that_do_not_pay_are_not_made():
     profile = profile_of(counts([[50, 10]]), level=0.02)
     assert len(profile.plan("sequoia", Filters(1.0)).plan.tree) == 1
-    assert len(profile.shape("dyspec", Filters(1.0))) == 1
+    assert len(profile.tree_for("dyspec", Filters(1.0))) == 1
 
 
 def test_the_nearest_measurement_is_taken():
-    filtered = Acceptance("without_replacement", "without_replacement", None, 0.9, 40, None, None, [[1, 0]], [2], [])
+    filtered = replace(counts([[1, 0]], reached=2), filters=Filters(0.9, top_k=40))
     profile = profile_of(counts([[1, 0]], temperature=0.6), counts([[1, 0]]), filtered)
-    assert profile.measured("sequoia", Filters(0.7))[0].temperature == 0.6
-    assert profile.measured("dyspec", Filters(5.0))[0].temperature == 1.0
+    assert profile.measured("sequoia", Filters(0.7))[0].filters.temperature == 0.6
+    assert profile.measured("dyspec", Filters(5.0))[0].filters.temperature == 1.0
     assert profile.measured("sequoia", Filters(0.6, top_k=40)) == [filtered]
     for filters, method in ((Filters(0.0), "sequoia"), (Filters(1.0), "ersd")):
         with pytest.raises(ValueError, match="calibrate with --temperature"):
@@ -236,9 +277,13 @@ def test_a_profile_of_other_models_is_refused(tmp_path):
     with pytest.raises(ValueError, match="leave out tree_size"):
         SpeculativeDecoder(target, draft, profile=profile, tree_size=8)
     path = tmp_path / "profile.json"
-    for content in ("{}", "[1]", "no JSON", json.dumps({"heavypath profile": 99})):
+    for content in ("{}", "[1]", "no JSON", json.dumps({"heavypath profile": VERSION})):
         path.write_text(content)
         with pytest.raises(ValueError, match=r"is no profile that `heavypath calibrate` writes"):
+            SpeculativeDecoder(target, draft, profile=path)
+    for version in (1, 99):
+        path.write_text(json.dumps({"heavypath profile": version, "target": "llama"}))
+        with pytest.raises(ValueError, match=f"version {version}, expected {VERSION}; make it again with `heavypath"):
             SpeculativeDecoder(target, draft, profile=path)
     with pytest.raises(FileNotFoundError, match="`heavypath calibrate --out"):
         SpeculativeDecoder(target, draft, profile=tmp_path / "absent.json")

@@ -173,8 +173,17 @@ def llama_without_values(layers: int) -> LlamaForward:
 
 
 def rules_of(method, filters, processing=None):
-    draw, verification, _ = METHODS[method].kind(filters.temperature)
-    return Rules(draw, METHODS[method].fill, verification, filters, filters, 0.6, processing)
+    kind = METHODS[method].kind(filters.temperature)
+    return Rules(
+        replacement=kind.replacement,
+        fill=METHODS[method].fill,
+        verification=kind.verification,
+        target_filters=filters,
+        draft_filters=filters,
+        drawing_filters=kind.drawing_filters(filters),
+        value_temperature=0.6,
+        processing=processing,
+    )
 
 
 def room_for(batch, target, tree, vocab_size):
@@ -205,7 +214,7 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
         "early exit": lambda: ModelDraft(target, 50),
     }
     source = None if method == "autoregressive" else models[draft]()
-    shape = METHODS[method].shape(9)
+    shape = METHODS[method].tree_of(9)
     filters = Filters(temperature, top_k=20, top_p=0.9)
     tree = shape if isinstance(shape, Growth) else on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
     step = Step(target, source, tree, shape.branching, rules_of(method, filters, Processing(1.2, 4)))
@@ -224,7 +233,7 @@ def test_a_step_launches_little_beside_the_models(method, levels, most, temperat
     """Each is a launch, however few numbers it is about."""
     target, batch = llama_without_values(2), 2
     source = None if levels == 0 else ModelDraft(llama_without_values(1), 50)
-    shape = METHODS[method].shape(9)
+    shape = METHODS[method].tree_of(9)
     tree = on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
     filters = Filters(temperature)
     step = Step(target, source, tree, shape.branching, rules_of(method, filters))

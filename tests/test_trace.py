@@ -18,7 +18,15 @@ from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree
 from heavypath.speculative.output import trace
-from heavypath.speculative.output.reasons import WITH_COINS, Reasons, _chain, _k_seq, explain
+from heavypath.speculative.output.reasons import (
+    WITH_COINS,
+    Reasons,
+    VerifiedTree,
+    VerifyOptions,
+    _chain,
+    _k_seq,
+    explain,
+)
 from heavypath.speculative.output.trace import read_trace, token_text
 
 SAMPLING = {"temperature": 0.8, "top_k": 5, "seed": 3}
@@ -49,9 +57,11 @@ def test_two_children_without_replacement_by_hand(wanted, fates, path):
     verified = verify_tree(tokens[None], parents, target[None], draft[None], ranks=ranks, rows=rows[None], **given)
     assert verified.path[0, : len(path)].tolist() == path
     reasons = explain(
-        tokens, parents, ranks, rows, target, draft, verified.path[0], int(verified.next_token[0]),
-        target_filters=Filters(), draft_filters=Filters(), **given,
-    )  # fmt: skip
+        VerifiedTree(tokens, parents, ranks, rows, target, draft),
+        VerifyOptions(target_filters=Filters(), draft_filters=Filters(), **given),
+        verified.path[0],
+        int(verified.next_token[0]),
+    )
     assert reasons.fates == fates
     assert reasons.chosen == path
     assert reasons.kind == "bonus"
@@ -99,11 +109,11 @@ def test_k_seqs_thresholds_are_the_coins_at_which_it_changes_its_mind():
             assert sure or low == pytest.approx(threshold or 0, abs=1e-6)
 
 
-def verified_cases(method, draft_temperature=0.9, top_k=None, vocab_size=6):
+def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab_size=6):
     """Drawn and verified trees: what explain takes, and what it must explain."""
     target_filters = Filters(0.0 if method == "greedy" else 0.7)
     draft_filters = Filters(draft_temperature, top_k)
-    replacement = method in ("with_replacement", "kseq")
+    options = VerifyOptions(method, target_filters, draft_filters, seed=0)
     shapes = {"k-ary": TokenTree.k_ary(3, 3), "heavy": TokenTree.k_ary(2, 4).reordered("heavy_path")[0]}
     for name, tree in (trees(14) | shapes).items():
         nodes = len(tree)
@@ -138,25 +148,26 @@ def verified_cases(method, draft_temperature=0.9, top_k=None, vocab_size=6):
                 **target_filters._asdict(), **{f"draft_{key}": value for key, value in draft_filters._asdict().items()},
             )  # fmt: skip
             for sequence in range(2):
-                fields = tokens[sequence], tree.parents, tree.ranks, rows[sequence], target[sequence], draft[sequence]
+                fields = VerifiedTree(
+                    tokens[sequence], tree.parents, tree.ranks, rows[sequence], target[sequence], draft[sequence]
+                )
                 path, next_token = verified.path[sequence], int(verified.next_token[sequence])
-                reasons = explain(
-                    *fields, path, next_token, method=method, target_filters=target_filters,
-                    draft_filters=draft_filters, seed=seed,
-                )  # fmt: skip
+                reasons = explain(fields, options._replace(seed=seed), path, next_token)
                 yield name, fields, [node for node in path.tolist() if node >= 0], next_token, reasons, seed
 
 
-CASES = [(method, 0.9, None) for method in (*WITH_COINS, "race", "target_sample", "greedy")]
-CASES += [("without_replacement", 0.9, 2), ("without_replacement", 0.0, None), ("with_replacement", 0.9, 2)]
+INDEPENDENT = ("with_replacement", "kseq")  # take children that were drawn with replacement
+CASES = [(method, method in INDEPENDENT, 0.9, None) for method in (*WITH_COINS, "race", "target_sample", "greedy")]
+CASES += [("without_replacement", False, 0.9, 2), ("without_replacement", False, 0.0, None)]
+CASES += [("with_replacement", True, 0.9, 2), ("target_sample", True, 0.9, None)]
 
 
-@pytest.mark.parametrize(("method", "draft_temperature", "top_k"), CASES)
-def test_reasons_agree_with_what_verify_tree_decided(method, draft_temperature, top_k):
+@pytest.mark.parametrize(("method", "replacement", "draft_temperature", "top_k"), CASES)
+def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_temperature, top_k):
     """Every fate is checked for what it claims, with coins and winners tossed and drawn anew."""
     seen = set()
     for name, (tokens, parents, ranks, rows, target, _), path, next_token, reasons, seed in verified_cases(
-        method, draft_temperature, top_k
+        method, replacement, draft_temperature, top_k
     ):
         token, parent, rank = tokens.tolist(), parents.tolist(), ranks.tolist()
         contexts = [()]
@@ -195,8 +206,7 @@ def test_reasons_agree_with_what_verify_tree_decided(method, draft_temperature, 
         assert reasons.kind == ("recovered" if below else "bonus")
     expected = {"accepted", "parent", "absent"} | ({"rejected", "elder"} if method in WITH_COINS else {"other"})
     assert expected <= seen
-    if method in ("with_replacement", "kseq"):
-        assert "equal" in seen
+    assert ("equal" in seen) == replacement
 
 
 def chosen_token(method, logits, row, seed):

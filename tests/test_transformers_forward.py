@@ -271,7 +271,7 @@ def forward(kind, attention):
 @torch.inference_mode()
 def test_a_step_asks_the_host_nothing(method, forward, without_values, monkeypatch):  # noqa: F811
     forward._model.to("meta", torch.bfloat16)  # of whose experts the meta device knows
-    shape, filters, batch = METHODS[method].shape(9), Filters(0.7), 3
+    shape, filters, batch = METHODS[method].tree_of(9), Filters(0.7), 3
     tree = shape if isinstance(shape, Growth) else on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
     draft = ModelDraft(forward, 61)
     step = Step(forward, draft, tree, shape.branching, rules_of(method, filters))

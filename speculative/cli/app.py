@@ -1,7 +1,7 @@
 """The `heavypath` command: `demo`, `generate`, `trace`, `calibrate`, `plan`, `info`.
 
-Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, said in one line;
-2 for wrong usage; 130 for Ctrl-C.
+Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, which is said in
+one line; 2 for wrong usage; 130 for Ctrl-C.
 """
 
 import os
@@ -31,7 +31,7 @@ from heavypath.speculative.cli.support import (
     TopP,
     TreeSize,
     encode,
-    environment,
+    installation,
     load,
     print_json,
     progress,
@@ -89,7 +89,7 @@ def demo(
         )
     settings = {"prompts": prompts, "max_new_tokens": max_new_tokens, "tree_size": tree_size, **sampling}
     if as_json:
-        print_json({"settings": settings, "environment": environment(), "rows": [asdict(row) for row in rows]})
+        print_json({"settings": settings, "environment": installation(), "rows": [asdict(row) for row in rows]})
     else:
         _print_table(rows, settings)
 
@@ -106,12 +106,14 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = None,
     tree_size: TreeSize = None,
-    profile: Annotated[Path | None, typer.Option(help="File of `heavypath calibrate`, to plan trees by.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A profile that `heavypath calibrate` wrote, which chooses the tree.")
+    ] = None,
     seed: Seed = 0,
     trace: trace_page.TraceFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text. Without --target and --draft the shipped pair does it, which knows Python source."""
+    """Continue a text. Without --target and --draft it is continued by the shipped pair, which knows Python source."""
     text = _read_prompt(prompt, file)
     filters = Filters(temperature, top_k, top_p).check()
     if method not in METHODS:
@@ -152,8 +154,8 @@ def generate(
 
 @app.command()
 def info(as_json: AsJson = False) -> None:
-    """Show versions, the device, and what would run on it."""
-    facts = environment()
+    """Show the versions that are installed, the device, and which implementation the kernels have on it."""
+    facts = installation()
     if as_json:
         print_json(facts)
         return
@@ -165,7 +167,7 @@ def info(as_json: AsJson = False) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, sys.argv's unless given; returns the exit code."""
+    """Run the command line (default: sys.argv) and return the exit code."""
     try:
         code = app(args=arguments, prog_name="heavypath", standalone_mode=False)
         sys.stdout.flush()
@@ -189,7 +191,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _fail_usage(error: Exception) -> int:
-    """Typer's own errors; their classes are click's or typer's, depending on its version."""
+    """Report a wrong usage, whose error is of click's or of typer's class, depending on typer's version."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "heavypath"
     return _fail(f"{error.format_message()} (see {command} --help)", 2)  # pyright: ignore[reportAttributeAccessIssue]
@@ -202,7 +204,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
             text = file.read_text(encoding="utf-8")
         elif prompt is not None and file is None:
             text = sys.stdin.read() if prompt == "-" else prompt
-            text.encode()  # the bytes of an argument or of a terminal may not be text either
+            text.encode()  # an argument or standard input may have bytes that are no text, too
         else:
             raise typer.BadParameter("give either a text (or - for standard input) or --file", param_hint="PROMPT")
     except UnicodeError as error:
@@ -227,7 +229,7 @@ def _print_table(rows: list[Row], settings: dict) -> None:
     console = Console(highlight=False)
     console.print(as_table(rows))
     new_tokens, temperature = settings["max_new_tokens"], settings["temperature"]
-    device, threads = environment()["device"], torch.get_num_threads()
+    device, threads = installation()["device"], torch.get_num_threads()
     notes = [
         f"prompts: {settings['prompts']}, up to {new_tokens} new tokens each, temperature {temperature:g}, on {device} "
         f"with {threads} CPU thread{'' if threads == 1 else 's'}.",

@@ -1,4 +1,4 @@
-"""`heavypath calibrate` measures a pair of models, `heavypath plan` says which trees that calls for."""
+"""`heavypath calibrate` measures a pair of models; `heavypath plan` shows the trees that follow from that."""
 
 from pathlib import Path
 from typing import Annotated
@@ -25,30 +25,31 @@ from heavypath.speculative.cli.support import (
 )
 from heavypath.speculative.loading import Pair
 from heavypath.speculative.methods import METHODS
-from heavypath.speculative.profile import Acceptance, Profile
+from heavypath.speculative.output.page import sampling_in_words
+from heavypath.speculative.profile import MeasuredAcceptance, Profile
 from heavypath.speculative.trees.bounds import tree_bounds
 from heavypath.speculative.trees.drawing import tree_svg
 from heavypath.speculative.trees.planning import node_probabilities
 
-PROMPT_TOKENS = 64  # of each piece of a text that is continued
-PROMPTS = 64
+PROMPT_TOKENS = 64  # of each piece of the text that is continued
+PROMPTS = 64  # pieces, at most
 
 
 def calibrate(
     target: Target = None,
     draft: Draft = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text like that to be continued (UTF-8); else the target samples some.")
+        Path | None, typer.Option(help="A text like those to be continued (UTF-8); without it the target samples some.")
     ] = None,
     temperature: Annotated[
-        list[float] | None, typer.Option(help="A temperature to be used; repeat it for several. Default: 0, 0.6, 1.")
+        list[float] | None, typer.Option(help="A temperature to measure at; repeat it for several. Default: 0, 0.6, 1.")
     ] = None,
     top_k: TopK = None,
     top_p: TopP = None,
     out: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path("profile.json"),
     seed: Seed = 0,
 ) -> None:
-    """Measure what steps cost here and which drafts are accepted, for `plan` and `generate --profile`."""
+    """Measure what steps cost on this machine and which drafts are accepted, for `plan` and `generate --profile`."""
     temperatures = sorted(set(temperature or [0.0, 0.6, 1.0]))
     for each in temperatures:
         Filters(each, top_k, top_p).check()
@@ -65,16 +66,18 @@ def calibrate(
             on_progress=report,
         )  # fmt: skip
     profile.save(out)
-    typer.echo(f"wrote {out}; `heavypath plan {out}` says what follows", err=True)
+    typer.echo(f"wrote {out}; `heavypath plan {out}` shows the trees that follow from it", err=True)
 
 
 def plan(
-    profile: Annotated[Path, typer.Argument(help="File of `heavypath calibrate`.")] = Path("profile.json"),
+    profile: Annotated[Path, typer.Argument(help="The profile that `heavypath calibrate` wrote.")] = Path(
+        "profile.json"
+    ),
     method: Annotated[str, typer.Option(help=f"The method whose tree is drawn: {', '.join(METHODS)}.")] = "sequoia",
     temperature: Annotated[
-        float | None, typer.Option(help="For which it is drawn; default: the lowest measured.")
+        float | None, typer.Option(help="The temperature whose tree is drawn; default: the lowest measured.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Also draw it into this file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw the tree into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the best tree of every method for each sampling of a profile, and draw one."""
@@ -98,17 +101,21 @@ def plan(
     facts = ", ".join(f"{name} {value}" for name, value in measured.environment.items())
     console.print(f"measured with {facts}\n", style="dim")
     for filters in samplings:
-        console.print(_described(filters))
+        console.print(sampling_in_words(filters._asdict()))
         console.print(_table([row for row in rows if row["temperature"] == filters.temperature]))
     for note in NOTES:
         console.print(note, style="dim")
-    console.print(f"\nThe tree of {method}, {_described(chosen)}:\n{drawn.tree}")
+    console.print(f"\nThe tree of {method}, {sampling_in_words(chosen._asdict())}:\n{drawn.tree}")
 
 
 NOTES = (
-    "expected: tokens per step of the target. bound: what no tree of so many nodes exceeds (ERSD, theorem 4.1).",
-    "speed-up: over plain decoding, by the costs measured. MBSU: the same if a tree cost no more than a token.",
-    "rsd-s, dyspec and eagle-2 grow their trees anew each step: shown is the static tree that sizes them.",
+    "expected: tokens per step of the target. For naive it is a little too low, as it does not count the children of "
+    "equal siblings together.",
+    "bound: no tree of so many nodes is expected to yield more. It is the least of a form of ERSD's theorem 4.1 and of "
+    "two bounds of our own; heavypath.speculative.trees.bounds has the proofs.",
+    "speed-up: over plain decoding, by the costs that were measured.",
+    "MBSU: memory-bound speed-up, expected / (1 + depth x draft's parameters / target's parameters) (RSD).",
+    "rsd-s, dyspec and eagle-2 grow their trees anew in each step: shown is the static tree that gives their size.",
 )
 
 
@@ -123,15 +130,15 @@ def _row(profile: Profile, method: str, filters: Filters) -> dict:
         "expected_tokens": planned.expected_tokens,
         "bound": tree_bounds(_dominating(acceptance), len(tree)).least,
         "speedup": planned.speedup,
-        "mbsu": planned.mbsu,
+        "mbsu": profile.mbsu(planned),
     }
 
 
-def _dominating(measured: Acceptance) -> torch.Tensor:
-    """An acceptance vector under which every best tree yields at least what it does under rates that depend on depth.
+def _dominating(measured: MeasuredAcceptance) -> torch.Tensor:
+    """An acceptance vector [child] under which every best tree yields at least what it yields under the measured rates.
 
-    Its partial sums are the largest of any depth's: with larger subtrees below likelier children, a sum over children
-    only grows with the partial sums (Abel).
+    Each of its partial sums is the largest that any depth has. A best tree has larger subtrees below likelier children,
+    and then a sum over children grows with the partial sums of the acceptance (Abel summation).
     """
     sums = measured.rates().cumsum(1).amax(0)
     return sums.diff(prepend=sums.new_zeros(1))
@@ -147,23 +154,18 @@ def _table(rows: list[dict]) -> Table:
     return table
 
 
-def _described(filters: Filters) -> str:
-    given = [f"{name} {value}" for name, value in filters._asdict().items() if value is not None]
-    return ", ".join(given).replace("_", "-")
-
-
 def _read(file: Path) -> str:
     try:
         content = file.read_text(encoding="utf-8")
     except UnicodeError as error:
         raise ValueError(f"the text in {str(file)!r} is not UTF-8: {error}") from error
     if not content.strip():
-        raise ValueError(f"the text in {str(file)!r} is empty; expected some like that to be continued")
+        raise ValueError(f"the text in {str(file)!r} is empty; expected a text like those to be continued")
     return content
 
 
 def _pieces(pair: Pair, content: str) -> list[torch.Tensor]:
-    """Up to PROMPTS pieces LongTensor[T] of PROMPT_TOKENS tokens, spread over the text."""
+    """Up to PROMPTS pieces of PROMPT_TOKENS tokens each, LongTensors [T], spread over the text."""
     ids = encode(pair, content)[0]
     pieces = [piece for piece in ids.split(PROMPT_TOKENS) if len(piece) == PROMPT_TOKENS] or [ids]
     every = max(1, len(pieces) // PROMPTS)

@@ -1,4 +1,4 @@
-"""What the commands share: their options, loading, progress, and what they say of the machine."""
+"""What the commands share: options, loading, a status line, and the facts about this installation."""
 
 import importlib.metadata
 import json
@@ -17,21 +17,23 @@ from heavypath.speculative.loading import Pair, load_pair
 
 KERNELS = ("tree_attention", "heavy_path_order", "gumbel_topk", "verify_tree", "commit", "compact_cache")
 
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="The largest number of tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; > 0 samples.")]
 TopK = Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens; 0 for all.")]
 TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that reach this probability.")]
-Target = Annotated[str | None, typer.Option(help="Folder, or name in the Hugging Face cache.")]
+Target = Annotated[str | None, typer.Option(help="The target model: a folder, or a name in the Hugging Face cache.")]
 Draft = Annotated[
-    str | None, typer.Option(help="The same for the draft model; or prompt-lookup, or early-exit:LAYERS.")
+    str | None, typer.Option(help="The draft model, given alike; or prompt-lookup, or early-exit:LAYERS.")
 ]
-TreeSize = Annotated[int | None, typer.Option(min=2, help="Nodes of the drafted tree; default: 5 on a CPU.")]
+TreeSize = Annotated[
+    int | None, typer.Option(min=2, help="Nodes of the drafted tree; default: 5 on a CPU, 32 on a GPU.")
+]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def environment() -> dict:
-    """Versions, device, threads and which implementation each kernel runs with here."""
+def installation() -> dict:
+    """The versions that are installed, the device, the threads, and the implementation that each kernel has here."""
     cuda = torch.cuda.is_available()
     return {
         "heavypath": importlib.metadata.version("heavypath"),
@@ -46,7 +48,7 @@ def environment() -> dict:
 
 
 def load(target: str | None = None, draft: str | None = None) -> Pair:
-    """Load without the libraries' chatter: what matters is raised."""
+    """Load the models without the libraries' warnings and progress bars; what matters is raised as an error."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
@@ -55,7 +57,7 @@ def load(target: str | None = None, draft: str | None = None) -> Pair:
 
 
 def encode(pair: Pair, text: str) -> torch.Tensor:
-    """LongTensor[1, T] on the target's device."""
+    """The tokens of a text, LongTensor[1, T] on the target's device."""
     ids = pair.tokenizer(text, return_tensors="pt")["input_ids"]
     assert isinstance(ids, torch.Tensor)
     return ids.to(pair.target.device)
@@ -73,5 +75,5 @@ def progress(text: str) -> Iterator[Callable[[str], object]]:
 
 
 def print_json(content: dict) -> None:
-    """One object on one line of standard output."""
+    """Write one JSON object, in one line, to standard output."""
     typer.echo(json.dumps(content))

@@ -1,4 +1,4 @@
-"""`heavypath trace` makes a page of what `heavypath generate --trace` wrote."""
+"""`heavypath trace` makes a page from the trace that `heavypath generate --trace` wrote."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,7 @@ from heavypath.speculative.output.page import trace_page
 from heavypath.speculative.output.trace import read_trace
 
 TraceFile = Annotated[
-    Path | None, typer.Option(help="Also write what each step drafted and accepted into this file, for `trace`.")
+    Path | None, typer.Option(help="Also write into this file, for `trace`, what each step drafted and accepted.")
 ]
 
 
@@ -19,9 +19,10 @@ def trace(
         Path | None, typer.Option(help="Where to write the page; default: the file's name with .html.")
     ] = None,
 ) -> None:
-    """Make one HTML page where each step's tree is seen, and why each node was accepted or was not."""
+    """Make an HTML page that shows each step's tree, and why each node was accepted or not."""
     page = file.with_suffix(".html") if out is None else out
     if page.resolve() == file.resolve():
         raise ValueError(f"--out must be another file than the trace itself, got {str(page)!r}")
-    page.write_text(trace_page(*read_trace(file)), encoding="utf-8")
+    header, steps = read_trace(file)
+    page.write_text(trace_page(header, steps), encoding="utf-8")
     typer.echo(f"wrote {page}", err=True)

@@ -48,7 +48,6 @@ def draft_tree(
     tokens = torch.full((len(root), len(tree)), -1, device=root.device)
     tokens[:, 0] = root
     logits = None
-    drawing = rules.drawing_filters
     for depth, level in enumerate(tree.levels):
         if depth == 0:
             feed = root_feed(state, visible_rows, len(tree))
@@ -67,9 +66,9 @@ def draft_tree(
         children = draw_unchecked(
             after.flatten(0, 1),
             level.most_children,
-            filters=drawing,
+            filters=rules.drawing_filters,
             noise=Noise(state.seed, noise_rows.index_select(1, level.nodes).flatten()),
-            replacement=rules.draw == "with_replacement" and drawing.temperature > 0,
+            replacement=rules.replacement,
             uniform_fill=rules.fill and draft.smooth,
         )
         check_distributions("draft", children.keys.view(len(root), len(level.nodes), -1), state, depth)

@@ -139,7 +139,7 @@ def grow_tree(
             check_distributions("draft", after, state, depth - 1)
             level = _beam_level(beam)
         else:
-            drawing = filters if growth.by == "slot" else filters._replace(temperature=0.0)
+            drawing = rules.drawing_filters
             most = min(growth.width, after.shape[-1])
             drawn = gumbel_topk(after, most, **drawing._asdict(), seed=state.seed, rows=noise_rows)
             check_distributions("draft", drawn.keys, state, depth - 1)

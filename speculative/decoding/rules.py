@@ -10,25 +10,21 @@ from heavypath.speculative.decoding.processing import Processing
 class Rules:
     """How a step draws and verifies.
 
-    draw:              "without_replacement": children are successive draws; "with_replacement": independent draws;
-                       "top_k": the draft's most likely tokens
-    fill:              draw uniformly once the draft's support is used up
+    replacement:       whether children are independent draws; else they are successive draws without replacement
+    fill:              whether children are drawn uniformly once the draft's support is used up
     verification:      the `method` of `verify_tree`
     target_filters, draft_filters: how both models are sampled
+    drawing_filters:   the draft's filters, but with temperature 0 where children are the draft's likeliest tokens
     value_temperature: of the draft's probabilities by which trees grow, where the draft itself takes its likeliest
                        tokens
     processing:        what is done to the target's logits before its filters; None for nothing
     """
 
-    draw: str
+    replacement: bool
     fill: bool
     verification: str
     target_filters: Filters
     draft_filters: Filters
+    drawing_filters: Filters
     value_temperature: float
     processing: Processing | None = None
-
-    @property
-    def drawing_filters(self) -> Filters:
-        """The filters that children are drawn with: at temperature 0 the most likely tokens are drawn."""
-        return self.draft_filters if self.draw != "top_k" else self.draft_filters._replace(temperature=0.0)

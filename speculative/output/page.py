@@ -1,8 +1,8 @@
-"""A trace as one HTML page that needs nothing else: each step's tree, what was accepted, and why the rest was not.
+"""A trace as one HTML page that needs no other file: each step's tree, what was accepted, and why the rest was not.
 
-The page is `page.html`, which draws the steps as they are looked at; here its data are put together: the trace in
-fewer letters, and where each node stands, by the layout of `tree_drawing`. All text is escaped, and the page only ever
-sets it as text.
+`page.html` draws a step when the reader looks at it. This module puts together the page's data: the trace in a shorter
+form, and the position of each node, by `trees.drawing.layout`. All text is escaped, and the page's script only ever
+inserts it as text.
 """
 
 import json
@@ -16,34 +16,36 @@ from heavypath.speculative.output.reasons import FATES, WITH_COINS
 from heavypath.speculative.trees.drawing import layout
 
 TEMPLATE = Path(__file__).with_name("page.html")
-TALL, LITTLE = 24.0, 13.0  # half of what a node takes on its level, and of one that is shown in brief
-MANY = 32  # nodes, above which those beside the path are shown in brief
+TALL, LITTLE = 24.0, 13.0  # half the height of a node, and of a node that is shown without figures
+MANY = 32  # in a tree of more nodes, those beside the path are shown without figures
 
-# How a method says that the target's token was the node's, was another ("@"), or came after refused drafts.
+# For each verification, what is said of an accepted node, of a node whose token the target did not choose ("@" is the
+# token that it chose), and of a recovered token.
 _SAMPLED = {
     "accepted": "The target's own sample here is this token.",
     "other": "The target's sample here is another token, @.",
-    "recovered": "The target's sample was drawn without regard to the drafts, and was none of them.",
+    "recovered": "The target's sample is drawn independently of the drafts, and is none of them.",
 }
 _WEIGHED = {
     "accepted": "",
     "other": "",
-    "recovered": "It is drawn from what the rejected drafts left of the target's distribution.",
+    "recovered": "It is drawn from what the rejected drafts have left of the target's distribution.",
 }
 _WORDS = {
     "greedy": {
         "accepted": "It is the target's likeliest token here.",
         "other": "The target's likeliest token here is another, @.",
-        "recovered": "The target's likeliest token was none of them.",
+        "recovered": "The target's likeliest token is none of them.",
     },
     "race": {
         "accepted": "It is what the target samples here with the same noise that drew the drafts.",
         "other": "With the noise that drew this draft, the target samples another token here, @.",
-        "recovered": "With the noise that drew them, the target samples this token, which was none of them.",
+        "recovered": "With the noise that drew the drafts, the target samples this token, which is none of them.",
     },
     "target_sample": _SAMPLED,
 }
 
+# The legend's words and styles, for verifications with coins (True) and without.
 _LEGEND = {
     True: [
         ("accepted", "accepted"),
@@ -67,7 +69,7 @@ _LEGEND = {
 
 
 def trace_page(header: Mapping[str, Any], steps: list[dict[str, Any]]) -> str:
-    """The page of a trace, as `read_trace` gives it; ValueError for one without steps."""
+    """The HTML page of a trace, whose header and steps `read_trace` returns. Raises ValueError if it has no steps."""
     if not steps:
         raise ValueError("the trace has no steps: its generation stopped before the first")
     sequences = [
@@ -103,6 +105,7 @@ def trace_page(header: Mapping[str, Any], steps: list[dict[str, Any]]) -> str:
 
 
 def _compact(step: Mapping[str, Any], shape: int) -> dict[str, Any]:
+    """A step as the page's script takes it. shape: the index of its tree's shape among all shapes."""
     tall = _tall(step)
     small = {
         "step": step["step"],
@@ -121,31 +124,33 @@ def _compact(step: Mapping[str, Any], shape: int) -> dict[str, Any]:
 
 
 def _tall(step: Mapping[str, Any]) -> list[int]:
-    """The nodes that are shown with their probabilities in figures, the next token last."""
+    """The nodes that are shown with figures; the next token, whose number is the number of nodes, is the last."""
     beside = len(step["fates"]) <= MANY
     reached = (node for node, fate in enumerate(step["fates"]) if fate not in ("parent", "absent"))
     return [node for node in reached if beside or node in step["path"]] + [len(step["fates"])]
 
 
 def _heights(step: Mapping[str, Any], tall: list[int]) -> list[int]:
-    """Where each node, and the next token as the last child of the path's end, stands across the levels."""
+    """The vertical position of each node, and of the next token, which is drawn as the last child of the path's end."""
     halves = [TALL if node in tall else LITTLE for node in range(len(step["fates"]) + 1)]
     parents, ranks = [*step["parents"], step["path"][-1]], [*step["ranks"], len(step["ranks"])]
     return [round(height) for height in layout(parents, ranks, halves, halves)]
 
 
 def _facts(header: Mapping[str, Any]) -> str:
+    """What stands below the heading, in HTML."""
     facts = {"target": _model(header["target"])}
     if header["draft"] is not None:
         facts["draft"] = _model(header["draft"])
-    facts["target sampled at"] = _sampling(header["filters"])
+    facts["target sampled at"] = sampling_in_words(header["filters"])
     if header["draft"] is not None and header["draft_filters"] != header["filters"]:
-        facts["draft at"] = _sampling(header["draft_filters"])
+        facts["draft sampled at"] = sampling_in_words(header["draft_filters"])
     facts["seed"] = str(header["seed"])
     return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in facts.items())
 
 
 def _model(model: Mapping[str, Any]) -> str:
+    """A model of the header in words."""
     if "parameters" not in model:
         return model["name"]
     millions = model["parameters"] / 1e6
@@ -154,21 +159,23 @@ def _model(model: Mapping[str, Any]) -> str:
     return f"{named}{model['type']}, {model['layers']} layer{'s' * (model['layers'] != 1)}, {size}"
 
 
-def _sampling(filters: Mapping[str, Any]) -> str:
+def sampling_in_words(filters: Mapping[str, Any]) -> str:
+    """Filters, {name: value or None}, in words: "temperature 0.8, top-k 50"."""
     given = [f"{name.replace('_', '-')} {value}" for name, value in filters.items() if value is not None]
     return ", ".join(given)
 
 
 def _notes(header: Mapping[str, Any]) -> str:
+    """What stands at the foot of the page, in HTML."""
     notes = [
-        "The draft proposes the tree, the target scores all of it at once, and the path in green is kept, with one "
-        "more token of the target's own: <em>recovered</em> where drafts were refused, a <em>bonus</em> below a leaf. "
-        "The two bars of a node are the probabilities of its token after the one before it."
+        "The draft proposes the tree, the target scores all of it at once, and the path in green is kept. One more "
+        "token of the target's own follows it: <em>recovered</em> where drafts were refused, a <em>bonus</em> below a "
+        "leaf. The two bars of a node are its token's probabilities after the token above it."
     ]
     if header["shown"] != header["filters"]:
-        notes.append("At temperature 0 there is no distribution: the probabilities are those of temperature 1.")
+        notes.append("Temperature 0 has no distribution: the probabilities shown are those of temperature 1.")
     elif header["draft_shown"] != header["draft_filters"]:
-        notes.append("The draft takes its likeliest tokens: its probabilities are those of temperature 1.")
+        notes.append("The draft takes its likeliest tokens: the probabilities shown for it are those of temperature 1.")
     notes.append(
         "<kbd>←</kbd> <kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd> go through the steps, <kbd>Tab</kbd> through the "
         "nodes; a click on the text or on a bar goes to its step."

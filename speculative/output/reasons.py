@@ -1,9 +1,9 @@
 """Why each node of a verified tree is on the accepted path, or is not.
 
-`verify_tree` says which path it accepted. Here the walk down that path is taken again for one sequence, in fp64 and
-from the formulas that head `heavypath.kernels.residual` and `heavypath.kernels.k_seq`, so that every child it tried
-has its coin and the threshold that the coin had to stay below. What was accepted is `verify_tree`'s word: its
-fp32 and this fp64 could part over a coin within rounding of its threshold.
+`verify_tree` says which path it accepted. This module walks down that path again for one sequence, in fp64 and by the
+formulas at the top of `heavypath.kernels.residual` and `heavypath.kernels.k_seq`, so that it can tell the coin of every
+child that was tried, and the threshold that the coin had to be below. What was accepted is always taken from
+`verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its threshold.
 """
 
 from typing import NamedTuple
@@ -14,32 +14,56 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.noise import coins
 
-# What may be said of a node:
+# What may have become of a node:
 #
-#     root       it was committed before
+#     root       it was committed before this step
 #     accepted   it is on the accepted path
 #     rejected   its coin was not below its threshold
-#     skipped    it was tried and could not count: the draft could not have drawn it, or it repeats a rejected token
-#     elder      a sibling drawn before it was accepted
-#     equal      it carries the token that was accepted, but the path goes on below a sibling with the same token
-#     other      the target's token was another: the next one on the path, or the next token
+#     skipped    it could not be accepted: the draft could not have drawn it, or its token was rejected before
+#     elder      a sibling that was drawn before it was accepted
+#     equal      its token was accepted, but the path goes on below a sibling with the same token
+#     other      the target chose another token, which is the next one on the path, or the next token
 #     parent     the node above it was not accepted
-#     absent     nothing was drafted there
+#     absent     nothing was drafted here
 FATES = ("root", "accepted", "rejected", "skipped", "elder", "equal", "other", "parent", "absent")
 
 WITH_COINS = ("without_replacement", "with_replacement", "kseq")
 
 
-class Reasons(NamedTuple):
-    """Of N nodes, and of the token after the accepted ones.
+class VerifiedTree(NamedTuple):
+    """One sequence's tree of N nodes, as `verify_tree` took it; on any device.
 
-    fates:        one of FATES for each node
+    tokens, parents, ranks, noise_rows: LongTensor[N]
+    target_logits, draft_logits:        [N, V]; draft_logits may be None where nothing was drafted
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    ranks: Tensor
+    noise_rows: Tensor
+    target_logits: Tensor
+    draft_logits: Tensor | None
+
+
+class VerifyOptions(NamedTuple):
+    """The options that `verify_tree` was called with."""
+
+    method: str
+    target_filters: Filters
+    draft_filters: Filters
+    seed: int
+
+
+class Reasons(NamedTuple):
+    """What became of N nodes, and of the token after the accepted ones.
+
+    fates:       one of FATES for each node
     coins, thresholds: of the nodes that were tried against a coin; None for the others
-    chosen:       for each node of the path, the one by which its token was accepted: itself, but for equal siblings
-    draft, target: probabilities of each node's token after the node above it; None for the root and absent nodes
-    kind:         of the next token: "recovered" where drafted children were refused, "bonus" where the accepted leaf
-                  had none, "plain" where nothing was drafted
-    next_target:  the target's probability of it
+    chosen:      for each node of the path, the node by which its token was accepted: itself, or an equal sibling
+    draft, target: the probabilities of each node's token after the node above it; None for the root and absent nodes
+    kind:        of the next token: "recovered" where all drafted children were refused, "bonus" where the last accepted
+                 node had no children, "plain" where nothing was drafted
+    next_target: the target's probability of the next token
     """
 
     fates: list[str]
@@ -52,56 +76,41 @@ class Reasons(NamedTuple):
     next_target: float
 
 
-def explain(
-    tokens: Tensor,
-    parents: Tensor,
-    ranks: Tensor,
-    rows: Tensor,
-    target_logits: Tensor,
-    draft_logits: Tensor | None,
-    path: Tensor,
-    next_token: int,
-    *,
-    method: str,
-    target_filters: Filters,
-    draft_filters: Filters,
-    seed: int,
-) -> Reasons:
-    """The reasons of one sequence.
+def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token: int) -> Reasons:
+    """The reasons for what `verify_tree` accepted of one sequence's tree.
 
-    tokens, parents, ranks, rows: LongTensor[N], target_logits, draft_logits: [N, V], and the options, as `verify_tree`
-    took them; path: LongTensor[any] and next_token as it gave them, whatever the device.
+    path: LongTensor[any] and next_token, as `verify_tree` returned them.
 
-    Probabilities are those of the filtered distributions; at temperature 0, those of the unfiltered logits.
+    The probabilities are those of the filtered distributions; at temperature 0, those of the logits without filters.
     """
-    token, parent, rank, row = (field.tolist() for field in (tokens, parents, ranks, rows))
+    token, parent, rank = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()
+    noise_row = tree.noise_rows.tolist()
     accepted = [node for node in path.tolist() if node >= 0]
-    nodes = range(1, len(token))
-    present = [node for node in nodes if token[node] >= 0]
+    present = [node for node in range(1, len(token)) if token[node] >= 0]
     inner = sorted({parent[node] for node in present} | {accepted[-1]})
-    log_target = _distributions(target_logits, inner, target_filters)
-    log_draft = {} if draft_logits is None else _distributions(draft_logits, inner, draft_filters)
+    log_target = _distributions(tree.target_logits, inner, options.target_filters)
+    log_draft = {} if tree.draft_logits is None else _distributions(tree.draft_logits, inner, options.draft_filters)
 
     fates = ["parent" if token[node] >= 0 else "absent" for node in range(len(token))]
     fates[0] = "root"
     coin: list[float | None] = [None] * len(token)
     threshold: list[float | None] = [None] * len(token)
     chosen = [0]
-    reached, candidates = {0}, []  # the last accepted node with its siblings of equal token, and the children of all
+    reached, candidates = {0}, []  # the last accepted node and its siblings of equal token; the children of all these
     for node, following in zip(accepted, [*accepted[1:], None], strict=True):
         candidates = sorted((child for child in present if parent[child] in reached), key=lambda one: (rank[one], one))
-        if method in WITH_COINS and candidates:
+        if options.method in WITH_COINS and candidates:
             drawn = [token[child] for child in candidates]
-            above = np.array([row[parent[child]] for child in candidates])
-            tossed = coins(seed, above, np.array([rank[child] for child in candidates]))
-            q = log_draft[parent[candidates[0]]] if draft_filters.temperature > 0 else None
-            if method == "kseq":
+            above = np.array([noise_row[parent[child]] for child in candidates])
+            tossed = coins(options.seed, above, np.array([rank[child] for child in candidates]))
+            q = log_draft[parent[candidates[0]]] if options.draft_filters.temperature > 0 else None
+            if options.method == "kseq":
                 assert q is not None
                 bounds = _k_seq(log_target[node], q, drawn)
             else:
-                bounds = _chain(log_target[node], q, drawn, method == "with_replacement")
+                bounds = _chain(log_target[node], q, drawn, options.method == "with_replacement")
             last = len(drawn) - 1
-            if following is not None:  # the first of equal siblings whose coin was low enough
+            if following is not None:  # the first of equal siblings whose coin was below its threshold
                 equals = [place for place, one in enumerate(drawn) if one == token[following]]
                 low = (place for place in equals if tossed[place] < (bounds[place] or 0))
                 last = next(low, candidates.index(following))
@@ -129,24 +138,24 @@ def explain(
         return [float(np.exp(logs[parent[node]][token[node]])) if node in there else None for node in range(len(token))]
 
     return Reasons(
-        fates,
-        coin,
-        threshold,
-        chosen,
-        probabilities(log_draft),
-        probabilities(log_target),
-        "plain" if not present else "recovered" if candidates else "bonus",
-        float(np.exp(log_target[accepted[-1]][next_token])),
+        fates=fates,
+        coins=coin,
+        thresholds=threshold,
+        chosen=chosen,
+        draft=probabilities(log_draft),
+        target=probabilities(log_target),
+        kind="plain" if not present else "recovered" if candidates else "bonus",
+        next_target=float(np.exp(log_target[accepted[-1]][next_token])),
     )
 
 
 def shown(filters: Filters) -> Filters:
-    """The filters of the probabilities in `Reasons`."""
+    """The filters that the probabilities in `Reasons` are after: the given ones, or none at temperature 0."""
     return filters if filters.temperature > 0 else Filters()
 
 
 def _distributions(logits: Tensor, nodes: list[int], filters: Filters) -> dict[int, np.ndarray]:
-    """Log-probabilities fp64 [V] after each of some nodes; logits: [N, V]."""
+    """{node: log-probabilities fp64 [V] after it} for some of the nodes of logits [N, V]."""
     logs = filtered_logprobs(logits[nodes].float(), shown(filters))
     return dict(zip(nodes, logs.cpu().numpy(), strict=True))
 
@@ -154,9 +163,10 @@ def _distributions(logits: Tensor, nodes: list[int], filters: Filters) -> dict[i
 def _chain(
     log_target: np.ndarray, log_draft: np.ndarray | None, drawn: list[int], replacement: bool
 ) -> list[float | None]:
-    """Thresholds of children that are tried one after the other, all but the last rejected; None for a skipped one.
+    """The thresholds of children that are tried one after the other, as long as all are rejected; None if skipped.
 
-    log_target, log_draft: [V], without log_draft each child is a point mass; the names are the formula's in `residual`.
+    log_target, log_draft: [V]; without log_draft each child is a point mass. The names are those of the formula in
+    `heavypath.kernels.residual`.
     """
     thresholds: list[float | None] = []
     p = np.exp(log_target)
@@ -165,7 +175,7 @@ def _chain(
     log_lambda = -np.inf
     for x in drawn:
         log_r = 0.0 if replacement and log_draft is not None else _log_sum(log_q[left])
-        if log_r == -np.inf:  # it was drawn uniformly from the tokens left, or is a point mass
+        if log_r == -np.inf:  # x was drawn uniformly from the tokens left, or is a point mass
             p = np.where(left, p, 0)
             p = p / max(p.sum(), np.finfo(p.dtype).tiny)
             here = left if log_draft is not None else np.arange(len(p)) == x
@@ -184,7 +194,10 @@ def _chain(
 
 
 def _k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> list[float | None]:
-    """Thresholds P / (g Q) of independent children [V]; None for one that the draft could not have drawn."""
+    """The thresholds P / (g Q) of independent children; None for one that the draft could not have drawn.
+
+    log_target, log_draft: [V].
+    """
     p, q = np.exp(log_target), np.exp(log_draft)
     fits = [log_draft[x] > -np.inf for x in drawn]
 
@@ -192,7 +205,7 @@ def _k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> l
         cover = np.minimum(p, g * q).sum()
         return cover >= 1 - max(1 - cover / g, 0) ** sum(fits)
 
-    low, high = 1.0, max(1.0, sum(fits))  # the least g that is enough, by bisection
+    low, high = 1.0, max(1.0, sum(fits))  # by bisection, the least g that is enough
     if enough(low):
         high = low
     for _ in range(50):

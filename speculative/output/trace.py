@@ -1,51 +1,57 @@
 """Write what each step of a generation drafted, accepted and refused, and why; and read it again.
 
-A trace is a file of JSON lines. The first is the header:
+A trace is a file of JSON lines. The first line is the header:
 
     heavypath, trace    versions of the package and of this format
-    method, verify      the method, and what `verify_tree` did for it; `reasons` says what can then become of a node
-    target, draft       the models: name, type, layers, parameters; a draft may be null
-    filters, draft_filters    how both are sampled, and shown, draft_shown: the filters of the probabilities below
+    method, verify      the method, and the `method` of `verify_tree` that it verified by
+    target, draft       the models: name, type, layers, parameters; draft is null where there is none
+    filters, draft_filters    how target and draft are sampled
+    shown, draft_shown  the filters of the probabilities in the lines below
     seed, max_new_tokens, eos_token_ids
-    sequences           of each: id (that of its noise), prompt (its tokens), and text if a tokenizer was given
+    sequences           for each sequence: id (which names its noise), prompt (its tokens), and text if there is a
+                        tokenizer
 
-Each other line is one step of one sequence that was still generating, N nodes with the root as node 0:
+Each other line is one step of one sequence that had not ended, with N nodes of which node 0 is the root:
 
     step, sequence, position    counted from 0; position is the root's place in the text
     tokens, parents, ranks, depths    [N]; a token of -1 is an absent node
-    draft, target       [N] probabilities of the node's token after the node above it; null where there is none
-    fates               [N] why a node is on the path or not, one of `reasons.FATES`
-    coins, thresholds   [N] of the nodes tried against a coin; accepted where it is below the threshold; else null
+    draft, target       [N], the probabilities of the node's token after the node above it; null where there is none
+    fates               [N], why a node is on the path or not, one of `reasons.FATES`
+    coins, thresholds   [N], for nodes that were tried against a coin; a node is accepted if its coin is below its
+                        threshold. Null for the others
     path, length        the accepted nodes from the root on, and how many of them were drafted
-    chosen              the nodes by which these were accepted: the same, but for siblings of equal tokens
+    chosen              the nodes by which these were accepted: the same, or siblings with the same tokens
     next, kind, next_target   the token after them; "recovered", "bonus" or "plain"; the target's probability of it
-    emitted             the tokens that went into the text, fewer where it ended; pieces, their text
-    texts               texts of tokens that no line before had, by token
+    emitted, pieces     the tokens that went into the text, fewer where it ended, and their texts
+    texts               {token: text} for the tokens that occur for the first time
 
-Numbers have four significant digits, or as many more as tell a coin from its threshold.
+Numbers have four significant digits, or more where a coin could not be told from its threshold otherwise.
 """
+
+from __future__ import annotations
 
 import importlib.metadata
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from heavypath.kernels.filtering import Filters
-from heavypath.speculative.decoding.request import Request
-from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.decoding.step import Stepped
-from heavypath.speculative.drafts import Draft
-from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.output.reasons import Reasons, explain, shown
-from heavypath.speculative.output.text_stream import TextStream
+from heavypath.speculative.output.reasons import Reasons, VerifiedTree, VerifyOptions, explain, shown
+from heavypath.speculative.output.text_stream import UNFINISHED, TextStream
+
+if TYPE_CHECKING:
+    from heavypath.kernels.filtering import Filters
+    from heavypath.speculative.decoding.request import Request
+    from heavypath.speculative.decoding.sequences import Sequences
+    from heavypath.speculative.decoding.step import Stepped
+    from heavypath.speculative.drafts import Draft
+    from heavypath.speculative.models.forward import Forward
 
 FORMAT = 1
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of a part of a character
 
 
 class Recorder:
@@ -55,12 +61,12 @@ class Recorder:
         self,
         file: TextIO,
         tokenizer: PreTrainedTokenizerBase | None,
-        verify: str,
+        verification: str,
         request: Request,
         draft_filters: Filters,
     ):
-        self._file, self._tokenizer = file, tokenizer
-        self._verify, self._request, self._draft_filters = verify, request, draft_filters
+        self._file, self._tokenizer, self._request = file, tokenizer, request
+        self._options = VerifyOptions(verification, request.filters, draft_filters, request.seed)
         self._step = 0
         self._known: set[int] = set()  # tokens whose text has been written
         self._pieces: list[list[str]] = [[] for _ in request.lengths]
@@ -82,13 +88,13 @@ class Recorder:
                 "heavypath": importlib.metadata.version("heavypath"),
                 "trace": FORMAT,
                 "method": method,
-                "verify": self._verify,
+                "verify": self._options.method,
                 "target": _described(target),
                 "draft": None if draft is None else _described(draft.forward),
                 "filters": request.filters._asdict(),
-                "draft_filters": self._draft_filters._asdict(),
+                "draft_filters": self._options.draft_filters._asdict(),
                 "shown": shown(request.filters)._asdict(),
-                "draft_shown": shown(self._draft_filters)._asdict(),
+                "draft_shown": shown(self._options.draft_filters)._asdict(),
                 "seed": request.seed,
                 "max_new_tokens": request.max_new_tokens,
                 "eos_token_ids": request.stops.tolist(),
@@ -97,7 +103,7 @@ class Recorder:
         )
 
     def step(self, stepped: Stepped, before: Sequences, after: Sequences) -> None:
-        """Write one verification, and what was committed of it; before, after: the batch around the step."""
+        """Write what one step verified and what was committed of it. before, after: the batch around the step."""
         drafted, logits, verified = stepped
         parents, ranks, depths = (
             field.expand_as(drafted.tokens) for field in (drafted.parents, drafted.ranks, drafted.depths)
@@ -106,40 +112,34 @@ class Recorder:
             sequence = int(before.member[slot])
             tokens = drafted.tokens[slot]
             nodes = len(tokens)
-            if drafted.parents.dim() == 2:  # a tree that grew has what is absent behind all others, and nowhere
+            if drafted.parents.dim() == 2:  # the absent nodes of a tree that grew are behind all others, and nowhere
                 nodes = int((tokens >= 0).sum())
-            draft_logits = None if drafted.logits is None else drafted.logits[slot, :nodes]
-            path, next_token = verified.path[slot], int(verified.next_token[slot])
-            reasons = explain(
-                tokens[:nodes],
-                parents[slot, :nodes],
-                ranks[slot, :nodes],
-                drafted.noise_rows[slot, :nodes],
-                logits[slot, :nodes],
-                draft_logits,
-                path,
-                next_token,
-                method=self._verify,
-                target_filters=self._request.filters,
-                draft_filters=self._draft_filters,
-                seed=self._request.seed,
+            tree = VerifiedTree(
+                tokens=tokens[:nodes],
+                parents=parents[slot, :nodes],
+                ranks=ranks[slot, :nodes],
+                noise_rows=drafted.noise_rows[slot, :nodes],
+                target_logits=logits[slot, :nodes],
+                draft_logits=None if drafted.logits is None else drafted.logits[slot, :nodes],
             )
-            tree = {
-                "tokens": tokens[:nodes].tolist(),
-                "parents": parents[slot, :nodes].tolist(),
-                "ranks": ranks[slot, :nodes].tolist(),
+            path, next_token = verified.path[slot], int(verified.next_token[slot])
+            reasons = explain(tree, self._options, path, next_token)
+            shape = {
+                "tokens": tree.tokens.tolist(),
+                "parents": tree.parents.tolist(),
+                "ranks": tree.ranks.tolist(),
                 "depths": depths[slot, :nodes].tolist(),
             }
             accepted = path[path >= 0].tolist()
             emitted = after.output[sequence, int(before.produced[slot]) : int(after.produced[slot])].tolist()
             line: dict[str, Any] = {"step": self._step, "sequence": sequence, "position": int(before.lengths[slot])}
-            line |= tree | _rounded(reasons)
+            line |= shape | _rounded(reasons)
             line |= {"path": accepted, "length": len(accepted) - 1, "chosen": reasons.chosen}
             line |= {"next": next_token, "kind": reasons.kind, "next_target": _short(reasons.next_target)}
             line |= {"emitted": emitted}
             if self._tokenizer is not None:
                 line["pieces"] = [self._piece(sequence, token) for token in emitted]
-                fresh = {*tree["tokens"], next_token, *emitted} - self._known - {-1}
+                fresh = {*shape["tokens"], next_token, *emitted} - self._known - {-1}
                 self._known |= fresh
                 line["texts"] = {token: token_text(self._tokenizer, token) for token in sorted(fresh)}
             self._write(line)
@@ -156,13 +156,13 @@ class Recorder:
         return text
 
     def _piece(self, sequence: int, token: int) -> str:
-        """What a token adds to the text; a character of several tokens comes with its last one."""
+        """What a token adds to the text. A character of several tokens comes with the last of them."""
         pieces = self._pieces[sequence]
         pieces.clear()
         self._streams[sequence].put(torch.tensor([token]))
-        if not "".join(pieces):  # a special token, which a stream leaves out, or a part of a character
+        if not "".join(pieces):  # a special token, which the stream leaves out, or a part of a character
             own = self._text([token])
-            return "" if _UNFINISHED in own else own
+            return "" if UNFINISHED in own else own
         return "".join(pieces)
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -174,28 +174,31 @@ def recording(
     trace: str | Path | None,
     tokenizer: PreTrainedTokenizerBase | None,
     method: str,
-    verify: str,
+    verification: str,
     target: Forward,
     draft: Draft | None,
     request: Request,
     draft_filters: Filters,
 ) -> Iterator[Recorder | None]:
-    """A recorder into an open file, or None where no trace is wanted."""
+    """A recorder that writes into the file `trace` while the block runs, or None if no trace is wanted.
+
+    trace: the file's path; verification: what `verify_tree` does for this generation.
+    """
     if trace is None:
         yield None
         return
     if not isinstance(trace, (str, Path)):
         raise TypeError(f"trace must be the path of a file, got {type(trace).__name__}")
     with Path(trace).open("w", encoding="utf-8") as file:
-        recorder = Recorder(file, tokenizer, verify, request, draft_filters)
+        recorder = Recorder(file, tokenizer, verification, request, draft_filters)
         recorder.header(method, target, draft)
         yield recorder
 
 
 def read_trace(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The header and the steps of a file. A last line that was never finished is left out.
+    """The header and the steps of a trace. A last line that was not finished is left out.
 
-    Raises ValueError for a file that is no trace, or one of another format.
+    Raises ValueError for a file that is no trace, or a trace of another format.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
@@ -212,7 +215,7 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token's text, with the space in front that some vocabularies drop at the beginning of a text."""
+    """The text of a token, with the space in front that some vocabularies drop at the beginning of a text."""
     once, twice = (tokenizer.decode([token] * times, clean_up_tokenization_spaces=False) for times in (1, 2))
     assert isinstance(once, str)
     assert isinstance(twice, str)
@@ -221,7 +224,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 def _described(model: Forward | None) -> dict[str, Any]:
-    """A model, or the draft that has none."""
+    """What a model is; None is the draft without a model."""
     if model is None:
         return {"name": "prompt lookup"}
     return {
@@ -233,6 +236,7 @@ def _described(model: Forward | None) -> dict[str, Any]:
 
 
 def _rounded(reasons: Reasons) -> dict[str, Sequence[Any]]:
+    """The reasons for each node, as they are written."""
     coins: list[float | None] = []
     thresholds: list[float | None] = []
     for coin, threshold in zip(reasons.coins, reasons.thresholds, strict=True):
@@ -252,4 +256,5 @@ def _rounded(reasons: Reasons) -> dict[str, Sequence[Any]]:
 
 
 def _short(number: float, digits: int = 4) -> float:
+    """The number with so many significant digits."""
     return float(f"{number:.{digits}g}")

@@ -1,1 +1,1 @@
-"""The shapes of drafted trees: `TokenTree`, and which tree pays best for an acceptance that was measured."""
+"""The shapes of drafted trees: `TokenTree`, and which tree is best for an acceptance that was measured."""

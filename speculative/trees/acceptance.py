@@ -1,12 +1,13 @@
-"""How often the target accepts each child the draft proposes: the acceptance vector that tree planning takes.
+"""How often the target accepts each child that the draft proposes: the acceptance vector that tree planning takes.
 
-At one position let P be the target's distribution, Q the draft's and x_1, x_2, ... the draft's children in the order
-drawn, without replacement. With F(l) = sum_v max(P(v) - l Q(v), 0), l_1 = 0 and R_k the mass of Q outside the k - 1
-children before x_k, sequential rejection (Sequoia, algorithm 2; recursive rejection sampling, RSD) accepts x_k with
+At one position let P be the target's distribution, Q the draft's, and x_1, x_2, ... the draft's children in the order
+in which they are drawn, without replacement. With F(l) = sum_v max(P(v) - l Q(v), 0), l_1 = 0 and R_k the mass of Q
+outside the k - 1 children before x_k, sequential rejection (Sequoia's algorithm 2, RSD's recursive rejection sampling)
+accepts x_k with probability
 
     c_k = min(1, max(P(x_k) - l_k Q(x_k), 0) / F(l_k) * R_k / Q(x_k)),        l_{k+1} = l_k + F(l_k) / R_k,
 
-so child k is the accepted one with probability c_k * prod_{j<k} (1 - c_j): no coin has to be thrown.
+so child k is the accepted one with probability c_k * prod_{j<k} (1 - c_j). No coin has to be tossed to know it.
 """
 
 import torch
@@ -16,8 +17,8 @@ from transformers import PreTrainedModel
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.sampling import gumbel_topk
 
-ELEMENTS_PER_FORWARD = 2**26  # logits held at once, of each model
-ELEMENTS_PER_CHUNK = 2**22  # fp64 probabilities worked on at once
+ELEMENTS_PER_FORWARD = 2**26  # logits of each model that are kept at once
+ELEMENTS_PER_CHUNK = 2**22  # fp64 probabilities that are computed at once
 
 
 @torch.no_grad()
@@ -32,16 +33,15 @@ def measure_acceptance(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Tensor:
-    """Probability that child j is the one accepted, all earlier ones rejected: float64 [children], on the CPU.
+    """The probability that child j is the accepted one, all earlier ones being rejected: float64 [children] on the CPU.
 
-    Both models read input_ids [B, T] (no padding) and every position counts once. Element j is the mean over the
-    B * T positions of the probability above: exact over the verifier's coins, one draw of the children per position.
-    The vector sums to the probability that any child is accepted. At temperature 0 the children are the draft's largest
-    logits and the accepted one is the target's argmax. Children beyond the support that top_k or top_p leave are absent
-    and count as never accepted.
+    Both models read input_ids [B, T], without padding, and every position counts once. Element j is the mean over the
+    B * T positions of the probability above, with one draw of the children at each position. The vector sums to the
+    probability that any child is accepted. At temperature 0 the children are the draft's likeliest tokens, and the one
+    accepted is the target's. Children beyond the tokens that top_k or top_p leave are absent and never accepted.
 
-    Raises ValueError for input_ids of another shape, filters out of range, children outside 1 .. vocabulary, and logits
-    that are no distribution (NaN or +inf).
+    Raises ValueError for input_ids of another shape, for filters out of range, for children outside 1 .. vocabulary,
+    and for logits that are no distribution (NaN or +inf).
     """
     filters = Filters(temperature, top_k, top_p).check()
     vocabulary = target.config.vocab_size
@@ -64,24 +64,25 @@ def measure_acceptance(
                 if not (sound := logits.amax(-1).isfinite()).all():
                     place = positions + int((~sound).nonzero()[0, 0])
                     raise ValueError(f"the {name}'s logits after position {place} of input_ids are no distribution")
-            rows = torch.arange(positions, positions + len(target_logits), device=target_logits.device)
-            drawn = gumbel_topk(draft_logits, children, **filters._asdict(), seed=seed, rows=rows).tokens  # [R, K]
+            noise_rows = torch.arange(positions, positions + len(target_logits), device=target_logits.device)
+            drawn = gumbel_topk(draft_logits, children, **filters._asdict(), seed=seed, rows=noise_rows)
+            tokens = drawn.tokens  # [R, K]
             if temperature == 0:
-                accepted = (drawn == target_logits.argmax(-1, keepdim=True)).double()
+                accepted = (tokens == target_logits.argmax(-1, keepdim=True)).double()
             else:
                 target_probs, draft_probs = (
                     filtered_logprobs(logits, filters).exp() for logits in (target_logits, draft_logits)
                 )
-                accepted = chain_acceptance(target_probs, draft_probs, drawn)
+                accepted = chain_acceptance(target_probs, draft_probs, tokens)
             total += accepted.sum(0).cpu()
             positions += len(target_logits)
     return total / positions
 
 
 def chain_acceptance(target_probs: Tensor, draft_probs: Tensor, drawn: Tensor) -> Tensor:
-    """Probability that each child is the one accepted, [R, K], for rows [R, V] and children [R, K] in draw order.
+    """The probability that each child is the accepted one, [R, K].
 
-    A child of -1 is absent.
+    target_probs, draft_probs: [R, V]; drawn: LongTensor[R, K], the children in draw order, -1 for an absent one.
     """
     multiplier = target_probs.new_zeros(len(drawn), 1)  # l_k
     reached = target_probs.new_ones(len(drawn), 1)  # prod (1 - c_j)

@@ -1,8 +1,8 @@
-"""What no draft tree and no race can exceed, and what a race is sure to reach: the limits of speculative decoding.
+"""Limits of speculative decoding: what no draft tree and no race can exceed, and what a race always reaches.
 
-Trees. R is the child index at which the target's token stands, of law a, drawn anew at every node; P(node) is the
-product of a along its path and H the entropy of a. A tree of n nodes, root included, yields at most S(n), the sum of
-the n largest P (planning's greedy_tree reaches it), and
+Trees. Let R be the index of the child that carries the target's token, of law a and independent at every node. Let
+P(node) be the product of a along the node's path, and H the entropy of a. A tree of n nodes, root included, yields at
+most S(n), the sum of the n largest P, which `planning.greedy_tree` reaches, and
 
     S(n) <= log(n (m - 1) + 1) / H                          leaves     m values that R can take
     S(n) <= (log(n H + 1 - c) + c) / H                      renewal    c = E[X^2] / E[X],  X = -log a[R],  n H >= c
@@ -10,19 +10,20 @@ the n largest P (planning's greedy_tree reaches it), and
 
 Where a sums to 1, S(n) H / log n goes to 1: growth is logarithmic, log 2 / H tokens for every doubling.
 
-Races. Token v of the target's law P and the draft's law Q arrives at E(v) / P(v) and at E(v) / Q(v), E(v) exponential
-and shared; the target's token is its first arrival. With w = P / Q and h(v) = sum_u max(w(v) Q(u) - P(u), 0),
+Races. With P the target's law, Q the draft's and E(v) exponential, token v arrives at time E(v) / P(v) in the target's
+race and at E(v) / Q(v) in the draft's. The target's token is the first arrival of its race. With w = P / Q and
+h(v) = sum_u max(w(v) Q(u) - P(u), 0),
 
-    both first arrivals are one token with probability      sum_v P(v) / (1 + h(v))
+    the first arrivals are the same with probability        sum_v P(v) / (1 + h(v))
     which is                                                sum_v 1 / sum_u max(P(u) / P(v), Q(u) / Q(v))
     at least                                                (1 - TV) / (1 + TV),   TV = sum_v max(P(v) - Q(v), 0)
     and at most what any coupling, greedy rejection, has    1 - TV
-    the target's token is the draft's arrival K             K - 1 is geometric of mean h(v), given v; repeats count
+    the target's token is arrival K of the draft's          K - 1 is geometric of mean h(v), given v; repeats count
     in bits, with D = sum_v P(v) log2 w(v)                  D <= H[K] <= D + log2(D + 2) + 2
 
-The proofs stand below; everything is fp64. Sources: Kobus & Gunduz 2025 (ERSD, "Speculative Sampling via Exponential
-Races"), Daliri, Musco & Suresh 2024 (the coupling and its least), Li & El Gamal 2018 (the entropy of K), Lorden 1970
-(the excess of a renewal process).
+The proofs are in the functions' docstrings; all numbers are fp64. Sources: Kobus & Gündüz 2025 (ERSD, "Speculative
+Sampling via Exponential Races"), Daliri, Musco & Suresh 2024 (the coupling and its lower bound), Li & El Gamal 2018
+(the entropy of K), Lorden 1970 (the excess of a renewal process).
 """
 
 import math
@@ -32,11 +33,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TINY = 1e-12  # of probability: what a sum of fp64 numbers may lack
+TINY = 1e-12  # what a sum of fp64 probabilities may differ from 1
 
 
 class TreeBounds(NamedTuple):
-    """Upper bounds on the expected tokens of any tree of one size. Each holds alone; infinite where it says nothing."""
+    """Upper bounds on the expected tokens of any tree of one size; a bound that says nothing is infinite."""
 
     leaves: float
     renewal: float
@@ -44,29 +45,31 @@ class TreeBounds(NamedTuple):
 
     @property
     def least(self) -> float:
-        """The bound that all three make together."""
+        """The smallest of the three bounds."""
         return min(self)
 
 
 def tree_bounds(acceptance: Sequence[float] | Tensor, size: int) -> TreeBounds:
     """Upper bounds on expected_tokens(tree, acceptance) of every tree of `size` nodes, root included.
 
-    acceptance: [child], in [0, 1], of sum at most 1. What it lacks of 1 is the outcome "no child", which the first two
-    bounds count as one more child that the tree may have: more can only be expected of it.
+    acceptance: [child], in [0, 1], with a sum of at most 1. What is missing from 1 is the outcome "no child". The first
+    two bounds count it as one more child that the tree may have, which can only raise what the tree yields.
 
-    leaves (for ERSD's theorem 4.1 and lemma 4.2). The indices R_1 .. R_T from the root to the first that leaves the
-    tree make a word, and T tokens are the step's. No word begins another, so the word has the entropy E[T] H (as in
-    Tunstall's code), and at most log of the number of words: a tree of n nodes has n m places for children, n - 1 of
-    them taken. The paper's (log |vocabulary| + log n) / H has n m for this number; this form is ours.
+    leaves (a form of ERSD's theorem 4.1 and lemma 4.2). The indices R_1 .. R_T from the root to the first one that
+    leaves the tree are a word, and the step emits T tokens. No word is the beginning of another, so the entropy of the
+    word is E[T] H (as for Tunstall's code), and it is at most the logarithm of the number of words. A tree of n nodes
+    has n m places for children, of which n - 1 are taken. In the paper's (log |vocabulary| + log n) / H the number is
+    n m; the form here is ours.
 
-    renewal (ours, for the same statement; no vocabulary in it). For any t, the n largest P sum to at most n e^-t plus
+    renewal (ours, for the same statement, without a vocabulary). For any t, the n largest P sum to at most n e^-t plus
     the sum of max(P - e^-t, 0) over all nodes. A walk down random indices meets each node with probability P, so that
     sum is the mean over walks of sum_d max(1 - e^(S_d - t), 0), where S_d = -log P is a sum of d independent X. It is
-    the integral over s in [0, t] of e^(s - t) U(s), U(s) = E #{d: S_d <= s}, and U(s) <= (s + c) / H by Wald's equation
-    and Lorden's bound on the excess. So S(n) <= n e^-t + (t - 1 + e^-t + c (1 - e^-t)) / H, least at e^t = n H + 1 - c.
+    the integral over s in [0, t] of e^(s - t) U(s), with U(s) = E #{d: S_d <= s}, and U(s) <= (s + c) / H by Wald's
+    equation and Lorden's bound on the excess. So S(n) <= n e^-t + (t - 1 + e^-t + c (1 - e^-t)) / H, which is least at
+    e^t = n H + 1 - c.
 
-    moments (ours; for few nodes, and for an acceptance below 1). By Hölder's inequality n numbers sum to at most
-    n^(1 - 1/s) (sum P^s)^(1/s), and over all nodes sum P^s = sum_d (sum_j a[j]^s)^d.
+    moments (ours; good for few nodes, and where acceptance sums to less than 1). By Hölder's inequality n numbers sum
+    to at most n^(1 - 1/s) (sum P^s)^(1/s), and over all nodes sum P^s = sum_d (sum_j a[j]^s)^d.
     """
     law, missing = _acceptance_law(acceptance)
     if size < 1:
@@ -89,9 +92,9 @@ def tree_bounds(acceptance: Sequence[float] | Tensor, size: int) -> TreeBounds:
 
 
 def tokens_per_doubling(acceptance: Sequence[float] | Tensor) -> float:
-    """log 2 / H: what doubling a large tree adds to its expected tokens, where acceptance sums to 1.
+    """log 2 / H, which is what doubling a large tree adds to its expected tokens, where acceptance sums to 1.
 
-    Where it does not, no tree yields more than 1 / (1 - its sum), and this is the slope with "no child" as a child.
+    Where it sums to less, no tree yields more than 1 / (1 - its sum); then "no child" counts as a child here.
     """
     law, missing = _acceptance_law(acceptance)
     entropy = float(entropy_bits(torch.cat([law, law.new_tensor([missing])])))
@@ -99,43 +102,45 @@ def tokens_per_doubling(acceptance: Sequence[float] | Tensor) -> float:
 
 
 def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """1 - TV = sum_v min(P(v), Q(v)) of laws [..., V]: the most that any coupling reaches, [...].
+    """1 - TV = sum_v min(P(v), Q(v)) of laws [..., V], [...]: the most that any coupling reaches.
 
-    It is what speculative sampling, which knows both laws, accepts of its first child.
+    Speculative sampling, which knows both laws, accepts its first child with this probability.
     """
     target, draft = _laws(target_probs, draft_probs)
     return torch.minimum(target, draft).sum(-1)
 
 
 def race_acceptance(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Probability that a race's first child is accepted, for laws [..., V]: exact, [...], in O(V log V).
+    """The probability that a race's first child is accepted, for laws [..., V]: exact, [...], in O(V log V).
 
-    v is first in both races where E(u) > E(v) max(P(u) / P(v), Q(u) / Q(v)) for all other u; the mean over E(v) of
-    exp(-E(v) sum of these) is 1 over 1 + the sum, and P(v) times the whole sum is 1 + h(v).
+    v is first in both races if E(u) > E(v) max(P(u) / P(v), Q(u) / Q(v)) for all other u. Let M be the sum of these
+    maxima. The mean of exp(-E(v) M) over E(v) is 1 / (1 + M), and P(v) (1 + M) = sum_u max(P(u), w(v) Q(u)) = 1 + h(v).
     """
     target, _, excess = _race(target_probs, draft_probs)
     return (target / (1 + excess)).sum(-1)
 
 
 def race_acceptance_bound(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """(1 - TV) / (1 + TV), which race_acceptance reaches at least, [...]. Daliri et al.'s, for ERSD's lemma 3.1.
+    """(1 - TV) / (1 + TV), [...], a lower bound of race_acceptance. It is Daliri et al.'s; ERSD's lemma 3.1 is another.
 
-    max(P(u) / P(v), Q(u) / Q(v)) <= max(P(u), Q(u)) / min(P(v), Q(v)), and these sum to 1 + TV and 1 - TV.
+    max(P(u) / P(v), Q(u) / Q(v)) <= max(P(u), Q(u)) / min(P(v), Q(v)); the numerators sum to 1 + TV over u, and the
+    denominators to 1 - TV over v.
     """
     common = overlap(target_probs, draft_probs)
     return common / (2 - common)
 
 
 def race_index_cdf(target_probs: Tensor, draft_probs: Tensor, children: int) -> Tensor:
-    """P(K <= k) for k = 1 .. children, of laws [..., V]: [..., children], exact.
+    """P(K <= k) for k = 1 .. children, of laws [..., V]: exact, [..., children].
 
-    K counts the draft's arrivals up to the target's token, repeats included, each of law Q and independent: a race
-    whose children are drawn with replacement accepts one of k with this probability. Children without repeats stand no
-    later, so a race of k distinct ones accepts at least as often, and as often at k = 1.
+    K counts the draft's arrivals up to the target's token, repeats included. They are independent and of law Q, so a
+    race with k children that are drawn with replacement accepts one of them with this probability. A token comes no
+    later among distinct children, so a race of k distinct ones accepts at least as often (just as often if k = 1).
 
-    The target's token is the arrival of least time / w; this least value t is exponential of mean 1, whatever token v
-    has it. Token u then has no arrival before t w(u), and from there up to v's time t w(v) it has Poisson many, of mean
-    t max(w(v) - w(u), 0) Q(u). So K - 1 is Poisson of mean t h(v): over t, geometric of mean h(v).
+    The target's token is the arrival with the least time / w. This least value t is exponential of mean 1, whichever
+    token v has it. Token u then has no arrival before t w(u); between there and v's time t w(v) the number of its
+    arrivals is Poisson, of mean t max(w(v) - w(u), 0) Q(u). So K - 1 is Poisson of mean t h(v), and geometric of mean
+    h(v) where t is not given.
     """
     target, _, excess = _race(target_probs, draft_probs)
     if children < 1:
@@ -145,9 +150,10 @@ def race_index_cdf(target_probs: Tensor, draft_probs: Tensor, children: int) -> 
 
 
 def race_index_entropy(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """H[K] in bits, of one pair of laws [V]. Every term up to 64, and from there in bins of 2% up to 10^15.
+    """H[K] in bits, for one pair of laws [V].
 
-    Within a bin P(K = k) is taken as constant, which is too high by less than 1e-4 bits.
+    Terms up to k = 64 are summed one by one, and from there up to 10^15 in bins of 2%, within which P(K = k) is taken
+    to be constant. This is too high by less than 1e-4 bits.
     """
     target, _, excess = _race(target_probs, draft_probs)
     if target.ndim != 1:
@@ -161,11 +167,11 @@ def race_index_entropy(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 
 
 class EntropyBounds(NamedTuple):
-    """Bits, each [...].
+    """Bounds on entropies in bits, each [...].
 
-    lower:  D, for H[K]
-    upper:  D + log2(D + 2) + 2, for H[K] and for the entropy of the place among distinct children
-    finer:  the same from the mean of log2 K itself, never above `upper`
+    lower:  D, a lower bound of H[K]
+    upper:  D + log2(D + 2) + 2, an upper bound of H[K] and of the entropy of the place among distinct children
+    finer:  an upper bound of both from the mean of log2 K itself, never above `upper`
     """
 
     lower: Tensor
@@ -174,19 +180,19 @@ class EntropyBounds(NamedTuple):
 
 
 def entropy_bounds(target_probs: Tensor, draft_probs: Tensor) -> EntropyBounds:
-    """How many bits a race's index carries, which is what the growth of trees goes by (for ERSD's equations 6 to 8).
+    """How many bits a race's index carries, on which the growth of trees depends (for ERSD's equations 6 to 8).
 
-    lower. The token's law given K = k is P_k <= Q / P(K = k), so D(P_k || Q) <= -log2 P(K = k), and D(P || Q) is at
-    most their mean, which is H[K], by convexity. It holds for any choice among independent draws from Q, greedy
-    rejection included; but not for the place among *distinct* children: where Q(1) = 1 - e and P(2) = 1, the place is
-    nearly always 2, its entropy near 0, and D = -log2 e.
+    lower. The token's law given K = k is P_k <= Q / P(K = k), so D(P_k || Q) <= -log2 P(K = k). By convexity
+    D(P || Q) is at most the mean of these over K, which is H[K]. This holds for any choice among independent draws from
+    Q, greedy rejection included, but not for the place among *distinct* children: where Q(1) = 1 - e and P(2) = 1, the
+    place is nearly always 2, its entropy is near 0, and D = -log2 e.
 
-    finer. E[K | v] = 1 + h(v), so E[log2 K] <= l = sum_v P(v) log2(1 + h(v)) by Jensen. Against the law
-    k^-s / zeta(s), s = 1 + 1 / l, and with zeta(s) <= 1 + 1 / (s - 1): H[K] <= l + log2(l + 1) + 1. The place among
-    distinct children is at most K, so its mean logarithm and its entropy have the same bound.
+    finer. E[K | v] = 1 + h(v), so E[log2 K] <= l = sum_v P(v) log2(1 + h(v)) by Jensen's inequality. The cross-entropy
+    of K with the law k^-s / zeta(s), s = 1 + 1 / l, and zeta(s) <= 1 + 1 / (s - 1) give H[K] <= l + log2(l + 1) + 1.
+    The place among distinct children is at most K, so its mean logarithm and its entropy have the same bound.
 
-    upper. h(v) <= w(v), and l <= D + sum_v P(v) log2(1 + 1 / w(v)) <= D + log2(1 + sum_v Q(v)) = D + 1. Li & El Gamal's
-    constant in I + log2(I + 1) + 4 is 4; here it is 3, as D + 2 <= 2 (D + 1).
+    upper. h(v) <= w(v), so l <= D + sum_v P(v) log2(1 + 1 / w(v)) <= D + log2(1 + sum_v Q(v)) = D + 1. The constant in
+    Li & El Gamal's I + log2(I + 1) + 4 is 4; here it is 3, since D + 2 <= 2 (D + 1).
     """
     target, draft, excess = _race(target_probs, draft_probs)
     divergence = torch.where(target > 0, target * (target.log2() - draft.log2()), 0).sum(-1).clamp_min(0)
@@ -196,14 +202,14 @@ def entropy_bounds(target_probs: Tensor, draft_probs: Tensor) -> EntropyBounds:
 
 
 def entropy_bits(law: Tensor) -> Tensor:
-    """Entropy of laws [..., V] in bits, [...]."""
+    """The entropy of laws [..., V] in bits, [...]."""
     return torch.special.entr(law).sum(-1) / math.log(2)
 
 
 def _race(target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Checked P and Q, and h [..., V]: infinite where the target has a token that the draft never draws.
+    """P and Q, checked, and h [..., V], which is infinite where the target has a token that the draft never draws.
 
-    In the order of rising w, h(v) is w(v) times the sum of Q up to v, less the sum of P up to v.
+    In the order of rising w, h(v) is w(v) times the sum of Q up to v, minus the sum of P up to v.
     """
     target, draft = _laws(target_probs, draft_probs)
     ratio, order = torch.where(target > 0, target / draft, 0).sort(dim=-1)
@@ -213,7 +219,7 @@ def _race(target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _laws(target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Checked, in fp64, of sum 1."""
+    """Both laws, checked, in fp64 and with a sum of exactly 1."""
     laws = torch.as_tensor(target_probs).double(), torch.as_tensor(draft_probs).double()
     if laws[0].shape != laws[1].shape or laws[0].ndim < 1:
         raise ValueError(f"expected two laws [..., V], got shapes {[tuple(law.shape) for law in laws]}")
@@ -224,7 +230,7 @@ def _laws(target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _acceptance_law(acceptance: Sequence[float] | Tensor) -> tuple[Tensor, float]:
-    """The positive entries in fp64, and what they lack of 1."""
+    """The positive entries of an acceptance vector in fp64, and what they lack to a sum of 1."""
     law = torch.as_tensor(acceptance, dtype=torch.float64)
     if law.ndim != 1 or not len(law):
         raise ValueError(f"acceptance must be [child], the same at every depth, got shape {tuple(law.shape)}")

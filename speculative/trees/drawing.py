@@ -1,11 +1,12 @@
 """Draw a token tree: levels from left to right, siblings in draw order from top to bottom.
 
-A node's area is its probability of being accepted, its colour the logarithm of that, and so is the width of the edge
-that leads to it. Subtrees stand as close as they fit: the layout knows of each how far it reaches up and down on
-every level below its root (a contour, Reingold and Tilford 1981), puts each sibling just below the contours of those
-before it, and the parent between its first child and its last. Work and memory: O(nodes * depth).
+The area of a node and the width of the edge that leads to it grow with the node's probability of being accepted; its
+colour shows the logarithm of that. Subtrees stand as close to each other as they can: the layout keeps how far each
+subtree reaches up and down on every level below its root (its contours, Reingold and Tilford 1981), puts each sibling
+just below the contours of those before it, and the parent between its first and its last child. This takes
+O(nodes * depth) time and memory.
 
-The colours and the grey of the text are neither light nor dark, so that both backgrounds suit them.
+The colours and the grey of the text are neither light nor dark, so that they can be read on both backgrounds.
 """
 
 import math
@@ -17,23 +18,25 @@ from torch import Tensor
 
 from heavypath.speculative.trees.tree import TokenTree
 
-LARGEST, SMALLEST, PLAIN = 13.0, 2.2, 5.0  # radii: of probability 1, of 0, and without probabilities
+LARGEST, SMALLEST, PLAIN = 13.0, 2.2, 5.0  # radii: at probability 1, at 0, and without probabilities
 GAP = 4.0  # between neighbours on a level
-LEVEL, LETTER, LINE, MARGIN = 64.0, 6.4, 13.0, 16.0  # between levels; width and height of text; around the drawing
-LONGEST = 14  # letters of a label; more are cut off, but said when the pointer rests on the node
-DECADES = 3  # of probability that the colours span
-COLOURS = (107, 132, 172), (176, 92, 158), (242, 136, 56)  # of 10^-DECADES, of 1, and half way between
+LEVEL = 64.0  # from one level to the next
+LETTER, LINE = 6.4, 13.0  # the width of a letter, and the height of a line of text
+MARGIN = 16.0  # around the drawing
+LONGEST = 14  # letters of a label; a longer one is cut off, and shown in full when the pointer rests on the node
+DECADES = 3  # the powers of ten that the colours span
+COLOURS = (107, 132, 172), (176, 92, 158), (242, 136, 56)  # at 10^-DECADES, half way between, and at 1
 GREY = "#7c828b"
 
 
 def tree_svg(
     tree: TokenTree, labels: Sequence[str] | None = None, probabilities: Sequence[float] | Tensor | None = None
 ) -> str:
-    """A drawing of the tree, as the text of an SVG file of its own.
+    """A drawing of the tree, as the text of an SVG file.
 
     labels:        a text for each node, such as its token
-    probabilities: of each node to be accepted, 1 for the root, as `node_probabilities` computes them; the caption has
-                   their sum, the tokens expected of a step
+    probabilities: each node's probability of being accepted, 1 for the root, as `node_probabilities` gives them. The
+                   caption has their sum, which is the number of tokens expected of a step
     """
     nodes = len(tree)
     chances = None if probabilities is None else [float(chance) for chance in probabilities]
@@ -102,17 +105,21 @@ def tree_svg(
 
 
 def _printable(label: str) -> str:
-    """Controls, which XML has no way to write, as Python does."""
+    """The label with control characters, which XML cannot contain, in Python's notation."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in label)
 
 
 def layout(parents: list[int], ranks: list[int], above: list[float], below: list[float]) -> list[float]:
-    """Where each node stands across the levels, for nodes that reach so far up and down; parents before children."""
+    """The vertical position of each node. Parents come before children.
+
+    above, below: how far each node reaches up and down from its position
+    """
     children: list[list[int]] = [[] for _ in parents]
     for node in range(1, len(parents)):
         children[parents[node]].append(node)
     place = [0.0] * len(parents)  # relative to the parent
-    tops: list[list[float]] = [[]] * len(parents)  # of each subtree, level by level, relative to its root
+    # How far each subtree reaches up and down, level by level, relative to its root.
+    tops: list[list[float]] = [[]] * len(parents)
     bottoms: list[list[float]] = [[]] * len(parents)
     for node in reversed(range(len(parents))):
         siblings = sorted(children[node], key=ranks.__getitem__)
@@ -145,7 +152,7 @@ def _colour(chance: float | None) -> str:
 
 
 def _legend(y: float) -> list[str]:
-    """The scale of colours."""
+    """The SVG elements of the colour scale."""
     stops = (f'<stop offset="{place}" stop-color="{_colour(10 ** (DECADES * (place - 1)))}"/>' for place in (0, 0.5, 1))
     return [
         f'<linearGradient id="probability">{"".join(stops)}</linearGradient>',

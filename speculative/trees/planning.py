@@ -7,27 +7,28 @@ With a[j] the unconditional probability that child j of an accepted node is the 
 
 (Sequoia, Chen et al. 2024, section 3.1; a[d, j] instead for nodes at depth d + 1, or a function of the path).
 
-`greedy_tree`. Where acceptance falls with the child index, taking the most probable node next is optimal at every size
-and depth (ERSD, Kobus and Gündüz 2025, algorithm 3; Tunstall coding): a node is never more probable than its parent or
-its elder sibling, so the tree stays whole.
+`greedy_tree`. Where acceptance falls with the child index, it is optimal at every size and depth to add the most
+probable node next (ERSD, Kobus and Gündüz 2025, algorithm 3; Tunstall coding). Since a node is never more probable than
+its parent or its elder sibling, both are there before it.
 
 `sequoia_tree`. Elsewhere a dynamic programme finds the best tree. F_d(n) is the most that a subtree of n nodes and at
-most d levels below its root can yield, and G_{d,j}(m) the most that m nodes can add to that root as its children of
-ranks j, j + 1, ... and what hangs below these:
+most d levels below its root can yield. G_{d,j}(m) is the most that m nodes can add to that root, as its children of
+ranks j, j + 1, ... and their subtrees:
 
     F_d(n) = 1 + G_{d,0}(n - 1),    F_0(1) = 1
     G_{d,j}(m) = max_{1 <= s <= m}  a[j] F_{d-1}(s) + G_{d,j+1}(m - s),    G_{d,j}(0) = 0
 
-The right sides have fewer nodes than the left ones, so that all d and j can be found at once for m = 1, 2, ...: as
-many steps as there are nodes, each an operation on arrays, O(depth * children * size^2) in all. Without a bound on the
+The right sides have fewer nodes than the left ones. So all d and j are found together, for m = 1, 2, ...: there are as
+many steps as nodes, each an operation on arrays, which is O(depth * children * size^2) in all. Without a bound on the
 depth one F stands for every F_d, and the same steps take O(children * size^2).
 
-`select_tree`. With G(n, d) the tokens that the best tree of n nodes and depth d yields, t(n) the cost of verifying it
-and c that of a draft step, both in forwards of one token by the target, decoding is faster by
+`select_tree`. Let G(n, d) be the tokens that the best tree of n nodes and depth d yields, t(n) the cost of verifying it
+and c the cost of drafting a level, both in units of the target's forward pass over one token. Then decoding gets
+faster by
 
     speed-up(n, d) = G(n, d) / (t(n) + d c)
 
-(Sequoia's hardware-aware optimizer); the memory-bound speed-up MBSU is the same with t = 1.
+(Sequoia's hardware-aware optimizer, section 4.1).
 """
 
 import heapq
@@ -50,36 +51,34 @@ PathAcceptance = Callable[[tuple[int, ...]], Sequence[float]]
 
 ROUNDING = 1e-6  # what rows may sum to above 1: they may be fp32
 _RISES = "greedy_tree needs acceptance that falls with the child index, got {}"
-TIE = 1e-13  # relative: yields that differ by less are equal but for rounding
+TIE = 1e-13  # relative: yields that differ by less differ by rounding alone
 
 
 @dataclass(frozen=True)
 class Plan:
     """A tree, and what decoding with it is expected to bring.
 
-    expected_tokens: a step yields on average, the one after the accepted nodes included
+    expected_tokens: the tokens that a step yields on average, the one after the accepted nodes included
     speedup:         over decoding token by token, expected_tokens / (t(size) + depth * draft_cost)
-    mbsu:            the same if verifying cost no more than a token, expected_tokens / (1 + depth * draft_cost)
     """
 
     tree: TokenTree
     expected_tokens: float
     speedup: float
-    mbsu: float
 
 
 def expected_tokens(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> float:
-    """Tokens a step yields on average: accepted nodes and the one after them.
+    """The tokens that a step yields on average: the accepted nodes and the token after them.
 
-    acceptance: [child], or [depth, child] where row d is for nodes at depth d + 1, or a function that gives the row
-    [child] of the node that the child indices of a path lead to. Children beyond a row count 0, and so do levels beyond
-    a 2-D one's rows.
+    acceptance: [child], or [depth, child], where row d is for nodes at depth d + 1, or a function that takes a path of
+    child indices and gives the row [child] of the node it leads to. A child beyond the end of its row is never
+    accepted, and neither is a node deeper than a 2-D acceptance has rows.
     """
     return float(node_probabilities(tree, acceptance).sum())
 
 
 def node_probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance) -> Tensor:
-    """The probability of each node that it is accepted, fp64 [N]; 1 for the root. acceptance: as in expected_tokens."""
+    """The probability that each node is accepted, fp64 [N]; 1 for the root. acceptance: as in `expected_tokens`."""
     parents, ranks, depths = tree.parents.numpy(), tree.ranks.numpy(), tree.depths.numpy()
     probability = np.ones(len(tree))  # first that of the step from the parent, then the product along the path
     if callable(acceptance):
@@ -97,7 +96,7 @@ def node_probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance)
         known = (level < rates.matrix.shape[0]) & (ranks[1:] < rates.matrix.shape[1])
         probability[1:] = np.where(known, rates.matrix[level * known, ranks[1:] * known], 0)
     above = np.maximum(parents, 0)
-    while above.any():  # 1, 2, 4, ... edges at a time
+    while above.any():  # products over paths of 1, 2, 4, ... edges
         probability, above = probability * probability[above], above[above]
     return torch.from_numpy(probability)
 
@@ -105,13 +104,13 @@ def node_probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance)
 def greedy_tree(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | None = None) -> TokenTree:
     """The tree of `size` nodes, root included, that yields most tokens, by a priority queue in O(size log size).
 
-    acceptance: [child] or [depth, child], entries in [0, 1], falling with the child index; its length bounds the
-    branching, and a 2-D one's rows the depth. Or a function: acceptance(path) is the row [child] of the node that the
-    child indices of `path` lead to, () being the root (ERSD's higher-order Markov form); it is asked at most once for
-    each node. max_depth: edges. Of equally probable nodes the shallower is taken first. The result is in
-    heavy-path order.
+    acceptance: [child] or [depth, child], entries in [0, 1] that fall with the child index. The number of children
+    bounds the branching, and the number of rows, if there are any, the depth. Or a function: acceptance(path) is the
+    row [child] of the node that the child indices of `path` lead to, () being the root (ERSD's higher-order Markov
+    form); it is called at most once for each node. max_depth: in edges. Of equally probable nodes the shallower is
+    taken first. The result is in heavy-path order.
 
-    Raises ValueError where acceptance rises with the child index, or where no such tree has `size` nodes.
+    Raises ValueError if acceptance rises with the child index, or if no such tree has `size` nodes.
     """
     _check_bounds(size, max_depth)
     grown = _grown(acceptance, size, max_depth)
@@ -128,15 +127,16 @@ def sequoia_tree(
 ) -> TokenTree:
     """The tree of `size` nodes, root included, that yields most tokens, by Sequoia's dynamic programme.
 
-    acceptance: [child] or [depth, child], entries in [0, 1], which need not fall with the child index; its length and
-    max_branching bound the branching, its rows if it is 2-D and max_depth, in edges, the depth. A child of rank j comes
-    with those of ranks 0 .. j - 1, and `size` is met even where the last nodes are worth nothing.
+    acceptance: [child] or [depth, child], entries in [0, 1], which need not fall with the child index. The number of
+    children and max_branching bound the branching; the number of rows, if there are any, and max_depth, in edges, bound
+    the depth. A child of rank j comes with its siblings of ranks 0 .. j - 1. The tree has `size` nodes even if the last
+    of them are worth nothing.
 
-    Takes O(children * size^2), times the depth where acceptance is 2-D or max_depth is less than the best tree's. Of
-    equally good splits of nodes between a child and its younger siblings the one that leads least deep is taken, then
-    the one with most nodes below the elder child. The result is in heavy-path order.
+    Takes O(children * size^2), times the depth where acceptance is 2-D or max_depth is less than the best tree's. If
+    nodes can be split equally well between a child and its younger siblings, the split with the shallower tree is
+    taken, then the one with most nodes below the elder child. The result is in heavy-path order.
 
-    Raises ValueError for acceptance or bounds out of range, or where no such tree has `size` nodes.
+    Raises ValueError for acceptance or bounds out of range, or if no such tree has `size` nodes.
     """
     _check_bounds(size, max_depth, max_branching)
     rates = _Rates.of(acceptance).narrowed(max_branching)
@@ -156,18 +156,18 @@ def select_tree(
     draft_cost: float,
     max_depth: int | None = None,
 ) -> Plan:
-    """The size, the depth and the tree with which decoding is expected to be fastest.
+    """The tree with which decoding is expected to be fastest, of any of the given sizes and of any depth.
 
-    acceptance:  as in sequoia_tree, or a function as in greedy_tree
-    verify_cost: {size of a tree, root included: cost of verifying it / cost of one token}, both by the target; the
-                 result has one of these sizes. A size of 1 is decoding without a draft.
-    draft_cost:  cost of one draft step, one level of the tree / cost of one token by the target
-    max_depth:   edges
+    acceptance:  as in `sequoia_tree`, or a function as in `greedy_tree`
+    verify_cost: {nodes of a tree, root included: cost of verifying it / cost of one token}, both by the target. The
+                 tree has one of these sizes. A size of 1 is decoding without a draft.
+    draft_cost:  cost of one draft step, which drafts a level of the tree / cost of one token by the target
+    max_depth:   in edges
 
-    Every size is tried with every depth that could still win: with greedy_tree where acceptance falls with the child
-    index, with sequoia_tree elsewhere. Of equally fast ones the shallower is taken, then the smaller.
+    Every size is tried with every depth that could still win: with `greedy_tree` where acceptance falls with the child
+    index, with `sequoia_tree` elsewhere. Of equally fast trees the shallower is taken, then the smaller.
 
-    Raises ValueError for acceptance or costs out of range, or where no tree of these sizes fits.
+    Raises ValueError for acceptance or costs out of range, or if no tree of these sizes fits.
     """
     sizes = sorted(verify_cost)
     if not sizes or not all(isinstance(size, Integral) and size >= 1 for size in sizes):
@@ -179,7 +179,7 @@ def select_tree(
         raise ValueError(f"draft_cost must be finite and at least 0, got {draft_cost}")
     _check_bounds(sizes[0], max_depth)
 
-    if callable(acceptance):  # it will be asked for the same paths at every depth
+    if callable(acceptance):  # it is called with the same paths for every depth
         deepest, most_tokens, planned = _by_queue(cache(acceptance), sizes[-1], max_depth)
     elif _Rates.of(acceptance).fall:
         deepest, most_tokens, planned = _by_queue(acceptance, sizes[-1], max_depth)
@@ -198,8 +198,8 @@ def select_tree(
         if (limit[sizes] / (costs + (edges + 1) * draft_cost)).max() <= speedup * (1 + TIE):
             break  # no deeper tree yields more than the limit
     tree = planned(size, depth)
-    tokens, drafting = expected_tokens(tree, acceptance), tree.depth * draft_cost
-    return Plan(tree, tokens, tokens / (verify_cost[size] + drafting), tokens / (1 + drafting))
+    tokens = expected_tokens(tree, acceptance)
+    return Plan(tree, tokens, tokens / (verify_cost[size] + tree.depth * draft_cost))
 
 
 def _check_bounds(size: int, max_depth: int | None, max_branching: int | None = None) -> None:
@@ -213,7 +213,7 @@ def _check_bounds(size: int, max_depth: int | None, max_branching: int | None = 
 
 @dataclass(frozen=True)
 class _Rates:
-    """Checked acceptance: fp64 [depth, child] if by_depth, else [1, child]."""
+    """Acceptance that was checked: fp64 [depth, child] if by_depth, else [1, child]."""
 
     matrix: np.ndarray
     by_depth: bool
@@ -238,16 +238,16 @@ class _Rates:
         return _Rates(self.matrix[:, :children], self.by_depth)
 
     def rows(self, depth: int) -> np.ndarray:
-        """[depth, child]."""
+        """The acceptance of the first `depth` levels, [depth, child]."""
         return self.matrix[:depth] if self.by_depth else self.matrix.repeat(depth, axis=0)
 
     def depth_bound(self, size: int, max_depth: int | None) -> int:
-        """Edges that a tree of `size` nodes may have below the root."""
+        """How deep a tree of `size` nodes may be, in edges."""
         bounds = size - 1, max_depth, len(self.matrix) if self.by_depth else None
         return min(bound for bound in bounds if bound is not None)
 
     def misfit(self, size: int, max_depth: int | None) -> str:
-        """Why there is no tree of `size` nodes; empty if there is one."""
+        """A message that says why there is no tree of `size` nodes; empty if there is one."""
         children, depth = self.matrix.shape[1], self.depth_bound(size, max_depth)
         nodes = level = 1
         for _ in range(depth):
@@ -259,7 +259,7 @@ class _Rates:
 
 
 def _row_at(acceptance: PathAcceptance, path: tuple[int, ...]) -> list[float]:
-    """Checked acceptance of the children of the node at `path`, of which there may be none."""
+    """The acceptance of the children of the node at `path`, checked; it may be empty."""
     row = [float(rate) for rate in acceptance(path)]
     if not all(0 <= rate <= 1 for rate in row) or sum(row) > 1 + ROUNDING:
         raise ValueError(f"acceptance must lie in [0, 1] and sum to at most 1, got {row} at path {path}")
@@ -267,7 +267,7 @@ def _row_at(acceptance: PathAcceptance, path: tuple[int, ...]) -> list[float]:
 
 
 class _Grown(NamedTuple):
-    """Nodes from the most probable down: the first n are a best tree of n nodes."""
+    """Nodes by falling probability. The first n of them are a best tree of n nodes."""
 
     parents: list[int]
     ranks: list[int]
@@ -276,7 +276,7 @@ class _Grown(NamedTuple):
 
 
 def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | None) -> _Grown:
-    """The `size` most probable nodes, or all there are."""
+    """The `size` most probable nodes, or all nodes if there are fewer."""
     matrix: list[list[float]] = []
     if not callable(acceptance):
         rates = _Rates.of(acceptance)
@@ -322,13 +322,13 @@ def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | 
 
 
 class _Programme:
-    """The recurrence above, solved for subtrees of 1 .. size nodes.
+    """The recurrence of `sequoia_tree`, solved for subtrees of 1 .. size nodes.
 
-    acceptance: [R, J]. bounded: row r is for children of nodes r edges below the root, and those of row R - 1 are
-    leaves; otherwise the only row is for all nodes.
+    acceptance: [R, J]. bounded: row r is for the children of nodes r edges below the root, and the children of row
+    R - 1 are leaves; otherwise the only row is for all nodes.
 
-    worth: F [R + 1 or 1, size + 1] by row and number of nodes, -inf where no subtree has so many
-    depth: the least depth of a subtree that is worth that, alike
+    worth: F by row and number of nodes, [R + 1, size + 1] or [1, size + 1]; -inf where no subtree has so many nodes
+    depth: the least depth of a subtree that is worth that, of the same shape
     """
 
     def __init__(self, acceptance: np.ndarray, size: int, *, bounded: bool):
@@ -337,8 +337,8 @@ class _Programme:
         self.worth = np.full((rows + 1 if bounded else 1, size + 1), -np.inf)
         self.worth[:, 1] = 1
         self.depth = np.zeros(self.worth.shape, np.int32)
-        # What the maximum is over, by row and rank: a[j] F(s) in column s; G_{j+1}(m) in column -1 - m, so that s and
-        # m - s run alike.
+        # The terms of the maximum, by row and rank: a[j] F(s) in column s, and G_{j+1}(m) in column -1 - m, so that
+        # the terms of s and m - s are slices in the same direction.
         self._child = np.full((rows, children, size), -np.inf)
         self._forest = np.full((rows, children + 1, size), -np.inf)
         self._forest[..., -1] = 0
@@ -355,7 +355,10 @@ class _Programme:
             self.depth[:rows, nodes + 1] = self._forest_depth[:, 0, -1 - nodes]
 
     def _splits(self, row: int | slice, rank: int | slice, nodes: int) -> tuple[np.ndarray, np.ndarray]:
-        """G of `nodes`, and how deep each split that reaches it leads, [..., s - 1]; a huge number for the others."""
+        """G of `nodes`, and the depth that each split into s and nodes - s nodes leads to, [..., s - 1].
+
+        The depth is a huge number for splits that do not reach the maximum.
+        """
         younger, younger_depth = self._forest[:, 1:], self._forest_depth[:, 1:]
         child_depth = np.broadcast_to(self._child_depth, self._child.shape)
         worth = self._child[row, rank, 1 : nodes + 1] + younger[row, rank, -nodes:]
@@ -364,7 +367,7 @@ class _Programme:
         return most, np.where(worth >= most[..., None] * (1 - TIE), depths, np.int32(2**30))
 
     def tree(self, size: int) -> TokenTree:
-        """A best tree, in heavy-path order."""
+        """A best tree of `size` nodes, in heavy-path order."""
         parents, ranks = [-1], [0]
         waiting = [(0, 0, 0, size - 1)]  # (node, its row, rank of its next child, nodes for that one and younger ones)
         while waiting:
@@ -381,11 +384,11 @@ class _Programme:
 
 
 class _Planner(NamedTuple):
-    """Best trees of up to `size` nodes.
+    """What `select_tree` needs to know of the best trees of up to `size` nodes.
 
-    deepest:     edges; deeper trees yield no more
-    most_tokens: G(0 .. size, depth) for a depth, -inf where there is no such tree
-    tree:        a best tree for a size and a depth
+    deepest:     the depth, in edges, beyond which trees yield no more
+    most_tokens: a function of a depth, which gives G(0 .. size, depth), -inf where there is no such tree
+    tree:        a function of a size and a depth, which gives a best tree
     """
 
     deepest: int
@@ -394,6 +397,8 @@ class _Planner(NamedTuple):
 
 
 def _by_queue(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | None) -> _Planner:
+    """The best trees where acceptance falls with the child index."""
+
     def most_tokens(depth: int) -> np.ndarray:
         tokens = np.full(size + 1, -np.inf)
         probabilities = _grown(acceptance, size, depth).probabilities
@@ -405,6 +410,7 @@ def _by_queue(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int
 
 
 def _by_programme(acceptance: Acceptance, size: int, max_depth: int | None) -> _Planner:
+    """The best trees for any acceptance."""
     rates = _Rates.of(acceptance).narrowed(max(1, size - 1))
     deepest = rates.depth_bound(size, max_depth)
     if rates.by_depth:

@@ -1,11 +1,11 @@
-"""The shape of a token tree: which node hangs below which, in which order siblings are drawn.
+"""`TokenTree`, the shape of a token tree: the parent of each node, and the order in which siblings are drawn.
 
-    above_k[v]   the ancestor 2^k edges above v, the root where there is none:  above_{k+1} = above_k[above_k]
-    size[v]      = 1 + the sizes of v's children
+    above_k[v]   the ancestor 2^k edges above v, or the root if v is not so deep:  above_{k+1} = above_k[above_k]
+    size[v]      = 1 + the sizes of v's children, which is the number of nodes in the subtree of v
     position[v]  = position[parent] + 1 + the sizes of the siblings visited before v         (preorder)
 
-A sum over subtrees or along paths takes one pass over the nodes per k: O(N log depth), and no Python loop over nodes.
-In preorder the subtree of v is the interval from position[v] to before position[v] + size[v].
+Sums over subtrees and along paths take one pass over all nodes for each k: O(N log depth) and no Python loop over
+nodes. In preorder the subtree of v is the interval position[v] .. position[v] + size[v] - 1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,13 +22,14 @@ Integers = Sequence[int] | np.ndarray | Tensor
 
 
 class TokenTree:
-    """An immutable tree of N nodes; node 0 is the root, the last committed token, and parents come before children.
+    """An immutable tree of N nodes. Node 0 is the root, the last committed token; parents come before children.
 
-    parents: N integers, parents[0] = -1 and 0 <= parents[i] < i.
-    ranks:   N integers, each node's place among its siblings in the order they are drawn: 0, 1, 2, ... below every
-             node, and 0 for the root. Default: in index order.
+    parents: N integers, with parents[0] = -1 and 0 <= parents[i] < i.
+    ranks:   N integers, each node's place among its siblings in the order in which they are drawn: the children of a
+             node have ranks 0, 1, 2, ..., and the root has rank 0. Default: the order of their indices.
 
-    Sequences, arrays and tensors are taken; properties are CPU LongTensors. Raises ValueError for anything else.
+    Both may be sequences, arrays or tensors. The tree's properties are LongTensors on the CPU. Raises ValueError for
+    parents or ranks that are no such integers.
     """
 
     def __init__(self, parents: Integers, ranks: Integers | None = None):
@@ -57,38 +58,38 @@ class TokenTree:
             fits = (rank >= 0) & (rank < end - begin)
             self._children = np.zeros(nodes - 1, np.int64)
             self._children[(begin + rank)[fits]] = drafted[fits]
-            if not self._children.all():  # some place is left, so another is taken twice or does not exist
+            if not self._children.all():  # a rank is missing, so another occurs twice or is out of range
                 node = int(self._first.searchsorted((self._children == 0).argmax(), side="right")) - 1
                 given = sorted(rank[above == node].tolist())
                 raise ValueError(f"the children of node {node} must have ranks 0, 1, 2, ..., got {given}")
 
     @classmethod
     def chain(cls, length: int) -> "TokenTree":
-        """`length` nodes below the root, one below the other."""
+        """A chain of `length` nodes below the root."""
         return cls.independent(1, length)
 
     @classmethod
     def independent(cls, sequences: int, length: int) -> "TokenTree":
-        """`sequences` separate chains of `length` nodes below the root (SpecInfer, SpecTr)."""
+        """`sequences` separate chains below the root, of `length` nodes each (SpecInfer, SpecTr)."""
         if length < 0:
             raise ValueError(f"length must be at least 0, got {length}")
         return cls.from_branching([sequences, *[1] * (length - 1)] if length else [])
 
     @classmethod
     def k_ary(cls, branching: int, depth: int) -> "TokenTree":
-        """Every node above depth `depth` has `branching` children."""
+        """A tree of depth `depth` in which every node above that depth has `branching` children."""
         if depth < 0:
             raise ValueError(f"depth must be at least 0, got {depth}")
         return cls.from_branching([branching] * depth)
 
     @classmethod
     def from_branching(cls, branching: Iterable[int]) -> "TokenTree":
-        """Every node at depth d has branching[d] children (RSD-C); nodes in depth-first order."""
+        """A tree in which every node at depth d has branching[d] children (RSD-C), in depth-first order."""
         widths = _integers("branching", list(branching)).tolist()
         if any(width < 1 for width in widths):
             raise ValueError(f"branching factors must be at least 1, got {widths}")
         parents: list[int] = []
-        stack = [(-1, 0)]  # (parent, depth) of nodes to come
+        stack = [(-1, 0)]  # parent and depth of the nodes that are still to be made
         while stack:
             parent, depth = stack.pop()
             parents.append(parent)
@@ -98,32 +99,32 @@ class TokenTree:
 
     @property
     def parents(self) -> Tensor:
-        """LongTensor[N], -1 for the root."""
+        """LongTensor[N], the parent of each node; -1 for the root."""
         return torch.tensor(self._parents)
 
     @property
     def ranks(self) -> Tensor:
-        """LongTensor[N], a node's place among its siblings in draw order."""
+        """LongTensor[N], each node's place among its siblings in draw order."""
         return torch.tensor(self._ranks)
 
     @property
     def depths(self) -> Tensor:
-        """LongTensor[N], edges from the root."""
+        """LongTensor[N], the number of edges between the root and each node."""
         return torch.tensor(self._depths)
 
     @property
     def depth(self) -> int:
-        """Edges from the root to the deepest node."""
+        """The number of edges between the root and the deepest node."""
         return int(self._depths.max())
 
     @property
     def branching(self) -> int:
-        """The most children of a node."""
+        """The largest number of children that a node has."""
         return int(self._ranks.max()) + 1 if len(self) > 1 else 0
 
     @property
     def subtree_size(self) -> Tensor:
-        """LongTensor[N], nodes in the subtree of each node, itself included."""
+        """LongTensor[N], the number of nodes in the subtree of each node, itself included."""
         return torch.tensor(self._sizes)
 
     @property
@@ -133,7 +134,7 @@ class TokenTree:
 
     @property
     def subtree_end(self) -> Tensor:
-        """LongTensor[N]: the subtree of j is the nodes j .. subtree_end[j] - 1. Needs depth-first order."""
+        """LongTensor[N]: the subtree of node j is the nodes j .. subtree_end[j] - 1. Needs depth-first order."""
         if not self.is_depth_first:
             raise ValueError(
                 f"subtree_end needs depth-first order, but node {1 + self._strays.argmax()} breaks it; "
@@ -143,7 +144,7 @@ class TokenTree:
 
     @cached_property
     def _above(self) -> list[np.ndarray]:
-        """above_0, above_1, ... of the formula, while one of their entries is not the root."""
+        """above_0, above_1, ... of the formula, up to the last one that is not the root everywhere."""
         doubled, above = [], np.maximum(self._parents, 0)
         while above.any():
             doubled.append(above)
@@ -164,24 +165,24 @@ class TokenTree:
 
     @cached_property
     def _positions(self) -> np.ndarray:
-        """In preorder, siblings by rank."""
+        """Each node's position in preorder, siblings by rank, [N]."""
         return self._preorder(self._children)
 
     @cached_property
     def _strays(self) -> np.ndarray:
-        """bool [N - 1]: whether the parent of node 1, 2, ... is neither the node before it nor one of its ancestors."""
+        """bool [N - 1]: which of the nodes 1, 2, ... do not hang below the node before them or one of its ancestors."""
         before, parent = self._positions[:-1], self._parents[1:]
         begin = self._positions[parent]
         return (before < begin) | (before >= begin + self._sizes[parent])
 
     def _path_sums(self, values: np.ndarray) -> np.ndarray:
-        """Sums of values [N] over each node and its ancestors; values[0] must be 0."""
+        """The sum of values [N] over each node and all its ancestors, [N]; values[0] must be 0."""
         for above in self._above:
             values = values + values[above]
         return values
 
     def _preorder(self, children: np.ndarray) -> np.ndarray:
-        """Preorder positions [N], where children [N - 1] are the nodes by parent and then in the order of the visit."""
+        """Each node's position in preorder, [N]. children [N - 1]: nodes by parent, siblings in the order visited."""
         sizes = self._sizes[children]
         before = sizes.cumsum() - sizes
         offsets = np.zeros(len(self), np.int64)
@@ -190,12 +191,12 @@ class TokenTree:
 
     def mask(self) -> Tensor:
         """bool [N, N]: [i, j] is true where j is i or an ancestor of i."""
-        begin = self._positions.astype(np.int32)  # in half the time of int64
+        begin = self._positions.astype(np.int32)  # takes half the time of int64
         end = begin + self._sizes.astype(np.int32)
         return torch.from_numpy((begin <= begin[:, None]) & (begin[:, None] < end))
 
     def reordered(self, order: Order) -> "tuple[TokenTree, Tensor]":
-        """The same tree renumbered, and permutation[new] = old, LongTensor[N]. Ranks travel with their nodes.
+        """The same tree with other node numbers, and permutation[new] = old, LongTensor[N]. Nodes keep their ranks.
 
         breadth_first: level by level, siblings by rank. depth_first: preorder, siblings by rank.
         heavy_path: preorder, the child with the largest subtree first (then by rank).
@@ -216,7 +217,7 @@ class TokenTree:
         return TokenTree(parents, self._ranks[permutation]), torch.from_numpy(permutation)
 
     def occupied_blocks(self, block_size: int) -> int:
-        """Blocks of block_size x block_size in mask() with a true entry: the work of block-sparse attention."""
+        """The number of block_size x block_size blocks of mask() with a true entry: block-sparse attention's work."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         block_size = min(block_size, len(self))
@@ -225,7 +226,7 @@ class TokenTree:
         occupied = 0
         for word in range(int(block[-1]) // 64 + 1):  # 64 columns of blocks at a time, as the bits of an integer
             columns = bit * (block // 64 == word)
-            columns |= columns[0]  # the root is above everyone
+            columns |= columns[0]  # every node sees the root
             for above in self._above:
                 columns |= columns[above]
             rows = np.bitwise_or.reduceat(columns, np.arange(0, len(self), block_size))
@@ -233,7 +234,7 @@ class TokenTree:
         return occupied
 
     def truncated(self, depth: int) -> "tuple[TokenTree, Tensor]":
-        """The nodes at most `depth` edges below the root, and kept[new] = old, LongTensor."""
+        """The tree of the nodes at most `depth` edges below the root, and kept[new] = old, LongTensor."""
         if depth < 0:
             raise ValueError(f"depth must be at least 0, got {depth}")
         stays = self._depths <= depth
@@ -259,7 +260,7 @@ class TokenTree:
         return f"TokenTree(parents={self._parents.tolist()}, ranks={self._ranks.tolist()})"
 
     def __str__(self) -> str:
-        """A drawing, a line per node, siblings in draw order."""
+        """A drawing in text, with a line for each node and siblings in draw order."""
         lines = [f"{len(self)} nodes, depth {self.depth}", "0"]
         children = [self._children[begin:end].tolist() for begin, end in pairwise(self._first.tolist())]
         stack = [(child, "") for child in reversed(children[0])]
@@ -279,7 +280,7 @@ def _inverse(permutation: np.ndarray) -> np.ndarray:
 
 
 def _integers(name: str, values: Integers) -> np.ndarray:
-    """A flat int64 copy."""
+    """A copy as a flat int64 array; ValueError for anything but integers."""
     if isinstance(values, Tensor):
         values = values.numpy(force=True) if values.dtype in (torch.int32, torch.long) else values.tolist()
     if isinstance(values, np.ndarray):
