@@ -1,0 +1,82 @@
+"""What the READMEs show runs: every Python block, every command, and every link leads somewhere."""
+
+import re
+import shlex
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from heavypath.speculative.cli import planning
+from heavypath.speculative.cli.app import main
+
+ROOT = Path(__file__).parent.parent
+READMES = [ROOT / folder / "README.md" for folder in (".", "speculative", "kernels", "bench")]
+MOST_LINES = 130  # of the first one
+
+
+def blocks(language: str) -> list:
+    """Every fenced block of a language, known by its file and place."""
+    found = []
+    for readme in READMES:
+        pattern = rf"^```{language}\n(.*?)^```$"
+        for number, match in enumerate(re.finditer(pattern, readme.read_text(encoding="utf-8"), re.S | re.M)):
+            name = f"{readme.parent.name if readme.parent != ROOT else 'root'} {number}"
+            found.append(pytest.param(match[1], id=name))
+    return found
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_a_python_block_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "<README>", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", blocks("sh"))
+def test_a_shell_block_is_made_of_commands_that_run(block, tmp_path, monkeypatch, capsys):
+    """Targets of the Makefile exist; the heavypath command runs here, one line after the other."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_prompts.txt").write_text("def read(self, size=-1):\n    return self\n" * 20)
+    # A calibration of a few seconds instead of a minute.
+    monkeypatch.setattr(planning, "measure", partial(planning.measure, sizes=(1, 2, 6), tokens=6, sequences=3))
+    for line in block.splitlines():
+        command, *arguments = shlex.split(line, comments=True) or [""]
+        match Path(command).name:
+            case "":
+                continue
+            case "make":
+                done = subprocess.run(["make", "-n", "-C", ROOT, *arguments], capture_output=True, check=False)
+                assert done.returncode == 0, line
+            case "heavypath":
+                assert main(arguments) == 0, line
+            case _:
+                pytest.fail(f"neither a target of the Makefile nor the heavypath command: {line}")
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(readme):
+    text = readme.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        assert "://" in link or (readme.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", text):
+        page = (readme.parent / link).read_text(encoding="utf-8") if link else text
+        headings = re.findall(r"^#+ (.*)$", page, re.M)
+        anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert anchor in anchors, f"{link}#{anchor}"
+
+
+def test_files_named_in_readmes_exist():
+    for readme in READMES:
+        for name in re.findall(
+            r"`((?:\.\./)?(?:[a-z_]+/)+[a-z_0-9]+\.(?:py|sh|json|png|svg))`", readme.read_text("utf-8")
+        ):
+            assert (readme.parent / name).exists() or (ROOT / name).exists(), f"{readme}: {name}"
+
+
+def test_the_first_readme_is_short_and_begins_with_a_picture_and_the_state_of_things():
+    lines = READMES[0].read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MOST_LINES
+    first = "\n".join(lines[:10])
+    assert "![" in first
+    assert "GPU" in first
