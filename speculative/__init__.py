@@ -5,6 +5,8 @@ Importing this registers attn_implementation="heavypath" with transformers.
 
 import sys
 
+from heavypath.speculative.calibration import calibrate
+from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoder import Generation, SpeculativeDecoder
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
@@ -12,6 +14,7 @@ from heavypath.speculative.demo import load_demo_pair
 from heavypath.speculative.drafts import EarlyExit, PromptLookup
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models import attn_implementation
+from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.trees import acceptance, bounds, planning, tree
 from heavypath.speculative.trees.planning import Plan, expected_tokens, greedy_tree, select_tree, sequoia_tree
@@ -41,7 +44,10 @@ __all__ = [
     "PromptLookup",
     "SpeculativeDecoder",
     "Statistics",
+    "TextStream",
     "TokenTree",
+    "calibrate",
+    "compare",
     "expected_tokens",
     "greedy_tree",
     "load_demo_pair",

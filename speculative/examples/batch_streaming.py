@@ -5,8 +5,7 @@ from functools import partial
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from heavypath.speculative import SpeculativeDecoder, load_demo_pair
-from heavypath.speculative.output.text_stream import TextStream
+from heavypath.speculative import SpeculativeDecoder, TextStream, load_demo_pair
 
 PROMPTS = ["def read_lines(path):", "class Stack:\n    def push(self, item):", "import os\n\ndef find("]
 

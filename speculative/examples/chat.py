@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from heavypath.speculative import SpeculativeDecoder, load_demo_pair
-from heavypath.speculative.output.text_stream import TextStream
+from heavypath.speculative import SpeculativeDecoder, TextStream, load_demo_pair
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
