@@ -4,13 +4,13 @@ After verification, node path[j] of the tree, at cache row prefix + path[j], is 
 
     row prefix + j  <-  row prefix + path[j]        j = 1 .. length
 
-A row that is written may be one that is still to be read, so all are read before any is written; a row with
-path[j] = j, common in heavy-path order, is in place.
+A row that is written may be one that is still to be read, so all rows are read before any is written. A row with
+path[j] = j, common in heavy-path order, is in place already.
 
 The kernel. One launch serves all layers, whose keys and values are allocations of their own: a table on the device says
-where each lies. A program owns all rows of one cache, sequence and head, or of a block of their columns if the path is
-long, so that what it has to read before it writes fits in registers. It moves bits, 16 bytes at a time where addresses
-and strides allow, whatever the dtype, and returns early where nothing moves.
+where each lies. A program owns all rows of one cache, sequence and head, or a block of their columns if the path is
+long, so that what it reads before it writes fits in registers. It moves bits, whatever the dtype, 16 bytes at a time
+where addresses and strides allow, and returns early where nothing moves.
 """
 
 # Triton's language is no Python that a type checker knows.
@@ -127,6 +127,7 @@ def _check_rows(path: Tensor, length: Tensor, prefix_length: Tensor, rows: int) 
 
 
 def _reference(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
+    """Move the rows of one cache after the other, in PyTorch."""
     node, last, prefix = (field.cpu().numpy() for field in (path, length, prefix_length))
     place = np.arange(node.shape[1])
     moves = (place > 0) & (place <= last[:, None]) & (node != place)  # rows already in place stay
@@ -138,7 +139,7 @@ def _reference(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_le
         torch.from_numpy(index).to(path.device) for index in (sequence, source, destination)
     )
     for tensor in caches:
-        tensor[sequence, :, destination] = tensor[sequence, :, source]  # the right side is read whole first
+        tensor[sequence, :, destination] = tensor[sequence, :, source]  # PyTorch reads the whole right side first
 
 
 @triton.jit(do_not_specialize=["path_ptr", "length_ptr", "prefix_ptr", "P"])
@@ -161,7 +162,7 @@ def _compact_kernel(
     sequence = tl.program_id(1).to(tl.int64)
     place = tl.arange(0, BLOCK_P)
 
-    # Loads that do not wait for each other: what counts here is how many follow one another.
+    # No load waits for another here: what takes time is the number of loads that follow one another.
     node = tl.load(path_ptr + sequence * P + place, mask=place < P, other=0)
     length = tl.load(length_ptr + sequence)
     prefix = tl.load(prefix_ptr + sequence)
@@ -203,7 +204,7 @@ def _table(device: torch.device, row_bytes: int, caches: tuple[tuple[int, ...], 
     return torch.tensor(table, device=device), alignment
 
 
-_table_for_ever = cache(_table)  # a graph reads its table for as long as it lives
+_table_for_ever = cache(_table)  # a graph reads its table as long as it exists
 
 
 def _launch(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
@@ -224,7 +225,8 @@ def _launch(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_lengt
         block_places = triton.next_power_of_2(places)
         block_row = min(triton.next_power_of_2(row), _TILE // block_places)
         _compact_kernel[(heads * triton.cdiv(row, block_row), batch, len(caches))](
-            table, path.contiguous(), length.contiguous(), prefix_length.contiguous(), places,
+            table_ptr=table, path_ptr=path.contiguous(), length_ptr=length.contiguous(),
+            prefix_ptr=prefix_length.contiguous(), P=places,
             UNIT=_UNITS[unit], VECTOR=alignment // unit, ROW=row, BLOCK_P=block_places, BLOCK_ROW=block_row,
             num_warps=min(16, max(1, block_places * block_row // 128)), enable_fp_fusion=False,
         )  # fmt: skip

@@ -1,14 +1,15 @@
-"""Commit what a verification accepted: append it to each sequence's text and move the state of decoding on, in place.
+"""Commit what a verification accepted: append it to each sequence's text and update the state of decoding, in place.
 
-With a sequence's path 0, n_1, .. n_a and the token t after it, what is emitted is
+With a sequence's path 0, n_1, .. n_a and the token t after it, the tokens emitted are
 
     tokens[n_1] .. tokens[n_a], t        a + 1 of them, cut behind the first end-of-sequence token and where the text
-                                         is as long as it may be
+                                         has its full length
 
-and t is the root of its next tree. How often which child was offered below an accepted node, and how often it was
-accepted, is counted at (depth of the node) * branching + (rank of the child).
+and t is the root of the sequence's next tree. How often a child was offered below an accepted node, and how often it
+was accepted, is counted at the index (depth of the node) * branching + (rank of the child).
 
-As PyTorch operations these are fifty launches on a few numbers; here they are one, of a program for each sequence.
+In PyTorch operations this would take fifty launches on a few numbers each. The kernel is one launch, of a program for
+each sequence.
 """
 
 # Triton's language is no Python that a type checker knows.
@@ -81,10 +82,10 @@ def commit(
     depths:    LongTensor shaped as nodes.parents; the root's is 0
     verified:  what `verify_tree` accepted of them
     branching: the most children that any node has
-    impl: "triton": one launch, no host synchronisation; CUDA tensors, or any under Triton's interpreter. "torch": CPU
-          tensors. "auto": triton for CUDA tensors, else torch.
+    impl:      "triton" is one launch without host synchronisation; it takes CUDA tensors, or any tensors under Triton's
+               interpreter. "torch" takes CPU tensors. "auto" is triton for CUDA tensors, else torch.
 
-    Nothing is checked but where it runs: a decoder calls it with what other functions have checked.
+    Only the device is checked: a decoder calls this with tensors that other functions have checked.
     """
     if choose_impl("commit", impl, nodes.tokens) == "triton":
         check_can_launch(nodes.tokens)
@@ -96,6 +97,7 @@ def commit(
 
 
 def _reference(state: State, nodes: Nodes, depths: Tensor, verified: Verified, branching: int) -> None:
+    """`commit` of CPU tensors, in NumPy."""
     numbers, output, stops, seen, counts = (field.numpy() for field in state)
     assert nodes.ranks is not None
     token, parents, ranks, depth = (field.numpy() for field in (nodes.tokens, nodes.parents, nodes.ranks, depths))
@@ -104,7 +106,7 @@ def _reference(state: State, nodes: Nodes, depths: Tensor, verified: Verified, b
     every, place = np.arange(len(path))[:, None], np.arange(path.shape[1])
     active = left > 0
 
-    emitted = np.empty_like(path)  # [b, P], then anything
+    emitted = np.empty_like(path)  # [b, P]; what is behind a sequence's last token means nothing
     emitted[:, :-1] = token[every, path[:, 1:]]
     emitted[every[:, 0], length] = after
     stop = (emitted[..., None] == stops).any(-1) & (place <= length[:, None])
@@ -149,9 +151,9 @@ def _commit_kernel(
     slots, columns, vocabulary, count_slots, N, P, STOPS, branching,
     PER_SEQUENCE: tl.constexpr, HAS_SEEN: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """A sequence; slots, columns, vocabulary, count_slots: strides of the rows of numbers, output, seen and counts.
+    """A program for each sequence, in one warp: a second warp could read numbers that the first has already changed.
 
-    One warp: another would read what this one has already moved on.
+    slots, columns, vocabulary, count_slots: strides between the rows of numbers, output, seen and counts.
     """
     slot = tl.program_id(0).to(tl.int64)
     numbers_ptr += slot

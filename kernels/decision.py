@@ -168,9 +168,9 @@ def _decide_kernel(
             row = tl.load(rows_ptr + batch.to(tl.int64) * N + parent, mask=child, other=0)
         else:
             row = batch.to(tl.int64) * N + parent
-        words = (rank // 4).to(tl.uint32), row.to(tl.uint32), (row >> 32).to(tl.uint32)
+        c0, c1, c2 = (rank // 4).to(tl.uint32), row.to(tl.uint32), (row >> 32).to(tl.uint32)
         seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
-        w0, w1, w2, w3 = philox_words(seed_low, seed_high, *words, tl.full([], _ACCEPT, tl.uint32))
+        w0, w1, w2, w3 = philox_words(seed_low, seed_high, c0, c1, c2, tl.full([], _ACCEPT, tl.uint32))
         word = rank % 4
         word = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
         coin = (word >> 8).to(tl.float32) * (2.0**-24)

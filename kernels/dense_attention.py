@@ -47,9 +47,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
     batch, heads, queries, head_dim = query.shape
     if query.device.type != "cpu" or query.dtype != torch.float32 or queries > _FEW_QUERIES:
         return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
-    scale = head_dim**-0.5 if scale is None else scale
+    factor = head_dim**-0.5 if scale is None else scale
     keys, values = key.flatten(0, 1), value.flatten(0, 1)  # [B * Hkv, S, D]
     scores = torch.bmm(query.reshape(len(keys), -1, head_dim), keys.transpose(1, 2)).view(batch, heads, queries, -1)
-    scores = scores * scale if bias is None else torch.add(bias, scores, alpha=scale)
+    scores = scores * factor if bias is None else torch.add(bias, scores, alpha=factor)
     weights = scores.softmax(-1).view(len(keys), -1, keys.shape[1])
     return torch.bmm(weights, values).view(batch, heads, queries, -1)

@@ -8,8 +8,8 @@ For a row of logits x with the largest m, at temperature T, and with all logarit
     C(l)         sum_v min(P(v), l Q(v))
 
 No row of probabilities is stored on a GPU: kernels hand a row of logits around with the numbers that turn it into a
-distribution, and compute P and Q where they read x. Programs that share a row take a chunk's largest logit and sum
-each, and the last of them to finish puts these together.
+distribution, and compute P and Q where they read x. Each of the programs that share a row finds the largest logit and
+the sum of its chunk, and the last of them to finish combines these.
 """
 
 # Triton's language is no Python that a type checker knows.
@@ -34,7 +34,7 @@ from heavypath.kernels.filtering import (
 
 
 def log_probs(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.ndarray:
-    """log2 P of fp32 logits [A, V] with their largest [A, 1], fp32 and as exact as the kernels'; temperature > 0."""
+    """log2 P, fp32 [A, V], of fp32 logits [A, V] with their largest [A, 1], as exact as in kernels; temperature > 0."""
     if filters.top_k or filters.top_p or filters.min_p:
         logs = filtered_scores(logits, largest, filters) * np.float32(math.log2(math.e))
     else:
@@ -56,7 +56,10 @@ NONE = tl.constexpr(2**31 - 1)  # above every child's place in draw order: there
 
 @triton.jit
 def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.constexpr, HIDDEN: tl.constexpr):
-    """The largest logit of tokens begin .. end - 1 but left_out children's, and the sum of exponentials less it."""
+    """The largest logit of tokens begin .. end - 1, and the sum of their exponentials relative to it.
+
+    Tokens of left_out children do not count.
+    """
     row_ptr, whole_largest, _, temperature, cut_key, cut_end, log_min_p = side
     scale = softmax_scale(temperature)
     largest = tl.full([LANES], LOWEST, tl.float32)
@@ -81,7 +84,7 @@ def normalized(
     FILTERED: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HIDDEN: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The side with all it needs, the logarithm of its mass outside the children left out, and whether there is any."""
+    """The side with its numbers filled in, log2 of its mass outside left_out children, and if it is a distribution."""
     row_ptr, _, _, temperature, cut_key, cut_end, log_min_p = side
     scale = softmax_scale(temperature)
     chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
@@ -95,7 +98,7 @@ def normalized(
         largest = tl.maximum(largest, tl.max(x))
         total = outside * tl.exp2((outside_largest - largest) * scale)
         out = tl.min(tl.where(left_out, token, V))
-        while out < V:  # each token once
+        while out < V:  # so that a token of several children counts once
             total += tl.exp2((tl.max(tl.where(left_out & (token == out), x, float("-inf"))) - largest) * scale)
             out = tl.min(tl.where(left_out & (token > out), token, V))
     usable = total > 0
@@ -124,7 +127,7 @@ def log_prob(side, x, token, FILTERED: tl.constexpr, HIDDEN: tl.constexpr):
 
 @triton.jit
 def without(values, token, start, end, child_token, left_out, V):
-    """values [...] at tokens start <= token < end, -inf at those that left_out children carry."""
+    """The values [...] of tokens start <= token < end, but -inf for tokens that left_out children carry."""
     here = left_out & (child_token >= start) & (child_token < end)
     out = tl.min(tl.where(here, child_token, V))
     while out < V:
@@ -138,7 +141,10 @@ def shares(
     target, draft, log_multiple, uniform, token, start, end, V, child_token, left_out,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """P and min(P, l Q) of tokens start <= token < end, with log l, and for Q `uniform` where that is a logarithm."""
+    """P and min(P, l Q) of tokens start <= token < end.
+
+    log_multiple is log2 l; uniform is log2 Q of all tokens left, or 1 where Q is the draft's (see `decision`).
+    """
     x = tl.load(target[0] + token, mask=token < end, other=float("-inf")).to(tl.float32)
     log_p = log_prob(target, x, token, FILTERED, HIDDEN)
     if uniform > 0:

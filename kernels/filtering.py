@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LEAST_TEMPERATURE = 2.0**-126  # above 0; the least that fp32 holds in full, to which lower ones are raised
+LEAST_TEMPERATURE = 2.0**-126  # the smallest normal fp32 number, to which lower temperatures above 0 are raised
 
 
 class Filters(NamedTuple):
@@ -38,7 +38,7 @@ class Filters(NamedTuple):
     def override(
         self, temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None
     ) -> "Filters":
-        """These filters, but for what is given other than None."""
+        """These filters, with each argument that is not None in the place of its field."""
         return Filters(
             self.temperature if temperature is None else temperature,
             self.top_k if top_k is None else top_k,
@@ -62,8 +62,8 @@ class Filters(NamedTuple):
 def scores(logits: np.ndarray, largest: np.ndarray, temperature: float) -> np.ndarray:
     """(logits - largest) / temperature, fp32 [..., V]; finite where the logits are, however low the temperature.
 
-    What is drawn and what is filtered is decided on these numbers, the same bits on every path. A row without support,
-    or with NaN or +inf in it, gives NaN.
+    What is drawn and what is filtered out depends on these numbers, which have the same bits in every implementation. A
+    row without support, or with NaN or +inf in it, gives NaN.
     """
     scaled = logits - largest
     if temperature != 1:
@@ -98,11 +98,12 @@ def filtered_scores(logits: np.ndarray, largest: np.ndarray, filters: Filters) -
 
 
 def largest_first(logits: np.ndarray, count: int) -> np.ndarray:
-    """The first `count` tokens of fp32 logits [..., V], largest first, equal ones by index.
+    """The `count` tokens with the largest of fp32 logits [..., V], largest first, equal ones by index.
 
-    Key and token side by side in 64 bits: NumPy sorts integers ten times as fast as it sorts places.
+    Logit and token are packed into one 64-bit integer: NumPy sorts integers ten times as fast as it finds the order of
+    a row of numbers.
     """
-    bits = (logits + np.float32(0)).view(np.int32)  # -0.0 is 0.0
+    bits = (logits + np.float32(0)).view(np.int32)  # adding 0 makes -0.0 equal to 0.0
     keys = (~(bits ^ ((bits >> 31) & 0x7FFFFFFF))).astype(np.int64) << 32
     keys |= np.arange(logits.shape[-1])
     if count < logits.shape[-1]:
@@ -148,7 +149,7 @@ class Cut(NamedTuple):
 
 
 def cut_of(filters: Filters, vocab_size: int) -> Cut:
-    """The filters of rows of this many tokens."""
+    """The filters as kernels take them, for rows of `vocab_size` tokens."""
     top_k = min(int(filters.top_k or vocab_size), vocab_size)
     top_p = 1.0 if filters.top_p is None else float(filters.top_p)
     log_min_p = math.log(filters.min_p) if filters.min_p else -math.inf
@@ -161,25 +162,26 @@ def cut_of(filters: Filters, vocab_size: int) -> Cut:
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2E = tl.constexpr(1 / math.log(2))
 BLOCK = tl.constexpr(2048)
-HIDDEN_BITS = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}  # of a logit as fp32, zero; an even number
+HIDDEN_BITS = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}  # low bits of a logit that are 0 in fp32; even
 
 
 @triton.jit
 def score(x, largest, temperature):
-    """`scores`, bit by bit."""
+    """`scores` in a kernel, equal to the last bit."""
     scaled = tl.maximum(tl.div_rn(x - largest, temperature), LOWEST)
     return tl.where(x == float("-inf"), float("-inf"), scaled)
 
 
 @triton.jit
 def _key(x, HIDDEN: tl.constexpr):
-    """uint32, in the order of the numbers; -0.0 is 0.0."""
+    """A uint32 for each x, in the order of the numbers; -0.0 equals 0.0."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000) >> HIDDEN
 
 
 @triton.jit
 def _of_key(key, HIDDEN: tl.constexpr):
+    """The number that has this key."""
     bits = key << HIDDEN
     bits = tl.where(bits >> 31 == 1, bits & 0x7FFFFFFF, (bits | ((1 << HIDDEN) - 1)) ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
@@ -187,7 +189,7 @@ def _of_key(key, HIDDEN: tl.constexpr):
 
 @triton.jit
 def _reaching(row_ptr, V, largest, scale, a, b, c, WEIGHED: tl.constexpr, HIDDEN: tl.constexpr):
-    """How many tokens (or what mass) have keys of at least a, b and c."""
+    """How many tokens (what mass, if WEIGHED) have keys of at least a, of at least b, and of at least c."""
     of_a, of_b, of_c = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -202,7 +204,7 @@ def _reaching(row_ptr, V, largest, scale, a, b, c, WEIGHED: tl.constexpr, HIDDEN
 
 @triton.jit
 def _largest_key(row_ptr, V, largest, scale, floor, goal, WEIGHED: tl.constexpr, HIDDEN: tl.constexpr):
-    """The largest key that `goal` tokens (or mass), of those with keys of at least floor, reach."""
+    """The largest key, not below `floor`, such that tokens with at least this key have the count or mass `goal`."""
     key = tl.full([], 0, tl.uint32)
     step = tl.full([], 1 << (30 - HIDDEN), tl.uint32)
     while step > 0:
@@ -221,7 +223,7 @@ def filter_cut(
     row_ptr, V, largest, temperature, top_k, top_p, log_min_p,
     HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """cut_key, cut_end of a row [V], and the sum of exp(score) over what they and min-p keep."""
+    """cut_key and cut_end of a row [V], and the sum of exp(score) over the tokens that these and min-p keep."""
     scale = softmax_scale(temperature)
     cut_key = tl.full([], 0, tl.uint32)
     cut_end = V + tl.full([], 0, tl.int32)
@@ -231,18 +233,18 @@ def filter_cut(
         mass, _, _ = _reaching(row_ptr, V, largest, scale, cut_key, cut_key, cut_key, True, HIDDEN)
         goal = mass * top_p
         cut_key = _largest_key(row_ptr, V, largest, scale, cut_key, goal, True, HIDDEN)
-        # Of the tokens at the cut, as many as are needed to reach the goal.
+        # Keep as many of the tokens at the cut as are needed to reach the goal.
         above, _, _ = _reaching(row_ptr, V, largest, scale, cut_key + 1, cut_key + 1, cut_key + 1, True, HIDDEN)
         needed = tl.ceil((goal - above) / tl.exp2((_of_key(cut_key, HIDDEN) - largest) * scale))
         needed = tl.maximum(needed, 1.0)
-        seen = 0.0
+        ties = 0.0
         for start in range(0, V, BLOCK):
             token = start + tl.arange(0, BLOCK)
             x = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
             tie = tl.where((_key(x, HIDDEN) == cut_key) & (token < V), 1.0, 0.0)
-            rank = seen + tl.cumsum(tie)
+            rank = ties + tl.cumsum(tie)
             cut_end = tl.minimum(cut_end, tl.min(tl.where((tie > 0) & (rank == needed), token + 1, V)))
-            seen += tl.sum(tie)
+            ties += tl.sum(tie)
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -262,5 +264,5 @@ def is_kept(x, token, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN:
 
 @triton.jit
 def softmax_scale(temperature):
-    """What (logit - largest) is multiplied by to take exp2 of; finite for the lowest temperature."""
+    """The factor that makes (logit - largest) an argument of exp2; finite for the lowest temperature."""
     return tl.minimum(LOG2E / temperature, 1e20)

@@ -1,7 +1,7 @@
 """Whether a call runs the Triton kernel or the reference: what `impl` means to every public function.
 
 "triton" needs CUDA tensors or Triton's interpreter, "torch" takes anything, and "auto" is triton for CUDA tensors, else
-torch. What else a kernel cannot take, its own file checks.
+torch. Each kernel's own file checks what else the kernel cannot take.
 """
 
 from torch import Tensor

@@ -1,17 +1,21 @@
 """K-SEQ (SpecTr, Sun et al. 2023, algorithm 2): accept one of a node's independent children.
 
-At a node with target distribution P and draft distribution Q let K children be independent draws of Q. With
-C(g) = sum_v min(P(v), g Q(v)), the part of P that g Q covers, and A(g) = 1 - (1 - C(g) / g)^K, the probability that it
-accepts any,
+At a node with target distribution P and draft distribution Q let K children be independent draws from Q. With
 
-    g in [1, K]      the least with C(g) >= A(g); K is always one
+    C(g) = sum_v min(P(v), g Q(v))      the part of P that g Q covers
+    A(g) = 1 - (1 - C(g) / g)^K         the probability that any child is accepted
+
+the algorithm is
+
+    g in [1, K]      the least g with C(g) >= A(g), which g = K always satisfies
     accept x_k  iff  coin_k < P(x_k) / (g Q(x_k))
     all rejected     recovered token ~ P - min(P, g Q) A(g) / C(g)
 
-The target's law is kept for every g with C(g) >= A(g), so the search for the least one may stop anywhere above it. It
-is regula falsi by the Illinois rule; a child that the draft could not have drawn is passed over like an absent one.
+The target's law is kept for every g with C(g) >= A(g), so the search for the least one may stop anywhere above it. The
+search is regula falsi with the Illinois rule. A child that the draft could not have drawn is skipped, as if absent.
 
-On a GPU `decision` has the last of a node's programs try its children; the search takes a pass over both rows a step.
+On a GPU the last of a node's programs tries its children (see `decision`); each step of the search is a pass over both
+rows.
 """
 
 # Triton's language is no Python that a type checker knows.
@@ -24,18 +28,21 @@ import triton.language as tl
 
 from heavypath.kernels.distributions import NONE, sums_of_shares
 
-SEARCH_STEPS = tl.constexpr(12)  # for g
+SEARCH_STEPS = tl.constexpr(12)  # of the search for g
 
 
 @np.errstate(all="ignore")
 def k_seq(
     log_target: np.ndarray, log_draft: np.ndarray, drawn: np.ndarray, coins: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Try the children of one node per sequence.
+    """Try the children of one node in each of A sequences; arguments and results are those of `residual_chain`.
 
-    log_target, log_draft: [A, V], log2 P and log2 Q. drawn: int64 [A, K], -1 for no child. coins: fp64 [A, K]. Returns
-    the place of the accepted child or -1, [A], and weights [A', V] that the recovered tokens of the A' sequences
-    without an accepted child are drawn by.
+    log_target, log_draft: log2 P and log2 Q, [A, V]
+    drawn:                 int64 [A, K], the children's tokens; -1 for no child
+    coins:                 fp64 [A, K]
+
+    Returns the index of the accepted child or -1, [A]; and for the A' sequences without an accepted child the weights
+    [A', V] that their recovered tokens are drawn by.
     """
     sequence, tokens = np.arange(len(drawn))[:, None], np.maximum(drawn, 0)
     log_p, log_q = (rows[sequence, tokens].astype(np.float64) for rows in (log_target, log_draft))
@@ -51,7 +58,7 @@ def k_seq(
     def accepting(g: np.ndarray, cover: np.ndarray) -> np.ndarray:
         return 1 - np.maximum(1 - cover / g, 0) ** children
 
-    # Regula falsi by the Illinois rule: the least g lies in [low, high], whose upper end always does.
+    # Regula falsi with the Illinois rule: the least g is in [low, high], and high always satisfies the condition.
     low, high = np.ones(len(drawn)), np.maximum(children, 1.0)
     cover = covered(low)
     low_gap = cover - accepting(low, cover)
@@ -91,14 +98,14 @@ def try_k_seq(
     target, draft, V, token, order, coin, log_p, log_q, choice,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """`k_seq`: choice, log g, A(g) / C(g)."""
+    """`k_seq` at one node, in a kernel: the accepted child (`choice` where there is none), log2 g, and A(g) / C(g)."""
     here = (order < NONE) & (log_q > float("-inf"))
     children = tl.sum(here.to(tl.int32)).to(tl.float64)
     low = tl.full([], 1.0, tl.float64)
     high = tl.maximum(children, 1.0)
     low_gap, high_gap = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     before = tl.full([], -1, tl.int32)
-    for step in range(SEARCH_STEPS + 2):  # both ends first
+    for step in range(SEARCH_STEPS + 2):  # the first two steps are at both ends
         width = (high - low) / tl.where(high > low, high_gap - low_gap, 1.0)
         middle = tl.minimum(tl.maximum(high - high_gap * width, low), high)
         middle = tl.where(step == 0, low, tl.where(step == 1, high, middle))

@@ -12,8 +12,8 @@ From 32 random bits:
 
     u = min((bits + 1/2) * 2**-32, 1 - 2**-24)     exponential E = -log1p(-u)     Gumbel G = -log E
 
-Small E (large G), which win races, come from small u. Both logarithms are taken in fp64 and the result is rounded to
-fp32 once, so that a CPU, a GPU and Triton's interpreter agree on every bit of G.
+Small E and so large G, which win races, come from small u. Both logarithms are computed in fp64 and G is rounded to
+fp32 once, so that a CPU, a GPU and Triton's interpreter agree on every bit of it.
 """
 
 # Triton's language is no Python that a type checker knows.
@@ -57,11 +57,11 @@ class Noise(NamedTuple):
 
 _FACTORS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
 _KEY_STEPS = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint32) * np.arange(10, dtype=np.uint32)[:, None]
-_LANES = 4096  # counters that go through the rounds together: what they need fits in a core's cache
+_LANES = 4096  # counters that go through the rounds together, few enough for the cache of a CPU core
 
 
 def philox(seed: int, c0: Words, c1: Words, c2: Words, c3: Words) -> np.ndarray:
-    """Ten Philox-4x32 rounds on broadcastable counters, of which the low 32 bits count; four words, uint32 [..., 4]."""
+    """Ten rounds of Philox-4x32: words, uint32 [..., 4], of the low 32 bits of four counters that broadcast."""
     words = np.empty((*np.broadcast(c0, c1, c2, c3).shape, 4), dtype=np.uint32)
     words[..., 0], words[..., 1], words[..., 2], words[..., 3] = c0, c1, c2, c3
     counters = words.reshape(-1, 4)
@@ -71,12 +71,15 @@ def philox(seed: int, c0: Words, c1: Words, c2: Words, c3: Words) -> np.ndarray:
 
 
 def _ten_rounds(seed: int, words: np.ndarray) -> None:
-    """In place, [n, 4]. Words 0 and 2 go together, 32 bits in 64; NumPy is fastest on one dimension of one type."""
+    """Run the rounds on words [n, 4], in place.
+
+    Words 0 and 2 of all lanes form one array, each word in 64 bits: NumPy is fastest on one dimension of one type.
+    """
     lanes = len(words)
     factors, keys = _factors_and_keys(seed, lanes)
     memory = np.zeros((3, 2 * lanes), dtype=np.uint64)
     even, *products = memory
-    half = memory.view(np.uint32).reshape(3, 2, lanes, 2).transpose(0, 3, 1, 2)  # of each, low and high of both
+    half = memory.view(np.uint32).reshape(3, 2, lanes, 2).transpose(0, 3, 1, 2)  # low and high halves of both words
     (zero, two), *lows = half[:, 0]
     both, highs = half[0, 0].reshape(-1), half[1:, 1]
     zero[:], one, two[:], three = words.T
@@ -90,53 +93,53 @@ def _ten_rounds(seed: int, words: np.ndarray) -> None:
     words[:, 0], words[:, 1], words[:, 2], words[:, 3] = zero, one, two, three
 
 
-@lru_cache(maxsize=8)  # a decoder asks for a few numbers of lanes, under one seed
+@lru_cache(maxsize=8)  # a decoder asks for few different numbers of lanes, under one seed
 def _factors_and_keys(seed: int, lanes: int) -> tuple[np.ndarray, np.ndarray]:
-    """uint64 [2 lanes] and uint32 [10, 2 lanes]."""
+    """The multipliers of all lanes, uint64 [2 * lanes], and the keys of the ten rounds, uint32 [10, 2 * lanes]."""
     key = np.array([seed & _MASK, seed >> 32 & _MASK], dtype=np.uint32)
     return _FACTORS.repeat(lanes), (key + _KEY_STEPS).repeat(lanes, axis=1)
 
 
-def noise_bits(seed: int, stream: Stream, rows: np.ndarray, count: int, draws: int | None = None) -> np.ndarray:
-    """32 random bits for each row and each of `count` tokens, and for each of `draws` independent draws if given.
+def noise_bits(seed: int, stream: Stream, noise_rows: np.ndarray, count: int, draws: int | None = None) -> np.ndarray:
+    """32 random bits for each noise row and each of `count` tokens, and for each of `draws` draws if these are given.
 
-    rows: int64 [R], values >= 0. Returns uint32 [R, count] or [R, draws, count].
+    noise_rows: int64 [R], values >= 0. Returns uint32 [R, count] or [R, draws, count].
     """
-    row = rows[:, None, None]  # [R, draws, quads]
+    row = noise_rows[:, None, None]  # [R, draws, quads]
     draw = np.arange(draws or 1)[:, None]
     words = philox(seed, np.arange(-(-count // 4)), row, row >> 32, int(stream) + 256 * draw)
-    words = words.reshape(len(rows), draws or 1, words.shape[2] * 4)[..., :count]
+    words = words.reshape(len(noise_rows), draws or 1, words.shape[2] * 4)[..., :count]
     return words[:, 0] if draws is None else words
 
 
-def gumbel_noise(seed: int, stream: Stream, rows: Tensor, count: int, draws: int | None = None) -> Tensor:
-    """Standard Gumbel variables, fp32, shaped as `noise_bits`; rows: LongTensor[R]."""
-    return torch.from_numpy(gumbels(seed, stream, rows.cpu().numpy(), count, draws)).to(rows.device)
+def gumbel_noise(seed: int, stream: Stream, noise_rows: Tensor, count: int, draws: int | None = None) -> Tensor:
+    """Standard Gumbel variables, fp32, in the shape of `noise_bits`; noise_rows: LongTensor[R]."""
+    return torch.from_numpy(gumbels(seed, stream, noise_rows.cpu().numpy(), count, draws)).to(noise_rows.device)
 
 
-def gumbels(seed: int, stream: Stream, rows: np.ndarray, count: int, draws: int | None = None) -> np.ndarray:
-    """`gumbel_noise` on the host."""
-    return gumbel(noise_bits(seed, stream, rows, count, draws))
+def gumbels(seed: int, stream: Stream, noise_rows: np.ndarray, count: int, draws: int | None = None) -> np.ndarray:
+    """`gumbel_noise` of a NumPy array, in a NumPy array."""
+    return gumbel(noise_bits(seed, stream, noise_rows, count, draws))
 
 
 def gumbel(words: np.ndarray) -> np.ndarray:
-    """fp32 Gumbel variables of 32-bit words."""
+    """The Gumbel variables, fp32, that random words of 32 bits become."""
     left = np.maximum((2.0**32 - 0.5 - words) * 2.0**-32, 2.0**-24)  # 1 - u, exactly
     return -np.log(-np.log(left)).astype(np.float32)
 
 
-def coins(seed: int, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """One uniform number in [0, 1), on a grid of 2**-24, for each child, by its rank and the row of the node above it.
+def coins(seed: int, noise_rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """A uniform number in [0, 1), on a grid of 2**-24, for each child: named by its rank and its parent's noise row.
 
-    rows, ranks: int64 arrays of one shape; fp64 of that shape. Accept with strict `<`.
+    noise_rows, ranks: int64 arrays of one shape. Returns fp64 of that shape. A child is accepted with a strict `<`.
     """
-    words = philox(seed, ranks // 4, rows, rows >> 32, int(Stream.ACCEPT)).reshape(-1, 4)
+    words = philox(seed, ranks // 4, noise_rows, noise_rows >> 32, int(Stream.ACCEPT)).reshape(-1, 4)
     word = words[np.arange(ranks.size), ranks.ravel() % 4]
     return ((word >> 8) * 2.0**-24).reshape(ranks.shape)
 
 
 def check_seed(seed: int | Tensor, device: torch.device) -> None:
-    """Raise ValueError for what is no seed for tensors on this device."""
+    """Raise ValueError unless `seed` is an integer, or a LongTensor [] on this device."""
     if isinstance(seed, Tensor):
         if seed.dim() or seed.dtype != torch.long or seed.device != device:
             given = f"{seed.dtype} {[*seed.shape]} on {seed.device}"
@@ -155,7 +158,7 @@ def seed_arguments(seed: int | Tensor) -> dict[str, Tensor | int | None]:
 
 @triton.jit
 def seed_words(seed_ptr, seed_low, seed_high):
-    """Both halves of a seed from `seed_arguments`."""
+    """The two halves of a seed as int32, from the three arguments that `seed_arguments` makes."""
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
         seed_low, seed_high = seed.to(tl.int32), (seed >> 32).to(tl.int32)
@@ -164,7 +167,7 @@ def seed_words(seed_ptr, seed_low, seed_high):
 
 @triton.jit
 def philox_words(seed_low, seed_high, c0, c1, c2, c3):
-    """`philox` of uint32 counters: four tensors of words. The seed's halves come as int32."""
+    """`philox` in a kernel: four tensors of words, from uint32 counters and the seed's halves as int32."""
     k0, k1 = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
     for _ in tl.static_range(10):
         even, odd = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
@@ -178,19 +181,19 @@ def philox_words(seed_low, seed_high, c0, c1, c2, c3):
 
 @triton.jit
 def gumbel_of(bits):
-    """`gumbel` of uint32 words."""
+    """`gumbel` in a kernel, of uint32 words."""
     uniform = tl.minimum((bits.to(tl.float64) + 0.5) * (2.0**-32), 1 - 2.0**-24)
     return (-tl.log(-tl.log(1 - uniform))).to(tl.float32)
 
 
 @triton.jit
 def octet_bits(seed_low, seed_high, octet, row, stream):
-    """Words [A, 8] of the tokens 8 * octet[A] + (0 .. 7), for one row and stream."""
+    """The words [A, 8] of tokens 8 * octet + 0 .. 7, for octets [A], one noise row and one stream."""
     low, high = row.to(tl.uint32), (row >> 32).to(tl.uint32)
     even, stream = (2 * octet).to(tl.uint32), stream.to(tl.uint32)
     a0, a1, a2, a3 = philox_words(seed_low, seed_high, even, low, high, stream)
     b0, b1, b2, b3 = philox_words(seed_low, seed_high, even + 1, low, high, stream)
-    # The axes that joins add are the bits of a token's place in its octet, the highest first.
+    # Each join adds an axis of size 2, a bit of a token's place in its octet: the innermost join the highest bit.
     first = tl.join(tl.join(a0, b0), tl.join(a2, b2))
     second = tl.join(tl.join(a1, b1), tl.join(a3, b3))
     return tl.reshape(tl.join(first, second), [octet.shape[0], 8])
@@ -198,8 +201,11 @@ def octet_bits(seed_low, seed_high, octet, row, stream):
 
 @triton.jit
 def log2_below(bits, INTERPRETED: tl.constexpr):
-    """log2 of u less up to 2^-23, or -inf, in three instructions: -log u, and more so this, is at least G."""
+    """log2 of a number that is u or up to 2^-23 below it, or -inf; it takes three instructions.
+
+    G is at most -log u, so minus this, times log 2, is an upper bound of G.
+    """
     below = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-    if INTERPRETED:  # which has no assembly, and warns of log2(0)
+    if INTERPRETED:  # the interpreter has no assembly, and warns of log2(0)
         return tl.log2(tl.maximum(below, 2.0**-33))
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [below], tl.float32, is_pure=True, pack=1)

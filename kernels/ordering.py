@@ -1,14 +1,15 @@
 """Number the nodes of trees in heavy-path order: preorder, the child with the largest subtree first.
 
-Every subtree is an interval of numbers then, which is what `tree_attention` asks for, and its mask has few blocks.
+Then every subtree is an interval of node numbers, as `tree_attention` needs it, and the mask occupies few blocks.
 
     above_k[v]   the ancestor 2^k edges above v, if there is one:    above_{k+1}[v] = above_k[above_k[v]]
     size[v]      v and the nodes below it:    size_0 = 1,  size_{k+1}[v] = size_k[v] + sum_{u: above_k[u] = v} size_k[u]
     offset[v]    1 + the sizes of the siblings visited before v: larger ones, and of equal ones those of lower rank
-    position[v]  the offsets from v up to the root summed, less 1, which is doubling over above_k once more
+    position[v]  the sum of the offsets from v up to the root, less 1, found by doubling over above_k again
 
 Sorting all nodes by (parent, -size, rank) puts siblings side by side in the order of the visit, so that one running sum
-of sizes gives every offset. For trees that are drafted on a GPU; `TokenTree.reordered` does the same on the host.
+of sizes gives every offset. This is for trees that are drafted on a GPU; `TokenTree.reordered` does the same on the
+host.
 """
 
 # Triton's language is no Python that a type checker knows.
@@ -101,6 +102,7 @@ def sibling_order(parents: Tensor) -> Tensor:
 
 
 def _reference(parents: Tensor, ranks: Tensor | None) -> Ordering:
+    """The recurrences at the top of this file, for trees [B, N]."""
     batch, nodes = parents.shape
     index = torch.arange(nodes, device=parents.device).expand(batch, nodes)
     parents = parents.where((parents >= 0) & (parents < index), -1)
@@ -130,12 +132,17 @@ def _reference(parents: Tensor, ranks: Tensor | None) -> Ordering:
 
     permutation = torch.empty_like(position).scatter_(1, position, index)
     parents = position.gather(1, parents.clamp(min=0)).where(drafted, -1)
-    return Ordering(permutation, *(field.gather(1, permutation) for field in (parents, ranks, position + size)))
+    return Ordering(
+        permutation=permutation,
+        parents=parents.gather(1, permutation),
+        ranks=ranks.gather(1, permutation),
+        subtree_end=(position + size).gather(1, permutation),
+    )
 
 
 @triton.jit
 def _at(values, index, otherwise):
-    """values[index], and something else where the index is -1."""
+    """values[index], and `otherwise` where the index is -1."""
     return tl.where(index >= 0, tl.gather(values, tl.maximum(index, 0), 0), otherwise)
 
 
@@ -146,14 +153,14 @@ def _larger(a, b):
 
 @triton.jit
 def _within_family(values, family, index):
-    """Values that rise from 0 in steps of any size, counted from where each family begins."""
+    """Values that never fall from 0 on, less the value at which the family of each begins."""
     begins = family != _at(family, index - 1, -1)
     return values - tl.associative_scan(tl.where(begins, values, 0), 0, _larger)
 
 
 @triton.jit
 def _scattered(values, place, scratch_ptr, index, N):
-    """The array with values[i] at place[i], by way of memory that no other program uses."""
+    """The array that has values[i] at place[i]; it goes through memory that no other program uses."""
     tl.debug_barrier()
     tl.store(scratch_ptr + place, values, mask=place < N)
     tl.debug_barrier()
@@ -172,7 +179,7 @@ def _heavy_path_kernel(
     HAS_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each tree. What its threads exchange through memory, a barrier stands between."""
+    """A program for each tree. Its threads exchange values through memory, with barriers in between."""
     row = tl.program_id(0).to(tl.int64) * N
     permutation_ptr += row
     end_ptr += row
@@ -191,7 +198,7 @@ def _heavy_path_kernel(
         rank = _scattered(rank, siblings % _FIELD, permutation_ptr, index, N)
     rank = tl.where(drafted, rank, 0)
 
-    # Sizes grow in end_ptr, where every thread adds to others' nodes.
+    # Sizes are summed up in end_ptr, where every thread adds to the nodes of other threads.
     tl.store(end_ptr + index, tl.full([BLOCK], 1, tl.int64), mask=exists)
     above = parent
     while tl.max(above) >= 0:
@@ -233,7 +240,9 @@ def _launch(parents: Tensor, ranks: Tensor | None) -> Ordering:
     block = max(32, triton.next_power_of_2(nodes))
     with torch.cuda.device_of(parents):
         _heavy_path_kernel[(batch,)](
-            parents.contiguous(), ranks, *order, nodes, HAS_RANKS=ranks is not None, BLOCK=block,
-            num_warps=max(1, block // 128), enable_fp_fusion=False,  # Triton 3.9 warns where this is left open
+            parents_ptr=parents.contiguous(), ranks_ptr=ranks, permutation_ptr=order.permutation,
+            new_parents_ptr=order.parents, new_ranks_ptr=order.ranks, end_ptr=order.subtree_end,
+            N=nodes, HAS_RANKS=ranks is not None, BLOCK=block,
+            num_warps=max(1, block // 128), enable_fp_fusion=False,  # Triton 3.9 warns if this is not given
         )  # fmt: skip
     return order

@@ -1,4 +1,4 @@
-"""One node of a drafted tree: try its children in draw order, and say what the recovered token is drawn by.
+"""One node of a drafted tree: try its children in draw order, and find what a recovered token is drawn by.
 
 At a node with target distribution P and draft distribution Q, let x_1, x_2, ... be its children in draw order,
 F(l) = sum_v max(P(v) - l Q(v), 0), l_1 = 0, and R_k the mass of Q outside the children before x_k. Then
@@ -12,12 +12,12 @@ a residual distribution ever being stored; with R = 1 it is SpecInfer's multi-st
 2023), and with one child standard speculative sampling (Leviathan et al. 2023). What multiplies Q stays in the log
 domain, and R_k is summed over the tokens not yet drawn, so nothing cancels or underflows.
 
-Where the children so far have used up the draft's support, the next was drawn uniformly from the tokens left: the
-chain starts again with P and Q restricted to those. A child drawn at draft temperature 0 is the same with one token
-left, the child itself. A child that the draft could not have drawn is passed over like an absent one.
+Where the children so far have used up the draft's support, the next child was drawn uniformly from the tokens left: the
+chain restarts with P and Q restricted to those tokens. A child drawn at draft temperature 0 is the same case, with the
+child's own token as the only one left. A child that the draft could not have drawn is skipped like an absent one.
 
-On a GPU `decision` has the last of a node's programs try its children: the first costs two numbers, since F(0) = 1,
-each later one a pass over both rows.
+On a GPU the last of a node's programs tries its children (see `decision`). The first child takes two loads, since
+F(0) = 1; each later child takes a pass over both rows.
 """
 
 # Triton's language is no Python that a type checker knows.
@@ -36,11 +36,15 @@ from heavypath.kernels.filtering import LOWEST
 def residual_chain(
     log_target: np.ndarray, log_draft: np.ndarray | None, drawn: np.ndarray, coins: np.ndarray, replacement: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Try the children of one node per sequence in draw order, by the closed form above.
+    """Try the children of one node in each of A sequences, in draw order, by the closed form above.
 
-    log_target, log_draft: [A, V], log2 P and log2 Q; no draft says each child is a point mass. drawn: int64 [A, K],
-    -1 for no child. coins: fp64 [A, K]. Returns the place of the accepted child or -1, [A], and weights [A', V] that
-    the recovered tokens of the A' sequences without an accepted child are drawn by.
+    log_target, log_draft: log2 P and log2 Q, [A, V]; without log_draft, Q is a point mass on each child in turn
+    drawn:                 int64 [A, K], the children's tokens; -1 for no child
+    coins:                 fp64 [A, K]
+    replacement:           whether the children are independent draws
+
+    Returns the index of the accepted child or -1, [A]; and for the A' sequences without an accepted child the weights
+    [A', V] that their recovered tokens are drawn by.
     """
     sequence, waiting = np.arange(len(drawn)), drawn >= 0
     choice = sequence * 0 - 1
@@ -48,7 +52,7 @@ def residual_chain(
     total, log_lambda, log_mass = sequence * 0 + 1.0, sequence - np.inf, 0.0  # F(l), log l, log R
     draft = np.full_like(log_target, -np.inf) if log_draft is None else log_draft
     distinct = log_draft is None or not replacement
-    undrawn = np.ones(draft.shape, dtype=bool) if distinct else None  # but for the rejected children
+    undrawn = np.ones(draft.shape, dtype=bool) if distinct else None  # false at the tokens of rejected children
     for place in range(drawn.shape[1]):
         child, here = np.maximum(drawn[:, place], 0), waiting[:, place]
         if undrawn is not None and (place or log_draft is None):
@@ -100,7 +104,7 @@ def residual_chain(
 
 
 def _log_sums(logs: np.ndarray) -> np.ndarray:
-    """log2, fp64 [A], of sums of 2^logs [A, V]; -inf where there is nothing."""
+    """log2 of the sum of 2^logs in each row of [A, V], fp64 [A]; -inf for a row of -inf."""
     largest = np.maximum(logs.max(-1, keepdims=True), np.finfo(logs.dtype).min)
     return largest[:, 0] + np.log2(np.exp2(logs - largest).sum(-1)).astype(np.float64)
 
@@ -114,7 +118,7 @@ def _add_logs(a, b):
 
 @triton.jit
 def _log_sum(logs, where, also):
-    """log2 of the sum of 2^logs at some places, and of 2^also."""
+    """log2 of the sum of 2^logs over the places that `where` marks, and of 2^also."""
     logs = tl.where(where, logs, float("-inf"))
     larger = tl.maximum(tl.maximum(tl.max(logs), also), LOWEST)
     return larger + tl.log2(tl.sum(tl.exp2(logs - larger)) + tl.exp2(also - larger))
@@ -126,10 +130,14 @@ def try_chain(
     REPLACEMENT: tl.constexpr, POINT_MASSES: tl.constexpr,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """`residual_chain`: choice, log l, log of the P left, log of a uniform Q (or 1), children of the P given up."""
+    """`residual_chain` at one node, in a kernel.
+
+    Returns the accepted child (`choice` where there is none), log2 l, log2 of the sum of P over the tokens left,
+    `uniform` as in `decision`, and which children were rejected before the last restart.
+    """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
-    left = tl.full([], 0.0, tl.float32)  # log of the P left
+    left = tl.full([], 0.0, tl.float32)  # log2 of the sum of P over the tokens left
     uniform = tl.full([], 1.0, tl.float32)
     over = tl.full([], 1.0, tl.float32)  # F(l)
     rejected, restricted = tl.zeros_like(index), tl.zeros_like(index)
@@ -160,7 +168,7 @@ def try_chain(
                 uniform = -tl.log2(tokens_then)
             if uniform <= 0:
                 this_q = uniform
-        # (P - l Q) R / (Q F), in an order in which nothing overflows.
+        # (P - l Q) R / (Q F), computed in an order in which nothing overflows.
         ratio = tl.exp2(this_p - left - this_q + log_mass) - tl.exp2(log_multiple + log_mass)
         ratio = tl.maximum(ratio, 0.0) / over
         here = (this_q > float("-inf")) & (fresh > 0)

@@ -278,16 +278,14 @@ def stochastic_beam(
     order = keys.where(there, -torch.inf).flatten(-2)  # [..., R * K]
     order = order.sort(dim=-1, descending=True, stable=True).indices[..., :width]
     there = there.flatten(-2).gather(-1, order)
-    beam = Beam(
-        (order // drawn.tokens.shape[-1]).where(there, -1),
-        drawn.tokens.flatten(-2).gather(-1, order).where(there, -1),
-        *(
-            field.flatten(-2).gather(-1, order).where(there, -torch.inf).to(parent_key.dtype)
-            for field in (logprobs, keys)
-        ),
-    )
-    missing = (0, width - order.shape[-1])
+
+    def kept(values: Tensor, otherwise: float) -> Tensor:
+        """The values [..., R * K] of the children in `order`, [..., W]; `otherwise` where there are fewer."""
+        return pad(values.where(there, otherwise), (0, width - order.shape[-1]), value=otherwise)
+
     return Beam(
-        *(pad(field, missing, value=-1) for field in beam[:2]),
-        *(pad(field, missing, value=-math.inf) for field in beam[2:]),
+        parent=kept(order // drawn.tokens.shape[-1], -1),
+        tokens=kept(drawn.tokens.flatten(-2).gather(-1, order), -1),
+        logprobs=kept(logprobs.flatten(-2).gather(-1, order), -torch.inf).to(parent_key.dtype),
+        keys=kept(keys.flatten(-2).gather(-1, order), -torch.inf).to(parent_key.dtype),
     )

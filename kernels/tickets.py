@@ -1,9 +1,12 @@
-"""Who of the programs that share a piece of work arrives last: it alone goes on, and sees what all the others stored.
+"""Find out which of the programs that share a piece of work finishes last: it goes on with what all others have stored.
 
-Each program stores its part, then draws a ticket; who draws the highest one puts the counter back to zero. So a split
-reduction takes one launch, and no program ever waits for another. Counters live in one buffer for each GPU and stream,
-zeroed when it is made: launches on one stream follow each other. A CUDA graph has counters of its own, in its own
-memory, which it sets to zero itself: it may be replayed on any stream and beside any other graph.
+Each program stores its part and then draws a ticket, a count of the programs before it. The program that draws the
+highest ticket is the last one, and sets the counter back to zero. So a split reduction takes one launch, and no program
+ever waits for another.
+
+Counters live in one buffer for each GPU and stream, which is zeroed when it is made: the launches on one stream follow
+each other. A CUDA graph has counters of its own, in its own memory, which it sets to zero itself, so that it may be
+replayed on any stream and beside any other graph.
 """
 
 # Triton's language is no Python that a type checker knows.
@@ -18,8 +21,8 @@ _buffers: dict[tuple[int, int], Tensor] = {}
 
 
 def tickets(count: int, device: torch.device) -> Tensor:
-    """`count` int32 counters at zero, which the kernel that draws from them leaves at zero."""
-    if device.type != "cuda":  # the interpreter: a kernel that an exception ended left its counters anywhere
+    """`count` int32 counters that are zero; the kernel that draws tickets from them leaves them at zero."""
+    if device.type != "cuda":  # in the interpreter an exception may end a kernel and leave its counters at any value
         return torch.zeros(count, dtype=torch.int32)
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
@@ -31,7 +34,7 @@ def tickets(count: int, device: torch.device) -> Tensor:
 
 @triton.jit
 def is_last(ticket_ptr, COUNT: tl.constexpr):
-    """Whether all other COUNT - 1 programs have drawn a ticket here, and so stored what they had to store before."""
+    """Whether the other COUNT - 1 programs have all drawn a ticket here before, and so have stored their parts."""
     tl.debug_barrier()
     last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == COUNT - 1
     if last:

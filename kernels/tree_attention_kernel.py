@@ -21,7 +21,7 @@ values, which is G N FLOPs per byte. Above about 165 FLOPs per byte (an H200 has
 
 # Triton's language is no Python that a type checker knows.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
 
 from typing import NamedTuple
 

@@ -75,13 +75,14 @@ def verify_tree(
     temperature, top_k, top_p, min_p: the target's filters; draft_*: those the children were drawn with (default: the
                    target's). temperature 0 is for "greedy" only; draft_temperature 0 says the children are the
                    draft's top-k, each a point mass, which "kseq" does not take
-    seed, rows:    LongTensor[B, N] >= 0 (default arange(B * N)) name the noise after each node. Coins, recovered and
-                   bonus tokens use streams of their own, so children may have been drawn with the same (seed, rows);
-                   a race needs that. Give fresh rows or seeds each step. A seed in memory, LongTensor [] on the
-                   logits' device, is read when the kernels run.
-    impl:          "triton": two launches, no host synchronisation where max_depth is given; fp32, fp16 or bf16 logits;
-                   CUDA tensors, or any under Triton's interpreter. "torch": anything. "auto": triton for CUDA tensors,
-                   else torch. They accept the same nodes, but for coins within fp32 rounding of their threshold.
+    seed, rows:    the names of the noise after each node; rows is a LongTensor[B, N] >= 0 (default arange(B * N)), and
+                   seed an integer or a LongTensor [] on the logits' device, which kernels read when they run. Coins,
+                   recovered and bonus tokens use streams of their own, so children may have been drawn with the same
+                   (seed, rows); a race needs that. Each step must have fresh rows or a fresh seed.
+    impl:          "triton" is two launches, without host synchronisation where max_depth is given; it takes fp32, fp16
+                   or bf16 logits, CUDA tensors, or any tensors under Triton's interpreter. "torch" takes anything.
+                   "auto" is triton for CUDA tensors, else torch. Both accept the same nodes, except where a coin is
+                   within fp32 rounding of its threshold.
 
     Raises ValueError for bad shapes, dtypes or options, and on CPU for values out of range and NaN logits.
     """
@@ -233,14 +234,17 @@ def _reference(
     draft_filters: Filters,
     noise: Noise,
 ) -> Verified:
-    """Nodes [B, N], logits [B, N, V]."""
+    """Walk down from the root, level by level, for all sequences at once.
+
+    Parents and ranks of nodes are [B, N], logits [B, N, V]. It computes in NumPy, whose calls cost less than PyTorch's
+    on short rows.
+    """
     tokens, parents, ranks = nodes
     batch, count = tokens.shape
     device, vocab_size = tokens.device, target_logits.shape[-1]
     checked = device.type == "cpu"
     ranks = sibling_order(parents) if ranks is None else ranks
     seed = int(noise.seed)
-    # In NumPy, whose calls on short rows cost less than PyTorch's.
     token, parent, rank = (field.cpu().numpy() for field in (tokens, parents, ranks))
     row = np.arange(batch * count).reshape(batch, count) if noise.rows is None else noise.rows.cpu().numpy()
     index, every = np.arange(count), np.arange(batch)[:, None]
@@ -249,12 +253,12 @@ def _reference(
     present = (parent >= 0) & (token >= 0)
     order = rank * count + index  # by rank, then by index
     coin = np.zeros(token.shape) if draft is None else coins(seed, row[every, above], rank)
-    last, length = np.zeros((2, batch), dtype=np.int64)  # last accepted node, and their number
+    last, length = np.zeros((2, batch), dtype=np.int64)  # the last accepted node, and how many were accepted
     next_token = last - 1
 
     # Of the A sequences that have accepted a node at every level so far:
     sequence, node = np.arange(batch), last  # the last accepted node: its distribution decides
-    reached = index + every * 0 == 0  # it, and its siblings of equal token
+    reached = index + every * 0 == 0  # that node, and its siblings of equal token
     state = [token, above, present, order, coin, row]
     for level in range(max_depth + 1):
         token, above, present, order, coin, row = state
@@ -269,20 +273,25 @@ def _reference(
             width = int(offered.max())
             children = np.where(candidate, order, count * count).argsort(1)[:, :width]  # [A, K]
             drawn = np.where(index[:width] < offered[:, None], token[here, children], -1)
-            log_target = log_probs(*_rows(target, "target", sequence, node, checked), target_filters)  # [A, V]
+            target_row, largest = _rows(target, "target", sequence, node, checked)
+            log_target = log_probs(target_row, largest, target_filters)  # [A, V]
             choice, recovered = offered * 0 - 1, log_target
             inner = offered.nonzero()[0]
             if len(inner):
                 assert draft is not None
                 log_draft = None
                 if draft_filters.temperature > 0:
-                    first = above[inner, children[inner, 0]]  # of equal siblings, one with children
-                    log_draft = log_probs(*_rows(draft, "draft", sequence[inner], first, checked), draft_filters)
-                tried = log_target[inner], log_draft, drawn[inner], coin[here, children][inner]
+                    first = above[inner, children[inner, 0]]  # of equal siblings, one that has children
+                    draft_row, largest = _rows(draft, "draft", sequence[inner], first, checked)
+                    log_draft = log_probs(draft_row, largest, draft_filters)
+                tried, their_coins = drawn[inner], coin[here, children][inner]
                 if method == "kseq":
-                    choice[inner], recovered = k_seq(*tried)
+                    assert log_draft is not None
+                    choice[inner], recovered = k_seq(log_target[inner], log_draft, tried, their_coins)
                 else:
-                    choice[inner], recovered = residual_chain(*tried, method == "with_replacement")
+                    choice[inner], recovered = residual_chain(
+                        log_target[inner], log_draft, tried, their_coins, replacement=method == "with_replacement"
+                    )
             stop = (choice < 0).nonzero()[0]
             if len(stop):
                 weights = recovered
@@ -329,7 +338,7 @@ def _reference(
 
 
 def _readable(logits: Tensor) -> Tensor | np.ndarray:
-    """As NumPy takes them without a copy, or else as they are."""
+    """The logits as a NumPy array if that takes no copy, else as they are."""
     plain = logits.device.type == "cpu" and logits.dtype == torch.float32
     return logits.detach().numpy() if plain else logits.detach()
 
@@ -337,7 +346,7 @@ def _readable(logits: Tensor) -> Tensor | np.ndarray:
 def _rows(
     logits: Tensor | np.ndarray, side: str, sequence: np.ndarray, node: np.ndarray, checked: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """fp32 rows [A, V] of the given nodes, and their largest numbers [A, 1]."""
+    """The fp32 rows [A, V] of one node in each sequence, and their largest numbers [A, 1]."""
     if isinstance(logits, np.ndarray):
         rows = logits[sequence, node]
     else:
@@ -353,7 +362,7 @@ def _rows(
 
 
 def _best_token(keys: np.ndarray) -> np.ndarray:
-    """The first token of the largest key in each row [A, V]; -1 where none is above -inf."""
+    """The token with the largest key in each row [A, V], of several the first; -1 where no key is above -inf."""
     token = keys.argmax(-1)
     return np.where(keys[np.arange(len(keys)), token] > -np.inf, token, -1)
 

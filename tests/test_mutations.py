@@ -51,11 +51,12 @@ MUTATIONS = {
         {"tree": TokenTree.chain(1)},
     ),
     "draft filters are ignored": (
-        verification, "first, checked), draft_filters)", "first, checked), Filters())",
+        verification, "log_probs(draft_row, largest, draft_filters)", "log_probs(draft_row, largest, Filters())",
         {"draft_filters": Filters(0.5)},
     ),
     "target filters are ignored": (
-        verification, "sequence, node, checked), target_filters)", "sequence, node, checked), Filters())",
+        verification, "log_probs(target_row, largest, target_filters)",
+        "log_probs(target_row, largest, Filters())",
         {"target_filters": Filters(0.5)},
     ),
     "siblings are tried in index order": (
