@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
-from heavypath.kernels.dense_attention import attend
+from heavypath.kernels.tree_attention import attend
 from heavypath.kernels.prepared_attention import prepared_attention
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.tree_masks import interval_mask, pack_ancestors

@@ -45,8 +45,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from heavypath.speculative import SpeculativeDecoder, load_demo_pair
-from heavypath.speculative.comparison import ASSISTED, PLAIN
-from heavypath.speculative.comparison import _stock as stock
+from heavypath.speculative.comparison import ASSISTED, PLAIN, transformers_runner
 from heavypath.speculative.decoder import Generation
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import Stepped, StepPlan
@@ -262,7 +261,7 @@ class Bench:
 
     def stock(self, draft: LlamaForCausalLM | None, sampling: dict[str, Any]) -> Writer:
         """By transformers' generate."""
-        run = stock(self.target, draft, sampling, seed=0)
+        run = transformers_runner(self.target, draft, sampling, seed=0)
 
         def write(given: Tensor) -> Text:
             begin = self.clock()

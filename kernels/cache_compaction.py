@@ -13,7 +13,7 @@ long, so that what it reads before it writes fits in registers. It moves bits, w
 where addresses and strides allow, and returns early where nothing moves.
 """
 
-# Triton's language is no Python that a type checker knows.
+# A type checker does not understand Triton kernels.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 

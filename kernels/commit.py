@@ -12,7 +12,7 @@ In PyTorch operations this would take fifty launches on a few numbers each. The 
 each sequence.
 """
 
-# Triton's language is no Python that a type checker knows.
+# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 

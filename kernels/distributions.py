@@ -12,7 +12,7 @@ distribution, and compute P and Q where they read x. Each of the programs that s
 the sum of its chunk, and the last of them to finish combines these.
 """
 
-# Triton's language is no Python that a type checker knows.
+# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 

@@ -10,7 +10,7 @@ Applied in Hugging Face's order, each to the renormalised result of the one befo
 "Support" means a finite filtered logit, never probability > 0: a probability can underflow and still be drawn.
 """
 
-# Triton's language is no Python that a type checker knows.
+# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 

@@ -16,7 +16,7 @@ Small E and so large G, which win races, come from small u. Both logarithms are 
 fp32 once, so that a CPU, a GPU and Triton's interpreter agree on every bit of it.
 """
 
-# Triton's language is no Python that a type checker knows.
+# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
@@ -201,9 +201,10 @@ def octet_bits(seed_low, seed_high, octet, row, stream):
 
 @triton.jit
 def log2_below(bits, INTERPRETED: tl.constexpr):
-    """log2 of a number that is u or up to 2^-23 below it, or -inf; it takes three instructions.
+    """A lower bound of log2(u), off by at most 2^-23 in u, or -inf; it takes three instructions.
 
-    G is at most -log u, so minus this, times log 2, is an upper bound of G.
+    G is at most -log(u), so this times -log(2) is an upper bound of G, which tells tokens that cannot win without their
+    exact logarithms (see `sampling_kernel`).
     """
     below = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     if INTERPRETED:  # the interpreter has no assembly, and warns of log2(0)

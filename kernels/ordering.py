@@ -12,7 +12,7 @@ of sizes gives every offset. This is for trees that are drafted on a GPU; `Token
 host.
 """
 
-# Triton's language is no Python that a type checker knows.
+# A type checker does not understand Triton kernels.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 

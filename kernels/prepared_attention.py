@@ -5,10 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from heavypath.kernels.dense_attention import attend, attention_bias
 from heavypath.kernels.implementation import choose_impl
-from heavypath.kernels.tree_attention import tree_attention
-from heavypath.kernels.tree_masks import interval_mask, pack_ancestors
+from heavypath.kernels.tree_attention import attend, tree_attention
+from heavypath.kernels.tree_masks import attention_bias, interval_mask, pack_ancestors
 
 
 def prepared_attention(

@@ -20,7 +20,7 @@ On a GPU the last of a node's programs tries its children (see `decision`). The 
 F(0) = 1; each later child takes a pass over both rows.
 """
 
-# Triton's language is no Python that a type checker knows.
+# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 

@@ -9,7 +9,7 @@ each other. A CUDA graph has counters of its own, in its own memory, which it se
 replayed on any stream and beside any other graph.
 """
 
-# Triton's language is no Python that a type checker knows.
+# A type checker does not understand Triton kernels.
 # pyright: reportCallIssue=false
 
 import torch

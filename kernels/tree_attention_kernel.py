@@ -19,7 +19,7 @@ values, which is G N FLOPs per byte. Above about 165 FLOPs per byte (an H200 has
 184) tensor cores are the limit, below it memory is.
 """
 
-# Triton's language is no Python that a type checker knows.
+# A type checker does not understand Triton kernels.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 

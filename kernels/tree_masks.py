@@ -6,6 +6,7 @@ For nodes in depth-first order the subtree of node j is the interval [j, end[j])
 
 and the N integers end[j] = j + (nodes in the subtree of j), called `subtree_end`, are the whole mask. A tree that still
 grows is not in depth-first order: it takes an ancestor mask, bool [i, j], or the same mask packed into 32-bit words.
+For PyTorch's own attention the mask is a bias, 0 where a node sees a cache row and -inf elsewhere.
 """
 
 from typing import NamedTuple
@@ -45,6 +46,29 @@ def interval_mask(subtree_end: Tensor) -> Tensor:
     return (index[:, None] < subtree_end[..., None, :]).tril_()
 
 
+def attention_bias(ancestors: Tensor, lengths: int | Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """The additive mask [B or 1, 1, Q, rows] of a tree behind its prefix: 0 for rows that a node sees, else -inf.
+
+    ancestors: bool [Q, N] or [B, Q, N], which of the N nodes each of the Q querying nodes sees
+    lengths:   number of prefix rows, in all sequences or LongTensor[B]; the tree's own rows lie behind them
+    rows:      number of cache rows that the mask covers
+    """
+    queries, nodes = ancestors.shape[-2:]
+    if isinstance(lengths, int):
+        bias = torch.zeros(*ancestors.shape[:-1], rows, dtype=dtype, device=ancestors.device)
+        bias[..., lengths : lengths + nodes].masked_fill_(~ancestors, -torch.inf)
+        if lengths + nodes < rows:
+            bias[..., lengths + nodes :] = -torch.inf
+        return bias.view(-1, 1, queries, rows)
+    tree = torch.zeros(ancestors.shape, dtype=dtype, device=ancestors.device).masked_fill_(~ancestors, -torch.inf)
+    tree = tree.view(-1, 1, queries, nodes)
+    batch = max(len(tree), len(lengths))
+    bias = torch.zeros(batch, 1, queries, rows, dtype=dtype, device=ancestors.device)
+    bias.masked_fill_((torch.arange(rows, device=lengths.device) >= lengths[:, None, None, None] + nodes), -torch.inf)
+    columns = lengths[:, None, None, None] + torch.arange(nodes, device=lengths.device)
+    return bias.scatter_(3, columns.expand(batch, 1, queries, nodes), tree.expand(batch, -1, -1, -1))
+
+
 class Visible(NamedTuple):
     """Which cache rows the nodes of a tree see: the arguments of `tree_attention` that say so.
 
@@ -79,7 +103,7 @@ class Visible(NamedTuple):
         if self.subtree_end is None:
             # A node that sees no node, not even itself, has depth 0.
             return (self.ancestor_mask().sum(-1, dtype=torch.int32) - 1).clamp_(min=0)
-        # Of the i nodes before node i, all are its ancestors but those whose subtree has ended.
+        # Every node before node i is an ancestor of it, but for those whose subtree ended before i.
         end = self.subtree_end.long()
         ended = torch.zeros(*end.shape[:-1], self.nodes + 1, dtype=torch.int32, device=end.device)
         ended = ended.scatter_add_(-1, end, torch.ones_like(end, dtype=torch.int32)).cumsum(-1, dtype=torch.int32)

@@ -10,7 +10,7 @@ and finds the best token of its chunk; the last of them to finish stores the bes
 token's key is computed exactly only where an upper bound of it is above the best key so far.
 """
 
-# Triton's language is no Python that a type checker knows.
+# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 

@@ -92,8 +92,8 @@ def compare(
         raise ValueError("expected at least one prompt, got none")
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     runners: dict[str, Runner] = {
-        PLAIN: _stock(target, None, sampling, seed),
-        ASSISTED: _stock(target, draft, sampling, seed),
+        PLAIN: transformers_runner(target, None, sampling, seed),
+        ASSISTED: transformers_runner(target, draft, sampling, seed),
     }
     for method in methods:
         decoder = SpeculativeDecoder(target, draft, method, tree_size=tree_size)
@@ -127,7 +127,7 @@ def as_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _stock(target: PreTrainedModel, draft: PreTrainedModel | None, sampling: dict, seed: int) -> Runner:
+def transformers_runner(target: PreTrainedModel, draft: PreTrainedModel | None, sampling: dict, seed: int) -> Runner:
     """A runner of transformers' generate, assisted generation if there is a draft."""
     options = {"do_sample": False, "repetition_penalty": 1.0, "num_beams": 1, "pad_token_id": _pad_token(target)}
     if sampling["temperature"] > 0:

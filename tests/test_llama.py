@@ -64,7 +64,7 @@ def test_on_a_cpu_the_way_to_multiply_by_a_weight_depends_on_its_size():
     forward = LlamaForward(LlamaForCausalLM(LlamaConfig(**sizes)).eval())
     if llama._HAS_BOTH:
         assert (forward._layers[0].key._small, forward._layers[0].gate._small) == (True, False)
-    for dtype, model in ((torch.bfloat16, forward._model), (torch.float32, LlamaForCausalLM(LlamaConfig(**TINY)))):
+    for dtype, model in ((torch.bfloat16, forward.model), (torch.float32, LlamaForCausalLM(LlamaConfig(**TINY)))):
         layer = LlamaForward(model.to(dtype).eval())._layers[0]
         assert layer.key is model.model.layers[0].self_attn.k_proj
         assert layer.gate is model.model.layers[0].mlp.gate_proj

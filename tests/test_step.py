@@ -167,7 +167,7 @@ def without_values(as_on_a_gpu, monkeypatch):
 
 def llama_without_values(layers: int) -> LlamaForward:
     forward = LlamaForward(tiny_llama(1, layers=layers, hidden_size=32, vocab_size=50))
-    forward._model.to("meta")
+    forward.model.to("meta")
     forward._rotary = torch.empty(200, 2, 16, device="meta")
     return forward
 

@@ -270,7 +270,7 @@ def forward(kind, attention):
 @pytest.mark.parametrize("method", ["sequoia", "dyspec"])
 @torch.inference_mode()
 def test_a_step_asks_the_host_nothing(method, forward, without_values, monkeypatch):  # noqa: F811
-    forward._model.to("meta", torch.bfloat16)  # of whose experts the meta device knows
+    forward.model.to("meta", torch.bfloat16)  # of whose experts the meta device knows
     shape, filters, batch = METHODS[method].tree_of(9), Filters(0.7), 3
     tree = shape if isinstance(shape, Growth) else on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
     draft = ModelDraft(forward, 61)

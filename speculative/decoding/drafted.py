@@ -21,7 +21,7 @@ class Drafted(NamedTuple):
     noise_rows:  LongTensor[B, N], see `noise_rows`
     draft_rows:  LongTensor[B, N], the node's row in the draft's cache behind the prefix; None where it is the node's
                  own number
-    logits:      fp32 [B, N, V], the draft's after each node, anything after leaves; None for a root alone
+    logits:      fp32 [B, N, V], the draft's after each node, undefined after leaves; None for a root alone
     """
 
     tokens: Tensor

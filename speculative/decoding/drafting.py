@@ -41,8 +41,7 @@ def draft_tree(
     """Draft a static tree for each sequence.
 
     visible_rows: cache rows that hold the longest prefix; noise_rows: LongTensor[B, N] of the nodes. A node is absent
-    where the draft's support ran out, or where it is deeper than its sequence may still grow, whatever the rest of the
-    batch drafts.
+    where the draft's support ran out, or where it is deeper than its own sequence has tokens left to write.
     """
     root, lengths = state.root, state.lengths
     tokens = torch.full((len(root), len(tree)), -1, device=root.device)

@@ -1,8 +1,9 @@
 """Grow a tree where the draft is confident: DySpec, EAGLE-2's expansion and re-ranking, and RSD-S's stochastic beam.
 
-`slot_values` says what a slot is worth, known before its token is drawn. A slot's value is cut to that of the slot
-which its parent was drawn in, and to its elder sibling's. So the N slots of largest value are a tree; DySpec's heap
-finds it with a draft call for each node (`heap_tree`). Here a level is drafted in one call:
+A slot of a tree is a place for the next draw below a node. `slot_values` says what it is worth, which is known before
+its token is drawn. A slot counts with the least of three values: its own, that of the slot of its parent, and that of
+the sibling before it. So the N slots of largest value are a tree. DySpec's heap finds it with a draft call for each
+node (`heap_tree`); here a level is drafted in one call:
 
     depth times:  the `width` best slots below the nodes just drafted get their tokens, and one draft forward
     at the end:   the best size - 1 of all of them stay
@@ -10,10 +11,11 @@ finds it with a draft call for each node (`heap_tree`). Here a level is drafted 
 That is the heap's tree whenever no level of it is wider than `width` and it is no deeper than `depth`. Ties go to the
 shallower slot, then to the lower rank, then to the parent drafted earlier.
 
-What is lossless: a slot may be left out for its value, which does not depend on its own token, but never for its token.
-By "node" the value is the node's own worth, which is for deterministic drafts alone (EAGLE-2, Li et al. 2024, sec. 4).
-By "beam" a level is the next one of a stochastic beam search (RSD-S, Jeon et al. 2024, algorithms 7 to 9): the keys
-that it keeps are independent of the tokens that have them.
+What is lossless: slots may be left out by value, because a value is known before the slot's token is drawn. To leave
+out nodes by their token would change the distribution of the text. By "node" the value is the node's own worth, which
+is for deterministic drafts alone (EAGLE-2, Li et al. 2024, sec. 4). By "beam" a level is the next one of a stochastic
+beam search (RSD-S, Jeon et al. 2024, algorithms 7 to 9): the keys that it keeps are independent of the tokens that have
+them.
 """
 
 import heapq

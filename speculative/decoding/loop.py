@@ -1,8 +1,7 @@
 """The host's side of decoding: run one step after another until every sequence has ended.
 
-On a GPU the host learns what a step did while the next one is under way. So the last step may be for nothing; none of
-it gets into the text. Sequences that have ended leave their slots: the last ones move up, and the next steps are
-smaller.
+On a GPU the host learns what a step did while the next one is under way. So one more step may run after the end; what
+it did is discarded. Sequences that have ended leave their slots: the last ones move up, and the next steps are smaller.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +48,7 @@ def decode(
     streamers: Sequence[Streamer] = (),
     on_step: OnStep | None = None,
 ) -> Tensor:
-    """The new tokens of each sequence, LongTensor[B, the most of one], with padding behind them.
+    """The new tokens of each sequence, LongTensor[B, most new tokens of a sequence], with padding behind them.
 
     workspace: holds the prompts already
     streamers: none, or one for each sequence, which have had the prompts

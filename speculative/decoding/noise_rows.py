@@ -6,8 +6,9 @@ A row is used for one node of one step and never again: the next step has anothe
 batch, and a sequence has the same noise in any batch in which it has the same id. A node's number is the one that it
 has in the whole tree, so a tree that is cut near the end of a text keeps its noise.
 
-An exponential race keys its noise by the node's own position instead, with node number 0: the same noise wherever the
-node is in the tree, and for plain decoding, which is why the text depends neither on the tree nor on the draft.
+An exponential race keys its noise by the node's own position in the text instead, with node number 0. A position has
+the same noise wherever in the tree it is reached, and in plain decoding: so the text depends neither on tree nor on
+draft.
 """
 
 from torch import Tensor

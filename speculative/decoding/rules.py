@@ -15,8 +15,8 @@ class Rules:
     verification:      the `method` of `verify_tree`
     target_filters, draft_filters: how both models are sampled
     drawing_filters:   the draft's filters, but with temperature 0 where children are the draft's likeliest tokens
-    value_temperature: of the draft's probabilities by which trees grow, where the draft itself takes its likeliest
-                       tokens
+    value_temperature: temperature of the probabilities by which growing trees choose their nodes, where the draft's
+                       own temperature is 0
     processing:        what is done to the target's logits before its filters; None for nothing
     """
 

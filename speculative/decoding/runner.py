@@ -58,7 +58,7 @@ class StepRunner:
         if self._on_host:
             step = self._step(plan, min(plan.tree.depth, levels))
             return step(state, target_cache, draft_cache, longest, lap)
-        # On a device the host does not know the lengths in time. Besides, one graph is to serve all steps.
+        # To know the lengths the host would have to wait for the GPU. Besides, one graph is to serve all steps.
         step = self._step(plan, plan.tree.depth)
         visible_rows = workspace.size.cache_rows - tree_rows(plan)
         if workspace.graphs is None:

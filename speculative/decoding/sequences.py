@@ -18,7 +18,7 @@ class Sequences:
     """B sequences in b slots, each with a length of its own.
 
     numbers: LongTensor[9, b], a row for each `StateField` of kernels.commit; root, previous, .. noise are its rows
-    output: LongTensor[B, M], the new tokens, then anything
+    output: LongTensor[B, M], the new tokens; what follows them is undefined
     stops:  LongTensor[any], end-of-sequence tokens, -1 for none
     seen:   bool [b, V], the tokens of the text so far, if a repetition penalty asks for them; else [b, 0]
     seed:   LongTensor[], of all noise

@@ -1,8 +1,8 @@
 """What a growing tree's slots and nodes are worth, from the draft's probabilities alone.
 
-A slot is a place for the next draw below a node. With Q the draft's distribution after a node, x_1, x_2, ... its
-children in draw order, R_k = 1 - Q(x_1) - ... - Q(x_{k-1}) and c_k the chance that x_k is accepted once x_1 .. x_{k-1}
-are rejected, let
+A slot of a tree (a slot of a batch is something else) is a place for the next draw below a node. With Q the draft's
+distribution after a node, x_1, x_2, ... its children in draw order, R_k = 1 - Q(x_1) - ... - Q(x_{k-1}) and c_k the
+chance that x_k is accepted once x_1 .. x_{k-1} are rejected, let
 
     worth(root) = 1,    worth(child x_k) = worth(node) (1 - c_1) ... (1 - c_{k-1}) c_k
     value(slot k below a node) = worth(node) (1 - c_1) ... (1 - c_{k-1}) e_k

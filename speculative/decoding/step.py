@@ -52,8 +52,8 @@ class StepPlan:
 class Step:
     """What a step does, with any batch.
 
-    tree:      the static tree that is drafted, or how trees grow
-    branching: the most children of a node in the whole tree, of which `tree` may be the top levels; see `commit`
+    tree:      the static tree that is drafted, or how trees grow; near the end of a text only its top levels
+    branching: the most children that a node has in the whole tree, which is how `commit` numbers its counts
     """
 
     target: Forward
@@ -98,8 +98,8 @@ class Step:
         )
         lap("verification")
         if draft_cache is not None and nodes > 1:
-            path, length, slots = verified.path, verified.length, drafted.draft_rows
-            path_in_draft = path if slots is None else slots.gather(1, path.clamp(min=0))
+            path, length, draft_rows = verified.path, verified.length, drafted.draft_rows
+            path_in_draft = path if draft_rows is None else draft_rows.gather(1, path.clamp(min=0))
             compact_unchecked([target_cache.keys, target_cache.values], path=path, length=length, prefix_length=lengths)
             compact_unchecked(
                 [draft_cache.keys, draft_cache.values], path=path_in_draft, length=length, prefix_length=lengths

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heavypath.kernels.dense_attention import attention_bias
 from heavypath.kernels.prepared_attention import prepared_attention
-from heavypath.kernels.tree_masks import interval_mask
+from heavypath.kernels.tree_masks import attention_bias, interval_mask
 from heavypath.speculative.models.caches import KeyValueCache
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
@@ -25,7 +24,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of query, key, val
 
 @dataclass(frozen=True, eq=False)
 class TreeMask:
-    """What N nodes of each sequence see: the sequence's prefix, themselves, and their ancestors in the tree behind it.
+    """What N nodes of each sequence see: the prefix, themselves, and their ancestors in the tree stored after the prefix.
 
     prefix_length: LongTensor[B], or [] where all sequences have the same
     visible_rows:  how many cache rows to look at: enough to hold the longest prefix and its tree
@@ -93,24 +92,24 @@ class Forward(ABC):
         kinds = getattr(config, "layer_types", None)
         windowed = kinds is None or "sliding_attention" in kinds
         self.window: int | None = getattr(config, "sliding_window", None) if windowed else None
-        self._model = model
-        self._embed: nn.Embedding = model.get_input_embeddings()  # pyright: ignore[reportAttributeAccessIssue]
-        if not is_plain(self._embed.weight):
+        self.model = model
+        self.embedding: nn.Embedding = model.get_input_embeddings()  # pyright: ignore[reportAttributeAccessIssue]
+        if not is_plain(self.embedding.weight):
             raise ValueError(f"{name} has a quantised token embedding; quantise its linear layers alone")
 
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self._embed.weight.device
+        return self.embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the weights, the activations and the cache."""
-        return self._embed.weight.dtype
+        return self.embedding.weight.dtype
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters with their names."""
-        return self._model.named_parameters()
+        return self.model.named_parameters()
 
     def check_weights(self) -> None:
         """Raise ValueError if a weight is NaN or infinite. Quantised weights are not looked at."""

@@ -50,13 +50,13 @@ class TransformersForward(Forward):
 
     @property
     def _kind(self) -> str:
-        return repr(self._model.config.model_type)
+        return repr(self.model.config.model_type)
 
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
         heads, columns = self._heads_and_columns
         return KeyValueCache(
-            batch=batch, layers=self.layers, kv_heads=heads, rows=rows, head_dim=columns, like=self._embed.weight
+            batch=batch, layers=self.layers, kv_heads=heads, rows=rows, head_dim=columns, like=self.embedding.weight
         )
 
     def __call__(
@@ -81,8 +81,8 @@ class TransformersForward(Forward):
         else:
             arguments["attention_mask"] = mask.bias(self.dtype).expand(len(tokens), -1, -1, -1)
         if needs_logits:
-            return self._model(**arguments).logits.float()
-        self._model.base_model(**arguments)
+            return self.model(**arguments).logits.float()
+        self.model.base_model(**arguments)
         return torch.empty(len(tokens), 0, self.vocab_size, device=tokens.device)
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ class TransformersForward(Forward):
         places = (lengths[:, None, None] + torch.arange(3, device=self.device)).expand(2, 2, 3)
         texts = torch.cat([prefix, nodes[:, :3]], 1)[:, None].repeat(1, 2, 1).scatter_(2, places, nodes[:, paths])
         forgetful = _ForgetfulCache()
-        expected = self._model(input_ids=texts.flatten(0, 1), past_key_values=forgetful, use_cache=True).logits.float()
+        expected = self.model(input_ids=texts.flatten(0, 1), past_key_values=forgetful, use_cache=True).logits.float()
         expected = expected.view(2, 2, 6, -1).gather(2, places[..., None].expand(-1, -1, -1, expected.shape[-1]))
 
         shapes = forgetful.shapes

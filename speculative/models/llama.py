@@ -81,7 +81,7 @@ class LlamaForward(Forward):
             kv_heads=self._kv_heads,
             rows=rows,
             head_dim=self._head_dim,
-            like=self._embed.weight,
+            like=self.embedding.weight,
             rotary=rotary,
         )
 
@@ -101,7 +101,7 @@ class LlamaForward(Forward):
         assert cache.rotary is not None
         cos, sin = cache.rotary[positions][:, :, :, None].unbind(2)  # [B, N, 1, D]
 
-        hidden = self._embed(tokens.flatten())
+        hidden = self.embedding(tokens.flatten())
         for index, layer in enumerate(self._layers):
             normed = layer.norm(hidden)
             query, key, value = (project(normed).view(by_head) for project in (layer.query, layer.key, layer.value))
@@ -131,7 +131,7 @@ class LlamaForward(Forward):
     @torch.inference_mode()
     def _rotary_table(self, positions: int) -> Tensor:
         """Cosine and sine [positions, 2, D] by transformers' own module; the sine has the signs of rotate_half."""
-        cos, sin = self._model.model.rotary_emb(self._embed.weight, torch.arange(positions, device=self.device)[None])
+        cos, sin = self.model.model.rotary_emb(self.embedding.weight, torch.arange(positions, device=self.device)[None])
         half = self._head_dim // 2
         return torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)], 1)
 

@@ -20,7 +20,7 @@ from heavypath.kernels.noise import coins
 #     accepted   it is on the accepted path
 #     rejected   its coin was not below its threshold
 #     skipped    it could not be accepted: the draft could not have drawn it, or its token was rejected before
-#     elder      a sibling that was drawn before it was accepted
+#     elder      a sibling drawn earlier was accepted, so this one was not tried
 #     equal      its token was accepted, but the path goes on below a sibling with the same token
 #     other      the target chose another token, which is the next one on the path, or the next token
 #     parent     the node above it was not accepted

@@ -94,10 +94,10 @@ def chain_acceptance(target_probs: Tensor, draft_probs: Tensor, drawn: Tensor) -
         undrawn = undrawn_probs.sum(1, keepdim=True)  # R_k
         draft_prob = draft_probs.gather(1, token)
         residual = (target_probs.gather(1, token) - multiplier * draft_prob).clamp_min(0)
-        coin = (residual / residual_sum * undrawn / draft_prob).clamp_max(1)
-        coin = torch.where((column >= 0) & (draft_prob > 0) & (residual > 0), coin, 0)
-        accepted.append(reached * coin)
-        reached = reached * (1 - coin)
+        chance = (residual / residual_sum * undrawn / draft_prob).clamp_max(1)  # c_k
+        chance = torch.where((column >= 0) & (draft_prob > 0) & (residual > 0), chance, 0)
+        accepted.append(reached * chance)
+        reached = reached * (1 - chance)
         multiplier = multiplier + torch.where(undrawn > 0, residual_sum / undrawn, 0)
         undrawn_probs = undrawn_probs.scatter(1, token, 0)
     return torch.cat(accepted, dim=1)
