@@ -33,9 +33,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
-from heavypath.kernels.tree_attention import attend
 from heavypath.kernels.prepared_attention import prepared_attention
-from heavypath.kernels.tree_attention import tree_attention
+from heavypath.kernels.tree_attention import attend, tree_attention
 from heavypath.kernels.tree_masks import interval_mask, pack_ancestors
 from heavypath.speculative import TokenTree
 

@@ -13,9 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heavypath.kernels import tree_attention as entry
 from heavypath.kernels import tree_attention_kernel as module
-from heavypath.kernels.tree_masks import attention_bias
 from heavypath.kernels.tree_attention import tree_attention
-from heavypath.kernels.tree_masks import pack_ancestors, unpack_ancestors
+from heavypath.kernels.tree_masks import attention_bias, pack_ancestors, unpack_ancestors
 from heavypath.speculative.trees.tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

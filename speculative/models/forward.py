@@ -24,7 +24,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of query, key, val
 
 @dataclass(frozen=True, eq=False)
 class TreeMask:
-    """What N nodes of each sequence see: the prefix, themselves, and their ancestors in the tree stored after the prefix.
+    """What N nodes of each sequence see: the prefix, themselves, and their ancestors in the tree behind the prefix.
 
     prefix_length: LongTensor[B], or [] where all sequences have the same
     visible_rows:  how many cache rows to look at: enough to hold the longest prefix and its tree
