@@ -32,7 +32,7 @@ class PromptLookup:
 
 
 class NgramCache(RowCache):
-    """A row for each token of a text. With M = max_ngram = 2, in the text a b c, the row of c has key a b and value b c.
+    """A row for each token of a text. With M = max_ngram = 2, in the text a b c, row c has key a b and value b c.
 
     keys:   LongTensor[B, 1, rows, M], the M tokens before the token; -1 where the text had not begun
     values: LongTensor[B, 1, rows, M], the token itself at the end, and the M - 1 tokens before it
