@@ -46,12 +46,12 @@ tests=(tests/test_tree_attention.py tests/test_ordering.py tests/test_huggingfac
 wants tests && OMP_NUM_THREADS=2 step tests 400 "$python" -m pytest -q -W default $workers "${tests[@]}"
 [ "$gpu" = 1 ] && wants tests && OMP_NUM_THREADS=2 step tests-gpu 90 "$python" -m pytest -q -W default $workers -m gpu tests/test_decoder.py
 if wants benchmarks; then
-    step attention 150 "$python" bench/bench_attention.py --json "$out/attention.json" --plot "$out/attention.png"
-    step sampling 100 "$python" bench/bench_sampling.py --json "$out/sampling.json"
-    step verification 100 "$python" bench/bench_verification.py --json "$out/verification.json"
-    step ordering 80 "$python" -m pytest -q -W default -o addopts= bench/bench_ordering.py \
+    step attention 150 "$python" bench/kernel_attention.py --json "$out/attention.json" --plot "$out/attention.png"
+    step sampling 100 "$python" bench/kernel_sampling.py --json "$out/sampling.json"
+    step verification 100 "$python" bench/kernel_verification.py --json "$out/verification.json"
+    step ordering 80 "$python" -m pytest -q -W default -o addopts= bench/kernel_ordering.py \
         --benchmark-max-time=0.1 --benchmark-json "$out/ordering.json"
-    step compaction 60 "$python" -m pytest -q -W default -o addopts= bench/bench_compaction.py \
+    step compaction 60 "$python" -m pytest -q -W default -o addopts= bench/kernel_compaction.py \
         --benchmark-max-time=0.1 --benchmark-json "$out/compaction.json"
 fi
 if wants decoding; then

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
-from bench_attention import captured, measured_roofs
+from kernel_attention import captured, measured_roofs
 from decoding import processor
 from enlarging import LLAMA_7B, LLAMA_68M, Widths, enlarged
 from torch import Tensor

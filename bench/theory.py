@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from bench_attention import random_tree
+from kernel_attention import random_tree
 from decoding import processor
 from rejection import positions
 from rich import box

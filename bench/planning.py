@@ -1,6 +1,6 @@
 """How long static trees take to plan, against the same recurrence as loops in Python.
 
-    OMP_NUM_THREADS=1 python bench/bench_planning.py [--sizes 64 128 256 512 768] [--depth 18] [--plain 256]
+    OMP_NUM_THREADS=1 python bench/planning.py [--sizes 64 128 256 512 768] [--depth 18] [--plain 256]
         [--rounds 5] [--json FILE]
 
 programme            sequoia_tree without a bound on the depth

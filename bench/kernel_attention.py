@@ -1,7 +1,7 @@
 """Tree attention against sdpa with a dense mask, FlexAttention and FlashInfer, and against the hardware's roofs.
 
-    python bench/bench_attention.py [--only verification] [--json FILE] [--plot FILE]
-    python -m pytest bench/bench_attention.py -o addopts=      # the same shapes under pytest-benchmark
+    python bench/kernel_attention.py [--only verification] [--json FILE] [--plot FILE]
+    python -m pytest bench/kernel_attention.py -o addopts=      # the same shapes under pytest-benchmark
 
 verification  N = 64 / 128 / 256 nodes, 2k / 8k / 32k prefix rows, 32/32, 32/8 and 64/8 heads of 128, bfloat16
 order         DySpec's table 5: random trees of N = 256 .. 2,048 nodes, 64 heads of 128, no prefix; nodes as they were

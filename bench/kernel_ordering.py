@@ -1,6 +1,6 @@
 """How long trees take to make, order and measure: on the host, and on a GPU that has drafted them.
 
-    OMP_NUM_THREADS=1 python -m pytest bench/bench_ordering.py -o addopts= --benchmark-columns=median,iqr,rounds
+    OMP_NUM_THREADS=1 python -m pytest bench/kernel_ordering.py -o addopts= --benchmark-columns=median,iqr,rounds
 
 Every round on the host works on a tree that has computed nothing yet. The bar is 0.2 ms for 1,024 nodes on one core.
 On a GPU the table times a launch and the wait for it; extra_info in --benchmark-json has the kernel's own time, the

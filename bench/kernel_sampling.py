@@ -1,6 +1,6 @@
 """Gumbel-top-k against the same draw in plain PyTorch, and against the hardware's roofs.
 
-    python bench/bench_sampling.py [--only plain] [--instructions 26] [--json FILE] [--plot FILE]
+    python bench/kernel_sampling.py [--only plain] [--instructions 26] [--json FILE] [--plot FILE]
 
 plain     1 / 16 / 64 rows of 32,000 / 128,256 / 151,936 bfloat16 logits, k = 1 / 4 / 16 / 32, temperature 0.6
 float32   some of those in float32
@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from bench_attention import DEVICE, captured, draw_plot, measured_roofs
+from kernel_attention import DEVICE, captured, draw_plot, measured_roofs
 from decoding import processor
 from rich.console import Console
 from rich.table import Table

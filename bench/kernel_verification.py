@@ -1,6 +1,6 @@
 """verify_tree against a straightforward loop in PyTorch, and against the time that reading the logits takes.
 
-    python bench/bench_verification.py [--only race] [--json FILE] [--plot FILE]
+    python bench/kernel_verification.py [--only race] [--json FILE] [--plot FILE]
 
 16 / 64 / 256 / 768 nodes x 32,000 / 128,256 tokens, every method, temperature 0.6, no filters, batch 1; bfloat16 logits
 on a GPU, float32 on a CPU, where what would take more than half a GiB is left out. The root has 8 children and every
@@ -26,8 +26,8 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import torch
-from bench_attention import DEVICE, captured
-from bench_sampling import against, alternated, environment, gpu_milliseconds, parser, tabulated
+from kernel_attention import DEVICE, captured
+from kernel_sampling import against, alternated, environment, gpu_milliseconds, parser, tabulated
 from rich.table import Table
 from torch import Tensor
 

@@ -1,6 +1,6 @@
 """How long it takes to move the accepted rows of a cache of 32 layers together.
 
-    OMP_NUM_THREADS=1 python -m pytest bench/bench_compaction.py -o addopts= --benchmark-columns=median,iqr,rounds
+    OMP_NUM_THREADS=1 python -m pytest bench/kernel_compaction.py -o addopts= --benchmark-columns=median,iqr,rounds
 
 bf16, heads of 128, paths of up to 16; `accepted` nodes of a tree of 64 move, and none is in place. On a GPU the table
 times an eager launch and the wait for it. extra_info in --benchmark-json has the time on the device, the median of
