@@ -1,56 +1,51 @@
-"""Gumbel-top-k against the same draw in plain PyTorch, and against the hardware's roofs.
+"""gumbel_topk against the same draw in plain PyTorch, and against the hardware's roofs.
 
     python bench/kernel_sampling.py [--only plain] [--instructions 26] [--json FILE] [--plot FILE]
 
 plain     1 / 16 / 64 rows of 32,000 / 128,256 / 151,936 bfloat16 logits, k = 1 / 4 / 16 / 32, temperature 0.6
-float32   some of those in float32
-filtered  top_k 50 and top_p 0.9 besides, 128,256 tokens, k = 4 / 16
+float32   some of these shapes in float32
+filtered  with top_k 50 and top_p 0.9, too: 128,256 tokens, k = 4 / 16
 
-Without a GPU 1 and 16 rows, 32,000 and 128,256 tokens and k = 4 and 32 (float32 and filtered: 128,256 tokens, k = 4)
-are timed, and heavypath is its PyTorch reference, whose noise is keyed by counters, its keys float32 and its
-log-probabilities float64. The peers do a draw without replacement from the same logits, in float32:
+Without a GPU, 1 and 16 rows of 32,000 and 128,256 tokens with k = 4 and 32 are timed (float32 and filtered: 128,256
+tokens, k = 4), and heavypath is its PyTorch reference, whose noise comes from counters, with float32 keys and float64
+log-probabilities. The peers draw without replacement from the same logits, in float32:
 
 softmax, noise, topk   probabilities / fresh exponential noise, then topk: as Sequoia's code, which keeps its noise
 softmax, noise, sort   the same with a full sort
 multinomial            torch.multinomial of the softmax, without replacement
-topk alone             of the bare logits, without noise or filters: less work, to see what the selection costs
+topk alone             topk of the bare logits, without noise or filters: less work, to see what the selection costs
 
-For the filtered table the peers go through transformers' own warpers. Logits are normal with a standard deviation of 3.
+In the filtered table the peers use transformers' own warpers. Logits are normal with a standard deviation of 3.
 
 On a GPU each time is the median of triton.testing.do_bench, which empties the L2 cache before every run, of a CUDA
-graph; multinomial, which waits for the host, and heavypath's reference are called from Python, as "eager" is heavypath.
-On a CPU it is the median of alternating runs, and ratios are medians of ratios within a round. Bytes are what the
-problem needs at least: logits and outputs once. The roof is the later of bytes over the copy bandwidth measured in the
-same run and, on a GPU and without filters, the instructions of an element (read off the compiled kernel for 16-bit
-logits, --instructions) over what all lanes issue at the highest clock: noise costs more than reading.
+graph; multinomial, which waits for the host, and the reference of heavypath are called from Python, as is "eager",
+which is heavypath. On a CPU it is the median of alternating runs, and a ratio is the median of the ratios within a
+round. Bytes are the least that the problem needs: logits and outputs once. The roof is the later of two times: the
+bytes at the speed of a large copy, measured in the same run, and, on a GPU and without filters, the instructions of
+all elements (--instructions for each, read off the compiled kernel for 16-bit logits) at the rate at which all lanes
+issue them at the highest clock: noise costs more than reading.
 """
 
-import argparse
-import json
-import platform
-import time
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from statistics import median
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
-from kernel_attention import DEVICE, captured, draw_plot, measured_roofs
-from decoding import processor
-from rich.console import Console
+from common import DEVICE, PICTURE, argument_parser, environment
 from rich.table import Table
+from timing import alternated, compared, copy_bandwidth, gpu_milliseconds, in_graphs, measure_cases
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from heavypath.kernels.sampling import gumbel_topk
 
 TEMPERATURE, TOP_K, TOP_P = 0.6, 50, 0.9
-EAGER = ("its reference", "multinomial")  # on a GPU too: multinomial waits for the host
+EAGER = ("its reference", "multinomial")  # never captured in a graph: multinomial waits for the host
 LANES = 128  # instructions that a multiprocessor issues a cycle, one for each lane
 
 
 class Case(NamedTuple):
+    """A shape of logits, and how many tokens are drawn from each row."""
+
     table: str
     rows: int
     vocabulary: int
@@ -73,7 +68,7 @@ CASES = [
 
 
 def contenders(case: Case) -> dict[str, Callable[[], object]]:
-    """The ways to solve a case."""
+    """The ways to solve a case, by name."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     logits = (3 * torch.randn(case.rows, case.vocabulary, generator=generator, device=DEVICE)).to(case.dtype)
     rows = torch.arange(case.rows, device=DEVICE)
@@ -102,40 +97,6 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
     }
 
 
-def gpu_milliseconds(run: Callable[[], object]) -> float:
-    return triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median")
-
-
-def alternated(runs: dict[str, Callable[[], object]], seconds: float, least: int = 5) -> dict[str, list[float]]:
-    """Milliseconds of each in every round on a CPU; who goes first changes."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < seconds or len(times["heavypath"]) < least:
-        for name in list(runs)[:: 1 if len(times["heavypath"]) % 2 else -1]:
-            start = time.perf_counter()
-            runs[name]()
-            times[name].append((time.perf_counter() - start) * 1e3)
-    return times
-
-
-def against(times: dict[str, list[float]]) -> dict[str, dict]:
-    """Medians of the times, and how often heavypath's fits in each of the others': median and quartiles."""
-    ours = torch.tensor(times["heavypath"])
-    quarters = torch.tensor([0.25, 0.5, 0.75])
-    ratios = {
-        name: (torch.tensor(values) / ours).quantile(quarters).tolist()
-        for name, values in times.items()
-        if name != "heavypath"
-    }
-    return {
-        "milliseconds": {name: median(values) for name, values in times.items()},
-        "ratio": {name: middle for name, (_, middle, _) in ratios.items()},
-        "ratio_quartiles": {name: (low, high) for name, (low, _, high) in ratios.items()},
-    }
-
-
 def instructions_a_second() -> float | None:
     if DEVICE == "cpu":
         return None
@@ -156,17 +117,10 @@ def measured(case: Case, facts: dict) -> dict:
     with torch.inference_mode():
         if DEVICE == "cuda":
             row["eager_milliseconds"] = gpu_milliseconds(runs["heavypath"])
-            times, row["failed"] = {}, {}
-            for name, run in runs.items():
-                try:
-                    times[name] = [gpu_milliseconds(run if name in EAGER else captured(run))]
-                except Exception as error:  # a peer that cannot do a shape leaves the others their figures
-                    if name == "heavypath":
-                        raise
-                    row["failed"][name] = f"{type(error).__name__}: {error}"[:300]
-            row |= against(times)
+            times, row["failed"] = in_graphs({name: lambda run=run: run for name, run in runs.items()}, eager=EAGER)
+            row |= compared(times)
         else:
-            row |= against(alternated(runs, seconds=2))
+            row |= compared(alternated(runs, seconds=2))
     for roof in ("bandwidth", "roof"):
         row[f"fraction_of_{roof}"] = row[f"{roof}_milliseconds"] / row["milliseconds"]["heavypath"]
     return row
@@ -188,55 +142,19 @@ def as_table(rows: list[dict]) -> Table:
     return table
 
 
-def parser(description: str | None, tables: Iterable[str]) -> ArgumentParser:
-    options = ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--only", choices=tuple(tables))
-    options.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options.add_argument("--json", type=Path)
-    options.add_argument("--plot", type=Path, help="needs matplotlib")
-    return options
-
-
-def environment(threads: int) -> dict:
-    """Where and with what; the roof by copying is measured here."""
-    torch.set_num_threads(threads)
-    return {
-        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else processor(),
-        "threads": threads,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "bytes_a_second": measured_roofs(torch.bfloat16)[0],
-    }
-
-
-def tabulated(
-    cases: Iterable[NamedTuple], measure: Callable[..., dict], table: Callable, facts: dict, arguments: Namespace
-) -> list[dict]:
-    """Measures, prints, writes and plots the cases of --only."""
-    console, rows = Console(highlight=False, width=180), []
-    with console.status("") as status:
-        for case in cases:
-            if arguments.only not in (None, case.table):
-                continue
-            status.update(str(case))
-            rows.append(measure(case, facts))
-            if arguments.json is not None:  # after every case: nothing is lost if it is stopped
-                arguments.json.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
-    console.print(table(rows))
-    if arguments.plot is not None:
-        draw_plot(rows, arguments.plot)
-    return rows
-
-
 def main() -> None:
-    options = parser(__doc__, dict.fromkeys(case.table for case in CASES))
-    options.add_argument("--instructions", type=float, default=26, help="of a 16-bit logit, without filters")
-    arguments = options.parse_args()
-    facts = environment(arguments.threads)
-    facts |= {"instructions": arguments.instructions, "instructions_a_second": instructions_a_second()}
+    parser = argument_parser(__doc__, plot=PICTURE)
+    parser.add_argument("--only", choices=tuple(dict.fromkeys(case.table for case in CASES)), help="one of the tables")
+    parser.add_argument("--instructions", type=float, default=26, help="for each 16-bit logit, without filters")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    facts = environment() | {
+        "bytes_a_second": copy_bandwidth(),
+        "instructions": arguments.instructions,
+        "instructions_a_second": instructions_a_second(),
+    }
     cases = [case for case in CASES if DEVICE == "cuda" or case.fits_a_cpu()]
-    tabulated(cases, measured, as_table, facts, arguments)
+    measure_cases(cases, measured, as_table, facts, arguments)
 
 
 if __name__ == "__main__":
