@@ -47,7 +47,7 @@ report: setup
 	$(BIN)/python bench/compile_report.py
 
 clean:
-	rm -rf .venv .venv-* .editable build dist *.egg-info .pytest_cache .ruff_cache .benchmarks
+	rm -rf .venv .venv-* .editable build dist *.egg-info .pytest_cache .ruff_cache
 	find kernels speculative tests bench -name __pycache__ -prune -exec rm -rf {} +
 
 setup: $(INSTALLED)

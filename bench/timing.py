@@ -4,7 +4,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,22 @@ def alternated(runs: dict[str, Run], seconds: float, least: int = 5) -> dict[str
             times[name].append((time.perf_counter() - start) * 1e3)
         rounds += 1
     return times
+
+
+def microseconds(run: Callable[..., object], prepare: Callable[[], tuple] = tuple, seconds: float = 0.1) -> dict:
+    """The time of a run on the host, round by round: median, quartiles and the number of rounds.
+
+    prepare: makes the arguments of the run in each round, and is not timed.
+    """
+    times: list[float] = []
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds or len(times) < 20:
+        arguments = prepare()
+        start = time.perf_counter()
+        run(*arguments)
+        times.append((time.perf_counter() - start) * 1e6)
+    low, middle, high = quantiles(times[len(times) // 10 :], n=4)  # the first tenth warms up
+    return {"microseconds": middle, "quartiles": (low, high), "rounds": len(times)}
 
 
 def compared(times: dict[str, list[float]]) -> dict[str, dict]:
