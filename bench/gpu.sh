@@ -48,13 +48,15 @@ workers=$("$python" -c 'import importlib.util as u; print("-n8" if u.find_spec("
 tests=(tests/test_tree_attention.py tests/test_ordering.py tests/test_huggingface.py
     tests/test_sampling.py tests/test_verification_kernel.py tests/test_cache_compaction.py tests/test_commit.py)
 wants tests && OMP_NUM_THREADS=2 step tests 400 "$python" -m pytest -q -W default $workers "${tests[@]}"
-[ "$gpu" = 1 ] && wants tests && OMP_NUM_THREADS=2 step tests-gpu 90 "$python" -m pytest -q -W default $workers -m gpu tests/test_decoder.py
+[ "$gpu" = 1 ] && wants tests && OMP_NUM_THREADS=2 step tests-gpu 130 "$python" -m pytest -q -W default $workers -m gpu \
+    tests/test_decoder.py tests/test_step.py
 if wants benchmarks; then
     step kernel_attention 150 "$python" bench/kernel_attention.py \
         --json "$out/kernel_attention.json" --plot "$out/kernel_attention.png"
-    for name in sampling verification ordering compaction; do
-        step "kernel_$name" 100 "$python" "bench/kernel_$name.py" --json "$out/kernel_$name.json"
-    done
+    step kernel_sampling 100 "$python" bench/kernel_sampling.py --json "$out/kernel_sampling.json"
+    step kernel_verification 100 "$python" bench/kernel_verification.py --json "$out/kernel_verification.json"
+    step kernel_ordering 80 "$python" bench/kernel_ordering.py --json "$out/kernel_ordering.json"
+    step kernel_compaction 60 "$python" bench/kernel_compaction.py --json "$out/kernel_compaction.json"
 fi
 if wants decoding; then
     step calibrate 180 "$python" -m heavypath.speculative calibrate --out "$out/profile.json"
@@ -69,7 +71,7 @@ echo
 echo "=== summary"
 head -1 "$out/environment.log"
 for log in tests tests-gpu; do [ -f "$out/$log.log" ] && echo "$log: $(tail -1 "$out/$log.log")"; done
-grep -h "^FAILED\|^ERROR" "$out"/tests*.log | cut -c1-140 | head -8
+grep -hs "^FAILED\|^ERROR" "$out"/tests*.log | cut -c1-140 | head -8
 for log in kernel_attention kernel_sampling kernel_verification plan decoding large; do
     [ -f "$out/$log.log" ] && grep -v "^demo\|^\[" "$out/$log.log" | cut -c1-140 | head -30
 done
