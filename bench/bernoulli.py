@@ -1,22 +1,20 @@
-"""Two children on a vocabulary of two: RSD's figure 1, which shows what drawing without replacement is worth.
+"""Two children in a vocabulary of two tokens: RSD's figure 1, which shows what drawing without replacement is worth.
 
     python bench/bernoulli.py [--grid 99] [--json FILE] [--plot FILE]
 
-The target says token 1 with probability p and the draft with probability q, both on a grid inside (0, 1). Two children
-drawn without replacement are the whole vocabulary, so a verifier that wastes nothing accepts one of them always. Each
-figure is the probability that a child is accepted, exact: every order of draws is enumerated and given to the
-package's own chain_acceptance. Independent children go by the formulas of rejection.py; "most for i.i.d." is the bound
-of optimal transport (OTM) on them, and no method.
+The target gives token 1 the probability p and the draft gives it q, both on a grid inside (0, 1). Two children drawn
+without replacement are the whole vocabulary, so a verifier that wastes nothing always accepts one of them. Each figure
+is the exact probability that a child is accepted: every order of draws is enumerated and given to the package's own
+chain_acceptance. Independent children go by the formulas of rejection.py; "most for i.i.d." is no method but the bound
+that optimal transport (OTM) sets them.
 """
 
-import argparse
-import json
-import platform
 from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
 
 import torch
+from common import PICTURE, argument_parser, environment, write_results
 from rejection import kseq_multiplier, least_rejection, rounds_rejection, uncovered
 from rich import box
 from rich.console import Console
@@ -36,7 +34,7 @@ PAIRS = [(0.5, 0.5), (0.6, 0.5), (0.8, 0.5), (0.95, 0.5), (0.5, 0.2), (0.5, 0.05
 
 
 def acceptance(target: Tensor, draft: Tensor) -> dict[str, Tensor]:
-    """Acceptance by method for targets (1 - p, p) and drafts (1 - q, q), inside (0, 1): fp64, shaped as p and q [R]."""
+    """The acceptance of each method, fp64 [R], for targets (1 - p, p) and drafts (1 - q, q); p and q [R] in (0, 1)."""
     target_probs, draft_probs = (torch.stack([1 - each, each], dim=-1).double() for each in (target, draft))
     gamma = kseq_multiplier(target_probs, draft_probs, 2)
     return {
@@ -61,7 +59,7 @@ def enumerated(target_probs: Tensor, draft_probs: Tensor, children: int) -> Tens
 
 
 def as_table(pairs: dict[str, Tensor], grid: dict[str, Tensor]) -> Table:
-    """Some pairs by name, then the grid's mean and least."""
+    """A row for each of PAIRS, then the mean and the least over the grid."""
     table = Table("target p", "draft q", box=box.SIMPLE_HEAD)
     for name in grid:
         table.add_column(name.replace(" ", "\n", 1), justify="right")
@@ -100,31 +98,29 @@ def draw_plot(grid: dict[str, Tensor], points: Tensor, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, threads=False, plot=PICTURE)
     parser.add_argument("--grid", type=int, default=99, help="values of p, and of q: 1 / (grid + 1) and its multiples")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="a .png or .svg; needs matplotlib")
     arguments = parser.parse_args(argv)
     if arguments.grid < 2:
         parser.error(f"--grid must be at least 2, got {arguments.grid}")
 
     points = torch.arange(1, arguments.grid + 1, dtype=torch.float64) / (arguments.grid + 1)
-    grid = acceptance(*torch.cartesian_prod(points, points).T)
-    pairs = acceptance(*torch.tensor(PAIRS, dtype=torch.float64).T)
+    targets, drafts = torch.cartesian_prod(points, points).T
+    grid = acceptance(targets, drafts)
+    targets, drafts = torch.tensor(PAIRS, dtype=torch.float64).T
+    pairs = acceptance(targets, drafts)
     Console(highlight=False).print(as_table(pairs, grid))
-    if arguments.json is not None:
-        written = {
-            "environment": {"torch": torch.__version__, "python": platform.python_version()},
-            "points": arguments.grid**2,
-            "mean": {name: round(float(rate.mean()), 6) for name, rate in grid.items()},
-            "least": {name: round(float(rate.min()), 6) for name, rate in grid.items()},
-            "pairs": [
-                {"target": target, "draft": draft}
-                | {name: round(float(rate[index]), 6) for name, rate in pairs.items()}
-                for index, (target, draft) in enumerate(PAIRS)
-            ],
-        }
-        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+    write_results(
+        arguments.json,
+        environment("cpu"),
+        points=arguments.grid**2,
+        mean={name: round(float(rate.mean()), 6) for name, rate in grid.items()},
+        least={name: round(float(rate.min()), 6) for name, rate in grid.items()},
+        pairs=[
+            {"target": target, "draft": draft} | {name: round(float(rate[index]), 6) for name, rate in pairs.items()}
+            for index, (target, draft) in enumerate(PAIRS)
+        ],
+    )
     if arguments.plot is not None:
         draw_plot(grid, points, arguments.plot)
 

@@ -1,44 +1,31 @@
-"""Tokens per second of every method against transformers' generate and assisted generation, on the demo pair.
+"""Tokens per second of every method against transformers' generate and assisted generation, with the shipped pair.
 
-    python bench/decoding.py [--prompts 24] [--max-new-tokens 128] [--threads 1] [--out bench/results/decoding-cpu.json]
+    python bench/decoding.py [--prompts 24] [--max-new-tokens 128] [--threads 2] [--json FILE]
 
-One paired run: on each prompt all methods decode one after the other, and a ratio is taken within a prompt. What is
-printed and written is the median of the ratios and their range, at temperature 0 and 0.6.
+One paired run: all methods decode each prompt, one after the other, and a ratio is taken within a prompt. What is
+printed and written is the median of these ratios and their range, at temperature 0 and 0.6.
 """
 
-import argparse
-import json
-import platform
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
-import transformers
+from common import argument_parser, environment, quiet_demo_pair, token_ids, write_results
 from rich.console import Console
 
-from heavypath.speculative import load_demo_pair
 from heavypath.speculative.comparison import as_table, compare
 from heavypath.speculative.demo import demo_prompts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, device=True)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--tree-size", type=int, default=None)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tree-size", type=int, help="nodes of the trees (default: what the decoder takes here)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
-    target, draft, tokenizer = load_demo_pair(device=arguments.device)
-    prompts = [
-        tokenizer(text, return_tensors="pt").input_ids.to(arguments.device)
-        for text in demo_prompts()[: arguments.prompts]
-    ]
+    target, draft, tokenizer = quiet_demo_pair(arguments.device)
+    prompts = token_ids(tokenizer, demo_prompts()[: arguments.prompts], arguments.device)
     console = Console(highlight=False)
     options = {} if arguments.tree_size is None else {"tree_size": arguments.tree_size}
     results = {}
@@ -56,25 +43,8 @@ def main() -> None:
         console.print(f"temperature {temperature}")
         console.print(as_table(rows))
         results[str(temperature)] = [asdict(row) for row in rows]
-    if arguments.out is not None:
-        facts = {
-            "device": torch.cuda.get_device_name() if arguments.device == "cuda" else processor(),
-            "threads": arguments.threads,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "prompts": len(prompts),
-            "max_new_tokens": arguments.max_new_tokens,
-        }
-        arguments.out.write_text(json.dumps({"environment": facts, "temperature": results}, indent=1) + "\n")
-
-
-def processor() -> str:
-    """The CPU's name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    facts = environment(arguments.device) | {"prompts": len(prompts), "max_new_tokens": arguments.max_new_tokens}
+    write_results(arguments.json, facts, temperature=results)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,25 @@
-"""attn_implementation="heavypath" against sdpa: transformers' own calls on the demo pair's target, in turns.
+"""attn_implementation="heavypath" against sdpa: transformers' own calls on the target of the shipped pair, by turns.
 
-    python bench/dropin.py [--rounds 25] [--threads 1 2] [--device cpu] [--out bench/results/dropin-cpu.json]
+    python bench/dropin.py [--rounds 25] [--threads 1 2] [--device cpu] [--json bench/results/dropin-cpu.json]
 
 Decoding is generate of 64 tokens, for one prompt or a left-padded batch of four. In each round both do the same work,
-whoever was second before goes first, and a ratio is taken within the round: above 1, heavypath is slower. What is
-printed and written are medians, and the quartiles of the ratio. On a machine that others use too, set
-OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait would be most of what is timed.
+the one that was second before goes first, and a ratio is taken within the round: above 1, heavypath is slower. What is
+printed and written are medians, and the quartiles of the ratio. On a machine that others use, too, set
+OMP_WAIT_POLICY=PASSIVE: otherwise most of what is timed is threads that spin while they wait.
 """
 
-import argparse
-import json
 import os
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median, quantiles
 
 import torch
-import transformers
-from decoding import processor
+from common import argument_parser, environment, quiet_demo_pair, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from heavypath.speculative import load_demo_pair
 from heavypath.speculative.demo import demo_prompts
 
 IMPLEMENTATIONS = ("sdpa", "heavypath")
@@ -33,16 +27,12 @@ NEW_TOKENS = 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, threads=False, device=True)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()], help="one run for each")
     arguments = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
-    target, _, tokenizer = load_demo_pair(device=arguments.device)
+    target, _, tokenizer = quiet_demo_pair(arguments.device)
     work = tasks(target, tokenizer)
     table = Table("threads", "work", "sdpa, ms", "heavypath, ms", "ratio", "its quartiles")
     results = []
@@ -56,22 +46,18 @@ def main() -> None:
             figures = [f"{figure:.1f}" for figure in milliseconds.values()]
             table.add_row(str(threads), name, *figures, f"{ratio:.3f}", f"{low:.3f} - {high:.3f}")
     Console(highlight=False).print(table)
-    if arguments.out is not None:
-        facts = {
-            "device": torch.cuda.get_device_name() if arguments.device == "cuda" else processor(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "dtype": str(target.dtype),
-            "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-            "rounds": arguments.rounds,
-            "new_tokens": NEW_TOKENS,
-        }
-        arguments.out.write_text(json.dumps({"environment": facts, "milliseconds": results}, indent=1) + "\n")
+    facts = environment(arguments.device) | {
+        "threads": arguments.threads,
+        "dtype": str(target.dtype),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "rounds": arguments.rounds,
+        "new_tokens": NEW_TOKENS,
+    }
+    write_results(arguments.json, facts, milliseconds=results)
 
 
-def tasks(model: PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, Callable[[], Tensor]]:
-    """What is timed, by name."""
+def tasks(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Callable[[], Tensor]]:
+    """The calls that are timed, by name."""
     one = tokenizer(demo_prompts()[0], return_tensors="pt").to(model.device)
     four = tokenizer(demo_prompts()[:4], return_tensors="pt", padding=True, padding_side="left").to(model.device)
     long = torch.arange(512, device=model.device)[None] + 100
@@ -85,7 +71,7 @@ def tasks(model: PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBas
 
 @torch.inference_mode()
 def in_turns(model: PreTrainedModel, task: Callable[[], Tensor], index: int) -> dict[str, float]:
-    """Seconds of each implementation; both must give the same."""
+    """Seconds of each implementation. Both must give the same output."""
     seconds, outputs = {}, []
     for name in IMPLEMENTATIONS if index % 2 else reversed(IMPLEMENTATIONS):
         model.set_attn_implementation(name)

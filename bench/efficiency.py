@@ -1,26 +1,24 @@
 """Tokens per target forward of every method with an equal budget of nodes, and what planning expected of it.
 
-For T = 0, 0.6 and 1.0 and trees of 32 and 64 nodes: the pair's acceptance [depth, child] is measured along text the
-target writes (`heavypath calibrate` does the same), trees are planned by it, and the prompts of the demo are continued
-in one batch, by the decoder itself; with three of SpecInfer's and SpecTr's sequences, and as many as promise most.
-"expected" is expected_tokens(tree, acceptance) for trees planned in advance; the first token of each text comes from
-the prompt and counts for neither.
+    python bench/efficiency.py [--sizes 32 64] [--json bench/results/efficiency-cpu.json]
 
-    python bench/efficiency.py --json bench/results/efficiency-cpu.json
+For T = 0, 0.6 and 1 and trees of 32 and 64 nodes: the pair's acceptance [depth, child] is measured along text that the
+target writes (as `heavypath calibrate` does), trees are planned by it, and the decoder itself continues the prompts of
+the demo in one batch. SpecInfer and SpecTr get three sequences, and as many as promise most. "expected" is
+expected_tokens(tree, acceptance), for trees that are planned in advance. The first token of each text comes from the
+prompt's forward pass and is not counted.
 """
 
 import argparse
-import json
-from pathlib import Path
+from collections.abc import Callable
 
-import torch
-import transformers
+from common import argument_parser, environment, quiet_demo_pair, write_results
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens, load_demo_pair, sequoia_tree
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens, sequoia_tree
 from heavypath.speculative.calibration import DEPTH, Extent, measure_way, ways_to_draft
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.demo import demo_prompts
@@ -34,7 +32,7 @@ DYNAMIC = [name for name, method in METHODS.items() if isinstance(method.tree_of
 def shapes(
     method: str, size: int, measured: dict[int | None, MeasuredAcceptance]
 ) -> list[tuple[str, dict, int | None]]:
-    """Names of rows, the decoder's options, and by how many sequences' acceptance the tree is planned."""
+    """Rows of a method: name, options of the decoder, and how many sequences the measured acceptance is that of."""
     if None not in measured:
         counts = [count for count in measured if count is not None and count < size]
         lengths = {count: min(DEPTH, (size - 1) // count) for count in counts}
@@ -53,9 +51,9 @@ def shapes(
     return [(method, {"tree": tree}, None)]
 
 
-def measure(arguments: argparse.Namespace, report) -> list[dict]:
+def measure(arguments: argparse.Namespace, report: Callable[[str], object]) -> list[dict]:
     """A row for each temperature, size, method and shape."""
-    target, draft, tokenizer = load_demo_pair()
+    target, draft, tokenizer = quiet_demo_pair()
     forward = LlamaForward(target, "target")
     source = as_draft(draft, forward, target)
     texts = demo_prompts()[: arguments.prompts]
@@ -124,25 +122,20 @@ def tables(rows: list[dict]) -> list[Table]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, threads=False)
     parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 64])
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens of each prompt")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 64], help="nodes of the trees")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     console = Console(highlight=False)
     with Console(stderr=True).status("") as status:
         rows = measure(arguments, status.update)
     for table in tables(rows):
         console.print(table)
     console.print(f"{arguments.prompts} prompts x {arguments.tokens} tokens, demo pair, fp32 on a CPU")
-    if arguments.json:
-        settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-        content = {"torch": torch.__version__, "settings": settings, "rows": rows}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    settings = {name: getattr(arguments, name) for name in ("prompts", "tokens", "sizes", "temperatures")}
+    write_results(arguments.json, environment("cpu") | settings, rows=rows)
 
 
 if __name__ == "__main__":

@@ -38,9 +38,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
-from bench_attention import captured, measured_roofs
-from decoding import processor
+from common import processor
 from enlarging import LLAMA_7B, LLAMA_68M, Widths, enlarged
+from timing import captured, copy_bandwidth
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
@@ -179,7 +179,7 @@ class Bench:
         self.weight_bytes = [sum(w.nbytes for w in model.parameters()) for model in (self.target, self.draft)]
         self.bytes_read = self.weight_bytes[0] - self.target.model.embed_tokens.weight.nbytes
         self.say("measuring the bandwidth")
-        self.bandwidth = arguments.bandwidth or measured_roofs(self.dtype)[0]
+        self.bandwidth = arguments.bandwidth or copy_bandwidth()
         self.read_seconds = self.bytes_read / self.bandwidth
 
     def say(self, what: object) -> None:

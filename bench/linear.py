@@ -2,22 +2,20 @@
 
     python bench/linear.py [--threads 1] [--json bench/results/linear-cpu.json]
 
-linear   torch.nn.functional.linear, which asks MKL: rows @ weight.T
-columns  the same product asked for as weight @ rows.T; one row as two
-oneDNN   the operator that torch.compile takes for linear layers
+linear   torch.nn.functional.linear, which calls MKL: rows @ weight.T
+columns  the same product as weight @ rows.T, with a single row doubled
+oneDNN   the operator that torch.compile uses for linear layers
 
-A weight is one of as many as fill 120 MB, so that it comes from memory. Times are medians of rounds in which all ways
-take turns, in microseconds for one weight; ratios are linear's time over the others'.
+Each product uses another weight, and all of them together fill 120 MB, so that weights come from memory. Times are
+medians of rounds in which all ways take turns, in microseconds for one weight; ratios are the time of linear over that
+of the others.
 """
 
-import argparse
-import json
 import time
-from pathlib import Path
 from statistics import median
 
 import torch
-from decoding import processor
+from common import argument_parser, environment, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -42,7 +40,7 @@ WAYS = {"linear": linear, "columns": columns, "oneDNN": one_dnn}
 
 @torch.inference_mode()
 def timed(shape: tuple[int, int], count: int) -> dict[str, float]:
-    """Microseconds of each way."""
+    """Microseconds that each way takes for one weight of this shape and so many rows."""
     weights = [torch.randn(shape) for _ in range(max(1, 120_000_000 // (4 * shape[0] * shape[1])))]
     rows = torch.randn(count, shape[1])
     seconds = {name: [] for name in WAYS}
@@ -56,10 +54,7 @@ def timed(shape: tuple[int, int], count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = argument_parser(__doc__).parse_args()
     torch.set_num_threads(arguments.threads)
     table = Table("weight", "rows", "linear, us", "columns", "oneDNN")
     figures = []
@@ -73,9 +68,7 @@ def main() -> None:
                 f"{ratios['columns']:.2f}", f"{ratios['oneDNN']:.2f}",
             )  # fmt: skip
     Console().print(table)
-    if arguments.json is not None:
-        facts = {"device": processor(), "threads": arguments.threads, "torch": torch.__version__}
-        arguments.json.write_text(json.dumps({"environment": facts, "rows": figures}, indent=1) + "\n")
+    write_results(arguments.json, environment("cpu"), rows=figures)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,24 @@
 """Is the tree that a profile chooses the fastest? End to end, against trees of every size of a sweep, in one run.
 
-The pair is calibrated here and now. Then every prompt is decoded with the profile's tree and with the best tree of each
-size from 2 to 32 (of every depth, at the depth expected to be fastest), in turn; ratios are taken prompt by prompt.
+    python bench/profile_sweep.py [--tokens 96] [--threads 2] [--json bench/results/profile_sweep-cpu.json]
 
-    python bench/profile_sweep.py --json bench/results/profile-sweep-cpu.json
+The pair is calibrated first. Then every prompt is decoded with the profile's tree and with the best tree of each size
+from 2 to 32 (of every depth, at the depth that is expected to be fastest), by turns; ratios are taken prompt by prompt.
 """
 
 import argparse
-import json
 import time
-from pathlib import Path
+from collections.abc import Callable
 from statistics import median
 
 import torch
-import transformers
+from common import argument_parser, environment, quiet_demo_pair, token_ids, write_results
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import Profile, SpeculativeDecoder, load_demo_pair, select_tree
+from heavypath.speculative import Profile, SpeculativeDecoder, select_tree
 from heavypath.speculative.calibration import calibrate
 from heavypath.speculative.demo import demo_prompts
 
@@ -34,16 +33,18 @@ def tree_of(profile: Profile, size: int, filters: Filters):
     )
 
 
-def sweep(arguments: argparse.Namespace, temperature: float, profile: Profile, report) -> list[dict]:
+def sweep(
+    arguments: argparse.Namespace, temperature: float, profile: Profile, report: Callable[[str], object]
+) -> list[dict]:
     """A row for the profile's tree, then one for each size."""
-    target, draft, tokenizer = load_demo_pair()
+    target, draft, tokenizer = quiet_demo_pair()
     filters = Filters(temperature)
     plans = {"profile": profile.plan("sequoia", filters).plan} | {
         size: tree_of(profile, size, filters) for size in SIZES
     }
     decoders = {name: SpeculativeDecoder(target, draft, "sequoia", tree=plan.tree) for name, plan in plans.items()}
     decoders["profile"] = SpeculativeDecoder(target, draft, "sequoia", profile=profile)
-    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in demo_prompts()[: arguments.prompts]]
+    prompts = token_ids(tokenizer, demo_prompts()[: arguments.prompts])
     seconds: dict = {name: [] for name in decoders}
     for number, prompt in enumerate([prompts[0], *prompts]):
         names = list(decoders)
@@ -69,18 +70,14 @@ def sweep(arguments: argparse.Namespace, temperature: float, profile: Profile, r
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens of each prompt")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     console, rows = Console(highlight=False), []
-    target, draft, _ = load_demo_pair()
+    target, draft, _ = quiet_demo_pair()
     with Console(stderr=True).status("") as status:
         begin = time.perf_counter()
         profile = calibrate(target, draft, temperatures=arguments.temperatures, on_progress=status.update)
@@ -100,10 +97,8 @@ def main() -> None:
                     f"{row['all_tokens_per_second']:.0f}", f"{row['profile_faster_by']:.3f}", f"{low:.2f} - {high:.2f}",
                 )  # fmt: skip
         console.print(table)
-    if arguments.json:
-        settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-        content = {"torch": torch.__version__, "settings": settings, "calibration_seconds": calibrated, "rows": rows}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    facts = environment("cpu") | {name: getattr(arguments, name) for name in ("prompts", "tokens", "temperatures")}
+    write_results(arguments.json, facts, calibration_seconds=calibrated, rows=rows)
 
 
 if __name__ == "__main__":

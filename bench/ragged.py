@@ -1,6 +1,6 @@
 """What finished sequences of a batch cost: slots that close up against slots that are carried along.
 
-    python bench/ragged.py [--batch 8] [--rounds 7] [--threads 1] [--out bench/results/ragged-cpu.json]
+    python bench/ragged.py [--batch 8] [--rounds 7] [--threads 1] [--json bench/results/ragged-cpu.json]
 
 The sequences of a batch end after 16, 32, 48, ... tokens. It is decoded in turn as it is, and with the closing up
 switched off, so that a step computes all of them until the longest has ended. Medians of the rounds' pairs.
@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from decoding import processor
+from common import processor
 
 from heavypath.speculative import SpeculativeDecoder, load_demo_pair
 from heavypath.speculative.decoding import loop
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     target, draft, tokenizer = load_demo_pair(device=arguments.device)
@@ -57,10 +57,10 @@ def main() -> None:
             "ratio": median(pair[1] / pair[0] for pair in pairs),
         }
         print(f"{method:<16}" + "   ".join(f"{name} {value:.3f}" for name, value in results[method].items()))
-    if arguments.out is not None:
+    if arguments.json is not None:
         device = torch.cuda.get_device_name() if arguments.device == "cuda" else processor()
         facts = {"device": device, "threads": arguments.threads, "torch": torch.__version__, "new_tokens": new}
-        arguments.out.write_text(json.dumps({"environment": facts, "methods": results}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"environment": facts, "methods": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

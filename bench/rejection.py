@@ -1,4 +1,4 @@
-"""Rejection rate against the number of children, for every verification method: Sequoia's figure 3 on the demo pair.
+"""Rejection rate against the number of children, for every way to verify: Sequoia's figure 3 on the shipped pair.
 
     python bench/rejection.py [--temperatures 0.2 0.6 1.0] [--children 32] [--json FILE] [--plot FILE]
 
@@ -14,29 +14,25 @@ draft Q and F(l) = sum_v max(P(v) - l Q(v), 0), the mass of P that l Q leaves un
     top-k                                        P outside the k most likely children
     least for i.i.d.                             max over sets H of tokens of Q(H)^k - P(H)
 
-In SpecInfer's rounds a child is rejected with probability F(l + F(l)) / F(l) whatever was drawn before, and the
+In SpecInfer's rounds a child is rejected with probability F(l + F(l)) / F(l), whatever was drawn before, and the
 product telescopes. The last row is no method but what optimal transport leaves to any lossless verifier of independent
-children: all k fall into H with probability Q(H)^k, and the token chosen with P(H). The maximum is at a set of largest
-Q / P, because Q(H)^k - P(H) is convex in (Q(H), P(H)).
+children: all k fall into H with probability Q(H)^k, and the token that is chosen with P(H). The maximum is at a set of
+the largest Q / P, because Q(H)^k - P(H) is convex in (Q(H), P(H)).
 
-The first, the race and naive share --draws draws of the children at each position; the others are exact. What is
-printed are means over positions, and standard errors that take prompts as the independent units. A star marks the
-lowest rate and those that paired differences over prompts do not tell from it (two standard errors). The power law is
-rate = a k^-b by least squares of log rate on log k, for all k from 1 to --children; the error of b is a jackknife's
-over prompts.
+The first row, the race and naive share --draws draws of the children at each position; the others are exact. What is
+printed are means over positions, with standard errors that take prompts as the independent units. A star marks the
+lowest rate, and those that paired differences over prompts cannot tell from it (two standard errors). The power law is
+rate = a k^-b, by least squares of log rate on log k for all k from 1 to --children; the error of b is a jackknife over
+the prompts.
 """
 
-import argparse
-import json
 import math
-import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import transformers
-from decoding import processor
+from common import PICTURE, argument_parser, environment, quiet_demo_pair, write_results
 from rich import box
 from rich.console import Console
 from rich.progress import track
@@ -46,7 +42,7 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.noise import Stream, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.speculative import SpeculativeDecoder, load_demo_pair
+from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.demo import DemoPair, demo_prompts
 from heavypath.speculative.trees.acceptance import chain_acceptance
 
@@ -60,7 +56,7 @@ LABELS = {
     "top-k": "top-k",
     BOUND: "least for i.i.d. children",
 }
-BISECTIONS = 40  # of an interval of k - 1
+BISECTIONS = 40  # of an interval whose length is k - 1
 
 
 class PowerLaw(NamedTuple):
@@ -74,9 +70,9 @@ class PowerLaw(NamedTuple):
 def rejection_rates(
     target_logits: Tensor, draft_logits: Tensor, children: int, *, temperature: float, draws: int, seed: int, row: int
 ) -> dict[str, Tensor]:
-    """Mean rejection rate over positions [R, V] with 1 .. children children: fp64 [children] by method.
+    """The mean rejection rate over positions with 1 .. children children: fp64 [children] by method.
 
-    row: the first of the R * draws rows that name the noise.
+    target_logits, draft_logits [R, V]: the positions. row: the first of the R * draws rows that name the noise.
     """
     filters = Filters(temperature)
     target_logprobs = filtered_logprobs(target_logits, filters)
@@ -104,7 +100,7 @@ def rejection_rates(
 
 
 def uncovered(target_probs: Tensor, draft_probs: Tensor, multiplier: Tensor) -> Tensor:
-    """F(l) of rows [R, V] at l [R, K], which is a rejection rate where l solves a method's equation: [R, K]."""
+    """F(l) of rows [R, V] at l [R, K]: [R, K]. It is a rejection rate where l solves the equation of a method."""
     columns = [
         (target_probs - column * draft_probs).clamp_min(0).sum(1, keepdim=True) for column in multiplier.split(1, 1)
     ]
@@ -157,7 +153,7 @@ def power_law(rates: Tensor) -> PowerLaw:
 
 
 def summary(rates: dict[str, Tensor]) -> dict:
-    """What is written of one temperature, from the rates [prompts, children] by method."""
+    """What is written about one temperature, from the rates [prompts, children] of each method."""
     methods = {name: _described(rate) for name, rate in rates.items()}
     means = {name: rate.mean(0) for name, rate in rates.items() if name != BOUND}
     lowest = {}
@@ -270,18 +266,15 @@ def draw_plot(results: dict[str, dict], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, threads=False, plot=PICTURE)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.2, 0.6, 1.0])
     parser.add_argument("--children", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=24, help="at least 2")
     parser.add_argument("--new-tokens", type=int, default=64, help="positions after each prompt")
     parser.add_argument("--draws", type=int, default=32, help="of the children, at each position")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="a .png or .svg; needs matplotlib")
     arguments = parser.parse_args(argv)
-    transformers.logging.disable_progress_bar()
-    pair = load_demo_pair()
+    pair = quiet_demo_pair()
     prompts = demo_prompts()[: arguments.prompts]
     if len(prompts) < 2 or min(arguments.new_tokens, arguments.draws) < 1 or min(arguments.temperatures) <= 0:
         parser.error("expected at least 2 prompts, 1 new token and 1 draw, and temperatures above 0")
@@ -298,30 +291,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         rates = [
             rejection_rates(
-                *logits,
+                target_logits,
+                draft_logits,
                 arguments.children,
                 temperature=temperature,
                 draws=arguments.draws,
                 seed=arguments.seed + 1,  # the texts were drawn with the noise of --seed
                 row=index * arguments.new_tokens * arguments.draws,
             )
-            for index, logits in enumerate(progress)
+            for index, (target_logits, draft_logits) in enumerate(progress)
         ]
         result = summary({name: torch.stack([rate[name] for rate in rates]) for name in LABELS})
         results[str(temperature)] = result
         console.print(as_table(str(temperature), result))
-    if arguments.json is not None:
-        facts = {
-            "device": processor(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "prompts": len(prompts),
-            "new_tokens": arguments.new_tokens,
-            "draws": arguments.draws,
-            "seed": arguments.seed,
-        }
-        arguments.json.write_text(json.dumps({"environment": facts, "temperature": results}, indent=1) + "\n")
+    facts = environment("cpu") | {"prompts": len(prompts)}
+    facts |= {name: getattr(arguments, name) for name in ("new_tokens", "draws", "seed")}
+    write_results(arguments.json, facts, temperature=results)
     if arguments.plot is not None:
         draw_plot(results, arguments.plot)
 

@@ -1,45 +1,41 @@
-"""The theory of the papers beside the demo pair: six figures, and the numbers behind them.
+"""The theory of the papers beside the shipped pair: six figures, and the numbers behind them.
 
-    python bench/theory.py [--quick] [--out bench/results]
+    python bench/theory.py [--quick] [--json bench/results/theory-cpu.json] [--plot bench/results]
 
-growth             expected tokens against tree size by shape, and what bounds them (Sequoia, figures 1 and 4; ERSD, 3
-                   and 4). The shapes share one acceptance vector: recursive rejection of children drawn without
-                   replacement. The bounds are trees.bounds on the race's children, whose acceptance sums to 1 over
-                   the vocabulary; the best trees are planning.greedy_tree's (ERSD, algorithm 3)
+growth             expected tokens against the size and the shape of the tree, and what bounds them (Sequoia, figures 1
+                   and 4; ERSD, 3 and 4). The shapes share one acceptance vector: recursive rejection of children drawn
+                   without replacement. The bounds are those of trees/bounds.py for the race's children, whose
+                   acceptance sums to 1 over the vocabulary; the best trees come from greedy_tree (ERSD, algorithm 3)
 decoding           the same expectation beside the tokens per target forward that decoding with these trees gave
 draft-probability  how often a drawn token is accepted, by the probability that the draft gave it (DySpec, figure 2)
 blocks             occupied 32 x 32 blocks of attention, prefix and tree, by node order (DySpec, figure 9)
-races              acceptance of a race's first child, exact, against greedy rejection's 1 - TV, with ERSD's lemma 3.1
+races              the exact acceptance of a race's first child against greedy rejection's 1 - TV, with ERSD's lemma 3.1
 entropy            bits of a race's place and index against the divergence of target and draft (ERSD, equations 6 - 8)
 
 Positions are those that decoding meets: held-out prompts continued by samples of the target, as in rejection.py. An
-expectation takes the accepted child to be independent from node to node; decoding does not. A text's first token, which
-no tree precedes, is not counted; its last step is cut short, which makes what was decoded about 1% low. Its standard
-errors take groups of prompts as the independent units.
+expectation takes the accepted child to be independent from node to node, which decoding does not guarantee. The first
+token of a text is not counted, because no tree precedes it; the last step is cut short, which makes what was decoded
+about 1% low. Standard errors take groups of prompts as the independent units.
 
---out is a folder for theory-*.png (needs matplotlib) and theory-cpu.json; without it only tables are printed.
+--plot is a folder for theory-growth.png and the other figures (needs matplotlib).
 """
 
 import argparse
-import json
 import math
-import platform
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import transformers
-from bench_attention import random_tree
-from decoding import processor
+from common import argument_parser, environment, quiet_demo_pair, random_tree, write_results
 from rejection import positions
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from theory_figures import BEST, BLOCK, CHAIN, ORDERS, RACE, SEQUENCES, draw_figures
 from torch import Tensor
 
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.speculative import SpeculativeDecoder, TokenTree, expected_tokens, greedy_tree, load_demo_pair
+from heavypath.speculative import SpeculativeDecoder, TokenTree, expected_tokens, greedy_tree
 from heavypath.speculative.demo import DemoPair, demo_prompts
 from heavypath.speculative.trees.acceptance import chain_acceptance
 from heavypath.speculative.trees.bounds import (
@@ -54,13 +50,6 @@ from heavypath.speculative.trees.bounds import (
 )
 
 CHILDREN = 64  # of a node, when shapes are compared
-BLOCK = 32
-PREFIXES = (0, 128, 512, 2048, 8192, 32768)
-ORDERS = ("insertion", "depth_first", "heavy_path")
-SEQUOIA, SEQUENCES, CHAIN, RACE = "best tree", "k sequences", "chain", "best tree, race"
-# Okabe and Ito's palette, which colour-blind readers tell apart.
-BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
-RED, PURPLE, BLACK = "#D55E00", "#CC79A7", "#000000"
 
 
 class Laws(NamedTuple):
@@ -120,7 +109,7 @@ def best_sequences(acceptance: Sequence[float], size: int) -> TokenTree:
 def growth(acceptance: Sequence[float], sizes: Sequence[int]) -> dict[str, dict[int, float]]:
     """Expected tokens {size: tokens} by shape; k-ary trees have the sizes that full ones have."""
     shapes = {
-        SEQUOIA: [greedy_tree(acceptance, size) for size in sizes],
+        BEST: [greedy_tree(acceptance, size) for size in sizes],
         "binary": [TokenTree.k_ary(2, depth) for depth in range(1, 12) if 2 ** (depth + 1) - 1 <= max(sizes)],
         "4-ary": [TokenTree.k_ary(4, depth) for depth in range(1, 6) if (4 ** (depth + 1) - 1) // 3 <= max(sizes)],
         SEQUENCES: [best_sequences(acceptance, size) for size in sizes],
@@ -182,10 +171,10 @@ def decode(
 def decoding_trees(
     acceptance: Sequence[float], places: Sequence[float], largest: int
 ) -> dict[str, list[tuple[str, TokenTree, float]]]:
-    """What is decoded: (method, tree, expected tokens) by curve."""
+    """The trees to decode with, by curve: (method, tree, expected tokens)."""
     sizes = [2**power for power in range(1, 12) if 2**power <= largest]
     curves = {
-        SEQUOIA: ("sequoia", acceptance, [greedy_tree(acceptance, size) for size in sizes]),
+        BEST: ("sequoia", acceptance, [greedy_tree(acceptance, size) for size in sizes]),
         RACE: ("ersd", places, [greedy_tree(places, size) for size in sizes]),
         SEQUENCES: ("sequoia", acceptance, [best_sequences(acceptance, size) for size in sizes if size >= 16]),
         CHAIN: ("sequoia", acceptance, [TokenTree.chain(size - 1) for size in sizes if size <= 16]),
@@ -235,14 +224,14 @@ def tree_blocks(tree: TokenTree) -> dict[str, int]:
     return {order: each.occupied_blocks(BLOCK) for order, each in ({"insertion": tree} | reordered).items()}
 
 
-def prefix_blocks(nodes: int, prefix: int) -> int:
-    """Blocks between the nodes and a prefix, all full: they are the same in any order."""
-    return math.ceil(nodes / BLOCK) * math.ceil(prefix / BLOCK)
-
-
 def races(laws: Laws, points: int) -> dict[str, dict]:
     """What greedy rejection and the race accept of one child, and the race's bound: at some positions, and the mean."""
-    values = {"overlap": overlap(*laws), "race": race_acceptance(*laws), "bound": race_acceptance_bound(*laws)}
+    target, draft = laws
+    values = {
+        "overlap": overlap(target, draft),
+        "race": race_acceptance(target, draft),
+        "bound": race_acceptance_bound(target, draft),
+    }
     step = max(1, len(laws.target) // points)
     return {
         "points": {name: each[::step].tolist() for name, each in values.items()},
@@ -256,15 +245,15 @@ def entropies(laws: Laws, points: int, *, draws: int, seed: int) -> dict[str, li
     The place's entropy is estimated from `draws` races, with Miller and Madow's correction.
     """
     step = max(1, len(laws.target) // points)
-    laws = Laws(laws.target[::step], laws.draft[::step])
+    targets, drafts = laws.target[::step], laws.draft[::step]
     places, index = [], []
-    for target, draft in zip(*laws, strict=True):
+    for target, draft in zip(targets, drafts, strict=True):
         repeated = Laws(target.expand(draws, -1), draft.expand(draws, -1))
         law = race_places(repeated, draws=1, seed=seed + len(places)).mean(0)
         seen = int((law > 0).sum())
         places.append(float(entropy_bits(law)) + (seen - 1) / (2 * draws * math.log(2)))
         index.append(float(race_index_entropy(target, draft)))
-    bounds = entropy_bounds(*laws)
+    bounds = entropy_bounds(targets, drafts)
     return {
         "divergence": bounds.lower.tolist(),
         "place": places,
@@ -278,8 +267,8 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def rounded(value: object) -> object:
-    """The same with numbers of four decimals, for a file."""
+def rounded(value: Any) -> Any:
+    """The same value with all its numbers rounded to four decimals, for a file."""
     if isinstance(value, dict):
         return {str(key): rounded(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -288,10 +277,10 @@ def rounded(value: object) -> object:
 
 
 def tables(results: dict) -> list[Table]:
-    """What the figures show, in short."""
+    """What the figures show, as tables."""
     grown, decoded = Table(title="expected tokens by tree size"), Table(title="tokens per target forward")
     curves = results["growth"]["shapes"] | results["growth"]["limits"]
-    sizes = [size for size in curves[SEQUOIA] if size >= 4]
+    sizes = [size for size in curves[BEST] if size >= 4]
     grown.add_column("shape or bound")
     for size in sizes:
         grown.add_column(str(size), justify="right")
@@ -326,244 +315,9 @@ def tables(results: dict) -> list[Table]:
     return made
 
 
-def label_ends(axes, labels: Sequence[tuple[float, float, str, str]], *, gap: float) -> None:
-    """Write (x, y, text, colour) right of the points, moved apart to `gap` of the panel's height."""
-    axes.figure.canvas.draw()  # which settles the axes
-    transform = axes.transData + axes.transAxes.inverted()
-    points = [(*transform.transform((x, y)).tolist(), text, color) for x, y, text, color in labels]
-    points.sort(key=lambda point: point[1])
-    heights = apart([float(point[1]) for point in points], gap)
-    for (left, _, text, color), height in zip(points, heights, strict=True):
-        axes.text(left + 0.015, height, text, transform=axes.transAxes, color=color, va="center", fontsize=9)
-
-
-def apart(heights: Sequence[float], gap: float) -> list[float]:
-    """The same rising heights, at least `gap` from each other and moved no further than it takes."""
-    moved = list(heights)
-    for _ in range(200):
-        for low in range(len(moved) - 1):
-            lack = gap - (moved[low + 1] - moved[low])
-            if lack > 0:
-                moved[low] -= lack / 2
-                moved[low + 1] += lack / 2
-    return moved
-
-
-def tidy(axes, **options) -> None:
-    axes.set(**options)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def size_axis(axes, sizes: Sequence[int], room: float) -> None:
-    """Sizes on a logarithmic axis, with room for labels on the right."""
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(min(sizes) * 0.9, max(sizes) * max(4, max(sizes) / min(sizes)) ** room)
-    shown = [size for size in sizes if math.log2(size) % 1 == 0]
-    axes.set_xticks(shown, [f"{size:,}" for size in shown], fontsize=8)
-    axes.minorticks_off()
-
-
-def draw_growth(pyplot, result: dict):
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12.5, 5), layout="constrained")
-    looks = {
-        SEQUOIA: (BLUE, "best tree (Sequoia)"),
-        "binary": (GREEN, "full binary"),
-        "4-ary": (PURPLE, "full 4-ary"),
-        SEQUENCES: (ORANGE, "k sequences, best k"),
-        CHAIN: (RED, "chain"),
-    }
-    labels, ends = [], []
-    for name, (color, text) in looks.items():
-        sizes, tokens = list(result["shapes"][name]), list(result["shapes"][name].values())
-        marker = {"marker": "o", "markersize": 4} if "ary" in name else {}
-        left.plot(sizes, tokens, color=color, linewidth=2.4 if name == SEQUOIA else 1.6, **marker)
-        labels.append((max(result["shapes"][SEQUOIA]), tokens[-1], text, color))
-    tidy(left, xlabel="nodes of the tree, root included", ylabel="expected tokens per target forward", ylim=(1, None))
-    left.set_title("shapes: sequences saturate, planned trees grow on", fontsize=11)
-    size_axis(left, list(result["shapes"][SEQUOIA]), 0.36)
-
-    looks = {
-        RACE: (BLUE, "-", "best tree"),
-        "paper": (PURPLE, "-", "(log |V| + log n) / H"),
-        "leaves": (RED, "-", "leaf entropy"),
-        "renewal": (GREEN, "-", "renewal"),
-        "moments": (ORANGE, "-", "moments"),
-        "slope": (BLACK, ":", "log n / H"),
-    }
-    for name, (color, line, text) in looks.items():
-        sizes, tokens = list(result["limits"][name]), list(result["limits"][name].values())
-        right.plot(sizes, tokens, color=color, linestyle=line, linewidth=2.4 if name == RACE else 1.6)
-        ends.append((sizes[-1], tokens[-1], text, color))
-    tidy(right, xlabel="nodes of the tree, root included", ylim=(0, None))
-    right.set_title(f"races: upper bounds on every tree; H = {result['entropy']:.2f} bits", fontsize=11)
-    size_axis(right, list(result["limits"][RACE]), 0.36)
-    figure.suptitle(f"What a tree of n nodes yields: the demo pair at temperature {result['temperature']}")
-    label_ends(left, labels, gap=0.05)
-    label_ends(right, ends, gap=0.05)
-    return figure
-
-
-def draw_decoding(pyplot, result: dict[str, list[dict]], temperature: float):
-    figure, axes = pyplot.subplots(figsize=(8.2, 5), layout="constrained")
-    looks = {
-        SEQUOIA: (BLUE, "o", -0.06, "best tree, recursive rejection"),
-        RACE: (GREEN, "s", 0.06, "best tree, race"),
-        SEQUENCES: (ORANGE, "^", 0.0, "k sequences"),
-        CHAIN: (RED, "D", 0.12, "chain"),
-    }
-    labels = []
-    for name, (color, marker, aside, text) in looks.items():
-        rows = result[name]
-        if rows:
-            nodes, expected, decoded = ([row[key] for row in rows] for key in ("nodes", "expected", "decoded"))
-            axes.plot(nodes, expected, color=color, linewidth=1.6)
-            errors = [2 * row["standard_error"] for row in rows]
-            beside = [size * 2**aside for size in nodes]
-            look = {"color": color, "marker": marker, "markersize": 5, "elinewidth": 1, "capsize": 2}
-            axes.errorbar(beside, decoded, errors, linestyle="none", **look)
-            labels.append((nodes[-1] * 2**0.12, expected[-1], text, color))
-    sizes = [2**power for power in range(1, 12) if 2**power <= max(row["nodes"] for row in result[SEQUOIA])]
-    tidy(axes, xlabel="nodes of the tree, root included", ylabel="tokens per target forward")
-    size_axis(axes, sizes, 0.42)
-    axes.set_title(
-        f"Expected (lines) and decoded (marks, two standard errors): the demo pair at temperature {temperature}",
-        fontsize=11,
-    )
-    label_ends(axes, labels, gap=0.05)
-    return figure
-
-
-def draw_draft_probability(pyplot, result: dict[str, list[dict]]):
-    figure, panels = pyplot.subplots(
-        1, len(result), figsize=(5 * len(result), 4.6), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axes, (temperature, rows) in zip(panels[0], result.items(), strict=True):
-        draft, means, low, high, share = (
-            [row[key] for row in rows] for key in ("draft", "acceptance", "low", "high", "share")
-        )
-        axes.bar(draft, share, width=0.06, color="0.75", zorder=1)
-        axes.fill_between(draft, low, high, color=SKY, alpha=0.35, linewidth=0)
-        axes.plot(draft, means, color=BLUE, marker="o", linewidth=2)
-        axes.plot([0, 1], [0, 1], color="0.3", linestyle=":", linewidth=1.2)
-        axes.text(0.15, 0.93, "middle half", color="#1f6f9f", fontsize=9)
-        axes.text(0.15, 0.67, "mean", color=BLUE, fontsize=9, weight="bold")
-        axes.text(0.43, 0.36, "= draft probability", color="0.25", fontsize=9)
-        axes.text(0.15, 0.12, "share of draws", color="0.3", fontsize=9)
-        tidy(axes, xlabel="probability that the draft gave the token", title=f"temperature {temperature}")
-        axes.set(xlim=(0, 1), ylim=(0, 1.02))
-    panels[0][0].set_ylabel("probability of acceptance, min(1, P / Q)")
-    figure.suptitle("A drawn token's acceptance by the probability that the draft gave it: the demo pair", fontsize=12)
-    return figure
-
-
-def draw_blocks(pyplot, result: dict[str, dict]):
-    figure, panels = pyplot.subplots(
-        1, len(result), figsize=(5.6 * len(result), 4.8), sharey=True, squeeze=False, layout="constrained"
-    )
-    looks = {
-        "insertion": (RED, "insertion"),
-        "depth_first": (ORANGE, "depth-first"),
-        "heavy_path": (BLUE, "heavy-path"),
-    }
-    places = range(len(PREFIXES))
-    for axes, (name, tree) in zip(panels[0], result.items(), strict=True):
-        prefix = [prefix_blocks(tree["nodes"], rows) for rows in PREFIXES]
-        axes.plot(places[1:], prefix[1:], color="0.5", linestyle=":", linewidth=1.5)
-        axes.annotate("prefix alone", (1, prefix[1]), (8, -8), textcoords="offset points", color="0.35", fontsize=9)
-        for order, (color, label) in looks.items():
-            total = [tree["tree"][order] + each for each in prefix]
-            axes.plot(places, total, color=color, marker="o", markersize=4, linewidth=2)
-            height = total[0] * {"insertion": 1.0, "depth_first": 1.15, "heavy_path": 0.9}[order]
-            axes.text(-0.12, height, f"{label} {total[0]:,.0f}", color=color, fontsize=9, ha="right", va="center")
-        for place, each in zip(places, prefix, strict=True):
-            most, least = (tree["tree"][order] + each for order in ("insertion", "heavy_path"))
-            options = {"textcoords": "offset points", "ha": "right", "fontsize": 9}
-            axes.annotate(f"{most / least:.2f}x", (place, most), (4 if place < 2 else -2, 9), **options)
-        tidy(axes, yscale="log", xlabel="prefix length, rows", title=f"{name}, {tree['nodes']:,} nodes")
-        axes.set_xlim(-2.1, len(PREFIXES) - 0.6)
-        axes.set_xticks(places, [f"{rows:,}" for rows in PREFIXES])
-        axes.minorticks_off()
-    panels[0][0].set_ylabel(f"occupied {BLOCK} x {BLOCK} blocks, tree and prefix")
-    figure.suptitle(
-        "Node order saves blocks of the tree, which a long prefix outweighs (factors: insertion / heavy-path)",
-        fontsize=12,
-    )
-    return figure
-
-
-def draw_races(pyplot, result: dict[str, dict]):
-    figure, panels = pyplot.subplots(
-        1, len(result), figsize=(5 * len(result), 5), sharey=True, squeeze=False, layout="constrained"
-    )
-    line = torch.linspace(0, 1, 101).tolist()
-    for axes, (temperature, at) in zip(panels[0], result.items(), strict=True):
-        axes.plot(line, line, color=BLACK, linewidth=1.3)
-        axes.plot(line, [each / (2 - each) for each in line], color=RED, linewidth=1.6)
-        axes.scatter(at["points"]["overlap"], at["points"]["race"], s=9, color=BLUE, alpha=0.45, linewidths=0)
-        axes.text(0.38, 0.47, "any coupling: 1 - TV", rotation=45, ha="center", va="center", fontsize=9)
-        axes.text(0.63, 0.36, "(1 - TV) / (1 + TV)", color=RED, fontsize=9)
-        names = {"overlap": "1 - TV", "race": "race", "bound": "bound"}
-        means = ", ".join(f"{text} {at['mean'][key]:.3f}" for key, text in names.items())
-        axes.text(0.53, 0.03, f"means: {means}", fontsize=9, ha="center", transform=axes.transAxes)
-        tidy(axes, xlabel="greedy rejection's acceptance, 1 - TV", title=f"temperature {temperature}")
-        axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    panels[0][0].set_ylabel("race's acceptance, exact")
-    figure.suptitle("One child: what it costs a race not to know the other law (a point is a position)", fontsize=12)
-    return figure
-
-
-def draw_entropy(pyplot, result: dict[str, dict[str, list[float]]]):
-    figure, panels = pyplot.subplots(
-        1, len(result), figsize=(5.6 * len(result), 5), sharey=True, squeeze=False, layout="constrained"
-    )
-    low, high = 0.01, 1.2 * max(max(points["divergence"]) for points in result.values())
-    line = torch.logspace(math.log10(low), math.log10(high), 101).tolist()
-    kinds = [
-        ("finer", PURPLE, "D", "bound from E[log K]"),
-        ("index", ORANGE, "^", "H of index K, repeats counted"),
-        ("place", BLUE, "o", "H of place, distinct children"),
-    ]
-    for axes, (temperature, points) in zip(panels[0], result.items(), strict=True):
-        axes.plot(line, line, color=BLACK, linewidth=1.3)
-        axes.plot(line, [each + math.log2(each + 2) + 2 for each in line], color=RED, linewidth=1.6)
-        for place, (key, color, marker, label) in enumerate(kinds):
-            axes.scatter(points["divergence"], points[key], s=11, color=color, marker=marker, alpha=0.6, linewidths=0)
-            axes.scatter(0.5, 0.17 - 0.055 * place, s=20, color=color, marker=marker, transform=axes.transAxes)
-            axes.text(0.53, 0.17 - 0.055 * place, label, color=color, va="center", fontsize=9, transform=axes.transAxes)
-        axes.text(low * 1.3, 3.45, "D + log2(D + 2) + 2", color=RED, fontsize=9)
-        axes.text(low * 4.2, low * 3.0, "D, least for K", fontsize=9)
-        tidy(axes, xlabel="divergence D of target from draft, bits", title=f"temperature {temperature}")
-        axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, 1.6 * high))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
-    panels[0][0].set_ylabel("entropy, bits")
-    figure.suptitle("What the index of a race carries, and its bounds (points: positions)", fontsize=12)
-    return figure
-
-
-def draw(results: dict, folder: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    temperature = results["growth"]["temperature"]
-    for name, figure in {
-        "growth": draw_growth(pyplot, results["growth"]),
-        "decoding": draw_decoding(pyplot, results["decoding"], temperature),
-        "draft-probability": draw_draft_probability(pyplot, results["draft-probability"]),
-        "blocks": draw_blocks(pyplot, results["blocks"]),
-        "races": draw_races(pyplot, results["races"]),
-        "entropy": draw_entropy(pyplot, results["entropy"]),
-    }.items():
-        figure.savefig(folder / f"theory-{name}.png", dpi=100)
-        pyplot.close(figure)
-
-
 def measure(arguments: argparse.Namespace) -> dict:
-    """Everything that the figures show."""
-    pair, prompts, seed = load_demo_pair(), demo_prompts()[: arguments.prompts], arguments.seed
+    """All numbers that the figures show."""
+    pair, prompts, seed = quiet_demo_pair(), demo_prompts()[: arguments.prompts], arguments.seed
     at = {
         temperature: position_laws(pair, prompts, new_tokens=arguments.new_tokens, temperature=temperature, seed=seed)
         for temperature in arguments.temperatures
@@ -614,8 +368,10 @@ def measure(arguments: argparse.Namespace) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.6, 1.0], help="growth, decoding: the first")
+    parser = argument_parser(__doc__, threads=False, plot="a folder for the figures (needs matplotlib)")
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=[0.6, 1.0], help="the first is that of growth and decoding"
+    )
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new-tokens", type=int, default=64, help="after each prompt")
     parser.add_argument("--draws", type=int, default=32, help="of the children, at each position")
@@ -625,7 +381,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--decoded-nodes", type=int, default=64, help="of the largest tree that is decoded")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a small run, for a look at the figures")
-    parser.add_argument("--out", type=Path, help="a folder for the figures and their numbers")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         small = {
@@ -640,24 +395,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         vars(arguments).update(small)
     if min(arguments.temperatures) <= 0 or min(arguments.prompts, arguments.new_tokens, arguments.decoded_nodes) < 2:
         parser.error("expected temperatures above 0, and at least 2 prompts, new tokens and nodes")
-    if arguments.out is not None and not arguments.out.is_dir():
-        parser.error(f"--out must be a folder, got {arguments.out}")
-    transformers.logging.disable_progress_bar()
+    if arguments.plot is not None and not arguments.plot.is_dir():
+        parser.error(f"--plot must be a folder, got {arguments.plot}")
     results = measure(arguments)
     console = Console(highlight=False, width=110)
     for table in tables(results):
         console.print(table)
-    if arguments.out is not None:
-        facts = {
-            "device": processor(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        } | {key: value for key, value in vars(arguments).items() if key != "out"}
-        written = {"environment": facts} | results
-        lines = (f"{json.dumps(name)}: {json.dumps(rounded(each))}" for name, each in written.items())
-        (arguments.out / "theory-cpu.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        draw(results, arguments.out)
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}
+    write_results(arguments.json, environment("cpu") | settings, **rounded(results))
+    if arguments.plot is not None:
+        draw_figures(results, arguments.plot)
 
 
 if __name__ == "__main__":

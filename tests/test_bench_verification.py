@@ -1,4 +1,4 @@
-"""The loop that bench_verification.py holds verify_tree against: what it emits follows the target's law."""
+"""The loop that kernel_verification.py holds verify_tree against: what it emits follows the target's law."""
 
 import importlib
 from pathlib import Path
@@ -19,7 +19,7 @@ CHILDREN = [[1, 4, 2], [5, 3], [6], [], [], [], []]  # of each node, in draw ord
 def bench():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCH)
-        yield importlib.import_module("bench_verification")
+        yield importlib.import_module("kernel_verification")
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["loop", "lazy loop"])

@@ -10,7 +10,7 @@ from test_profile import constant_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
-from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.methods import Kind
 from heavypath.speculative.output.trace import read_trace
 

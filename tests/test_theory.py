@@ -30,6 +30,11 @@ def theory():
 
 
 @pytest.fixture(scope="module")
+def figures(theory):
+    return sys.modules["theory_figures"]
+
+
+@pytest.fixture(scope="module")
 def laws(theory):
     return lambda *pairs: theory.Laws(*(torch.tensor(each, dtype=torch.float64) for each in zip(*pairs, strict=True)))
 
@@ -147,9 +152,9 @@ def test_a_tree_is_put_in_the_order_a_queue_grows_it(theory):
     assert inserted.reordered("depth_first")[0] == TokenTree.k_ary(2, 2)
 
 
-def test_blocks_by_hand(theory):
+def test_blocks_by_hand(theory, figures):
     assert theory.tree_blocks(TokenTree.chain(63)) == {"insertion": 3, "depth_first": 3, "heavy_path": 3}
-    assert [theory.prefix_blocks(*shape) for shape in ((32, 32), (33, 65), (64, 0))] == [1, 6, 0]
+    assert [figures.prefix_blocks(*shape) for shape in ((32, 32), (33, 65), (64, 0))] == [1, 6, 0]
     # Two chains of 63 that grow in turn: every block down to the diagonal. One after the other, the second's rows see
     # the root's block and their own.
     twins = TokenTree([-1, 0, 0, *range(1, 125)])
@@ -171,19 +176,19 @@ def test_entropies_by_hand(theory, laws):
     assert result["divergence"][0] < result["index"][0] < result["finer"][0] < result["upper"][0]
 
 
-def test_labels_are_moved_apart(theory):
-    assert theory.apart([0.1, 0.5, 0.9], 0.2) == [0.1, 0.5, 0.9]
-    assert theory.apart([0.5, 0.5], 0.2) == pytest.approx([0.4, 0.6])
-    assert theory.apart([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6], abs=1e-3)
+def test_labels_are_moved_apart(figures):
+    assert figures.spaced([0.1, 0.5, 0.9], 0.2) == [0.1, 0.5, 0.9]
+    assert figures.spaced([0.5, 0.5], 0.2) == pytest.approx([0.4, 0.6])
+    assert figures.spaced([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6], abs=1e-3)
 
 
 def test_the_command_prints_its_tables_and_draws_its_figures(theory, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     from matplotlib import image
 
-    theory.main([*COMMAND, "--out", str(tmp_path)])
+    theory.main([*COMMAND, "--json", str(tmp_path / "theory.json"), "--plot", str(tmp_path)])
     printed = capsys.readouterr().out
-    written = json.loads((tmp_path / "theory-cpu.json").read_text())
+    written = json.loads((tmp_path / "theory.json").read_text())
     assert f"{written['growth']['shapes']['best tree']['8']:.2f}" in printed
     assert f"{written['races']['1.0']['mean']['race']:.3f}" in printed
     assert [row["nodes"] for row in written["decoding"]["chain"]] == [2]
@@ -196,7 +201,7 @@ def test_the_command_prints_its_tables_and_draws_its_figures(theory, tmp_path, c
         assert (picture.max(-1) - picture.min(-1) > 0.3).mean() > 0.0005, path.name  # colour
 
 
-@pytest.mark.parametrize("wrong", [["--prompts", "1"], ["--temperatures", "0"], ["--out", "no-such-folder"]])
+@pytest.mark.parametrize("wrong", [["--prompts", "1"], ["--temperatures", "0"], ["--plot", "no-such-folder"]])
 def test_what_cannot_be_shown_is_refused(theory, wrong, capsys):
     with pytest.raises(SystemExit):
         theory.main(wrong)

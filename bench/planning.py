@@ -1,32 +1,27 @@
 """How long static trees take to plan, against the same recurrence as loops in Python.
 
-    OMP_NUM_THREADS=1 python bench/bench_planning.py [--sizes 64 128 256 512 768] [--depth 18] [--plain 256]
-        [--rounds 5] [--json FILE]
+    OMP_NUM_THREADS=1 python bench/planning.py [--sizes 64 128 256 512 768] [--depth 18] [--plain 256] [--rounds 5]
+        [--json FILE]
 
 programme            sequoia_tree without a bound on the depth
-programme, bounded   with max_depth, which is made to matter: the acceptance is such that the best tree is deeper
+programme, bounded   with max_depth, which matters here: the acceptance is such that the best tree is deeper
 programme, 2-D       with a row of acceptance for each depth
-queue                greedy_tree, same bound
-selection            select_tree among all sizes from 1 to this, same bound
-loops                the bounded recurrence without NumPy, for up to --plain nodes
+queue                greedy_tree with the same bound
+selection            select_tree among all sizes from 1 to this one, with the same bound
+loops                the bounded recurrence without NumPy, for at most --plain nodes
 
-32 children, the k-th accepted with probability 0.85 * 0.14^(k - 1): falling, so that the queue applies and must
-yield as much, which is checked, as are the loops. Milliseconds are process times, of all threads: median (least - most)
-of the rounds, in which the planners take turns.
+32 children, of which the k-th is accepted with probability 0.85 * 0.14^(k - 1). This falls with k, so that the queue
+applies and must yield as many tokens as the programme, which is checked, as are the loops. Milliseconds are process
+times, of all threads: median (least - most) of the rounds, in which the planners take turns.
 """
 
-import argparse
-import json
 import math
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import numpy as np
-import torch
-from decoding import processor
+from common import argument_parser, environment, write_results
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +33,7 @@ ACCEPTANCE = 0.85 * 0.14 ** np.arange(32)
 
 
 def loops(acceptance: list[float], size: int, depth: int) -> float:
-    """What the best tree yields, by F and G of planning.py as they are written there."""
+    """What the best tree yields, by F and G as trees/planning.py defines them."""
     below = [-math.inf, 1.0] + [-math.inf] * (size - 1)  # F_0
     for _ in range(depth):
         younger = [0.0] + [-math.inf] * (size - 1)  # G of no children
@@ -77,7 +72,7 @@ def milliseconds(runs: dict[str, Callable[[], TokenTree | float]], rounds: int) 
 
 
 def check(runs: dict[str, Callable[[], TokenTree | float]]) -> None:
-    """All of the same bound yield the same."""
+    """Assert that all planners with the same bound yield the same number of tokens."""
     planned = {name: run() for name, run in runs.items() if name not in ("programme", "selection")}
     tokens = {
         name: plan if isinstance(plan, float) else expected_tokens(plan, ACCEPTANCE) for name, plan in planned.items()
@@ -86,12 +81,11 @@ def check(runs: dict[str, Callable[[], TokenTree | float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128, 256, 512, 768])
-    parser.add_argument("--depth", type=int, default=18)
+    parser = argument_parser(__doc__, threads=False)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128, 256, 512, 768], help="nodes of the trees")
+    parser.add_argument("--depth", type=int, default=18, help="the bound on the depth")
     parser.add_argument("--plain", type=int, default=256, help="most nodes for the loops")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
     names = [*planners(2, 1, 2)]
@@ -107,16 +101,8 @@ def main() -> None:
         )
         table.add_row(str(size), *cells)
     Console(highlight=False, width=150).print(table)
-    if arguments.json is not None:
-        facts = {
-            "device": processor(),
-            "threads": torch.get_num_threads(),
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-            "depth": arguments.depth,
-            "children": len(ACCEPTANCE),
-        }
-        arguments.json.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
+    facts = environment("cpu") | {"numpy": np.__version__, "depth": arguments.depth, "children": len(ACCEPTANCE)}
+    write_results(arguments.json, facts, rows=rows)
 
 
 if __name__ == "__main__":

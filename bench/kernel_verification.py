@@ -1,23 +1,25 @@
 """verify_tree against a straightforward loop in PyTorch, and against the time that reading the logits takes.
 
-    python bench/bench_verification.py [--only race] [--json FILE] [--plot FILE]
+    python bench/kernel_verification.py [--only race] [--json FILE] [--plot FILE]
 
 16 / 64 / 256 / 768 nodes x 32,000 / 128,256 tokens, every method, temperature 0.6, no filters, batch 1; bfloat16 logits
-on a GPU, float32 on a CPU, where what would take more than half a GiB is left out. The root has 8 children and every
-other node 2 or 1 in turns, in heavy-path order. Target logits are normal with a standard deviation of 3, draft logits
-those plus 0.7 times normal noise: a node's first child is accepted in about 6 of 10 cases. Children are drawn from the
-draft as the method wants them. Work depends on what is accepted, so 5 problems are drawn of each shape (3 on a GPU).
+on a GPU, float32 on a CPU, where shapes that would take more than half a GiB are left out. The root has 8 children and
+every other node 2 or 1 by turns, in heavy-path order. Target logits are normal with a standard deviation of 3, draft
+logits are these plus 0.7 times normal noise: the first child of a node is accepted in about 6 of 10 cases. Children are
+drawn from the draft in the way that the method requires. The work depends on what is accepted, so 5 problems are drawn
+of each shape (3 on a GPU).
 
-loop       what published code does: softmax (or arg-max) of all nodes' rows, then from the root, child after child in
-           draw order, the coin against residual / draft, a new residual and a new draft row after each rejection, and
-           torch.multinomial at the end. Its race is given its noise; tests/test_bench_verification.py checks its law
+loop       what published code does: softmax (or arg-max) of the rows of all nodes, then from the root, child after
+           child in draw order, the coin against residual / draft, a new residual and a new draft row after each
+           rejection, and torch.multinomial at the end. For a race it is given the noise. That it is right is tested by
+           tests/test_bench_verification.py
 lazy loop  the same, but it normalises a row only when the walk reaches it
 
 On a GPU each time is the median of triton.testing.do_bench, which empties the L2 cache before every run; heavypath is
-captured in a CUDA graph ("eager" is not), the loops wait for the host. On a CPU all three run in turns and a ratio is
-taken within a round. MB are what a method must read of the logits: the rows of the nodes that its walk reaches; in
-brackets the rows of all nodes (of the draft, those with children), which it reads if it treats nodes in parallel.
-Fractions of the roof are the copy bandwidth's, measured in the same run, for both.
+captured in a CUDA graph ("eager" is not), the loops wait for the host. On a CPU all three run by turns and a ratio is
+the median of the ratios within a round. MB are what a method must read of the logits: the rows of the nodes that its
+walk reaches; in brackets the rows of all nodes (of the draft, of those with children), which it reads if it treats the
+nodes in parallel. Fractions of the roof are those of the speed of a large copy, measured in the same run, for both.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +28,9 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import torch
-from bench_attention import DEVICE, captured
-from bench_sampling import against, alternated, environment, gpu_milliseconds, parser, tabulated
+from common import DEVICE, PICTURE, argument_parser, environment
 from rich.table import Table
+from timing import alternated, captured, compared, copy_bandwidth, gpu_milliseconds, measure_cases
 from torch import Tensor
 
 from heavypath.kernels.noise import Stream, gumbel_noise
@@ -75,9 +77,9 @@ def loop_verify(
     noise: Tensor | None = None,
     lazy: bool = False,
 ) -> tuple[list[int], int]:
-    """Accepted nodes and the token after them, of one tree.
+    """The accepted nodes of one tree, and the token after them.
 
-    children: of every node, in draw order. tokens [N]; logits [N, V]; noise [N, V], a race's Gumbels.
+    children: those of every node, in draw order. tokens [N]; logits [N, V]; noise [N, V], the Gumbels of a race.
     """
 
     def by_node(rows: Callable[[Tensor], Tensor], *sources: Tensor) -> Callable[[int], Tensor]:
@@ -119,7 +121,10 @@ def loop_verify(
 def one_by_one(
     target: Tensor, draft: Tensor, drawn: list[int], coins: list[float], replacement: bool
 ) -> tuple[int, Tensor | None]:
-    """Sequoia's algorithm 2, or SpecInfer's: the accepted place, or -1 and what a recovered token is drawn by."""
+    """Sequoia's algorithm 2, or SpecInfer's with replacement.
+
+    Returns the place of the accepted child, or -1 and the weights [V] that the recovered token is drawn by.
+    """
     for place, token in enumerate(drawn):
         if coins[place] * draft[token] < target[token]:
             return place, None
@@ -132,9 +137,9 @@ def one_by_one(
 
 
 def k_sequential(target: Tensor, draft: Tensor, drawn: list[int], coins: list[float]) -> tuple[int, Tensor | None]:
-    """SpecTr's k-SEQ: as above."""
+    """SpecTr's K-SEQ; what it returns is the same as that of `one_by_one`."""
 
-    def acceptance(scale: float) -> Tensor:  # of one child, where it is accepted if coin < target / (scale draft)
+    def acceptance(scale: float) -> Tensor:  # the chance of one child, accepted if coin < target / (scale draft)
         return torch.minimum(draft, target / scale).sum()
 
     low, high = 1.0, float(len(drawn))
@@ -151,7 +156,7 @@ def k_sequential(target: Tensor, draft: Tensor, drawn: list[int], coins: list[fl
 
 
 def wide_tree(nodes: int) -> TokenTree:
-    """8 children of the root, of every other node 2 or 1 in turns, in heavy-path order."""
+    """The root has 8 children, every other node 2 or 1 by turns; in heavy-path order."""
     parents, parent = [-1, *[0] * min(8, nodes - 1)], 1
     while len(parents) < nodes:
         parents += [parent] * (1 + parent % 2)
@@ -160,7 +165,7 @@ def wide_tree(nodes: int) -> TokenTree:
 
 
 class Problem:
-    """A tree of a case, drawn, and the ways to verify it."""
+    """The logits and a drawn tree of a case, and the ways to verify it."""
 
     def __init__(self, case: Case, seed: int):
         self.case, self.seed, self.tree = case, seed, wide_tree(case.nodes)
@@ -206,12 +211,20 @@ class Problem:
         )
 
     def loop(self, lazy: bool) -> Callable[[], object]:
-        arguments = self.children, self.tokens, self.target, self.draft
-        options = {"method": self.case.table, "temperature": TEMPERATURE, "noise": self.noise, "lazy": lazy}
-        return partial(loop_verify, *arguments, **options)
+        return partial(
+            loop_verify,
+            self.children,
+            self.tokens,
+            self.target,
+            self.draft,
+            method=self.case.table,
+            temperature=TEMPERATURE,
+            noise=self.noise,
+            lazy=lazy,
+        )
 
     def bytes(self, reached: Sequence[int]) -> int:
-        """Of the logits that decide at the nodes."""
+        """Bytes of the logits that decide at these nodes."""
         inner = sum(bool(self.children[node]) for node in reached) if self.case.table in DRAFT_AWARE else 0
         return (len(reached) + inner) * self.case.vocabulary * DTYPE.itemsize
 
@@ -238,7 +251,7 @@ def measured(case: Case, facts: dict) -> dict:
             for name, values in more.items():
                 times[name] += values
     row |= {"accepted": mean(accepted), "bytes": mean(reached_bytes), "all_bytes": problem.bytes(range(case.nodes))}
-    row |= against(times) | ({"eager_milliseconds": median(eager)} if eager else {})
+    row |= compared(times) | ({"eager_milliseconds": median(eager)} if eager else {})
     row["roof_milliseconds"] = row["bytes"] / facts["bytes_a_second"] * 1e3
     row["fraction_of_roof"] = row["roof_milliseconds"] / row["milliseconds"]["heavypath"]
     row["fraction_of_roof_all"] = row["fraction_of_roof"] * row["all_bytes"] / row["bytes"]
@@ -267,10 +280,13 @@ def as_table(rows: list[dict]) -> Table:
 
 
 def main() -> None:
-    arguments = parser(__doc__, VERIFICATION_METHODS).parse_args()
-    facts = environment(arguments.threads)
+    parser = argument_parser(__doc__, plot=PICTURE)
+    parser.add_argument("--only", choices=VERIFICATION_METHODS, help="one of the methods")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    facts = environment() | {"bytes_a_second": copy_bandwidth()}
     cases = [case for case in CASES if DEVICE == "cuda" or case.fits_a_cpu()]
-    rows = tabulated(cases, measured, as_table, facts, arguments)
+    rows = measure_cases(cases, measured, as_table, facts, arguments)
     for row in rows if DEVICE == "cpu" else ():
         if (row["nodes"], row["vocabulary"]) == (64, 32000):
             shares = [1 / value for value in (row["ratio"]["loop"], *reversed(row["ratio_quartiles"]["loop"]))]

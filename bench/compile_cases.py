@@ -1,0 +1,178 @@
+"""The cases of compile_report.py: calls of the package's own launchers, which together launch every kernel it has."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from fake_gpu import on_gpu
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SEED = on_gpu(torch.tensor(0))  # a seed in memory, as a CUDA graph has it, where a number could not change
+
+
+def named(*words: str, **options) -> str:
+    """What a case is called."""
+    plain = (key if value is True or value is SEED else f"{key} {value}" for key, value in options.items())
+    return " ".join([*words, *plain])
+
+
+class Attention(NamedTuple):
+    """A call of tree_attention. group: query heads of a key head."""
+
+    dtype: str
+    head_dim: int
+    nodes: int
+    group: int
+    prefix: int = 4096
+    masked: bool = False
+    queries: int | None = None
+    padded: bool = False
+    window: bool = False
+    softcap: bool = False
+
+    def __str__(self) -> str:
+        defaults = self._field_defaults
+        options = {name: value for name, value in self._asdict().items() if value != defaults.get(name, value)}
+        return named(self.dtype, f"D{self.head_dim}", f"{self.nodes}x{self.group}", **options)
+
+
+def attention(case: Attention) -> None:
+    from heavypath.kernels.tree_attention import tree_attention
+
+    queries, kv_heads, dtype = case.queries or case.nodes, 8, DTYPES[case.dtype]
+    key, value = on_gpu(torch.empty(2, 1, kv_heads, case.prefix + case.nodes, case.head_dim, dtype=dtype))
+    tree_attention(
+        on_gpu(torch.empty(1, kv_heads * case.group, queries, case.head_dim, dtype=dtype)),
+        key,
+        value,
+        prefix_length=on_gpu(torch.tensor([case.prefix])),
+        subtree_end=None if case.masked else on_gpu(torch.full([case.nodes], case.nodes)),
+        ancestor_mask=on_gpu(torch.ones(queries, case.nodes).bool()) if case.masked else None,
+        first_row=on_gpu(torch.tensor([0])) if case.padded else None,
+        window=1024 if case.window else None,
+        softcap=50.0 if case.softcap else None,
+        impl="triton",
+    )
+
+
+def attention_cases() -> dict[str, Callable[[], None]]:
+    """Dtypes, head sizes, nodes x query heads of a key head, and options; every tile size, both kinds of tree."""
+    cases = [
+        *(Attention("bf16", 128, nodes, group) for nodes, group in ((1, 1), (1, 4), (64, 1), (64, 4), (256, 8))),
+        *(Attention("bf16", head_dim, 64, 4) for head_dim in (16, 32, 40, 64, 80, 192, 256)),
+        Attention("bf16", 64, 1, 4),
+        Attention("bf16", 256, 1, 4),
+        Attention("bf16", 64, 64, 1),
+        Attention("bf16", 128, 2048, 8, prefix=0),
+        Attention("bf16", 128, 2048, 8, prefix=0, masked=True),
+        Attention("bf16", 128, 64, 4, masked=True, queries=16),
+        Attention("bf16", 64, 256, 8, masked=True),
+        Attention("bf16", 128, 1, 4, padded=True, window=True),
+        Attention("bf16", 128, 64, 4, padded=True, window=True, softcap=True),
+        Attention("bf16", 256, 64, 2, masked=True, window=True, softcap=True),
+        Attention("fp16", 128, 64, 4),
+        Attention("fp32", 128, 1, 4),
+        Attention("fp32", 64, 64, 4),
+        Attention("fp32", 128, 64, 4),
+        Attention("fp32", 256, 64, 1, masked=True),
+    ]
+    return {str(case): partial(attention, case) for case in cases}
+
+
+def ordering(nodes: int, ranked: bool) -> None:
+    from heavypath.kernels.ordering import heavy_path_order
+
+    ranks = on_gpu(torch.zeros(nodes, dtype=torch.long)) if ranked else None
+    heavy_path_order(on_gpu(torch.arange(-1, nodes - 1)), ranks, impl="triton")
+
+
+def compaction(dtype: str, head_dim: int, places: int) -> None:
+    from heavypath.kernels.cache_compaction import compact_cache
+
+    key, value = torch.empty(2, 1, 8, 64, head_dim, dtype=DTYPES[dtype])
+    path, one = on_gpu(torch.zeros(1, places, dtype=torch.long)), on_gpu(torch.ones(1, dtype=torch.long))
+    compact_cache([on_gpu(key)], [on_gpu(value)], path, one, one, impl="triton")
+
+
+def committing(nodes: int, per_sequence: bool) -> None:
+    from heavypath.kernels.commit import State, StateField, commit
+    from heavypath.kernels.nodes import Nodes, Verified
+
+    def zeros(*shape: int) -> Tensor:
+        return on_gpu(torch.zeros(shape, dtype=torch.long))
+
+    batch, shape = 4, (4, nodes) if per_sequence else (nodes,)
+    state = State(zeros(len(StateField), batch), zeros(batch, 9), zeros(2), zeros(batch, 9).bool(), zeros(2, 9))
+    tree = Nodes(zeros(batch, nodes), zeros(*shape), zeros(*shape))
+    verified = Verified(zeros(batch, min(nodes, 9)), zeros(batch), zeros(batch))
+    commit(state, tree, zeros(*shape), verified, 1, impl="triton")
+
+
+def sampling(dtype: str, vocabulary: int, k: int, **options) -> None:
+    from heavypath.kernels.sampling import gumbel_topk
+
+    gumbel_topk(on_gpu(torch.empty(1, vocabulary, dtype=DTYPES[dtype])), k, impl="triton", **options)
+
+
+def sampling_cases() -> dict[str, Callable[[], None]]:
+    filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
+    cases = [
+        *(("bf16", 128256, k, {}) for k in (1, 4, 32, 64)),
+        ("fp16", 32000, 4, {}),
+        ("fp32", 32000, 4, {}),
+        ("bf16", 999, 4, {}),
+        ("bf16", 128256, 4, {"temperature": 0.0}),
+        ("bf16", 128256, 4, {"replacement": True}),
+        ("bf16", 128256, 8, filters | {"uniform_fill": True}),
+        ("bf16", 128256, 4, {"seed": SEED}),
+        ("bf16", 128256, 8, filters | {"uniform_fill": True, "seed": SEED}),
+    ]
+    return {
+        named(dtype, f"V{vocabulary}", f"k{k}", **options): partial(sampling, dtype, vocabulary, k, **options)
+        for dtype, vocabulary, k, options in cases
+    }
+
+
+def verification(method: str, dtype: str, nodes: int, vocabulary: int, **options) -> None:
+    from heavypath.kernels.verification import verify_tree
+
+    logits = on_gpu(torch.empty(1, nodes, vocabulary, dtype=DTYPES[dtype]))
+    tokens, parents = on_gpu(torch.zeros(1, nodes, dtype=torch.long)), on_gpu(torch.arange(-1, nodes - 1))
+    verify_tree(tokens, parents, logits, logits, method=method, max_depth=8, impl="triton", **options)
+
+
+def verification_cases() -> dict[str, Callable[[], None]]:
+    filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
+    cases = [
+        *((method, "bf16", 64, 128256, {}) for method in ("without_replacement", "with_replacement", "kseq", "race")),
+        ("without_replacement", "bf16", 768, 32000, {}),
+        ("without_replacement", "fp32", 2048, 32000, {}),
+        ("without_replacement", "fp16", 64, 999, {}),
+        ("without_replacement", "bf16", 64, 32000, filters),
+        ("with_replacement", "bf16", 64, 32000, filters),
+        ("without_replacement", "bf16", 64, 32000, {"draft_temperature": 0.0}),
+        *((method, "bf16", 64, 128256, {"seed": SEED}) for method in ("without_replacement", "kseq", "race")),
+        ("without_replacement", "bf16", 64, 32000, filters | {"seed": SEED}),
+    ]
+    return {
+        named(method, dtype, f"{nodes} nodes", f"V{vocabulary}", **options): partial(
+            verification, method, dtype, nodes, vocabulary, **options
+        )
+        for method, dtype, nodes, vocabulary, options in cases
+    }
+
+
+CASES = {
+    **verification_cases(),
+    **sampling_cases(),
+    **attention_cases(),
+    **{f"tree of {nodes}": partial(committing, nodes, per_sequence=nodes > 64) for nodes in (1, 64, 2048)},
+    **{f"{nodes} nodes": partial(ordering, nodes, ranked=False) for nodes in (64, 2048)},
+    **{f"{nodes} nodes ranked": partial(ordering, nodes, ranked=True) for nodes in (64, 2048)},
+    **{
+        f"{dtype} D{head_dim} path {places}": partial(compaction, dtype, head_dim, places)
+        for dtype, head_dim, places in (("bf16", 128, 5), ("bf16", 128, 17), ("bf16", 128, 2048), ("bf16", 5, 2048))
+    },
+}

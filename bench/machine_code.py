@@ -1,0 +1,141 @@
+"""What can be read off a compiled kernel: its metadata, the shapes of its products, and its machine code."""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from typing import NamedTuple
+
+import triton
+from fake_gpu import GPUS
+from triton.compiler import CompiledKernel
+
+
+class Figures(NamedTuple):
+    """What one kernel compiled to. The columns of compile_report.py's table are described there."""
+
+    kernel: str
+    registers: int
+    warps: int
+    spill: int  # bytes
+    shared: int  # bytes
+    tensor_memory: int
+    fit: int
+    dot: str
+    half_rows: int  # rows of the largest product of 16-bit numbers; 0 if there is none
+    load: str
+    load_bytes: int
+    ahead: int
+    waits: int
+    loop: int  # instructions of the inner loop, and how many of them ...
+    wgmma: int  # ... take products on sm_90,
+    fp32: int  # ... compute in fp32,
+    special: int  # ... run in the unit for special functions
+
+
+def figures(kernel: CompiledKernel, arch: int) -> Figures:
+    """The figures of a kernel that was compiled for this architecture."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        usage = output_of(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name)
+        instructions, labels = parse(output_of(triton.knobs.nvidia.nvdisasm.path, "-c", cubin.name))
+    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+    tensor_memory = getattr(kernel.metadata, "tmem_size", None) or 0
+    products = re.findall(r"tt\.dot .* : tensor<(\d+)x\d+x(\w+)>", kernel.asm["ttir"])
+    tensor_cores = {instruction.name for instruction in instructions} & {"HMMA", "HGMMA", "UTCHMMA"}
+    units = (tensor_cores or {"FFMA"}) if products else set()
+    loop = inner_loop(instructions, labels, units)
+    names = Counter(instruction.name for instruction in loop)
+    loads = Counter()
+    for instruction in loop:
+        if instruction.name in ("LDG", "LDGSTS"):
+            loads[instruction.name, instruction.bytes] += instruction.bytes
+    (((load, load_bytes), _),) = loads.most_common(1) or [(("", 0), 0)]
+    return Figures(
+        kernel=kernel_name(kernel.metadata.name),
+        registers=registers,
+        warps=warps,
+        spill=sum(instruction.bytes for instruction in instructions if instruction.name in ("STL", "LDL")),
+        shared=shared,
+        tensor_memory=tensor_memory,
+        fit=programs_that_fit(arch, registers, warps, shared, tensor_memory),
+        dot="+".join(sorted(units)),
+        half_rows=max((int(rows) for rows, dtype in products if dtype in ("f16", "bf16")), default=0),
+        load=f"{load}.{8 * load_bytes}" if load else "",
+        load_bytes=load_bytes,
+        ahead=max((instruction.groups_left for instruction in loop), default=0),
+        waits=sum(instruction.name == "WARPGROUP" and "DEPBAR" in instruction.modifiers for instruction in loop),
+        loop=len(loop),
+        wgmma=names["HGMMA"],
+        fp32=sum(count for name, count in names.items() if re.match("F[A-Z]", name)),
+        special=names["MUFU"],
+    )
+
+
+def kernel_name(function: str) -> str:
+    """What the report calls a kernel: the name of its function without underscores around it, and without "_kernel"."""
+    return function.strip("_").removesuffix("_kernel")
+
+
+class Instruction(NamedTuple):
+    """`@P0 LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64] ;` has the name LDGSTS, and bits 128."""
+
+    name: str
+    modifiers: list[str]
+    operands: str
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes a thread loads or stores by it."""
+        sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+        return next((sizes[modifier] for modifier in self.modifiers if modifier in sizes), 4)
+
+    @property
+    def groups_left(self) -> int:
+        """Groups of asynchronous copies that may still be on their way after waiting."""
+        wait = re.fullmatch(r"SB0, 0x(\w+)", self.operands) if self.name == "DEPBAR" else None
+        return int(wait[1], 16) if wait else 0
+
+
+def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
+    """Instructions, and which of them follow a label, of what nvdisasm prints."""
+    instructions, labels = [], {}
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.match(r"\s+/\*\w+\*/\s+(?:@\S+ )?\s*([A-Z][\w.]*)\s*(.*?)\s*;", line):
+            name, *modifiers = found[1].split(".")
+            instructions.append(Instruction(name, modifiers, found[2]))
+    return instructions, labels
+
+
+def inner_loop(instructions: list[Instruction], labels: dict[str, int], units: set[str]) -> list[Instruction]:
+    """The shortest loop in which one of these units works, one with asynchronous copies if there is; else all.
+
+    Without units, the first loop with a global load.
+    """
+    loops = []
+    for place, instruction in enumerate(instructions):
+        target = re.search(r"\((\.L\w+)\)", instruction.operands) if instruction.name == "BRA" else None
+        if target and labels[target[1]] <= place:
+            loops.append(instructions[labels[target[1]] : place + 1])
+    working = units or {"LDG"}
+    loops = [loop for loop in loops if any(instruction.name in working for instruction in loop)]
+    if not units:
+        return loops[0] if loops else instructions
+    copying = [loop for loop in loops if any(instruction.name == "LDGSTS" for instruction in loop)]
+    return min(copying or loops, key=len, default=instructions)
+
+
+def programs_that_fit(arch: int, registers: int, warps: int, shared: int, tensor_memory: int) -> int:
+    """On one multiprocessor: 64 Ki registers given to warps by 256, 64 warps, 32 programs, 512 columns."""
+    warps_of_registers = 65536 // (-(-registers // 8) * 8 * 32) // 4 * 4
+    fit = [32, min(64, warps_of_registers) // warps, (GPUS[arch].shared + 1) * 1024 // (shared + 1024)]
+    return min([*fit, 512 // tensor_memory] if tensor_memory else fit)
+
+
+def output_of(*command: str) -> str:
+    """What a command prints."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
