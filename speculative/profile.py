@@ -297,6 +297,6 @@ def _trees(method: str, size: int, rates: Tensor, sequence_count: int | None) ->
     if method == "rsd-c":  # of its trees, those in which every node above the leaves has equally many children
         shapes = [(1, 0)]
         shapes += [(width, levels) for width in range(1, rates.shape[1] + 1) for levels in range(1, depth + 1)]
-        fitting = [shape for shape in shapes if sum(shape[0] ** d for d in range(shape[1] + 1)) <= size]
-        return (TokenTree.k_ary(*shape) for shape in fitting)
+        fitting = [(width, levels) for width, levels in shapes if sum(width**d for d in range(levels + 1)) <= size]
+        return (TokenTree.k_ary(width, levels) for width, levels in fitting)
     return None
