@@ -42,8 +42,10 @@ def draw(path: Path) -> None:
 def half(drawing: Drawing, left: float, tree: TokenTree, name: str, said: tuple[str, ...]) -> None:
     """The tree, each node over its column of the mask; the mask, and its blocks that are not empty."""
     occupied, blocks = tree.occupied_blocks(BLOCK), (NODES // BLOCK) * (NODES // BLOCK + 1) // 2
-    drawing.text(left, 35, name, size=18, bold=True)
-    drawing.text(left + SIDE, 35, f"{occupied} of {blocks} blocks", size=18, anchor="end", bold=True, colour="target")
+    drawing.text(left, 35, name, size=18, style="bold")
+    drawing.text(
+        left + SIDE, 35, f"{occupied} of {blocks} blocks", size=18, anchor="end", style="bold", colour="target"
+    )
     path = set(heavy_path(tree))
     draw_tree(drawing, left, tree, path)
     draw_mask(drawing, left, TOP + TREE + 16, tree.mask(), path)

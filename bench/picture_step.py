@@ -100,8 +100,8 @@ class Card:
         self.drawing, self.left, self.top = drawing, left, top
         drawing.rect(left, top, CARD_WIDTH, CARD_HEIGHT, fill="panel", stroke="line", radius=10)
         drawing.circle(left + 26, top + 26, 12, fill="target")
-        drawing.text(left + 26, top + 31, str(number), colour="panel", size=14, anchor="middle", bold=True)
-        drawing.text(left + 46, top + 31.5, title, size=15, bold=True)
+        drawing.text(left + 26, top + 31, str(number), colour="panel", size=14, anchor="middle", style="bold")
+        drawing.text(left + 46, top + 31.5, title, size=15, style="bold")
 
     def note(self, content: str) -> None:
         """A line at the bottom."""
@@ -113,7 +113,7 @@ def token_box(drawing: Drawing, x: float, y: float, token: str, fate: str, width
     fill, stroke, _ = FATES[fate]
     thickness = 1.2 if stroke == "edge" else 2
     drawing.rect(x - width / 2, y - BOX / 2, width, BOX, fill=fill, stroke=stroke, thickness=thickness, radius=6)
-    drawing.text(x, y + 4.5, shown(token), size=13, anchor="middle", mono=True)
+    drawing.text(x, y + 4.5, shown(token), size=13, anchor="middle", style="mono")
 
 
 def box_width(token: str) -> float:
@@ -176,7 +176,7 @@ def draw_forward(card: Card, step: Step) -> None:
     drawing.text(left + text / 2, top + NODES * cell / 2 + 5, "text so far", size=13.5, anchor="middle")
     for node in range(NODES):
         y = top + (node + 0.5) * cell
-        drawing.text(left - 30, y + 4.5, shown(step.tokens[node]), size=13, anchor="end", mono=True)
+        drawing.text(left - 30, y + 4.5, shown(step.tokens[node]), size=13, anchor="end", style="mono")
         drawing.text(left - 14, y + 4.5, str(node), size=11, anchor="middle", colour="dim")
         drawing.text(left + text + (node + 0.5) * cell, top - 6, str(node), size=11, anchor="middle", colour="dim")
         for other in range(NODES):

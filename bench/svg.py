@@ -6,6 +6,7 @@ asks for them. A file needs nothing else, and no script.
 
 from html import escape
 from pathlib import Path
+from typing import Any
 
 THEME = {  # light, dark; those that the page of a trace has, too, are the same there
     "page": ("#f7f6f3", "#131517"),
@@ -38,21 +39,15 @@ class Drawing:
         self.parts: list[str] = []
         self.rect(0.5, 0.5, width - 1, height - 1, fill="page", stroke="line", radius=12)
 
-    def rect(
-        self, x: float, y: float, width: float, height: float, *, fill: str = "none", stroke: str = "none",
-        thickness: float = 1.0, radius: float = 0.0, dashes: str = "", opacity: float = 1.0,
-    ) -> None:  # fmt: skip
-        """A rectangle. dashes: lengths of line and gap, of its outline."""
+    def rect(self, x: float, y: float, width: float, height: float, *, radius: float = 0.0, **look: Any) -> None:
+        """A rectangle. look: fill, stroke, thickness, dashes and opacity, see `_look`."""
         shape = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
         shape += f' rx="{radius:g}"' if radius else ""
-        self.parts.append(shape + _look(fill, stroke, thickness, dashes, opacity) + "/>")
+        self.parts.append(shape + _look(**look) + "/>")
 
-    def path(
-        self, points: str, *, fill: str = "none", stroke: str = "none", thickness: float = 1.0, dashes: str = "",
-        opacity: float = 1.0,
-    ) -> None:  # fmt: skip
-        """A path by SVG's own commands."""
-        self.parts.append(f'<path d="{points}"' + _look(fill, stroke, thickness, dashes, opacity) + "/>")
+    def path(self, points: str, **look: Any) -> None:
+        """A path by SVG's own commands. look: as for `rect`."""
+        self.parts.append(f'<path d="{points}"' + _look(**look) + "/>")
 
     def dots(self, places: list[tuple[float, float]], radius: float, colour: str) -> None:
         """A dot at each place."""
@@ -62,14 +57,14 @@ class Drawing:
         )
 
     def circle(self, x: float, y: float, radius: float, *, fill: str = "none", stroke: str = "none") -> None:
-        self.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}"' + _look(fill, stroke, 1, "", 1) + "/>")
+        self.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}"' + _look(fill=fill, stroke=stroke) + "/>")
 
     def text(
         self, x: float, y: float, content: str, *, colour: str = "ink", size: float = 13, anchor: str = "start",
-        bold: bool = False, mono: bool = False,
+        style: str = "",
     ) -> None:  # fmt: skip
-        """A line of text on the baseline y. Spaces in it are kept."""
-        classes = f"{colour} t{' mono' if mono else ''}{' bold' if bold else ''}"
+        """A line of text on the baseline y. Spaces in it are kept. style: "bold", "mono" or neither."""
+        classes = f"{colour} t {style}".rstrip()
         place = "" if anchor == "start" else f' text-anchor="{anchor}"'
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" class="{classes}" font-size="{size:g}"{place} xml:space="preserve">'
@@ -78,7 +73,7 @@ class Drawing:
 
     def arrow(self, points: str, *, stroke: str = "faint", thickness: float = 1.6) -> None:
         """A path with an arrow's head at its end."""
-        look = _look("none", stroke, thickness, "", 1)
+        look = _look(stroke=stroke, thickness=thickness)
         self.parts.append(f'<path d="{points}"{look} marker-end="url(#head-{stroke})"/>')
 
     def save(self, path: Path) -> None:
@@ -108,7 +103,10 @@ class Drawing:
         )
 
 
-def _look(fill: str, stroke: str, thickness: float, dashes: str, opacity: float) -> str:
+def _look(
+    *, fill: str = "none", stroke: str = "none", thickness: float = 1.0, dashes: str = "", opacity: float = 1.0
+) -> str:
+    """Attributes of a shape. fill, stroke: colours of THEME; dashes: lengths of line and gap of its outline."""
     classes = " ".join(f"{kind}-{name}" for kind, name in (("f", fill), ("s", stroke)) if name != "none")
     look = f' class="{classes}"' if classes else ""
     look += ' fill="none"' if fill == "none" else ""
