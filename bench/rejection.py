@@ -10,7 +10,7 @@ draft Q and F(l) = sum_v max(P(v) - l Q(v), 0), the mass of P that l Q leaves un
     with replacement      SpecInfer              F(l_{k+1}), where l_1 = 0 and l_{k+1} = l_k + F(l_k)
     k-seq                 SpecTr, algorithm 2    F(g), where 1 - (1 - beta)^k = g beta and beta = (1 - F(g)) / g
     race                  ERSD                   argmax log P + G is none of the k largest log Q + G
-    naive                                        P outside children drawn without replacement
+    naive-distinct                               P outside children drawn without replacement
     top-k                                        P outside the k most likely children
     least for i.i.d.                             max over sets H of tokens of Q(H)^k - P(H)
 
@@ -19,7 +19,7 @@ product telescopes. The last row is no method but what optimal transport leaves 
 children: all k fall into H with probability Q(H)^k, and the token that is chosen with P(H). The maximum is at a set of
 the largest Q / P, because Q(H)^k - P(H) is convex in (Q(H), P(H)).
 
-The first row, the race and naive share --draws draws of the children at each position; the others are exact. What is
+The first row, the race and naive-distinct share --draws draws of the children at each position; the others are exact. What is
 printed are means over positions, with standard errors that take prompts as the independent units. A star marks the
 lowest rate, and those that paired differences over prompts cannot tell from it (two standard errors). The power law is
 rate = a k^-b, by least squares of log rate on log k for all k from 1 to --children; the error of b is a jackknife over
@@ -52,7 +52,7 @@ LABELS = {
     "with replacement": "with replacement (SpecInfer)",
     "k-seq": "k-seq (SpecTr)",
     "race": "race (ERSD)",
-    "naive": "naive",
+    "naive-distinct": "naive-distinct",
     "top-k": "top-k",
     BOUND: "least for i.i.d. children",
 }
@@ -92,7 +92,7 @@ def rejection_rates(
         "with replacement": rounds_rejection(target_probs, draft_probs, children),
         "k-seq": uncovered(target_probs, draft_probs, kseq_multiplier(target_probs, draft_probs, children)),
         "race": 1 - (drawn == winner).double().cumsum(1),
-        "naive": 1 - target_draws.gather(1, drawn).cumsum(1),
+        "naive-distinct": 1 - target_draws.gather(1, drawn).cumsum(1),
         "top-k": 1 - target_probs.gather(1, likeliest).cumsum(1),
         BOUND: least_rejection(target_probs, draft_probs, children),
     }

@@ -130,7 +130,7 @@ def test_sampled_rates_are_the_means_over_all_ordered_draws(sampled, children):
     likeliest = sorted(TOKENS, key=lambda token: -DRAFT[token])[:children]
     rates = {name: float(rate[children - 1]) for name, rate in sampled.items()}
     assert rates["without replacement"] == pytest.approx(recursive, abs=MARGIN)
-    assert rates["naive"] == pytest.approx(naive, abs=MARGIN)
+    assert rates["naive-distinct"] == pytest.approx(naive, abs=MARGIN)
     assert rates["top-k"] == pytest.approx(1 - sum(TARGET[token] for token in likeliest), abs=1e-6)
 
 
@@ -159,7 +159,7 @@ def test_a_race_is_lost_where_that_many_children_come_before_the_targets_token(s
         ("without replacement", "without_replacement", False),
         ("with replacement", "with_replacement", True),
         ("race", "race", False),
-        ("naive", "target_sample", False),
+        ("naive-distinct", "target_sample", False),
         ("top-k", "target_sample", None),
     ],
 )
@@ -186,7 +186,7 @@ def test_methods_agree_where_theory_says_so(rejection, sampled):
     for name in ("with replacement", "k-seq", "least for i.i.d."):
         assert float(sampled[name][0]) == pytest.approx(apart, abs=1e-6)  # one child: 1 - overlap
     assert float(sampled["without replacement"][0]) == pytest.approx(apart, abs=MARGIN)
-    for name in ("without replacement", "race", "naive", "top-k"):
+    for name in ("without replacement", "race", "naive-distinct", "top-k"):
         assert float(sampled[name][-1]) == pytest.approx(0, abs=1e-6)  # all tokens are children
     for name in ("with replacement", "k-seq"):
         assert (sampled[name] > sampled[rejection.BOUND] - 1e-9).all()
@@ -211,7 +211,7 @@ def test_the_summary_names_the_lowest_and_what_is_not_told_from_it(rejection):
     rates = {name: torch.full((3, 2), 0.5, dtype=torch.float64) for name in rejection.LABELS}
     rates["race"] = torch.tensor([[0.7, 0.1], [0.7, 0.2], [0.7, 0.3]], dtype=torch.float64)
     rates["top-k"] = rates["race"] + torch.tensor([[0.0, 0.1], [0.0, -0.1], [0.0, 0.1]], dtype=torch.float64)
-    rates["naive"] = rates["race"] + 0.01
+    rates["naive-distinct"] = rates["race"] + 0.01
     rates[rejection.BOUND] = torch.zeros(3, 2, dtype=torch.float64)
     result = rejection.summary(rates)
     assert result["lowest"] == {"1": ["without replacement", "with replacement", "k-seq"], "2": ["race", "top-k"]}
