@@ -150,7 +150,7 @@ def _compact_kernel(
     prefix_ptr,
     P,
     UNIT: tl.constexpr,  # the integer that bits travel in
-    VECTOR: tl.constexpr,  # units that divide addresses and strides: 2 of 8 bytes travel in one access
+    VECTOR: tl.constexpr,  # addresses and strides are multiples of so many units; 2 of 8 bytes travel in one access
     ROW: tl.constexpr,  # units of a row
     BLOCK_P: tl.constexpr,
     BLOCK_ROW: tl.constexpr,

@@ -80,7 +80,7 @@ def _decide_kernel(
     target_ptr,  # [B, N, V]
     draft_ptr,  # [B, N, V]
     choice_ptr,  # int32 [B, N]: the accepted child, -1 for none, -2 if a row has no distribution
-    left_out_ptr,  # int32 [B, N]: 1 for a rejected child whose token P is restricted to be without
+    left_out_ptr,  # int32 [B, N]: 1 for a rejected child whose token is no longer part of P
     facts_ptr,  # fp32 [B, N, FACTS]
     marks_ptr,  # int32 [B, N, FACTS]
     parts_ptr,  # fp32 [B, N, 4, CHUNKS]: the target's largest logit and sum of exponentials, then the draft's
@@ -237,7 +237,7 @@ class Decided(NamedTuple):
 
     choice:   the accepted child, int32; where facts is None, the token that the target chose, int64. -1 for neither,
               -2 for a node without a distribution
-    left_out: int32, 1 for a rejected child whose token P is restricted to be without; None if that cannot happen
+    left_out: int32, 1 for a rejected child whose token is no longer part of P; None if that cannot happen
     facts:    fp32 [B * N * FACTS], what a recovered token is drawn by
     marks:    int32 [B * N * FACTS], likewise
     """

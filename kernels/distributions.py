@@ -1,4 +1,4 @@
-"""A node's distributions: the target's P and the draft's Q, read off their rows of logits, and what both share.
+"""A node's distributions, the target's P and the draft's Q, from rows of logits; and how much of P is covered by l Q.
 
 For a row of logits x with the largest m, at temperature T, and with all logarithms to base 2:
 
@@ -143,7 +143,7 @@ def shares(
 ):  # fmt: skip
     """P and min(P, l Q) of tokens start <= token < end.
 
-    log_multiple is log2 l; uniform is log2 Q of all tokens left, or 1 where Q is the draft's (see `decision`).
+    log_multiple is log2 l. uniform is log2 Q of each token left after a restart, and 1 where Q is the draft's.
     """
     x = tl.load(target[0] + token, mask=token < end, other=float("-inf")).to(tl.float32)
     log_p = log_prob(target, x, token, FILTERED, HIDDEN)

@@ -35,7 +35,7 @@ SEARCH_STEPS = tl.constexpr(12)  # of the search for g
 def k_seq(
     log_target: np.ndarray, log_draft: np.ndarray, drawn: np.ndarray, coins: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Try the children of one node in each of A sequences; arguments and results are those of `residual_chain`.
+    """Try the children of one node in each of A sequences, by the algorithm above.
 
     log_target, log_draft: log2 P and log2 Q, [A, V]
     drawn:                 int64 [A, K], the children's tokens; -1 for no child

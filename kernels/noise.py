@@ -101,7 +101,7 @@ def _factors_and_keys(seed: int, lanes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def noise_bits(seed: int, stream: Stream, noise_rows: np.ndarray, count: int, draws: int | None = None) -> np.ndarray:
-    """32 random bits for each noise row and each of `count` tokens, and for each of `draws` draws if these are given.
+    """32 random bits for each noise row and each of `count` tokens; with `draws`, so many independent sets of them.
 
     noise_rows: int64 [R], values >= 0. Returns uint32 [R, count] or [R, draws, count].
     """

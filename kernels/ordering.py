@@ -153,7 +153,7 @@ def _larger(a, b):
 
 @triton.jit
 def _within_family(values, family, index):
-    """Values that never fall from 0 on, less the value at which the family of each begins."""
+    """Each of the rising `values`, less the value at which its family begins."""
     begins = family != _at(family, index - 1, -1)
     return values - tl.associative_scan(tl.where(begins, values, 0), 0, _larger)
 
