@@ -19,11 +19,11 @@ product telescopes. The last row is no method but what optimal transport leaves 
 children: all k fall into H with probability Q(H)^k, and the token that is chosen with P(H). The maximum is at a set of
 the largest Q / P, because Q(H)^k - P(H) is convex in (Q(H), P(H)).
 
-The first row, the race and naive-distinct share --draws draws of the children at each position; the others are exact. What is
-printed are means over positions, with standard errors that take prompts as the independent units. A star marks the
-lowest rate, and those that paired differences over prompts cannot tell from it (two standard errors). The power law is
-rate = a k^-b, by least squares of log rate on log k for all k from 1 to --children; the error of b is a jackknife over
-the prompts.
+The first row, the race and naive-distinct share --draws draws of the children at each position; the others are exact.
+What is printed are means over positions, with standard errors that take prompts as the independent units. A star marks
+the lowest rate, and those that paired differences over prompts cannot tell from it (two standard errors). The power law
+is rate = a k^-b, by least squares of log rate on log k for all k from 1 to --children; the error of b is a jackknife
+over the prompts.
 """
 
 import math

@@ -7,12 +7,15 @@ each other, but in no circle.
 import ast
 import subprocess
 import sys
+import traceback
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from statistics import median
 
 import pytest
+
+from heavypath.speculative import SpeculativeDecoder
 
 ROOT = Path(__file__).parent.parent
 ORDER = ("kernels", "trees", "models", "demo", "drafts", "decoding", "output", "root", "cli", "examples")
@@ -197,3 +200,22 @@ def test_modules_that_moved_can_be_imported_by_their_former_paths():
         ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_four_functions_stand_between_generate_and_the_targets_first_operation(demo_pair):
+    target, draft, tokenizer = demo_pair
+    stacks = []
+
+    def note(*_):
+        frames = [frame for frame, _ in traceback.walk_stack(None) if "heavypath" in frame.f_globals["__name__"]]
+        names = [f"{frame.f_globals['__name__'].rpartition('.')[2]}.{frame.f_code.co_name}" for frame in frames]
+        stacks.append(names[::-1])
+
+    hook = target.model.embed_tokens.register_forward_pre_hook(note)
+    try:
+        prompt = tokenizer("import os\n", return_tensors="pt").input_ids
+        SpeculativeDecoder(target, draft, "sequoia").generate(prompt, max_new_tokens=4)
+    finally:
+        hook.remove()
+    step = ["decoder.generate", "loop.decode", "runner.run", "step.__call__", "llama.__call__"]
+    assert stacks[-1] == step, "the way of a step is README's"
