@@ -1,8 +1,9 @@
-# Set-up is shared by all targets and quick when repeated. Variables, with their defaults:
+# Every target sets up what it needs first, which takes a moment if it is there already. Variables, with their defaults:
 #   make test PYTHON=python3.12        the Python that .venv is made with (3.11 to 3.13)
 #   make test TORCH_VERSION=2.13.0     the torch that is installed
-#   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu    where from, if not pip's own index
+#   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu    where torch comes from, if not from pip's own index
 #   make test WORKERS=8                processes that the tests run in, about 1 GB each
+#   make test TESTS=tests/test_tree.py                            some of the tests
 #   make test VENV=.venv-oldest CONSTRAINTS=.ci/oldest.txt        another environment, with other versions
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
@@ -10,33 +11,47 @@ TORCH_INDEX ?=
 VENV ?= .venv
 CONSTRAINTS ?=
 WORKERS ?= 2
+TESTS ?=
+
+# What depends on the versions of other packages: how it is installed, the kernels in Triton's interpreter, the drop-in,
+# the models' forward passes, generation against that of transformers, and the command line.
+VERSION_TESTS := $(addprefix tests/, test_packaging.py test_noise.py test_filtering.py test_commit.py \
+	test_cache_compaction.py test_huggingface.py test_transformers_forward.py test_custom_generate.py test_cli.py \
+	test_decoder.py::test_greedy_text_is_that_of_transformers_generate \
+	test_decoder.py::test_decoding_through_the_kernel)
 
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made-with-$(notdir $(PYTHON))
 INSTALLED := $(VENV)/.installed-with-torch-$(TORCH_VERSION)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 
-.PHONY: help setup demo test test-all check report clean requirements
+.PHONY: help setup demo test test-all test-oldest check report record pictures clean requirements
 
 help:
-	@echo "make demo      decode real prompts with the shipped pair, then compare all methods"
-	@echo "make test      run the tests"
-	@echo "make test-all  run the slow ones too"
-	@echo "make check     ruff and pyright"
-	@echo "make report    compile all kernels for three generations of GPUs: registers, spills, tensor cores"
-	@echo "make clean     remove what was built and installed here"
+	@echo "make demo         decode real prompts with the shipped pair, then compare all methods"
+	@echo "make test         run the tests"
+	@echo "make test-all     run the slow tests, too"
+	@echo "make test-oldest  run the tests that depend on versions, with the oldest versions allowed"
+	@echo "make check        run ruff and pyright"
+	@echo "make report       say what the kernels compile to for three generations of GPUs, and fail on spills"
+	@echo "make record       the same, and keep the figures in bench/results/compile_report.json"
+	@echo "make pictures     draw the pictures of the READMEs again; one of them needs Chromium"
+	@echo "make clean        remove what was built and installed here"
 
 demo: setup
 	$(BIN)/heavypath demo
 
-# The tests are many small operations, whose threads would only wait for each other.
+# The tests are many small operations: more threads would only wait for each other.
 test test-all: export OMP_NUM_THREADS ?= 1
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(TESTS)
 
 test-all: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m ""
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m "" $(TESTS)
+
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.ci/oldest.txt TESTS="$(VERSION_TESTS)"
 
 check: $(VENV)/.checkers
 	$(BIN)/ruff check .
@@ -45,6 +60,12 @@ check: $(VENV)/.checkers
 
 report: setup
 	$(BIN)/python bench/compile_report.py
+
+record: setup
+	$(BIN)/python bench/compile_report.py --record
+
+pictures: setup
+	$(BIN)/python bench/pictures.py --plot bench/results
 
 clean:
 	rm -rf .venv .venv-* .editable build dist *.egg-info .pytest_cache .ruff_cache .benchmarks

@@ -146,7 +146,8 @@ def package_kernels() -> set[str]:
     """What the report calls the kernels that the package launches; the names of functions they call end otherwise."""
     import heavypath.kernels as package
 
-    modules = [import_module(f"{package.__name__}.{module.name}") for module in iter_modules(package.__path__)]
+    folder = list(package.__path__)[:1]  # where it is imported from; another install may be behind it
+    modules = [import_module(f"{package.__name__}.{module.name}") for module in iter_modules(folder)]
     functions = {name for module in modules for name, value in vars(module).items() if isinstance(value, JITFunction)}
     return {kernel_name(name) for name in functions if name.endswith("_kernel")}
 
