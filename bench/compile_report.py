@@ -85,7 +85,10 @@ def find(archs: Sequence[int], names: Sequence[str], anew: bool) -> Found:
     sample = random.sample(only_recorded, -(-len(only_recorded) // SAMPLED))
     unknown = [case for case, key in keys.items() if key not in cached and key not in recorded]
     compiled = compile_all([*unknown, *sample])
-    kernels = {case: compiled.get(case) or cached.get(key) or recorded[key] for case, key in keys.items()}
+    kernels = {
+        case: compiled[case] if case in compiled else cached[key] if key in cached else recorded[key]
+        for case, key in keys.items()
+    }
     if not anew:
         new = {keys[case]: done for case, done in compiled.items() if not isinstance(done, str)}
         compile_record.write(compile_record.CACHE, cached | new)
