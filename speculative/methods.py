@@ -12,7 +12,7 @@ import torch
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.growth import Growth
-from heavypath.speculative.decoding.noise_rows import MAX_NODES
+from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
 from heavypath.speculative.trees.planning import Acceptance, sequoia_tree
 from heavypath.speculative.trees.tree import TokenTree
@@ -161,7 +161,7 @@ def _grown(
     """A level may have half of the nodes where no width is given: wider ones are rare, and cost the draft's time."""
     depth = _default_depth(size) if max_depth is None else max_depth
     if width is None:
-        half, fits = max(-(-size // 2), -(-(size - 1) // max(1, depth))), (MAX_NODES - 1) // max(1, depth)
+        half, fits = max(-(-size // 2), -(-(size - 1) // max(1, depth))), (ROWS_PER_ROOT - 1) // max(1, depth)
         width = min(half, fits)
     return Growth(by, min(size, 1 + width * depth), width, depth, threshold, confidence)
 

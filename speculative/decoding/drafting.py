@@ -15,16 +15,8 @@ from heavypath.speculative.drafts.kinds import Cache, Draft
 
 def root_alone(state: Sequences, noise_rows: Tensor, tree: DeviceTree) -> Drafted:
     """A tree without drafts; noise_rows: LongTensor[B, 1]."""
-    return Drafted(
-        tokens=state.root[:, None].clone(),  # a copy, because the step moves the state on
-        parents=tree.parents,
-        ranks=tree.ranks,
-        depths=tree.depths,
-        subtree_end=tree.subtree_end,
-        noise_rows=noise_rows,
-        draft_rows=None,
-        logits=None,
-    )
+    tokens = state.root[:, None].clone()  # a copy, because the step moves the state on
+    return _drafted(tree, tokens, noise_rows, logits=None)
 
 
 def draft_tree(
@@ -76,8 +68,13 @@ def draft_tree(
             logits = after.new_empty(len(root), len(tree), after.shape[-1])
         logits.index_copy_(1, level.nodes, after)
         lap("sampling")
+    return _drafted(tree, tokens.where(tree.depths <= state.room[:, None], -1), noise_rows, logits)
+
+
+def _drafted(tree: DeviceTree, tokens: Tensor, noise_rows: Tensor, logits: Tensor | None) -> Drafted:
+    """What was drafted of a static tree, whose shape all sequences share."""
     return Drafted(
-        tokens=tokens.where(tree.depths <= state.room[:, None], -1),
+        tokens=tokens,
         parents=tree.parents,
         ranks=tree.ranks,
         depths=tree.depths,

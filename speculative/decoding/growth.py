@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from heavypath.speculative.decoding.noise_rows import MAX_NODES
+from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT
 from heavypath.speculative.decoding.slot_values import Confidence
 
 VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tokens are drawn at temperature 0 (DySpec)
@@ -35,8 +35,10 @@ class Growth:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
-        if self.slots > MAX_NODES:
-            raise ValueError(f"depth levels of width nodes may be at most {MAX_NODES} with the root, got {self.slots}")
+        if self.slots > ROWS_PER_ROOT:
+            raise ValueError(
+                f"depth levels of width nodes may be at most {ROWS_PER_ROOT} with the root, got {self.slots}"
+            )
         if self.size < 2:
             raise ValueError(f"size counts the root and must be at least 2, got {self.size}")
 

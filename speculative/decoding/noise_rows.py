@@ -16,7 +16,7 @@ from torch import Tensor
 NODE_BITS = 12
 POSITION_BITS = 24
 SEQUENCE_BITS = 27
-MAX_NODES = 1 << NODE_BITS  # of a tree, or slots of a growing one
+ROWS_PER_ROOT = 1 << NODE_BITS  # nodes of a tree, or slots of a growing one, are at most so many
 MAX_SEQUENCES = 1 << SEQUENCE_BITS  # sequence ids are below this
 
 

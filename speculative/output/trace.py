@@ -28,28 +28,24 @@ Each other line is one step of one sequence that had not ended, with N nodes of 
 Numbers have four significant digits, or more where a coin could not be told from its threshold otherwise.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.decoding.request import Request
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.step import Stepped
+from heavypath.speculative.drafts import Draft
+from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.output.reasons import Reasons, VerifiedTree, VerifyOptions, explain, shown
 from heavypath.speculative.output.text_stream import UNFINISHED, TextStream
-
-if TYPE_CHECKING:
-    from heavypath.kernels.filtering import Filters
-    from heavypath.speculative.decoding.request import Request
-    from heavypath.speculative.decoding.sequences import Sequences
-    from heavypath.speculative.decoding.step import Stepped
-    from heavypath.speculative.drafts import Draft
-    from heavypath.speculative.models.forward import Forward
 
 FORMAT = 1
 
