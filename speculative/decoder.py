@@ -138,7 +138,7 @@ class SpeculativeDecoder:
         on_host = host_can_read(self._target.device)
         if cuda_graphs and on_host:
             raise ValueError(f"cuda_graphs needs models on a CUDA device, got {self._target.device}; leave it out")
-        self.runner = StepRunner(self._target, cuda_graphs=not on_host if cuda_graphs is None else cuda_graphs)
+        self.runner = StepRunner(cuda_graphs=not on_host if cuda_graphs is None else cuda_graphs)
         options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
         options |= {"width": width, "threshold": threshold, "confidence": confidence}
         given = {name: value for name, value in options.items() if value is not None}
@@ -272,7 +272,7 @@ class SpeculativeDecoder:
             self.runner.workspace(request, plan) as workspace,
         ):
             stats.cache_bytes = workspace.cache_bytes
-            workspace.begin(request, plan.draft)
+            workspace.begin(request, plan)
             stats.lap("prefill")
             new = decode(
                 request,
@@ -303,7 +303,7 @@ class SpeculativeDecoder:
             value_temperature=self._draft_options["temperature"] or VALUE_TEMPERATURE,
             processing=request.processing,
         )
-        return StepPlan(draft=self._draft if len(tree) > 1 else None, tree=tree, rules=rules)
+        return StepPlan(target=self._target, draft=self._draft if len(tree) > 1 else None, tree=tree, rules=rules)
 
     def _draft_filters(self, target: Filters) -> Filters:
         """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""

@@ -41,8 +41,9 @@ class Stepped(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What all steps of a generation have in common: who drafts (None for nobody), which trees, and by which rules."""
+    """What all steps of a generation have in common: whose text, who drafts (None for nobody), which trees, what rules."""
 
+    target: Forward
     draft: Draft | None
     tree: TokenTree | Growth
     rules: Rules
@@ -141,12 +142,12 @@ class Step:
         )
 
 
-def new_step(target: Forward, plan: StepPlan, depth: int) -> Step:
+def new_step(plan: StepPlan, depth: int) -> Step:
     """The step of a plan that drafts the top `depth` levels of its tree: fewer than all near the end of a text."""
     top: DeviceTree | Growth
     if isinstance(plan.tree, Growth) and depth > 0:
         top = replace(plan.tree, depth=depth)
     else:
         whole = plan.tree if isinstance(plan.tree, TokenTree) else TokenTree([-1])
-        top = device_tree(whole, depth, target.device)
-    return Step(target=target, draft=plan.draft, tree=top, branching=plan.tree.branching, rules=plan.rules)
+        top = device_tree(whole, depth, plan.target.device)
+    return Step(target=plan.target, draft=plan.draft, tree=top, branching=plan.tree.branching, rules=plan.rules)

@@ -7,9 +7,8 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
-from heavypath.speculative.drafts.kinds import Cache, Draft
+from heavypath.speculative.drafts.kinds import Cache
 from heavypath.speculative.models.caches import KeyValueCache
-from heavypath.speculative.models.forward import Forward
 
 
 class Size(NamedTuple):
@@ -63,9 +62,11 @@ def tree_rows(plan: StepPlan) -> int:
 class Workspace:
     """The caches of a target and, unless there is none, of a draft; the state of the batch; graphs of steps, if any."""
 
-    def __init__(self, target: Forward, draft: Draft | None, size: Size, graphs: Graphs[Stepped] | None = None):
+    def __init__(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None):
+        target, draft = plan.target, plan.draft
         self.size, self.graphs = size, graphs
-        self._target, self._views = target, dict[int, tuple[Sequences, KeyValueCache, Cache | None]]()
+        self._target, self._draft = target, draft
+        self._views = dict[int, tuple[Sequences, KeyValueCache, Cache | None]]()
         self.target_cache = target.new_cache(size.sequences, size.cache_rows)
         self.draft_cache = None if draft is None else draft.new_cache(size.sequences, size.cache_rows)
         self.state = Sequences.room_for(
@@ -82,11 +83,12 @@ class Workspace:
         """Bytes of both caches."""
         return sum(cache.nbytes for cache in (self.target_cache, self.draft_cache) if cache is not None)
 
-    def fits(self, size: Size, draft: Draft | None) -> bool:
-        """Whether a generation of this size, drafted by `draft`, can use it."""
-        return self.size.covers(size) and (self.draft_cache is not None or draft is None)
+    def fits(self, size: Size, plan: StepPlan) -> bool:
+        """Whether a generation of this size, by this plan, can use it."""
+        same_models = self._target is plan.target and (plan.draft is None or plan.draft is self._draft)
+        return self.size.covers(size) and same_models
 
-    def begin(self, request: Request, draft: Draft | None) -> None:
+    def begin(self, request: Request, plan: StepPlan) -> None:
         """Put a request's prompts into the first slots, and all of their tokens but the last into the caches."""
         self.state.begin(
             request.prompt,
@@ -101,8 +103,8 @@ class Workspace:
             return
         _, target_cache, draft_cache = self.first(len(before_roots))
         self._target.prefill(before_roots, target_cache)
-        if draft is not None and draft_cache is not None:
-            draft.prefill(before_roots, draft_cache)
+        if plan.draft is not None and draft_cache is not None:
+            plan.draft.prefill(before_roots, draft_cache)
 
     def first(self, slots: int) -> tuple[Sequences, KeyValueCache, Cache | None]:
         """Views of the state, the target's and the draft's cache for the first `slots` slots."""
