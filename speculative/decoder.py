@@ -134,6 +134,7 @@ class SpeculativeDecoder:
         self._draft_filters(Filters()).check("draft_")
 
         self.target = target
+        self._given_draft = draft
         self._target = forward_of(target, "target")
         on_host = host_can_read(self._target.device)
         if cuda_graphs and on_host:
@@ -160,6 +161,15 @@ class SpeculativeDecoder:
             self.profile.check(target, draft)
         for model in models:
             model.check_weights()
+
+    def _notice_changes(self) -> None:
+        """Choose the forward passes of the models anew if one of them no longer consists of what it did."""
+        stale = not self._target.is_current()
+        if stale:
+            self._target = forward_of(self.target, "target")
+        draft = self._draft.forward if self._draft is not None else None
+        if self._given_draft is not None and (stale or (draft is not None and not draft.is_current())):
+            self._draft = as_draft(self._given_draft, self._target, self.target)
 
     def _checked_tree(self, given: dict[str, Any]) -> TokenTree | Growth:
         """The tree that the method makes of the options given, in heavy-path order, or how its trees grow."""
@@ -237,6 +247,7 @@ class SpeculativeDecoder:
         positions are such arguments. Raises ValueError while decoding for logits that are no distribution.
         """
         begin = self.clock()
+        self._notice_changes()
         request = checked_request(
             self._target,
             self._draft.forward if self._draft is not None else None,
@@ -342,7 +353,7 @@ class SpeculativeDecoder:
             seed=seed,
             model_kwargs=model_kwargs,
         )
-        arguments = call.arguments(self.target)
+        arguments = call.arguments(self._target.model)
         return call.answer(self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer).sequences)
 
 

@@ -41,7 +41,7 @@ class Stepped(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What all steps of a generation have in common: whose text, who drafts (None for nobody), which trees, what rules."""
+    """What all steps of a generation have in common: whose text, who drafts (or None), which trees, what rules."""
 
     target: Forward
     draft: Draft | None

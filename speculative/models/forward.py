@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from heavypath.kernels.prepared_attention import prepared_attention
 from heavypath.kernels.tree_masks import attention_bias, interval_mask
 from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.structure import structure_of
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
 
@@ -77,6 +78,8 @@ class Forward(ABC):
         if model.training:
             raise ValueError(f"{name} is in training mode; call {name}.eval() first")
         devices = sorted({str(weight.device) for weight in model.parameters()})
+        if any(type(weight).__name__ == "DTensor" for weight in model.parameters()):
+            raise ValueError(f"{name} has weights that are spread over processes (DTensor), expected all in this one")
         if "meta" in devices:
             raise ValueError(f"{name} is on the meta device, it has no weights or offloads them; load it first")
         if len(devices) > 1:
@@ -93,9 +96,18 @@ class Forward(ABC):
         windowed = kinds is None or "sliding_attention" in kinds
         self.window: int | None = getattr(config, "sliding_window", None) if windowed else None
         self.model = model
+        self.watch(model)
         self.embedding: nn.Embedding = model.get_input_embeddings()  # pyright: ignore[reportAttributeAccessIssue]
         if not is_plain(self.embedding.weight):
             raise ValueError(f"{name} has a quantised token embedding; quantise its linear layers alone")
+
+    def watch(self, model: nn.Module) -> None:
+        """Remember what `model`, which is or contains the model that is called, consists of now."""
+        self._watched, self._structure = model, structure_of(model)
+
+    def is_current(self) -> bool:
+        """Whether the model still consists of what it did when it was tried; values of weights may have changed."""
+        return structure_of(self._watched) == self._structure
 
     @property
     def device(self) -> torch.device:

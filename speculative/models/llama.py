@@ -11,6 +11,7 @@ Keys and values are written to given rows of a cache that was allocated before, 
 """
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, TreeMask, is_plain
+from heavypath.speculative.models.structure import has_hooks
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # On a CPU, at most FEW_ROWS rows times a weight of at most SMALL elements are multiplied as columns.
@@ -43,6 +45,55 @@ class _Layer:
         self.norm, self.mlp_norm = map(_rms_norm, (layer.input_layernorm, layer.post_attention_layernorm))
 
 
+def is_as_published(model: PreTrainedModel) -> bool:
+    """Whether a model is of one of the `MODEL_TYPES`, made of transformers' own modules, without any hook or patch.
+
+    `LlamaForward` does not call most of them, so what somebody put there would be left out.
+    """
+    kind = model.config.model_type
+    if kind not in MODEL_TYPES or any(map(has_hooks, model.modules())):
+        return False
+    try:
+        inner: Any = model.model
+        passed_by = [model, inner, inner.rotary_emb, inner.norm]
+        for layer in inner.layers:
+            passed_by += [layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
+            own_norms = (getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm"))
+            passed_by += [norm for norm in own_norms if norm is not None]
+    except AttributeError:
+        return False
+    home = f"transformers.models.{kind}.modeling_{kind}"
+    return all(type(module).__module__ == type(module).forward.__module__ == home for module in passed_by)
+
+
+def with_a_layer_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, over the same weights, with one layer of each kind that it has: what is right for that is for all.
+
+    Layers are of a kind that have the same modules, settings, and types and shapes of weights.
+    """
+    kinds: dict[tuple[Any, ...], nn.Module] = {}
+    inner: Any = copy(model.model)
+    for layer in inner.layers:
+        kinds.setdefault(_kind(layer), layer)
+    inner._modules = inner._modules | {"layers": nn.ModuleList(kinds.values())}
+    short = copy(model)
+    short._modules = short._modules | {"model": inner}
+    return short
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    modules = [
+        (name, type(module), *((key, value) for key, value in vars(module).items() if _is_setting(key, value)))
+        for name, module in layer.named_modules()
+    ]
+    weights = [(name, type(weight), weight.dtype, weight.shape) for name, weight in layer.named_parameters()]
+    return *modules, *weights
+
+
+def _is_setting(name: str, value: object) -> bool:
+    return name != "layer_idx" and isinstance(value, (bool, int, float, str, type(None)))
+
+
 class LlamaForward(Forward):
     """A transformers Llama, Mistral, Qwen2 or Qwen3 causal language model, called on tree nodes.
 
@@ -60,6 +111,7 @@ class LlamaForward(Forward):
                 f"{name} must be a transformers causal language model of type {', '.join(MODEL_TYPES)}; got {kind!r}"
             )
         super().__init__(model, name)
+        self._from_memory = sum(weight.numel() for _, weight in self.weights()) > 1 << 20  # no core's cache holds more
         every = list(model.model.layers)
         if layers is not None and not 1 <= layers < len(every):
             raise ValueError(f"an early exit must leave 1 .. {len(every) - 1} layers, got {layers}")
@@ -122,9 +174,8 @@ class LlamaForward(Forward):
 
     def _linear(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """A function that does what a linear layer does to [rows, K]."""
-        from_memory = sum(weight.numel() for _, weight in self.weights()) > 1 << 20  # more than a core's cache holds
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32 and _HAS_BOTH
-        if not (from_memory and on_cpu and isinstance(module, nn.Linear) and type(module) is nn.Linear):
+        if not (self._from_memory and on_cpu and type(module) is nn.Linear) or has_hooks(module):
             return module
         return _Linear(module) if is_plain(module.weight) else module  # torchao quantises the weight, not the module
 
@@ -153,7 +204,7 @@ class _Linear:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         module, rows = self._module, len(hidden)
-        if module._forward_hooks or module._forward_pre_hooks or (self._small and rows > FEW_ROWS):
+        if self._small and rows > FEW_ROWS:
             return module(hidden)
         if not self._small:
             step = 1 << max(0, rows.bit_length() - 3)
