@@ -267,14 +267,14 @@ def test_a_peft_model_and_what_is_inside(model, draft):
 @pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
 def test_virtual_tokens_are_refused(config, model, draft):
     target = get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
-    with pytest.raises(ValueError, match="target has a P.*_TUNING adapter, which puts virtual tokens before each text"):
+    with pytest.raises(ValueError, match=r"target has a P.*_TUNING adapter, which puts virtual tokens before"):
         SpeculativeDecoder(target, draft)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
 def test_wrappers_are_refused_by_name(wrap, model, draft):
-    with pytest.raises(TypeError, match="target must be .* around a LlamaForCausalLM; give one that is not wrapped"):
+    with pytest.raises(TypeError, match=r"target must be .* around a LlamaForCausalLM; give one that is not wrapped"):
         SpeculativeDecoder(wrap(model), draft)
 
 
@@ -287,7 +287,7 @@ def test_layers_that_mix_tokens_are_refused(model, draft, caplog):
         quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8)
         torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8, inplace=True)
     for generate in (lambda: SpeculativeDecoder(quantised, draft), lambda: text(decoder)):
-        with pytest.raises(ValueError, match="cannot be decoded by trees .* layers must treat each token by itself"):
+        with pytest.raises(ValueError, match=r"cannot be decoded by trees .* layers must treat each token by itself"):
             generate()
     assert torch.equal(text(SpeculativeDecoder(draft, quantised)), greedy(draft))  # as a draft it will do
     assert "draft's logits are not its own" in caplog.text
