@@ -33,6 +33,7 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heavypath.speculative.decoding.loop import Streamer
+from heavypath.speculative.decoding.statistics import Statistics
 
 # Settings that leave no trace among the processors and criteria, and the values with which they do nothing.
 _UNSUPPORTED = {
@@ -49,8 +50,6 @@ _UNSUPPORTED = {
     "use_cache": (None, True),
     "cache_implementation": (None,),
     "prefill_chunk_size": (None,),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
 }
@@ -86,6 +85,13 @@ class _OneByOne:
 
     def end(self) -> None:
         self._streamer.end()
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """transformers' output of generate, with the statistics of the decoder."""
+
+    stats: Statistics | None = None
 
 
 @dataclass(frozen=True)
@@ -140,13 +146,25 @@ class GenerateCall:
             "seed": seed,
             "pad_token_id": None if pad is None else int(pad),
             "streamer": None if streamer is None else _OneByOne(streamer, has_prompt),
+            "output_scores": self._returns("output_scores"),
+            "output_logits": self._returns("output_logits"),
         }
 
-    def answer(self, sequences: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
+    def answer(
+        self,
+        sequences: Tensor,
+        stats: Statistics,
+        scores: tuple[Tensor, ...] | None,
+        logits: tuple[Tensor, ...] | None,
+    ) -> "Tensor | SpeculativeOutput":
         """What transformers' generate returns for sequences LongTensor[B, T + new]."""
         if self._config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)  # pyright: ignore[reportArgumentType]
+            return SpeculativeOutput(sequences=sequences, scores=scores, logits=logits, stats=stats)  # pyright: ignore[reportArgumentType]
         return sequences
+
+    def _returns(self, name: str) -> bool:
+        """Whether an optional output is asked for; as in transformers, only with return_dict_in_generate."""
+        return bool(self._config.return_dict_in_generate and getattr(self._config, name, False))
 
     @property
     def _config(self) -> GenerationConfig:

@@ -6,9 +6,10 @@ committed tokens: `length` of them in the target's cache, then the root, which i
 the root is the last token of the prompt.
 """
 
+import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +23,10 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.tree_attention_kernel import MAX_NODES
-from heavypath.speculative.custom_generate import GenerateCall
+from heavypath.speculative.custom_generate import GenerateCall, SpeculativeOutput
 from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE, Growth
 from heavypath.speculative.decoding.loop import Streamer, decode
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
@@ -40,12 +40,17 @@ from heavypath.speculative.decoding.stopping import checked_criteria
 from heavypath.speculative.drafts import Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
 DEFAULT_SIZE = {"cpu": 5, "cuda": 32}  # nodes of a tree; for a CPU measured with the shipped pair
+ENOUGH_STEPS = 32  # to tell whether a draft pays
+LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,13 @@ class Generation:
 
     sequences: LongTensor[B, T + new]: the prompt as it was given, the new tokens, padding
     stats:     counts, acceptance and times, see `Statistics`
+    scores, logits: where asked for, fp32 [B, V] for each new token, see `output.scores`
     """
 
     sequences: Tensor
     stats: Statistics
+    scores: tuple[Tensor, ...] | None = field(default=None, repr=False)
+    logits: tuple[Tensor, ...] | None = field(default=None, repr=False)
 
 
 class SpeculativeDecoder:
@@ -124,6 +132,7 @@ class SpeculativeDecoder:
         self.method = method
         self.clock = time.perf_counter
         self._method = METHODS[method]
+        self._remarked = False
         self._planned: dict[Filters, TokenTree | Growth] = {}
         self._draft_options = {
             "temperature": draft_temperature,
@@ -226,6 +235,8 @@ class SpeculativeDecoder:
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Sequence[StoppingCriteria] | None = None,
         trace: str | Path | None = None,
+        output_scores: bool = False,
+        output_logits: bool = False,
     ) -> Generation:
         """Continue each prompt of input_ids LongTensor[B, T] by up to max_new_tokens tokens.
 
@@ -242,6 +253,8 @@ class SpeculativeDecoder:
         stop_strings: a sequence ends with the token that completes one of them; needs the tokenizer.
         stopping_criteria: transformers' or your own, asked after each new token of each sequence, [1, T + new].
         trace: a file to write what each step drafted and why it was accepted or not; with a tokenizer, as text too.
+        output_scores, output_logits: also return what each token was sampled from, and the model's own logits, as
+            transformers does. The host then waits for each step, and memory for B x new tokens x V numbers is needed.
 
         Raises ValueError for arguments that do not fit, before any work; prompt + new tokens beyond the models'
         positions are such arguments. Raises ValueError while decoding for logits that are no distribution.
@@ -283,6 +296,7 @@ class SpeculativeDecoder:
             self.runner.workspace(request, plan) as workspace,
         ):
             stats.cache_bytes = workspace.cache_bytes
+            chosen = Chosen(len(input_ids)) if output_scores or output_logits else None
             workspace.begin(request, plan)
             stats.lap("prefill")
             new = decode(
@@ -292,9 +306,28 @@ class SpeculativeDecoder:
                 workspace,
                 stats=stats,
                 streamers=streamers,
-                on_step=None if recorder is None else recorder.step,
+                observers=[each.step for each in (recorder, chosen) if each is not None],
             )
-        return Generation(torch.cat([input_ids, new], 1), stats)
+        self._remark(stats)
+        return Generation(
+            sequences=torch.cat([input_ids, new], 1),
+            stats=stats,
+            scores=chosen.scores(request.filters) if chosen is not None and output_scores else None,
+            logits=chosen.logits() if chosen is not None and output_logits else None,
+        )
+
+    def _remark(self, stats: Statistics) -> None:
+        """Say once if speculation costs more than it brings."""
+        pays = stats.gain_at_most > LEAST_GAIN
+        if self._remarked or self._draft is None or stats.steps < ENOUGH_STEPS or pays:
+            return
+        self._remarked = True
+        logger.warning(
+            "the draft does not pay: %.2f tokens a step, and %d%% of the time for drafting, so that method "
+            "'autoregressive' would be faster; `heavypath calibrate` finds out which trees pay",
+            stats.tokens_per_step,
+            round(100 * stats.drafting_share),
+        )
 
     def _plan(self, request: Request) -> StepPlan:
         """What the steps of a request have in common; ValueError where the method cannot sample so."""
@@ -333,14 +366,15 @@ class SpeculativeDecoder:
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **model_kwargs: Any,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
+    ) -> Tensor | SpeculativeOutput:
         """What `model.generate(**inputs, custom_generate=decoder, ...)` calls; model is the decoder's target.
 
         seed: of the noise; None draws one from torch's generator, so that torch.manual_seed makes a text repeatable.
         tokenizer: for stop_strings; transformers keeps its own to itself, so bind one with functools.partial:
             custom_generate=partial(decoder, tokenizer=tokenizer).
 
-        The other settings of transformers mean what they mean there. Raises ValueError for those that the decoder
+        The other settings of transformers mean what they mean there. With return_dict_in_generate=True the answer is a
+        `SpeculativeOutput`: transformers' own, with the field `stats`. Raises ValueError for those that the decoder
         does not have, by name.
         """
         call = GenerateCall(
@@ -354,7 +388,8 @@ class SpeculativeDecoder:
             model_kwargs=model_kwargs,
         )
         arguments = call.arguments(self._target.model)
-        return call.answer(self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer).sequences)
+        out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer)
+        return call.answer(out.sequences, out.stats, out.scores, out.logits)
 
 
 def _checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -> list[Streamer]:

@@ -61,6 +61,21 @@ class Statistics:
         return self.new_tokens / self.total_seconds if self.total_seconds else 0.0
 
     @property
+    def drafting_share(self) -> float:
+        """Of the time after the prompt, the share of drafting; 0 where steps are CUDA graphs, which hide it."""
+        steps = sum(seconds for phase, seconds in self.seconds.items() if phase not in ("prefill", "trace"))
+        return sum(self.seconds.get(phase, 0.0) for phase in ("draft", "sampling")) / steps if steps else 0.0
+
+    @property
+    def gain_at_most(self) -> float:
+        """How much sooner the text was written than by plain decoding, at most.
+
+        A step of plain decoding does, for one node, all that a step here does but drafting; so it takes no longer than
+        that does for a whole tree.
+        """
+        return self.tokens_per_step * (1 - self.drafting_share)
+
+    @property
     def acceptance_by_rank(self) -> list[float]:
         """For each rank j: of the accepted nodes with a child of rank j, the share whose child j was accepted.
 

@@ -32,9 +32,13 @@ from heavypath.speculative.trees.tree import TokenTree
 
 
 class Stepped(NamedTuple):
-    """What a step did: the trees, the target's logits [B, N, V] after their nodes, and what was accepted of them."""
+    """What a step did: the trees, the target's logits after their nodes, and what was accepted of them.
+
+    raw_logits, logits: fp32 [B, N, V], as the model gave them, and after `rules.processing`
+    """
 
     drafted: Drafted
+    raw_logits: Tensor
     logits: Tensor
     verified: Verified
 
@@ -74,7 +78,7 @@ class Step:
         """Run one step. visible_rows: cache rows that hold the longest prefix, or more."""
         drafted = self._drafted(state, draft_cache, visible_rows, lap)
         lengths, nodes = state.lengths, drafted.tokens.shape[1]
-        logits = self.target(
+        raw_logits = logits = self.target(
             drafted.tokens.clamp(min=0),
             lengths[:, None] + drafted.depths,
             lengths[:, None] + torch.arange(nodes, device=lengths.device),
@@ -108,7 +112,7 @@ class Step:
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
         commit(written, drafted_nodes, drafted.depths, verified, self.branching)
         lap("compaction")
-        return Stepped(drafted, logits, verified)
+        return Stepped(drafted, raw_logits, logits, verified)
 
     def _drafted(self, state: Sequences, cache: Cache | None, visible_rows: int, lap: Lap) -> Drafted:
         """The tree that each sequence drafts."""

@@ -100,7 +100,7 @@ class Recorder:
 
     def step(self, stepped: Stepped, before: Sequences, after: Sequences) -> None:
         """Write what one step verified and what was committed of it. before, after: the batch around the step."""
-        drafted, logits, verified = stepped
+        drafted, logits, verified = stepped.drafted, stepped.logits, stepped.verified
         parents, ranks, depths = (
             field.expand_as(drafted.tokens) for field in (drafted.parents, drafted.ranks, drafted.depths)
         )
