@@ -174,11 +174,9 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 def _check_positions(model: Forward | None, prompt: int, new: int) -> None:
     if model is None:
         return
-    limit = min(model.max_positions, model.window or model.max_positions)
-    if prompt + new > limit:
-        what = "positions" if limit == model.max_positions else "positions in its attention window"
+    if prompt + new > model.max_positions:
         needed = f"{prompt + new} positions ({prompt} + {new})"
-        raise ValueError(f"prompt and new tokens need {needed}, but {model.name} has {limit} {what}")
+        raise ValueError(f"prompt and new tokens need {needed}, but {model.name} has {model.max_positions} positions")
 
 
 def _checked_sequence_ids(sequence_ids: Tensor | None, batch: int, device: torch.device) -> Tensor:

@@ -5,21 +5,22 @@ transformers' own forward pass; `forward_of` chooses between the two.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heavypath.kernels.prepared_attention import prepared_attention
+from heavypath.kernels.prepared_attention import first_row_seen, prepared_attention
 from heavypath.kernels.tree_masks import attention_bias, interval_mask
 from heavypath.speculative.models.caches import KeyValueCache
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of query, key, value and scale
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,23 +37,52 @@ class TreeMask:
     subtree_end: Tensor | None = None
     ancestor_mask: Tensor | None = None
 
-    def attention(self, dtype: torch.dtype) -> Attend:
-        """Attention under this mask, as one function for all layers of a forward pass."""
-        return prepared_attention(
-            prefix_length=self.prefix_length,
-            rows=self.visible_rows,
-            dtype=dtype,
-            subtree_end=self.subtree_end,
-            ancestor_mask=self.ancestor_mask,
-        )
+    def attention(self, dtype: torch.dtype, windows: Iterable[int | None]) -> dict[int | None, Attend]:
+        """Attention under this mask, as one function for all layers with the same sliding window."""
 
-    def bias(self, dtype: torch.dtype) -> Tensor:
-        """The mask in additive form, [B or 1, 1, N, visible_rows]: 0 where a node sees a row, -inf elsewhere."""
+        def prepare(window: int | None) -> Attend:
+            return prepared_attention(
+                prefix_length=self.prefix_length,
+                rows=self.visible_rows,
+                dtype=dtype,
+                subtree_end=self.subtree_end,
+                ancestor_mask=self.ancestor_mask,
+                window=window,
+            )
+
+        return self._by_window(prepare, windows)
+
+    def biases(self, dtype: torch.dtype, windows: Iterable[int | None]) -> dict[int | None, Tensor]:
+        """The mask in additive form for each window: 0 where a node sees a row, -inf elsewhere.
+
+        [B or 1, 1, N, rows], of the visible rows from `first_row(window)` on
+        """
         ancestors = self.ancestor_mask
         if ancestors is None:
             assert self.subtree_end is not None
             ancestors = interval_mask(self.subtree_end)
-        return attention_bias(ancestors, self.prefix_length.reshape(-1), self.visible_rows, dtype)
+
+        def bias(window: int | None) -> Tensor:
+            first = self.first_row(window)
+            return attention_bias(
+                ancestors, self.prefix_length.reshape(-1) - first, self.visible_rows - first, dtype, window
+            )
+
+        return self._by_window(bias, windows)
+
+    def first_row(self, window: int | None) -> int:
+        """The first of the rows that `biases` cover for a window: the host knows that nothing before it is seen."""
+        return first_row_seen(self.prefix_length, window)
+
+    def _by_window(self, make: Callable[[int | None], T], windows: Iterable[int | None]) -> dict[int | None, T]:
+        """What `make` makes for each window; one that holds all visible rows is none."""
+        made: dict[int | None, T] = {}
+        for window in windows:
+            effective = None if window is None or window >= self.visible_rows else window
+            if effective not in made:
+                made[effective] = make(effective)
+            made[window] = made[effective]
+        return made
 
 
 class Forward(ABC):
@@ -63,6 +93,7 @@ class Forward(ABC):
     """
 
     layers: int  # layers that a forward pass goes through
+    windows: Collection[int | None]  # the sliding windows of these layers, None for those that see the whole text
 
     def __init__(self, model: PreTrainedModel, name: str):
         if model.get_output_embeddings() is None:
@@ -89,9 +120,6 @@ class Forward(ABC):
         if getattr(config, "max_position_embeddings", None) is None:
             raise ValueError(f"{name}'s config has no max_position_embeddings; set it to those of its longest text")
         self.max_positions: int = config.max_position_embeddings
-        kinds = getattr(config, "layer_types", None)
-        windowed = kinds is None or "sliding_attention" in kinds
-        self.window: int | None = getattr(config, "sliding_window", None) if windowed else None
         self.model = model
         self.embedding: nn.Embedding = model.get_input_embeddings()  # pyright: ignore[reportAttributeAccessIssue]
         if not is_plain(self.embedding.weight):

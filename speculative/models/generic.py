@@ -2,12 +2,13 @@
 
     model(tokens, position_ids=prefix + depths, past_key_values=KeyValueCache.at(rows, ...), attention_mask=4-D)
 
-With attn_implementation "sdpa" or "eager" a 4-D mask says what each node sees; with "heavypath" our attention function
-is an argument of the call. A model's type does not tell whether it really follows the mask, the positions and the
+With attn_implementation "sdpa" or "eager" a 4-D mask says what each node sees, one for each kind of layer if they see
+differently far; with "heavypath" our attention function is an argument of the call. A model's type does not tell whether it really follows the mask, the positions and the
 cache. So every model is tried once, on a small tree: it must give the logits that it gives for each of the tree's paths
 as a text of its own.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ class TransformersForward(Forward):
         if kinds or getattr(model, "_is_stateful", False):
             what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
             raise ValueError(f"{name} must have full or sliding attention alone, got {self._kind} with {what}")
+        self._kinds: list[str | None] = getattr(self._text_config, "layer_types", None) or [None]
+        window: int | None = getattr(self._text_config, "sliding_window", None) or None
+        self._window_of = {kind: None if kind == "full_attention" else window for kind in self._kinds}
+        self.windows = {*self._window_of.values()}
         self._attention: str = self._text_config._attn_implementation
         if self._attention not in _ATTENTION:
             raise ValueError(
@@ -74,16 +79,32 @@ class TransformersForward(Forward):
             given = f"from {self._attention!r} to {self._text_config._attn_implementation!r}"
             raise ValueError(f"{self.name}'s attn_implementation went {given}; make a new decoder for that")
         arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "use_cache": True}
-        arguments["past_key_values"] = cache.at(cache_rows, mask.visible_rows)
+        first_rows: list[int] = []
         if self._attention == NAME:
-            arguments["tree_attend"] = mask.attention(self.dtype)
+            arguments["tree_attend"] = self._attend(mask)
             arguments["attention_mask"] = tokens[:, None, None, :1]  # any 4-D mask keeps transformers from making one
         else:
-            arguments["attention_mask"] = mask.bias(self.dtype).expand(len(tokens), -1, -1, -1)
+            biases = mask.biases(self.dtype, self.windows)
+            each = {kind: biases[window].expand(len(tokens), -1, -1, -1) for kind, window in self._window_of.items()}
+            arguments["attention_mask"] = each if len(self.windows) > 1 else each[self._kinds[0]]
+            first_rows = [mask.first_row(self._window_of[kind]) for kind in self._kinds]
+        arguments["past_key_values"] = cache.at(cache_rows, mask.visible_rows, first_rows)
         if needs_logits:
             return self.model(**arguments).logits.float()
         self.model.base_model(**arguments)
         return torch.empty(len(tokens), 0, self.vocab_size, device=tokens.device)
+
+    def _attend(self, mask: TreeMask) -> Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]:
+        """Attention under the mask, as a function of query, key, value, scale and the layer's sliding window."""
+        attends = mask.attention(self.dtype, self.windows)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+            if window not in attends:
+                expected = ", ".join(map(str, attends))
+                raise ValueError(f"{self.name} has a layer with a sliding window of {window}, expected {expected}")
+            return attends[window](query, key, value, scale)
+
+        return attend
 
     @torch.no_grad()
     def _probe(self) -> None:

@@ -37,6 +37,8 @@ class _Layer:
         norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         self.query_norm, self.key_norm = (None if norm is None else _rms_norm(norm) for norm in norms)
         self.scaling: float = attention.scaling
+        windowed = attention.config if attention.config.model_type == "mistral" else attention
+        self.window: int | None = getattr(windowed, "sliding_window", None)  # Llama's have none
         self.mix = linear(attention.o_proj)
         self.gate, self.up, self.down = map(linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         self.act: Callable[[Tensor], Tensor] = mlp.act_fn
@@ -65,6 +67,7 @@ class LlamaForward(Forward):
             raise ValueError(f"an early exit must leave 1 .. {len(every) - 1} layers, got {layers}")
         self._layers = [_Layer(layer, self._linear) for layer in every[:layers]]
         self.layers = len(self._layers)
+        self.windows = {layer.window for layer in self._layers}
         self._norm, self._head = _rms_norm(model.model.norm), self._linear(model.lm_head)
         self._head_dim: int = every[0].self_attn.head_dim
         self._kv_heads: int = self.config.num_key_value_heads
@@ -96,7 +99,7 @@ class LlamaForward(Forward):
         needs_logits: bool = True,
     ) -> Tensor:
         """fp32 logits [B, N, V] after each token, see `Forward`."""
-        attend = mask.attention(self.dtype)
+        attends = mask.attention(self.dtype, self.windows)
         by_head = *tokens.shape, -1, self._head_dim
         assert cache.rotary is not None
         cos, sin = cache.rotary[positions][:, :, :, None].unbind(2)  # [B, N, 1, D]
@@ -112,7 +115,7 @@ class LlamaForward(Forward):
             query, key = rotated[:, :, :heads], rotated[:, :, heads:]
             cache.write(index, key, value, cache_rows)
             keys, values = cache.read(index)
-            mixed = attend(query.transpose(1, 2), keys, values, layer.scaling)
+            mixed = attends[layer.window](query.transpose(1, 2), keys, values, layer.scaling)
             hidden = hidden + layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
             normed = layer.mlp_norm(hidden)
             hidden = hidden + layer.down(layer.act(layer.gate(normed)) * layer.up(normed))
