@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 from heavypath.speculative.models.attn_implementation import NAME
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, TreeMask
+from heavypath.speculative.models.window_probe import check_windows
 
 _ATTENTION = ("sdpa", "eager", NAME)
 # How far logits may be apart, in standard deviations of the logits; 0.003 for wider types.
@@ -108,7 +109,7 @@ class TransformersForward(Forward):
 
     @torch.no_grad()
     def _probe(self) -> None:
-        """Try a small tree behind two prefixes; raise ValueError if its logits are not those of its paths."""
+        """Try a small tree behind two prefixes, and the edges of windows; raise ValueError if its logits are wrong."""
         try:
             gap = self._gap()
         except Exception as error:
@@ -123,6 +124,7 @@ class TransformersForward(Forward):
                 f"{self._attention!r}: a tree's logits differ from those of its paths by {gap:.2g} standard "
                 f"deviations, expected at most {limit}; its attention must take a 4-D mask, position_ids and a cache"
             )
+        check_windows(self, limit)
 
     def _gap(self) -> float:
         """The distance between the logits of the tree and those of its paths as texts, in standard deviations."""
