@@ -40,7 +40,7 @@ class KeyValueCache(RowCache, Cache):
     """Keys and values [B, layers * Hkv, rows, D]: the layers lie side by side, so that one gather moves a row of all.
 
     Filled with zeros at first, so that rows never written can be masked. `rotary` [positions, 2, D] are cosine and sine
-    of the positions that the rows may have, for a forward pass that looks them up.
+    of the positions that the rows may have, for a forward pass that looks them up (see `LlamaForward`).
 
     All layers keep all rows, those with a sliding window, too: they read no more than the window, but take the memory
     of full attention. A ring of rows would save that memory, and would have to hold the tree's rows besides the window's.

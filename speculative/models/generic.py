@@ -36,7 +36,17 @@ class TransformersForward(Forward):
     def __init__(self, model: PreTrainedModel, name: str = "model"):
         if model.config.is_encoder_decoder:
             raise TypeError(f"{name} must be a decoder alone, got an encoder and decoder: {type(model).__name__}")
+        if _has_alibi(model.config):
+            raise ValueError(
+                f"{name} of type {model.config.model_type!r} has ALiBi position biases, which follow from the rows of a "
+                "cache, where the nodes of a tree lie out of order; models with rotary or learned positions are served"
+            )
         super().__init__(model, name)
+        if self.has_dynamic_rope and self.device.type == "cuda":
+            raise ValueError(
+                f"{name} of type {self._kind} has rope type 'dynamic', which waits for the GPU in every forward pass, "
+                "so that it cannot be part of a CUDA graph; types llama, mistral, qwen2 and qwen3 do not need to"
+            )
         self._text_config: Any = model.config.get_text_config(decoder=True)
         kinds = {*(getattr(self._text_config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
         if kinds or getattr(model, "_is_stateful", False):
@@ -79,7 +89,8 @@ class TransformersForward(Forward):
         if self._text_config._attn_implementation != self._attention:
             given = f"from {self._attention!r} to {self._text_config._attn_implementation!r}"
             raise ValueError(f"{self.name}'s attn_implementation went {given}; make a new decoder for that")
-        arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "use_cache": True}
+        within = positions.clamp(max=self.max_positions - 1)  # absent nodes may lie beyond
+        arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": within, "use_cache": True}
         first_rows: list[int] = []
         if self._attention == NAME:
             arguments["tree_attend"] = self._attend(mask)
@@ -156,6 +167,11 @@ class TransformersForward(Forward):
             raise ValueError(f"expected logits {[2, 8, self.vocab_size]} from its vocabulary, got {[*logits.shape]}")
         distance = (logits[:, paths] - expected).square().mean(-1).sqrt()
         return float((distance / expected.std(-1)).max())
+
+
+def _has_alibi(config: Any) -> bool:
+    """Whether a model's attention has biases by distance in place of position embeddings."""
+    return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
 
 
 class _ForgetfulCache(Cache):
