@@ -89,7 +89,8 @@ def calibrate(
     report = on_progress or (lambda line: None)
     forward = forward_of(target, "target")
     source = as_draft(draft, forward, target)
-    limits = [model.max_positions for model in (forward, source.forward) if model is not None]
+    models = [model for model in (forward, source.forward) if model is not None]
+    limits = [model.rope_limit or model.max_positions for model in models]
     room = min(limits) - tokens - 2 * DEPTH
     if room < 1:
         raise ValueError(f"the models have {min(limits)} positions; tokens must leave some for a prompt, got {tokens}")

@@ -82,7 +82,7 @@ def checked_request(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     for model in (target, draft):
-        _check_positions(model, int(lengths.max()), max_new_tokens)
+        _check_positions(model, int(lengths.min()), int(lengths.max()), max_new_tokens)
     eos, pad = _stop_tokens(ending, target.vocab_size)
     batch, width = input_ids.shape
     if ending.criteria and batch > 1 and not eos and ending.pad_token_id is None:
@@ -171,14 +171,24 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return mask.ne(0).sum(1)
 
 
-def _check_positions(model: Forward | None, prompt: int, new: int) -> None:
+def _check_positions(model: Forward | None, shortest: int, longest: int, new: int) -> None:
+    """shortest, longest: tokens of the prompts; new: max_new_tokens."""
     if model is None:
         return
-    limit = min(model.max_positions, model.window or model.max_positions)
-    if prompt + new > limit:
-        what = "positions" if limit == model.max_positions else "positions in its attention window"
-        needed = f"{prompt + new} positions ({prompt} + {new})"
-        raise ValueError(f"prompt and new tokens need {needed}, but {model.name} has {limit} {what}")
+    if longest + new > model.max_positions:
+        needed = f"{longest + new} positions ({longest} + {new})"
+        past = "; beyond them, its rotary embeddings depend on the text's length" if model.has_dynamic_rope else ""
+        raise ValueError(
+            f"prompt and new tokens need {needed}, but {model.name} has {model.max_positions} positions{past}"
+        )
+    limit = model.rope_limit
+    if limit is not None and shortest <= limit < longest + new:
+        lengths = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"
+        raise ValueError(
+            f"{model.name}'s rotary embeddings (longrope) change for all tokens where a text becomes longer than "
+            f"{limit} tokens: prompt and new tokens must fit into these, or every prompt must be longer; got prompts of "
+            f"{lengths} tokens and {new} new ones"
+        )
 
 
 def _checked_sequence_ids(sequence_ids: Tensor | None, batch: int, device: torch.device) -> Tensor:

@@ -80,7 +80,7 @@ class Step:
         lengths, nodes = state.lengths, drafted.tokens.shape[1]
         raw_logits = logits = self.target(
             drafted.tokens.clamp(min=0),
-            lengths[:, None] + drafted.depths,
+            self.target.settled(lengths[:, None] + drafted.depths, lengths),
             lengths[:, None] + torch.arange(nodes, device=lengths.device),
             target_cache,
             TreeMask(prefix_length=lengths, visible_rows=visible_rows + nodes, subtree_end=drafted.subtree_end),

@@ -59,7 +59,8 @@ class ModelDraft:
         mask = TreeMask(
             prefix_length=feed.prefix_lengths, visible_rows=feed.visible_rows, ancestor_mask=feed.ancestor_mask
         )
-        logits = self.forward(self._known(feed.tokens), feed.positions, feed.cache_rows, cache, mask)
+        positions = self.forward.settled(feed.positions, feed.prefix_lengths)
+        logits = self.forward(self._known(feed.tokens), positions, feed.cache_rows, cache, mask)
         missing = self._vocab_size - self.forward.vocab_size
         return logits if missing == 0 else pad(logits, (0, missing), value=-torch.inf)  # a negative number cuts off
 

@@ -16,6 +16,7 @@ from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward, is_as_published, with_a_layer_of_each_kind
 from heavypath.speculative.models.probe import gap
+from heavypath.speculative.models.window_probe import check_windows
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def _check(forward: TransformersForward, model: nn.Module) -> None:
     except Exception as error:
         raise forward.refusal(f"{error or type(error).__name__}") from error
     if found <= _tolerance(forward):
-        return
+        return check_windows(forward, _tolerance(forward))
     what = f"a tree's logits differ from those of its paths by {found:.2g} standard deviations"
     if forward.name == "draft":
         logger.warning("the draft's logits are not its own (%s): its tokens will be accepted less often", what)

@@ -2,11 +2,12 @@
 
     model(tokens, position_ids=prefix + depths, past_key_values=KeyValueCache.at(rows, ...), attention_mask=4-D)
 
-With attn_implementation "sdpa" or "eager" a 4-D mask says what each node sees; with "heavypath" our attention function
-is an argument of the call. A model's type does not tell whether it really follows the mask, the positions and the
-cache; `probe` does.
+With attn_implementation "sdpa" or "eager" a 4-D mask says what each node sees, one for each kind of layer if they see
+differently far; with "heavypath" our attention function is an argument of the call. A model's type does not tell
+whether it really follows the mask, the positions and the cache; `probe` does.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,12 +31,26 @@ class TransformersForward(Forward):
     def __init__(self, model: PreTrainedModel, name: str = "model"):
         if model.config.is_encoder_decoder:
             raise TypeError(f"{name} must be a decoder alone, got an encoder and decoder: {type(model).__name__}")
+        if _has_alibi(model.config):
+            raise ValueError(
+                f"{name} of type {model.config.model_type!r} has ALiBi position biases, which follow from the rows of a "
+                "cache, where the nodes of a tree lie out of order; models with rotary or learned positions are served"
+            )
         super().__init__(model, name)
+        if self.has_dynamic_rope and self.device.type == "cuda":
+            raise ValueError(
+                f"{name} of type {self._kind} has rope type 'dynamic', which waits for the GPU in every forward pass, "
+                "so that it cannot be part of a CUDA graph; types llama, mistral, qwen2 and qwen3 do not need to"
+            )
         self._text_config: Any = model.config.get_text_config(decoder=True)
         kinds = {*(getattr(self._text_config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
         if kinds or getattr(model, "_is_stateful", False):
             what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
             raise ValueError(f"{name} must have full or sliding attention alone, got {self._kind} with {what}")
+        self._kinds: list[str | None] = getattr(self._text_config, "layer_types", None) or [None]
+        window: int | None = getattr(self._text_config, "sliding_window", None) or None
+        self._window_of = {kind: None if kind == "full_attention" else window for kind in self._kinds}
+        self.windows = {*self._window_of.values()}
         self._attention: str = self._text_config._attn_implementation
         if self._attention not in _ATTENTION:
             raise ValueError(
@@ -66,17 +81,34 @@ class TransformersForward(Forward):
         needs_logits: bool = True,
     ) -> Tensor:
         """fp32 logits [B, N, V] after each token, see `Forward`."""
-        arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "use_cache": True}
-        arguments["past_key_values"] = cache.at(cache_rows, mask.visible_rows)
+        within = positions.clamp(max=self.max_positions - 1)  # absent nodes may lie beyond
+        arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": within, "use_cache": True}
+        first_rows: list[int] = []
         if self._attention == NAME:
-            arguments["tree_attend"] = mask.attention(self.dtype)
+            arguments["tree_attend"] = self._attend(mask)
             arguments["attention_mask"] = tokens[:, None, None, :1]  # any 4-D mask keeps transformers from making one
         else:
-            arguments["attention_mask"] = mask.bias(self.dtype).expand(len(tokens), -1, -1, -1)
+            biases = mask.biases(self.dtype, self.windows)
+            each = {kind: biases[window].expand(len(tokens), -1, -1, -1) for kind, window in self._window_of.items()}
+            arguments["attention_mask"] = each if len(self.windows) > 1 else each[self._kinds[0]]
+            first_rows = [mask.first_row(self._window_of[kind]) for kind in self._kinds]
+        arguments["past_key_values"] = cache.at(cache_rows, mask.visible_rows, first_rows)
         if needs_logits:
             return self.model(**arguments).logits.float()
         self.model.base_model(**arguments)
         return torch.empty(len(tokens), 0, self.vocab_size, device=tokens.device)
+
+    def _attend(self, mask: TreeMask) -> Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]:
+        """Attention under the mask, as a function of query, key, value, scale and the layer's sliding window."""
+        attends = mask.attention(self.dtype, self.windows)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+            if window not in attends:
+                expected = ", ".join(map(str, attends))
+                raise ValueError(f"{self.name} has a layer with a sliding window of {window}, expected {expected}")
+            return attends[window](query, key, value, scale)
+
+        return attend
 
     def refusal(self, why: str) -> ValueError:
         """The error for a model that cannot be decoded by trees."""
@@ -102,6 +134,11 @@ class TransformersForward(Forward):
         if len({*heads}) > 1:
             raise self.refusal(f"its layers have keys and values of several numbers of heads: {sorted({*heads})}")
         self.layers, self._heads_and_columns = len(shapes), (heads[0], max(columns))
+
+
+def _has_alibi(config: Any) -> bool:
+    """Whether a model's attention has biases by distance in place of position embeddings."""
+    return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
 
 
 class _ForgetfulCache(Cache):

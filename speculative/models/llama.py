@@ -39,6 +39,8 @@ class _Layer:
         norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         self.query_norm, self.key_norm = (None if norm is None else _rms_norm(norm) for norm in norms)
         self.scaling: float = attention.scaling
+        windowed = attention.config if attention.config.model_type == "mistral" else attention
+        self.window: int | None = getattr(windowed, "sliding_window", None)  # Llama's have none
         self.mix = linear(attention.o_proj)
         self.gate, self.up, self.down = map(linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         self.act: Callable[[Tensor], Tensor] = mlp.act_fn
@@ -99,8 +101,7 @@ class LlamaForward(Forward):
 
     layers: how many of its layers to run before the final norm and the head (default: all).
 
-    Raises TypeError for something that is not such a model, ValueError for one with an attention or rotary embedding
-    that depends on more than token positions.
+    Raises TypeError for something that is not such a model.
     """
 
     def __init__(self, model: PreTrainedModel, name: str = "model", layers: int | None = None):
@@ -117,6 +118,7 @@ class LlamaForward(Forward):
             raise ValueError(f"an early exit must leave 1 .. {len(every) - 1} layers, got {layers}")
         self._layers = [_Layer(layer, self._linear) for layer in every[:layers]]
         self.layers = len(self._layers)
+        self.windows = {layer.window for layer in self._layers}
         self._norm, self._head = _rms_norm(model.model.norm), self._linear(model.lm_head)
         self._head_dim: int = every[0].self_attn.head_dim
         self._kv_heads: int = self.config.num_key_value_heads
@@ -125,7 +127,7 @@ class LlamaForward(Forward):
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences; tokens may have positions below `rows`."""
         rotary = self._rotary
-        if rows > len(rotary):
+        if rows > rotary.shape[-3]:
             self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
         return KeyValueCache(
             batch=batch,
@@ -148,10 +150,14 @@ class LlamaForward(Forward):
         needs_logits: bool = True,
     ) -> Tensor:
         """fp32 logits [B, N, V] after each token, see `Forward`."""
-        attend = mask.attention(self.dtype)
+        attends = mask.attention(self.dtype, self.windows)
         by_head = *tokens.shape, -1, self._head_dim
         assert cache.rotary is not None
-        cos, sin = cache.rotary[positions][:, :, :, None].unbind(2)  # [B, N, 1, D]
+        if self.rope_limit is None:
+            turns = cache.rotary[positions]
+        else:  # the largest position decides, as in transformers
+            turns = cache.rotary[(positions.amax(1, keepdim=True) >= self.rope_limit).long(), positions]
+        cos, sin = turns[:, :, :, None].unbind(2)  # [B, N, 1, D]
 
         hidden = self.embedding(tokens.flatten())
         for index, layer in enumerate(self._layers):
@@ -164,7 +170,7 @@ class LlamaForward(Forward):
             query, key = rotated[:, :, :heads], rotated[:, :, heads:]
             cache.write(index, key, value, cache_rows)
             keys, values = cache.read(index)
-            mixed = attend(query.transpose(1, 2), keys, values, layer.scaling)
+            mixed = attends[layer.window](query.transpose(1, 2), keys, values, layer.scaling)
             hidden = hidden + layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
             normed = layer.mlp_norm(hidden)
             hidden = hidden + layer.down(layer.act(layer.gate(normed)) * layer.up(normed))
@@ -181,8 +187,22 @@ class LlamaForward(Forward):
 
     @torch.inference_mode()
     def _rotary_table(self, positions: int) -> Tensor:
-        """Cosine and sine [positions, 2, D] by transformers' own module; the sine has the signs of rotate_half."""
-        cos, sin = self.model.model.rotary_emb(self.embedding.weight, torch.arange(positions, device=self.device)[None])
+        """Cosine and sine [positions, 2, D] by transformers' own module; the sine has the signs of rotate_half.
+
+        With a rope_limit, [2, positions, 2, D]: of a short text, and of a long one.
+        """
+        every = torch.arange(positions, device=self.device)
+        if self.rope_limit is not None:
+            longer = torch.arange(max(positions, self.rope_limit + 1), device=self.device)
+            return torch.stack([self._turns(every.clamp(max=self.rope_limit - 1)), self._turns(longer)[:positions]])
+        if self.has_dynamic_rope:
+            self._turns(every[:1])  # after a text beyond max_positions, a short one brings the module's factors back
+            every = every.clamp(max=self.max_positions - 1)  # rows of absent nodes must not look like such a text
+        return self._turns(every)
+
+    def _turns(self, positions: Tensor) -> Tensor:
+        """The rotary table [N, 2, D] of LongTensor[N] as the positions of one text."""
+        cos, sin = self.model.model.rotary_emb(self.embedding.weight, positions[None])
         half = self._head_dim // 2
         return torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)], 1)
 
