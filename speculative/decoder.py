@@ -7,8 +7,9 @@ the root is the last token of the prompt.
 """
 
 import time
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,15 +32,17 @@ from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE, Growth
 from heavypath.speculative.decoding.loop import Streamer, decode
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
 from heavypath.speculative.decoding.rules import Rules
-from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.runner import KEPT, StepRunner
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
 from heavypath.speculative.drafts import Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
+from heavypath.speculative.generation_defaults import EosTokens, Settings
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.trees.planning import Acceptance
@@ -54,10 +57,31 @@ class Generation:
 
     sequences: LongTensor[B, T + new]: the prompt as it was given, the new tokens, padding
     stats:     counts, acceptance and times, see `Statistics`
+
+    A copy, by the modules copy or pickle, has no cache.
     """
 
     sequences: Tensor
     stats: Statistics
+    _cache: weakref.ref[TextCache] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def cache(self) -> TextCache:
+        """What the models computed of the texts, for `generate(..., past=out.cache)`.
+
+        The decoder keeps the caches of its last two generations (in each thread that calls it); to have one for longer,
+        hold on to out.cache. Raises RuntimeError if it is gone.
+        """
+        cache = None if self._cache is None else self._cache()
+        if cache is None:
+            raise RuntimeError(
+                f"the cache of this text is gone: a decoder keeps those of its last {KEPT} generations; to have one for "
+                "longer, hold on to out.cache itself"
+            )
+        return cache
+
+    def __reduce__(self) -> tuple[type["Generation"], tuple[Tensor, Statistics]]:
+        return Generation, (self.sequences, self.stats)
 
 
 class SpeculativeDecoder:
@@ -200,26 +224,28 @@ class SpeculativeDecoder:
         self,
         input_ids: Tensor,
         max_new_tokens: int = 128,
-        temperature: float = 0.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
-        eos_token_id: int | Sequence[int] | None = None,
+        eos_token_id: EosTokens = "model",
         pad_token_id: int | None = None,
         attention_mask: Tensor | None = None,
         sequence_ids: Tensor | None = None,
         streamer: Streamer | Sequence[Streamer] | None = None,
         min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        min_new_tokens: int = 0,
+        repetition_penalty: float | None = None,
+        min_new_tokens: int | None = None,
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Sequence[StoppingCriteria] | None = None,
         trace: str | Path | None = None,
+        past: TextCache | None = None,
     ) -> Generation:
         """Continue each prompt of input_ids LongTensor[B, T] by up to max_new_tokens tokens.
 
         temperature, top_k, top_p, min_p: how the target is sampled; temperature 0 is greedy and ignores the filters.
+            0 for top_k and min_p, and 1 for top_p, are off.
         seed: the same seed gives the same text, for each sequence on its own.
         eos_token_id: end of sequence, one token or several; None never stops early. pad_token_id fills what follows
             (default: the first eos_token_id).
@@ -232,25 +258,44 @@ class SpeculativeDecoder:
         stop_strings: a sequence ends with the token that completes one of them; needs the tokenizer.
         stopping_criteria: transformers' or your own, asked after each new token of each sequence, [1, T + new].
         trace: a file to write what each step drafted and why it was accepted or not; with a tokenizer, as text too.
+        past: the .cache of an earlier generation with this target, by this decoder or another. The longest prefix that
+            a prompt has in common with any of its texts is not computed again; input_ids are whole prompts all the
+            same. The cache is left as it is. The text is the same with and without, up to ties of rounding.
+
+        What is left out of temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, stop_strings,
+        eos_token_id and pad_token_id is taken from target.generation_config: without do_sample the temperature is 0.
+        What is not set there either is off. A setting there that changes the text and is no argument here is an error;
+        max_length and max_new_tokens are not looked at.
 
         Raises ValueError for arguments that do not fit, before any work; prompt + new tokens beyond the models'
         positions are such arguments. Raises ValueError while decoding for logits that are no distribution.
         """
         begin = self.clock()
+        settings = Settings(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            min_new_tokens=min_new_tokens,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            stop_strings=stop_strings,
+        ).filled_from(self.target.generation_config)
         request = checked_request(
             self._target,
             self._draft.forward if self._draft is not None else None,
-            Prompts(input_ids=input_ids, attention_mask=attention_mask, sequence_ids=sequence_ids),
+            Prompts(input_ids=input_ids, attention_mask=attention_mask, sequence_ids=sequence_ids, past=past),
             Ending(
                 max_new_tokens=max_new_tokens,
-                min_new_tokens=min_new_tokens,
-                eos_token_id=eos_token_id,
-                pad_token_id=pad_token_id,
-                criteria=checked_criteria(stop_strings, tokenizer, stopping_criteria),
+                min_new_tokens=settings.min_new_tokens,
+                eos_token_id=settings.eos_token_id,
+                pad_token_id=settings.pad_token_id,
+                criteria=checked_criteria(settings.stop_strings, tokenizer, stopping_criteria),
             ),
-            filters=Filters(temperature, top_k, top_p, min_p),
+            filters=settings.filters,
             seed=seed,
-            repetition_penalty=repetition_penalty,
+            repetition_penalty=settings.repetition_penalty,
         )
         streamers = _checked_streamers(streamer, len(input_ids))
         plan = self._plan(request)
@@ -272,7 +317,9 @@ class SpeculativeDecoder:
             self.runner.workspace(request, plan) as workspace,
         ):
             stats.cache_bytes = workspace.cache_bytes
-            workspace.begin(request, plan.draft)
+            reused = sum(workspace.begin(request, plan.draft))
+            stats.reused_tokens = reused
+            stats.prefill_tokens = int(request.lengths.sum()) - len(request.lengths) - reused
             stats.lap("prefill")
             new = decode(
                 request,
@@ -283,7 +330,9 @@ class SpeculativeDecoder:
                 streamers=streamers,
                 on_step=None if recorder is None else recorder.step,
             )
-        return Generation(torch.cat([input_ids, new], 1), stats)
+            cache = workspace.finish(request, plan.draft)
+        self.runner.kept.append(cache)
+        return Generation(torch.cat([input_ids, new], 1), stats, weakref.ref(cache))
 
     def _plan(self, request: Request) -> StepPlan:
         """What the steps of a request have in common; ValueError where the method cannot sample so."""

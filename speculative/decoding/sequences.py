@@ -100,10 +100,12 @@ class Sequences:
         """A view of the first `slots` slots."""
         return replace(self, numbers=self.numbers[:, :slots], seen=self.seen[:slots])
 
-    def move(self, source: int, destination: int) -> None:
-        """Copy slot `source` to slot `destination`."""
-        self.numbers[:, destination] = self.numbers[:, source]
-        self.seen[destination] = self.seen[source]
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two slots."""
+        for field in (self.numbers.T, self.seen):
+            kept = field[one].clone()
+            field[one] = field[other]
+            field[other] = kept
 
     @property
     def room(self) -> Tensor:

@@ -5,7 +5,7 @@ transformers' own forward pass; `forward_of` chooses between the two.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,21 +140,26 @@ class Forward(ABC):
         needs_logits: False, as for a prompt, leaves the language-model head out and returns [B, 0, V]
         """
 
-    def prefill(self, tokens: Tensor, cache: KeyValueCache) -> None:
+    def prefill(self, tokens: Tensor, cache: KeyValueCache, starts: Sequence[int] | None = None) -> None:
         """Cache the keys and values of right-padded texts, LongTensor[B, T].
+
+        starts: the position of each sequence's first token here, if the cache holds the rows before it (default: 0)
 
         Padding is cached too. It lies behind the sequence's length, where each row is overwritten before it is read.
         """
-        batch, longest = tokens.shape
-        for start in range(0, longest, PREFILL_CHUNK):
-            stop = min(start + PREFILL_CHUNK, longest)
-            positions = torch.arange(start, stop, device=tokens.device).expand(batch, -1)
+        batch, width = tokens.shape
+        starts = [0] * batch if starts is None else starts
+        first = torch.tensor(starts, device=tokens.device)
+        first = first[0] if min(starts) == max(starts) else first[:, None]  # one mask for all sequences, if possible
+        for begin in range(0, width, PREFILL_CHUNK):
+            end = min(begin + PREFILL_CHUNK, width)
+            positions = (first + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
             mask = TreeMask(
-                prefix_length=torch.full((), start, device=tokens.device),
-                visible_rows=stop,
-                subtree_end=torch.full((stop - start,), stop - start, device=tokens.device),
+                prefix_length=positions[:, 0] if first.dim() else positions[0, 0],
+                visible_rows=max(starts) + end,
+                subtree_end=torch.full((end - begin,), end - begin, device=tokens.device),
             )
-            self(tokens[:, start:stop], positions, positions, cache, mask, needs_logits=False)
+            self(tokens[:, begin:end], positions, positions, cache, mask, needs_logits=False)
 
 
 def is_plain(weight: Tensor) -> bool:
