@@ -33,6 +33,8 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heavypath.speculative.decoding.loop import Streamer
+from heavypath.speculative.generation_defaults import NOTHING
+from heavypath.speculative.models.text_cache import TextCache
 
 # Settings that leave no trace among the processors and criteria, and the values with which they do nothing.
 _UNSUPPORTED = {
@@ -122,10 +124,10 @@ class GenerateCall:
             streamer, has_prompt = caller["streamer"], True
 
         width = self.input_ids.shape[1]
-        options = _from_processors(self.logits_processor or [], config, width, attention_mask)
+        options = NOTHING | _from_processors(self.logits_processor or [], config, width, attention_mask)
         options |= _from_criteria(self.stopping_criteria or [], width)
         for tokens in options.pop("held_back"):
-            if tokens != set(options.get("eos_token_id", [])):
+            if tokens != set(options["eos_token_id"] or []):
                 raise _unsupported(f"a least length with eos_token_id={sorted(tokens)}", "give generate the same ones")
         if "max_new_tokens" not in options:
             raise _unsupported("a stopping_criteria without MaxLengthCriteria", "say max_new_tokens or max_length")
@@ -134,7 +136,9 @@ class GenerateCall:
         if seed is None:
             seed = int(torch.randint(2**63 - 1, ())) if options["temperature"] > 0 else 0
         pad = getattr(config, "_pad_token_tensor", config.pad_token_id)
+        past = self.model_kwargs.get("past_key_values")
         return options | {
+            "past": past if isinstance(past, TextCache) else None,
             "input_ids": self.input_ids,
             "attention_mask": attention_mask,
             "seed": seed,
@@ -142,10 +146,10 @@ class GenerateCall:
             "streamer": None if streamer is None else _OneByOne(streamer, has_prompt),
         }
 
-    def answer(self, sequences: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
+    def answer(self, sequences: Tensor, cache: TextCache) -> Tensor | GenerateDecoderOnlyOutput:
         """What transformers' generate returns for sequences LongTensor[B, T + new]."""
         if self._config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)  # pyright: ignore[reportArgumentType]
+            return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)  # pyright: ignore[reportArgumentType]
         return sequences
 
     @property
@@ -170,9 +174,15 @@ def _check_settings(config: GenerationConfig, input_ids: Tensor, model_kwargs: d
     if model_kwargs.get("use_cache") is False:
         raise _unsupported("use_cache=False", "the decoder has caches of its own")
     cache = model_kwargs.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        raise _unsupported("past_key_values", "the decoder has caches of its own")
+    is_foreign = cache is not None and not isinstance(cache, TextCache)
+    if is_foreign and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+        why = "it takes those that it returned itself, with return_dict_in_generate=True"
+        raise _unsupported(f"past_key_values of type {type(cache).__name__}", why)
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    for given in (positions, mask):
+        if isinstance(cache, TextCache) and given is not None and given.shape[-1] != input_ids.shape[1]:
+            why = "give the whole text as input_ids; what the cache has of it is found and not computed again"
+            raise _unsupported("input_ids that begin behind past_key_values", why)
     if positions is not None:
         mask = torch.ones_like(input_ids) if mask is None else mask.long()
         if not ((mask.cumsum(-1) - 1 == positions) | (mask == 0)).all():

@@ -378,7 +378,9 @@ class SpeculativeDecoder:
         tokenizer: for stop_strings; transformers keeps its own to itself, so bind one with functools.partial:
             custom_generate=partial(decoder, tokenizer=tokenizer).
 
-        The other settings of transformers mean what they mean there. Raises ValueError for those that the decoder
+        The other settings of transformers mean what they mean there. With return_dict_in_generate the answer has a
+        TextCache as past_key_values, which a later call takes as past_key_values, with the whole text as input_ids.
+        Raises ValueError for those that the decoder
         does not have, by name.
         """
         call = GenerateCall(
@@ -392,7 +394,8 @@ class SpeculativeDecoder:
             model_kwargs=model_kwargs,
         )
         arguments = call.arguments(self.target)
-        return call.answer(self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer).sequences)
+        out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer)
+        return call.answer(out.sequences, out.cache)
 
 
 def _checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -> list[Streamer]:
