@@ -39,7 +39,7 @@ from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
 from heavypath.speculative.drafts import Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
-from heavypath.speculative.generation_defaults import EosTokens, Settings
+from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.text_cache import TextCache
@@ -64,6 +64,7 @@ class Generation:
     sequences: Tensor
     stats: Statistics
     _cache: weakref.ref[TextCache] | None = field(default=None, repr=False, compare=False)
+    _kept: object = field(default=None, repr=False, compare=False)  # who keeps the cache, also without the decoder
 
     @property
     def cache(self) -> TextCache:
@@ -75,8 +76,8 @@ class Generation:
         cache = None if self._cache is None else self._cache()
         if cache is None:
             raise RuntimeError(
-                f"the cache of this text is gone: a decoder keeps those of its last {KEPT} generations; to have one for "
-                "longer, hold on to out.cache itself"
+                f"the cache of this text is gone: a decoder keeps those of its last {KEPT} generations; to have one "
+                "for longer, hold on to out.cache itself"
             )
         return cache
 
@@ -271,7 +272,7 @@ class SpeculativeDecoder:
         positions are such arguments. Raises ValueError while decoding for logits that are no distribution.
         """
         begin = self.clock()
-        settings = Settings(
+        settings = GivenSettings(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -331,8 +332,9 @@ class SpeculativeDecoder:
                 on_step=None if recorder is None else recorder.step,
             )
             cache = workspace.finish(request, plan.draft)
-        self.runner.kept.append(cache)
-        return Generation(torch.cat([input_ids, new], 1), stats, weakref.ref(cache))
+        kept = self.runner.kept
+        kept.append(cache)
+        return Generation(torch.cat([input_ids, new], 1), stats, weakref.ref(cache), kept)
 
     def _plan(self, request: Request) -> StepPlan:
         """What the steps of a request have in common; ValueError where the method cannot sample so."""

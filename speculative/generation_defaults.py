@@ -5,15 +5,15 @@ takes top_k=50 where nobody said anything.)
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from transformers import GenerationConfig
 
 from heavypath.kernels.filtering import Filters
 
 EosTokens = int | Sequence[int] | None | Literal["model"]
-LEFT_OUT = {"eos_token_id": "model"}  # what stands for an argument that was left out, if it is not None
+_LEFT_OUT = {"eos_token_id": "model"}  # what stands for an argument that was left out, if it is not None
 
 # Every argument that would be taken from a generation_config, but for temperature, at the value that does nothing.
 NOTHING: dict[str, Any] = {
@@ -24,7 +24,7 @@ NOTHING: dict[str, Any] = {
     "min_new_tokens": 0,
     "eos_token_id": None,
 }
-# Settings of a generation_config that change the text and that `generate` does not have; the values that change nothing.
+# Settings of a generation_config that `generate` does not have, and the values with which they change no text.
 _UNSERVED = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
@@ -57,8 +57,19 @@ _UNSERVED_IN_SAMPLING = {
 }
 
 
+class Settings(NamedTuple):
+    """Settings with nothing left out; see `SpeculativeDecoder.generate`. A filter that is off is None."""
+
+    filters: Filters
+    repetition_penalty: float
+    min_new_tokens: int
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    stop_strings: str | Sequence[str] | None
+
+
 @dataclass(frozen=True)
-class Settings:
+class GivenSettings:
     """What `generate` was given; None, and "model" for the end of sequence, where it was left out."""
 
     temperature: float | None
@@ -71,36 +82,29 @@ class Settings:
     pad_token_id: int | None
     stop_strings: str | Sequence[str] | None
 
-    @property
-    def filters(self) -> Filters:
-        """How the target is sampled, with None for each filter that is off."""
-        assert self.temperature is not None
-        return Filters(
-            self.temperature,
-            None if self.top_k == 0 else self.top_k,
-            None if self.top_p == 1 else self.top_p,
-            None if self.min_p == 0 else self.min_p,
-        )
-
-    def filled_from(self, config: GenerationConfig | None) -> "Settings":
+    def filled_from(self, config: GenerationConfig | None) -> Settings:
         """These settings, with what was left out taken from a model's config.
 
         Raises ValueError for a setting of the config that changes the text and that `generate` does not have. Where
         nothing but pad_token_id was left out, no other setting is looked at.
         """
         config = GenerationConfig() if config is None else config
-        given = vars(self) | {"pad_token_id": config.pad_token_id if self.pad_token_id is None else self.pad_token_id}
-        left_out = [name for name in ("temperature", *NOTHING) if given[name] == LEFT_OUT.get(name)]
-        if not left_out:
-            return Settings(**given)
-        found = {name: getattr(config, name) for name in NOTHING}
-        found["temperature"] = (1.0 if config.temperature is None else config.temperature) if config.do_sample else 0.0
-        for name in left_out:
-            given[name] = NOTHING[name] if found[name] is None else found[name]
-        if self.stop_strings is None:
-            given["stop_strings"] = config.stop_strings
-        _check_served(config, sampled=given["temperature"] > 0)
-        return Settings(**given)
+        given: dict[str, Any] = dict(vars(self))
+        if self.pad_token_id is None:
+            given["pad_token_id"] = config.pad_token_id
+        left_out = [name for name in ("temperature", *NOTHING) if given[name] == _LEFT_OUT.get(name)]
+        if left_out:
+            found = {name: getattr(config, name) for name in NOTHING}
+            temperature = 1.0 if config.temperature is None else config.temperature
+            found["temperature"] = temperature if config.do_sample else 0.0
+            for name in left_out:
+                given[name] = NOTHING[name] if found[name] is None else found[name]
+            if self.stop_strings is None:
+                given["stop_strings"] = config.stop_strings
+            _check_served(config, sampled=given["temperature"] > 0)
+        filters = {name: given.pop(name) for name in ("top_k", "top_p", "min_p")}
+        filters = {name: None if value == NOTHING[name] else value for name, value in filters.items()}
+        return Settings(Filters(given.pop("temperature"), **filters), **given)
 
 
 def _check_served(config: GenerationConfig, sampled: bool) -> None:

@@ -1,7 +1,7 @@
 """The host's side of decoding: run one step after another until every sequence has ended.
 
 On a GPU the host learns what a step did while the next one is under way. So one more step may run after the end; what
-it did is discarded. Sequences that have ended change places with the last ones that go on, and the next steps are smaller.
+it did is discarded. Sequences that go on take the slots of those that have ended, and the next steps are smaller.
 """
 
 from collections.abc import Callable, Sequence

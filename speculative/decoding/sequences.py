@@ -102,10 +102,10 @@ class Sequences:
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two slots."""
-        for field in (self.numbers.T, self.seen):
-            kept = field[one].clone()
-            field[one] = field[other]
-            field[other] = kept
+        for rows in (self.numbers.T, self.seen):
+            kept = rows[one].clone()
+            rows[one] = rows[other]
+            rows[other] = kept
 
     @property
     def room(self) -> Tensor:

@@ -116,7 +116,7 @@ class Workspace:
         shared = None if past is None else past.shared(before_roots, ends)
         cached = [0] * batch if shared is None else shared.copy_rows(self._target, target_cache)
         reused = _prefill(self._target, target_cache, before_roots, ends, cached)
-        if isinstance(draft, ModelDraft):
+        if isinstance(draft, ModelDraft) and isinstance(draft_cache, KeyValueCache):
             cached = [0] * batch if shared is None else shared.copy_rows(draft.forward, draft_cache)
             _prefill(draft, draft_cache, before_roots, ends, cached)
         elif draft is not None:
@@ -130,9 +130,9 @@ class Workspace:
         """
         batch, width = request.prompt.shape
         numbers = self.state.numbers[:, :batch].cpu()
-        members, lengths = numbers[StateField.MEMBER], numbers[StateField.LENGTHS]
-        slots = members.argsort()
-        lengths = lengths[slots]
+        slots = numbers[StateField.MEMBER].argsort()
+        lengths, produced = numbers[[StateField.LENGTHS, StateField.PRODUCED]][:, slots]
+        lengths = lengths.minimum(request.lengths.cpu() + produced)  # more was accepted than a text has tokens
         texts = pad(request.prompt, (0, self.state.output.shape[1]))
         after = request.lengths[:, None] + torch.arange(texts.shape[1] - width, device=texts.device)
         texts = texts.scatter(1, after, self.state.output[:batch])[:, : int(lengths.max())].cpu()
