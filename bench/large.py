@@ -277,7 +277,7 @@ class Bench:
 
         def timed(given: Tensor, new_tokens: int) -> tuple[Generation, float]:
             begin = self.clock()
-            out = decoder.generate(given, new_tokens, **sampling)
+            out = decoder.generate(given, new_tokens, eos_token_id=None, **sampling)
             return out, self.clock() - begin
 
         def write(given: Tensor) -> Text:
@@ -295,7 +295,7 @@ class Bench:
         observer = Observer(self, runner)
         decoder.runner = cast(StepRunner, observer)
         try:
-            decoder.generate(given, OBSERVED_TEXT, **sampling)
+            decoder.generate(given, OBSERVED_TEXT, eos_token_id=None, **sampling)
         finally:
             decoder.runner = runner
         alone, models = observer.alone_and_models

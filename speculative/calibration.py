@@ -35,6 +35,7 @@ from heavypath.speculative.decoding.drafted import check_distributions, root_fee
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts import Draft, EarlyExit, PromptLookup, as_draft
+from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.models.forward_of import forward_of
@@ -160,7 +161,7 @@ def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> 
     first = next((token for token in known if isinstance(token, int)), 0)
     start = torch.full((count, 1), first, device=target.device)
     plain = SpeculativeDecoder(target, None, "autoregressive")
-    return list(plain.generate(start, length, temperature=1.0, seed=seed).sequences)
+    return list(plain.generate(start, length, temperature=1.0, seed=seed, **NOTHING).sequences)
 
 
 def measure_costs(
@@ -189,7 +190,7 @@ def measure_costs(
         for size, decoder in decoders.items():
             report(f"timing trees of {size} nodes, round {round_ + 1} of {ROUNDS + 1}")
             prompt = prompts[round_ % len(prompts)][None]
-            stats = decoder.generate(prompt, tokens, temperature=1.0, seed=round_).stats
+            stats = decoder.generate(prompt, tokens, temperature=1.0, seed=round_, **NOTHING).stats
             if round_ == 0:  # a warm-up
                 continue
             seconds = stats.seconds

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import METHODS
 
 PLAIN, ASSISTED = "transformers generate", "transformers assisted"
@@ -97,7 +98,7 @@ def compare(
     }
     for method in methods:
         decoder = SpeculativeDecoder(target, draft, method, tree_size=tree_size)
-        runners[method] = _speculative(decoder, target, sampling, seed)
+        runners[method] = _speculative(decoder, sampling, seed)
     if temperature > 0 and "ersd" in methods and "autoregressive" not in methods:
         raise ValueError("at temperature > 0 the text of 'ersd' is compared with 'autoregressive'; add it to methods")
 
@@ -157,13 +158,13 @@ def transformers_runner(target: PreTrainedModel, draft: PreTrainedModel | None, 
     return run
 
 
-def _speculative(decoder: SpeculativeDecoder, target: PreTrainedModel, sampling: dict, seed: int) -> Runner:
+def _speculative(decoder: SpeculativeDecoder, sampling: dict, seed: int) -> Runner:
     """A runner of one of the methods."""
-    config = target.generation_config
-    eos = config.eos_token_id if config is not None else None
+    options = NOTHING | {name: value for name, value in sampling.items() if value is not None}
+    options["eos_token_id"] = "model"
 
     def run(prompt: Tensor, max_new_tokens: int) -> tuple[Tensor, int]:
-        out = decoder.generate(prompt, max_new_tokens, **sampling, seed=seed, eos_token_id=eos)
+        out = decoder.generate(prompt, max_new_tokens, **options, seed=seed)
         return out.sequences, out.stats.steps
 
     return run

@@ -34,6 +34,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heavypath.speculative.decoding.loop import Streamer
 from heavypath.speculative.decoding.statistics import Statistics
+from heavypath.speculative.generation_defaults import NOTHING
+from heavypath.speculative.models.text_cache import TextCache
 
 # Settings that leave no trace among the processors and criteria, and the values with which they do nothing.
 _UNSUPPORTED = {
@@ -128,10 +130,10 @@ class GenerateCall:
             streamer, has_prompt = caller["streamer"], True
 
         width = self.input_ids.shape[1]
-        options = _from_processors(self.logits_processor or [], config, width, attention_mask)
+        options = NOTHING | _from_processors(self.logits_processor or [], config, width, attention_mask)
         options |= _from_criteria(self.stopping_criteria or [], width)
         for tokens in options.pop("held_back"):
-            if tokens != set(options.get("eos_token_id", [])):
+            if tokens != set(options["eos_token_id"] or []):
                 raise _unsupported(f"a least length with eos_token_id={sorted(tokens)}", "give generate the same ones")
         if "max_new_tokens" not in options:
             raise _unsupported("a stopping_criteria without MaxLengthCriteria", "say max_new_tokens or max_length")
@@ -140,7 +142,9 @@ class GenerateCall:
         if seed is None:
             seed = int(torch.randint(2**63 - 1, ())) if options["temperature"] > 0 else 0
         pad = getattr(config, "_pad_token_tensor", config.pad_token_id)
+        past = self.model_kwargs.get("past_key_values")
         return options | {
+            "past": past if isinstance(past, TextCache) else None,
             "input_ids": self.input_ids,
             "attention_mask": attention_mask,
             "seed": seed,
@@ -153,13 +157,15 @@ class GenerateCall:
     def answer(
         self,
         sequences: Tensor,
+        cache: TextCache,
         stats: Statistics,
         scores: tuple[Tensor, ...] | None,
         logits: tuple[Tensor, ...] | None,
     ) -> "Tensor | SpeculativeOutput":
         """What transformers' generate returns for sequences LongTensor[B, T + new]."""
         if self._config.return_dict_in_generate:
-            return SpeculativeOutput(sequences=sequences, scores=scores, logits=logits, stats=stats)  # pyright: ignore[reportArgumentType]
+            fields: dict[str, Any] = {"scores": scores, "logits": logits, "past_key_values": cache, "stats": stats}
+            return SpeculativeOutput(sequences=sequences, **fields)  # pyright: ignore[reportArgumentType]
         return sequences
 
     def _returns(self, name: str) -> bool:
@@ -188,9 +194,15 @@ def _check_settings(config: GenerationConfig, input_ids: Tensor, model_kwargs: d
     if model_kwargs.get("use_cache") is False:
         raise _unsupported("use_cache=False", "the decoder has caches of its own")
     cache = model_kwargs.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        raise _unsupported("past_key_values", "the decoder has caches of its own")
+    is_given = cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0)
+    if is_given and not isinstance(cache, TextCache):
+        why = "it takes the past_key_values that it returned, with return_dict_in_generate=True"
+        raise _unsupported(f"past_key_values of type {type(cache).__name__}", why)
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    for given in (positions, mask):
+        if isinstance(cache, TextCache) and given is not None and given.shape[-1] != input_ids.shape[1]:
+            why = "give the whole text as input_ids; what the cache has of it is found and not computed again"
+            raise _unsupported("input_ids that begin behind past_key_values", why)
     if positions is not None:
         mask = torch.ones_like(input_ids) if mask is None else mask.long()
         if not ((mask.cumsum(-1) - 1 == positions) | (mask == 0)).all():

@@ -8,6 +8,7 @@ the root is the last token of the prompt.
 
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,15 +32,17 @@ from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE, Growth
 from heavypath.speculative.decoding.loop import Streamer, decode
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
 from heavypath.speculative.decoding.rules import Rules
-from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.runner import KEPT, StepRunner
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
 from heavypath.speculative.drafts import Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
+from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
@@ -60,12 +63,34 @@ class Generation:
     sequences: LongTensor[B, T + new]: the prompt as it was given, the new tokens, padding
     stats:     counts, acceptance and times, see `Statistics`
     scores, logits: where asked for, fp32 [B, V] for each new token, see `output.scores`
+
+    A copy, by the modules copy or pickle, has no cache.
     """
 
     sequences: Tensor
     stats: Statistics
     scores: tuple[Tensor, ...] | None = field(default=None, repr=False)
     logits: tuple[Tensor, ...] | None = field(default=None, repr=False)
+    _cache: weakref.ref[TextCache] | None = field(default=None, repr=False, compare=False)
+    _kept: object = field(default=None, repr=False, compare=False)  # who keeps the cache, also without the decoder
+
+    @property
+    def cache(self) -> TextCache:
+        """What the models computed of the texts, for `generate(..., past=out.cache)`.
+
+        The decoder keeps the caches of its last two generations (in each thread that calls it); to have one for longer,
+        hold on to out.cache. Raises RuntimeError if it is gone.
+        """
+        cache = None if self._cache is None else self._cache()
+        if cache is None:
+            raise RuntimeError(
+                f"the cache of this text is gone: a decoder keeps those of its last {KEPT} generations; to have one "
+                "for longer, hold on to out.cache itself"
+            )
+        return cache
+
+    def __reduce__(self) -> tuple[type["Generation"], tuple[Any, ...]]:
+        return Generation, (self.sequences, self.stats, self.scores, self.logits)
 
 
 class SpeculativeDecoder:
@@ -219,28 +244,30 @@ class SpeculativeDecoder:
         self,
         input_ids: Tensor,
         max_new_tokens: int = 128,
-        temperature: float = 0.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
-        eos_token_id: int | Sequence[int] | None = None,
+        eos_token_id: EosTokens = "model",
         pad_token_id: int | None = None,
         attention_mask: Tensor | None = None,
         sequence_ids: Tensor | None = None,
         streamer: Streamer | Sequence[Streamer] | None = None,
         min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        min_new_tokens: int = 0,
+        repetition_penalty: float | None = None,
+        min_new_tokens: int | None = None,
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Sequence[StoppingCriteria] | None = None,
         trace: str | Path | None = None,
         output_scores: bool = False,
         output_logits: bool = False,
+        past: TextCache | None = None,
     ) -> Generation:
         """Continue each prompt of input_ids LongTensor[B, T] by up to max_new_tokens tokens.
 
         temperature, top_k, top_p, min_p: how the target is sampled; temperature 0 is greedy and ignores the filters.
+            0 for top_k and min_p, and 1 for top_p, are off.
         seed: the same seed gives the same text, for each sequence on its own.
         eos_token_id: end of sequence, one token or several; None never stops early. pad_token_id fills what follows
             (default: the first eos_token_id).
@@ -255,26 +282,45 @@ class SpeculativeDecoder:
         trace: a file to write what each step drafted and why it was accepted or not; with a tokenizer, as text too.
         output_scores, output_logits: also return what each token was sampled from, and the model's own logits, as
             transformers does. The host then waits for each step, and memory for B x new tokens x V numbers is needed.
+        past: the .cache of an earlier generation with this target, by this decoder or another. The longest prefix that
+            a prompt has in common with any of its texts is not computed again; input_ids are whole prompts all the
+            same. The cache is left as it is. The text is the same with and without, up to ties of rounding.
+
+        What is left out of temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, stop_strings,
+        eos_token_id and pad_token_id is taken from target.generation_config: without do_sample the temperature is 0.
+        What is not set there either is off. A setting there that changes the text and is no argument here is an error;
+        max_length and max_new_tokens are not looked at.
 
         Raises ValueError for arguments that do not fit, before any work; prompt + new tokens beyond the models'
         positions are such arguments. Raises ValueError while decoding for logits that are no distribution.
         """
         begin = self.clock()
         self._notice_changes()
+        settings = GivenSettings(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            min_new_tokens=min_new_tokens,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            stop_strings=stop_strings,
+        ).filled_from(self.target.generation_config)
         request = checked_request(
             self._target,
             self._draft.forward if self._draft is not None else None,
-            Prompts(input_ids=input_ids, attention_mask=attention_mask, sequence_ids=sequence_ids),
+            Prompts(input_ids=input_ids, attention_mask=attention_mask, sequence_ids=sequence_ids, past=past),
             Ending(
                 max_new_tokens=max_new_tokens,
-                min_new_tokens=min_new_tokens,
-                eos_token_id=eos_token_id,
-                pad_token_id=pad_token_id,
-                criteria=checked_criteria(stop_strings, tokenizer, stopping_criteria),
+                min_new_tokens=settings.min_new_tokens,
+                eos_token_id=settings.eos_token_id,
+                pad_token_id=settings.pad_token_id,
+                criteria=checked_criteria(settings.stop_strings, tokenizer, stopping_criteria),
             ),
-            filters=Filters(temperature, top_k, top_p, min_p),
+            filters=settings.filters,
             seed=seed,
-            repetition_penalty=repetition_penalty,
+            repetition_penalty=settings.repetition_penalty,
         )
         streamers = _checked_streamers(streamer, len(input_ids))
         plan = self._plan(request)
@@ -297,7 +343,9 @@ class SpeculativeDecoder:
         ):
             stats.cache_bytes = workspace.cache_bytes
             chosen = Chosen(len(input_ids)) if output_scores or output_logits else None
-            workspace.begin(request, plan)
+            reused = sum(workspace.begin(request, plan))
+            stats.reused_tokens = reused
+            stats.prefill_tokens = int(request.lengths.sum()) - len(request.lengths) - reused
             stats.lap("prefill")
             new = decode(
                 request,
@@ -308,12 +356,17 @@ class SpeculativeDecoder:
                 streamers=streamers,
                 observers=[each.step for each in (recorder, chosen) if each is not None],
             )
+            cache = workspace.finish(request, plan)
+        kept = self.runner.kept
+        kept.append(cache)
         self._remark(stats)
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
             stats=stats,
             scores=chosen.scores(request.filters) if chosen is not None and output_scores else None,
             logits=chosen.logits() if chosen is not None and output_logits else None,
+            _cache=weakref.ref(cache),
+            _kept=kept,
         )
 
     def _remark(self, stats: Statistics) -> None:
@@ -374,8 +427,9 @@ class SpeculativeDecoder:
             custom_generate=partial(decoder, tokenizer=tokenizer).
 
         The other settings of transformers mean what they mean there. With return_dict_in_generate=True the answer is a
-        `SpeculativeOutput`: transformers' own, with the field `stats`. Raises ValueError for those that the decoder
-        does not have, by name.
+        `SpeculativeOutput`: transformers' own, with the field `stats`, and with a TextCache as past_key_values, which a
+        later call takes as past_key_values, with the whole text as input_ids. Raises ValueError for those that the
+        decoder does not have, by name.
         """
         call = GenerateCall(
             model=model,
@@ -389,7 +443,7 @@ class SpeculativeDecoder:
         )
         arguments = call.arguments(self._target.model)
         out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer)
-        return call.answer(out.sequences, out.stats, out.scores, out.logits)
+        return call.answer(out.sequences, out.cache, out.stats, out.scores, out.logits)
 
 
 def _checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -> list[Streamer]:

@@ -27,7 +27,7 @@ from heavypath.speculative.models.llama import LlamaForward
 TINY = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.3,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
 GPT = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -1,7 +1,7 @@
 """The host's side of decoding: run one step after another until every sequence has ended.
 
 On a GPU the host learns what a step did while the next one is under way. So one more step may run after the end; what
-it did is discarded. Sequences that have ended leave their slots: the last ones move up, and the next steps are smaller.
+it did is discarded. Sequences that go on take the slots of those that have ended, and the next steps are smaller.
 """
 
 from collections.abc import Callable, Sequence
@@ -123,6 +123,6 @@ def close_up(workspace: Workspace, members: list[int], ended: dict[int, _Ended],
     for slot in range(slots, len(members)):
         if members[slot] not in ended:
             destination = free.pop(0)
-            workspace.move(slot, destination)
+            workspace.swap(slot, destination)  # what has ended keeps its cache rows, for a later text
             members[destination] = members[slot]
     del members[slots:]

@@ -14,6 +14,7 @@ from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.stopping import Stopping
 from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.models.text_cache import TextCache
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Prompts:
     input_ids: Tensor
     attention_mask: Tensor | None = None
     sequence_ids: Tensor | None = None
+    past: TextCache | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Request:
     pad:          the token that follows them
     processing:   what is done to the target's logits before the filters; None for nothing
     stopping:     what else ends a sequence; None for nothing
+    past:         cached texts that prompts may have prefixes in common with; None for none
     """
 
     prompt: Tensor
@@ -60,6 +63,7 @@ class Request:
     pad: int
     processing: Processing | None
     stopping: Stopping | None
+    past: TextCache | None
 
 
 def checked_request(
@@ -78,6 +82,7 @@ def checked_request(
     max_new_tokens = _integer("max_new_tokens", ending.max_new_tokens)
     input_ids = prompts.input_ids
     _check_tokens(input_ids, target)
+    _check_past(prompts.past, target)
     lengths = _prompt_lengths(input_ids, prompts.attention_mask)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -99,6 +104,7 @@ def checked_request(
         pad=pad,
         processing=_processing(repetition_penalty, ending.min_new_tokens, max_new_tokens, bool(eos)),
         stopping=Stopping(input_ids, ending.criteria) if ending.criteria else None,
+        past=prompts.past,
     )
 
 
@@ -154,6 +160,14 @@ def _check_tokens(input_ids: Tensor, target: Forward) -> None:
     least, largest = int(input_ids.min()), int(input_ids.max())
     if least < 0 or largest >= target.vocab_size:
         raise ValueError(f"input_ids must be in 0 .. {target.vocab_size - 1}, got {least} .. {largest}")
+
+
+def _check_past(past: TextCache | None, target: Forward) -> None:
+    if past is None:
+        return
+    if not isinstance(past, TextCache):
+        raise TypeError(f"past must be the .cache of what an earlier generate returned, got {type(past).__name__}")
+    past.check(target)
 
 
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

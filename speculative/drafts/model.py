@@ -4,6 +4,7 @@ A vocabulary padded to another size is cut, or filled up with logits of -inf: a 
 is never drafted. That is lossless, whatever the token is; it can only cost acceptance.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +51,9 @@ class ModelDraft:
         """An empty cache of `rows` rows for each of `batch` sequences."""
         return self.forward.new_cache(batch, rows)
 
-    def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """Cache right-padded texts LongTensor[B, T]."""
-        self.forward.prefill(self._known(tokens), cache)
+    def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
+        """Cache right-padded texts LongTensor[B, T], see `Forward.prefill`."""
+        self.forward.prefill(self._known(tokens), cache, starts)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """fp32 logits [B, n, V] after each node, where V is the size of the target's vocabulary."""

@@ -30,10 +30,21 @@ class RowCache:
         view.keys, view.values = self.keys[:slots], self.values[:slots]
         return view
 
-    def move(self, source: int, destination: int) -> None:
-        """Copy all rows of sequence `source` to sequence `destination`."""
+    def swap(self, one: int, other: int) -> None:
+        """Exchange all rows of two sequences."""
         for field in (self.keys, self.values):
-            field[destination] = field[source]
+            kept = field[one].clone()
+            field[one] = field[other]
+            field[other] = kept
+
+    def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
+        """Copy the first `rows` rows of sequence `of` of another cache to `sequence`."""
+        for own, other in ((self.keys, source.keys), (self.values, source.values)):
+            own[sequence, :, :rows] = other[of, :, :rows]
+
+    def trimmed(self, slots: int, rows: int) -> "RowCache":
+        """A copy of the first `rows` rows of the first `slots` sequences."""
+        return RowCache(self.keys[:slots, :, :rows].clone(), self.values[:slots, :, :rows].clone())
 
 
 class KeyValueCache(RowCache, Cache):

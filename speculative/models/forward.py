@@ -5,7 +5,7 @@ transformers' own forward pass; `forward_of` chooses between the two.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from heavypath.kernels.prepared_attention import first_row_seen, prepared_attention
 from heavypath.kernels.tree_masks import attention_bias, interval_mask
 from heavypath.speculative.models.caches import KeyValueCache
-from heavypath.speculative.models.structure import structure_of
+from heavypath.speculative.models.structure import structure_of, weight_versions
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
 
@@ -142,6 +142,10 @@ class Forward(ABC):
         """Whether the model still consists of what it did when it was tried; values of weights may have changed."""
         return structure_of(self._watched) == self._structure
 
+    def state(self) -> int:
+        """A number that is another one after a change of the model, or of its weights in place."""
+        return hash((*self._structure, weight_versions(self._watched)))
+
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
@@ -185,28 +189,35 @@ class Forward(ABC):
         needs_logits: False, as for a prompt, leaves the language-model head out and returns [B, 0, V]
         """
 
-    def prefill(self, tokens: Tensor, cache: KeyValueCache) -> None:
+    def prefill(self, tokens: Tensor, cache: KeyValueCache, starts: Sequence[int] | None = None) -> None:
         """Cache the keys and values of right-padded texts, LongTensor[B, T]; the cache has more than T rows.
+
+        starts: the position of each sequence's first token here, if the cache holds the rows before it (default: 0)
 
         Padding is cached too. It lies behind the sequence's length, where each row is overwritten before it is read.
         """
-        batch, longest = tokens.shape
-        for start in range(0, longest, PREFILL_CHUNK):
-            stop = min(start + PREFILL_CHUNK, longest)
-            rows = torch.arange(start, stop, device=tokens.device)
-            positions, chunk = rows, tokens[:, start:stop]
-            if self.rope_limit is not None and stop <= self.rope_limit <= longest:
+        batch, width = tokens.shape
+        starts = [0] * batch if starts is None else starts
+        first = torch.tensor(starts, device=tokens.device)
+        first = first[0] if min(starts) == max(starts) else first[:, None]  # one mask for all sequences, if possible
+        limit = self.rope_limit
+        is_long = limit is not None and min(starts) + width >= limit
+        for begin in range(0, width, PREFILL_CHUNK):
+            end = min(begin + PREFILL_CHUNK, width)
+            rows = (first + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
+            positions, chunk = rows, tokens[:, begin:end]
+            if limit is not None and is_long and min(starts) + end <= limit:
                 # A piece of a long text, too short to be known as one. One more token, which none of the others sees,
                 # has the position that tells; it lies behind the piece, as padding does.
-                rows, positions = pad(rows, (0, 1), value=stop), pad(rows, (0, 1), value=self.rope_limit)
+                rows, positions = torch.cat([rows, rows[:, -1:] + 1], 1), pad(rows, (0, 1), value=limit)
                 chunk = pad(chunk, (0, 1))
+            nodes = rows.shape[1]
             mask = TreeMask(
-                prefix_length=torch.full((), start, device=tokens.device),
-                visible_rows=start + len(rows),
-                subtree_end=torch.full((len(rows),), len(rows), device=tokens.device),
+                prefix_length=rows[:, 0] if first.dim() else rows[0, 0],
+                visible_rows=max(starts) + begin + nodes,
+                subtree_end=torch.full((nodes,), nodes, device=tokens.device),
             )
-            expanded = (of_all.expand(batch, -1) for of_all in (positions, rows))
-            self(chunk, *expanded, cache, mask, needs_logits=False)
+            self(chunk, positions, rows, cache, mask, needs_logits=False)
 
     def settled(self, positions: Tensor, prefix_length: Tensor) -> Tensor:
         """A step's positions LongTensor[B, N], such that absent nodes do not make a text pass for a longer one.
