@@ -173,11 +173,11 @@ def _check_settings(config: GenerationConfig, input_ids: Tensor, model_kwargs: d
             raise _unsupported(name, "the decoder's forward pass takes input_ids and attention_mask alone")
     if model_kwargs.get("use_cache") is False:
         raise _unsupported("use_cache=False", "the decoder has caches of its own")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and not isinstance(cache, TextCache):
-        if getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0:
-            why = "it takes the past_key_values that it returned, with return_dict_in_generate=True"
-            raise _unsupported(f"past_key_values of type {type(cache).__name__}", why)
+    cache: Any = model_kwargs.get("past_key_values")
+    is_foreign = not isinstance(cache, TextCache | None)
+    if is_foreign and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+        why = "it takes the past_key_values that it returned, with return_dict_in_generate=True"
+        raise _unsupported(f"past_key_values of type {type(cache).__name__}", why)
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     for given in (positions, mask):
         if isinstance(cache, TextCache) and given is not None and given.shape[-1] != input_ids.shape[1]:
