@@ -193,9 +193,9 @@ def _check_settings(config: GenerationConfig, input_ids: Tensor, model_kwargs: d
             raise _unsupported(name, "the decoder's forward pass takes input_ids and attention_mask alone")
     if model_kwargs.get("use_cache") is False:
         raise _unsupported("use_cache=False", "the decoder has caches of its own")
-    cache = model_kwargs.get("past_key_values")
-    is_given = cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0)
-    if is_given and not isinstance(cache, TextCache):
+    cache: Any = model_kwargs.get("past_key_values")
+    is_foreign = not isinstance(cache, TextCache | None)
+    if is_foreign and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
         why = "it takes the past_key_values that it returned, with return_dict_in_generate=True"
         raise _unsupported(f"past_key_values of type {type(cache).__name__}", why)
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")

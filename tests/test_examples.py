@@ -149,11 +149,11 @@ def test_chat_remembers_the_turns_before(example, answers, demo_pair):
     target, draft, tokenizer = demo_pair
     decoder, text, expected = SpeculativeDecoder(target, draft), "", []
     for turn, question in enumerate(("def read(path):", "class Stack:")):
-        text += question if turn == 0 else f"\n{question}"
+        text += question
         ids = tokenizer(text, return_tensors="pt").input_ids
         new = decoder.generate(ids, max_new_tokens=16, temperature=0.6, seed=2 * turn + 1, eos_token_id=0)
         expected.append(tokenizer.decode(new.sequences[0, ids.shape[1] :], skip_special_tokens=True))
-        text += f"\n{expected[-1]}"
+        text += f"{expected[-1]}\n"
     answers("def read(path):", "class Stack:", "")
     assert example("chat", "--max-new-tokens", 16) == "".join(f"{answer}\n" for answer in expected)
 

@@ -1,4 +1,4 @@
-"""The `heavypath` command: `demo`, `generate`, `trace`, `calibrate`, `plan`, `info`.
+"""The `heavypath` command: `demo`, `generate`, `chat`, `trace`, `calibrate`, `plan`, `info`.
 
 Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, which is said in
 one line; 2 for wrong usage; 130 for Ctrl-C.
@@ -18,6 +18,7 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
+from heavypath.speculative.cli import chat as chatting
 from heavypath.speculative.cli import planning
 from heavypath.speculative.cli import trace as trace_page
 from heavypath.speculative.cli.support import (
@@ -46,6 +47,7 @@ from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")
+app.command()(chatting.chat)
 app.command()(planning.calibrate)
 app.command()(planning.plan)
 app.command()(trace_page.trace)
