@@ -321,3 +321,39 @@ def test_a_llama_that_computes_something_else_is_found_by_trying(model, draft, m
     )
     assert isinstance(forward_of(model, "target"), TransformersForward)
     assert torch.equal(text(SpeculativeDecoder(model, draft)), greedy(model))
+
+
+@pytest.mark.parametrize(
+    "change", ["a hook on a layer", "another head", "adapters", "weights in place", "a wider type"]
+)
+def test_what_a_model_computed_before_it_changed_is_not_used_after(change, model, draft):
+    decoder = SpeculativeDecoder(model, draft)
+    cache = decoder.generate(PROMPTS, 4, eos_token_id=None).cache
+    decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
+    CHANGES[change](model)
+    with pytest.raises(ValueError, match="past must come from .* before its weights, adapters, type or device changed"):
+        decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
+
+
+def test_adapters_switched_between_turns(model, draft):
+    adapted(model)
+    decoder = SpeculativeDecoder(model, draft)
+    model.set_adapter("first")
+    cache = decoder.generate(PROMPTS, 4, eos_token_id=None).cache
+    model.set_adapter("second")
+    with pytest.raises(ValueError, match="past must come from"):
+        decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
+    model.set_adapter("first")
+    assert decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache).stats.reused_tokens > 0
+
+
+def test_a_changed_draft_computes_its_rows_anew(model, draft):
+    decoder = SpeculativeDecoder(model, draft, "ersd")
+    options = {"temperature": 0.9, "seed": 3, "eos_token_id": None}
+    cache = decoder.generate(PROMPTS, 4, **options).cache
+    scaled(draft)
+    out = decoder.generate(PROMPTS, 12, past=cache, **options)
+    assert out.stats.reused_tokens > 0
+    assert torch.equal(
+        out.sequences, SpeculativeDecoder(model, draft, "ersd").generate(PROMPTS, 12, **options).sequences
+    )
