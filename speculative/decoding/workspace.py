@@ -7,8 +7,8 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
-from heavypath.speculative.drafts.kinds import Cache, Draft
-from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward
 
 
@@ -65,7 +65,7 @@ class Workspace:
 
     def __init__(self, target: Forward, draft: Draft | None, size: Size, graphs: Graphs[Stepped] | None = None):
         self.size, self.graphs = size, graphs
-        self._target, self._views = target, dict[int, tuple[Sequences, KeyValueCache, Cache | None]]()
+        self._target, self._views = target, dict[int, tuple[Sequences, KeyValueCache, RowCache | None]]()
         self.target_cache = target.new_cache(size.sequences, size.cache_rows)
         self.draft_cache = None if draft is None else draft.new_cache(size.sequences, size.cache_rows)
         self.state = Sequences.room_for(
@@ -104,7 +104,7 @@ class Workspace:
         if draft is not None and draft_cache is not None:
             draft.prefill(before_roots, draft_cache)
 
-    def first(self, slots: int) -> tuple[Sequences, KeyValueCache, Cache | None]:
+    def first(self, slots: int) -> tuple[Sequences, KeyValueCache, RowCache | None]:
         """Views of the state, the target's and the draft's cache for the first `slots` slots."""
         if slots not in self._views:
             draft_cache = None if self.draft_cache is None else self.draft_cache.first(slots)

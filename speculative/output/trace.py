@@ -42,7 +42,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped
-from heavypath.speculative.drafts import Draft
+from heavypath.speculative.drafts import Draft, OwnDraft, model_of
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.output.reasons import Reasons, VerifiedTree, VerifyOptions, explain, shown
 from heavypath.speculative.output.text_stream import UNFINISHED, TextStream
@@ -86,7 +86,7 @@ class Recorder:
                 "method": method,
                 "verify": self._options.method,
                 "target": _described(target),
-                "draft": None if draft is None else _described(draft.forward),
+                "draft": None if draft is None else _described_draft(draft),
                 "filters": request.filters._asdict(),
                 "draft_filters": self._options.draft_filters._asdict(),
                 "shown": shown(request.filters)._asdict(),
@@ -219,10 +219,16 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     return text or once
 
 
-def _described(model: Forward | None) -> dict[str, Any]:
-    """What a model is; None is the draft without a model."""
-    if model is None:
-        return {"name": "prompt lookup"}
+def _described_draft(draft: Draft) -> dict[str, Any]:
+    """What a draft is; one without a model has a name alone."""
+    model = model_of(draft)
+    if model is not None:
+        return _described(model)
+    return {"name": draft.name if isinstance(draft, OwnDraft) else "prompt lookup"}
+
+
+def _described(model: Forward) -> dict[str, Any]:
+    """What a model is."""
     return {
         "name": Path(str(getattr(model.config, "name_or_path", ""))).name,
         "type": model.config.model_type,
