@@ -105,13 +105,20 @@ def test_nodes_of_one_text_draft_from_one_law_whatever_the_draft_returns(method)
     """Of two sequences that begin with equal tokens, the second tokens are compared with one distribution."""
     target = tiny_llama(1)
 
-    class ByRow(Bigrams):
-        def __call__(self, feed, cache):
-            return self.logits[(feed.cache_rows * 3 + 1) % VOCAB]
+    with torch.no_grad():
+        first = int(target(PROMPT[None]).logits[0, -1].argmax())
+        one, another = target(torch.tensor([[*PROMPT, first]])).logits[0, -1].topk(2).indices.tolist()
 
-    laws = torch.full((VOCAB, VOCAB), -4.0).fill_diagonal_(2.0)
-    laws[:, 0] = 3.0  # a token that siblings share often
-    decoder = SpeculativeDecoder(target, ByRow(laws), method, tree=TokenTree.independent(3, 2))
+    class BySlot(Bigrams):
+        """The root's children are likely equal; the nodes below them, in slots 1, 3 and 5, have different laws."""
+
+        def __call__(self, feed, cache):
+            return self.logits[(feed.cache_rows - feed.prefix_lengths[:, None]).clamp(min=0)]
+
+    laws = torch.full((7, VOCAB), -1.0)
+    laws[0, first] = 6.0
+    laws[1::4, one] = laws[3, another] = 3.0
+    decoder = SpeculativeDecoder(target, BySlot(laws), method, tree=TokenTree.independent(3, 2))
     out = decoder.generate(PROMPT.expand(16_000, -1), max_new_tokens=3, temperature=1.0, seed=8)
     law = exact_law(target, PROMPT, Filters(), 3)
     assert chi_square_p_value(joint_counts(out.sequences[:, 3:], VOCAB), law) > SIGNIFICANCE
