@@ -28,11 +28,15 @@ class Bigrams:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="to count in; default: Python source")
+    parser.add_argument(
+        "--text", type=Path, default=Path(argparse.__file__), help="to count in; default: Python source"
+    )
     args = parser.parse_args()
     target, _, tokenizer = load_demo_pair()
     table = Bigrams(tokenizer(args.text.read_text("utf-8"), return_tensors="pt").input_ids[0], target.vocab_size)
     prompt = tokenizer("def read_lines(path):", return_tensors="pt").input_ids
     for decoder in (SpeculativeDecoder(target, table, "ersd"), SpeculativeDecoder(target, None, "autoregressive")):
         out = decoder.generate(prompt, 64, temperature=0.6)
-        print(f"{decoder.method}: {out.stats.tokens_per_step:.2f} tokens per step\n{tokenizer.decode(out.sequences[0])}")
+        print(
+            f"{decoder.method}: {out.stats.tokens_per_step:.2f} tokens per step\n{tokenizer.decode(out.sequences[0])}"
+        )
