@@ -1,4 +1,4 @@
-"""A verifier of one's own takes the place of a method's: the same text where the rule is the same, and checked answers."""
+"""A verifier of one's own takes the place of a method's: the same text by the same rule, and its answers are checked."""
 
 from functools import partial
 
@@ -70,7 +70,7 @@ def test_noise_rows_of_an_own_verifier_are_never_given_twice(tiny_pair):
 
 
 @pytest.mark.parametrize(("verifier", "error", "message"), [
-    ("traversal", ValueError, "verifier must be None, for the method's own, or a callable .* by a name, got 'traversal'"),
+    ("traversal", ValueError, "verifier must be None, for the method's own, or a callable .* a name, got 'traversal'"),
     (3, TypeError, "or a callable of your own as Verifier describes it; got int"),
     (Verified, TypeError, "got the class Verified"),
     (lambda nodes, target_logits: None, TypeError, r"must be callable as <lambda>\(nodes, target_logits, draft_logits, "
@@ -112,7 +112,9 @@ def test_what_a_verifier_returns_is_checked(verifier, error, message, tiny_pair)
 
 def test_a_profile_is_refused_because_it_measured_another_verification(tiny_pair):
     profile = Profile.__new__(Profile)
-    with pytest.raises(ValueError, match="a profile measures the method's own verification; .* give tree or tree_size"):
+    with pytest.raises(
+        ValueError, match=r"a profile measures the method's own verification; .* give tree or tree_size"
+    ):
         SpeculativeDecoder(*tiny_pair, profile=profile, verifier=sample_the_target)
 
 

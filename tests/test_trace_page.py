@@ -195,7 +195,8 @@ const key = name => document.dispatchEvent(new KeyboardEvent("keydown", {key: na
 const canvas = at("stage"), tree = canvas.firstElementChild;
 const seen = {title: document.title, opened: at("number").textContent + " " + at("of").textContent,
   address: location.hash, canvas: [canvas.clientWidth, canvas.clientHeight],
-  tree: [tree.getBoundingClientRect().width, tree.getBoundingClientRect().height], ready: Number(document.documentElement.dataset.ready), steps: []};
+  tree: [tree.getBoundingClientRect().width, tree.getBoundingClientRect().height],
+  ready: Number(document.documentElement.dataset.ready), steps: []};
 addEventListener("error", event => { seen.error = event.message; });
 key("Home");
 for (const one of data.sequences[0].steps) {

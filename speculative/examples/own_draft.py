@@ -15,28 +15,25 @@ class Bigrams:
         counts = torch.zeros(vocab_size, vocab_size, device=text.device)
         self.logits = counts.index_put_((text[:-1], text[1:]), counts.new_ones(()), accumulate=True).log()
 
-    def new_cache(self, batch, rows):  # a bigram needs to remember nothing
-        nothing = self.logits.new_empty(batch, 1, rows, 0)
-        return RowCache(nothing, nothing)
+    def new_cache(self, batch, rows):
+        """Rows without columns: nothing is remembered."""
+        return RowCache(*self.logits.new_empty(2, batch, 1, rows, 0))
 
     def prefill(self, tokens, cache):
-        pass
+        """Nothing to do for a prompt."""
 
     def __call__(self, feed, cache):
-        return self.logits[feed.tokens]  # [B, n, V]
+        """The logits [B, n, V] after each node."""
+        return self.logits[feed.tokens]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--text", type=Path, default=Path(argparse.__file__), help="to count in; default: Python source"
-    )
+    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="where to count")
     args = parser.parse_args()
     target, _, tokenizer = load_demo_pair()
-    table = Bigrams(tokenizer(args.text.read_text("utf-8"), return_tensors="pt").input_ids[0], target.vocab_size)
-    prompt = tokenizer("def read_lines(path):", return_tensors="pt").input_ids
-    for decoder in (SpeculativeDecoder(target, table, "ersd"), SpeculativeDecoder(target, None, "autoregressive")):
-        out = decoder.generate(prompt, 64, temperature=0.6)
-        print(
-            f"{decoder.method}: {out.stats.tokens_per_step:.2f} tokens per step\n{tokenizer.decode(out.sequences[0])}"
-        )
+    text, prompt = (tokenizer(given).input_ids for given in (args.text.read_text("utf-8"), "def read_lines(path):"))
+    draft = Bigrams(torch.tensor(text), target.vocab_size)
+    for method, each in {"ersd": draft, "autoregressive": None}.items():
+        out = SpeculativeDecoder(target, each, method).generate(torch.tensor([prompt]), 64, temperature=0.6)
+        print(f"{method}: {out.stats.tokens_per_step:.2f} tokens per step\n{tokenizer.decode(out.sequences[0])}\n")

@@ -25,7 +25,7 @@ line; node 0 is the root, the last token of the text before the step. P is the n
     parents         [N] integer    -1 for the root; parents[i] < i
     ranks           [N] integer    place among the siblings, in the order in which they were drawn
     depths          [N] integer    0 for the root
-    draft, target   [N] number | null   probability of the node's token after the node above it; null where there is none
+    draft, target   [N] number | null   probability of the node's token after the node above it; null where none
     fates           [N] string     why a node is on the path or not, one of `reasons.FATES`
     coins           [N] number | null   the random number that a node was tried against; null where it was not
     thresholds      [N] number | null   it was accepted if its coin was below this
