@@ -19,6 +19,7 @@ from heavypath.speculative.demo import FOLDER, demo_prompts
 
 SCRIPTS = sorted(path for path in Path(examples.__file__).parent.glob("*.py") if path.name != "__init__.py")
 MODULE = "heavypath.speculative.examples"
+PYTHONS_OWN = {"__name__", "__doc__", "__file__", "__init__", "__call__"}
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_an_example_is_short_and_tested_and_uses_public_names_alone(path):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module == "heavypath.speculative":
             assert {alias.name for alias in node.names} <= set(sys.modules[node.module].__all__)
-        names = {getattr(node, field, None) for field in ("attr", "id", "name", "module")} - {"__name__", "__doc__"}
+        names = {getattr(node, field, None) for field in ("attr", "id", "name", "module")} - PYTHONS_OWN
         assert not any(part.startswith("_") for name in names if name for part in name.split("."))
 
 

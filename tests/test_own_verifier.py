@@ -1,4 +1,4 @@
-"""A verifier of one's own takes the place of a method's: the same text by the same rule, and its answers are checked."""
+"""A verifier of one's own replaces a method's: the same text by the same rule, and its answers are checked."""
 
 from functools import partial
 
