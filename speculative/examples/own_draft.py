@@ -31,7 +31,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="where to count")
     args = parser.parse_args()
-    target, _, tokenizer = load_demo_pair()
+    target, draft, tokenizer = load_demo_pair()
     text, prompt = (tokenizer(given).input_ids for given in (args.text.read_text("utf-8"), "def read_lines(path):"))
     draft = Bigrams(torch.tensor(text), target.vocab_size)
     for method, each in {"ersd": draft, "autoregressive": None}.items():
