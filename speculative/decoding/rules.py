@@ -112,7 +112,8 @@ class OwnVerifier:
             raise TypeError(
                 f"verifier {self.name!r} must return Verified(path, length, next_token), got {type(answer).__name__}"
             )
-        verified, batch = Verified(*answer), len(nodes.tokens)
+        path, length, next_token = answer
+        verified, batch = Verified(path, length, next_token), len(nodes.tokens)
         for field, value, shape in zip(
             Verified._fields, answer, ((batch, max_depth + 1), (batch,), (batch,)), strict=True
         ):

@@ -37,7 +37,9 @@ class OwnDraft:
             )
         for name, parameters in _METHODS.items():
             try:
-                inspect.signature(draft if name == "__call__" else getattr(draft, name)).bind(*parameters)
+                inspect.signature(draft if name == "__call__" else getattr(draft, name)).bind(
+                    *[None for _ in parameters]
+                )
             except TypeError as error:
                 raise TypeError(f"draft {self.name!r} must be callable as {_call(name)}: {error}") from None
 

@@ -17,7 +17,7 @@ def sample_the_target(nodes, target_logits, draft_logits, *, max_depth, target_f
         keys += gumbel_noise(int(noise.seed), Stream.TARGET, noise.rows.flatten(), keys.shape[-1]).view_as(keys)
     sample = keys.argmax(-1)  # [B, N], the token that the target wants after each node
     node, path = torch.zeros_like(nodes.tokens[:, :1]), [torch.zeros_like(nodes.tokens[:, :1])]
-    for _ in range(max_depth):
+    while len(path) <= max_depth:
         fits = (nodes.parents == node) & (nodes.tokens == sample.gather(1, node)) & (path[-1] >= 0)  # [B, N]
         node = fits.int().argmax(1, keepdim=True).where(fits.any(1, keepdim=True), node)
         path.append(node.where(fits.any(1, keepdim=True), -1))
