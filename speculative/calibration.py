@@ -34,7 +34,7 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.drafted import check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts import Draft, EarlyExit, PromptLookup, as_draft
+from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of
 from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind
 from heavypath.speculative.models.forward import Forward, TreeMask
@@ -60,7 +60,7 @@ Report = Callable[[str], object]
 
 def calibrate(
     target: PreTrainedModel,
-    draft: PreTrainedModel | PromptLookup | EarlyExit,
+    draft: AnyDraft,
     *,
     prompts: Sequence[Tensor] = (),
     temperatures: Sequence[float] = (0.0, 0.6, 1.0),
@@ -90,7 +90,7 @@ def calibrate(
     report = on_progress or (lambda line: None)
     forward = forward_of(target, "target")
     source = as_draft(draft, forward, target)
-    models = [model for model in (forward, source.forward) if model is not None]
+    models = [model for model in (forward, model_of(source)) if model is not None]
     limits = [model.rope_limit or model.max_positions for model in models]
     room = min(limits) - tokens - 2 * DEPTH
     if room < 1:
@@ -166,7 +166,7 @@ def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> 
 
 def measure_costs(
     target: PreTrainedModel,
-    draft: PreTrainedModel | PromptLookup | EarlyExit,
+    draft: AnyDraft,
     prompts: Sequence[Tensor],
     sizes: Sequence[int],
     tokens: int,

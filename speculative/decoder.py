@@ -31,14 +31,14 @@ from heavypath.speculative.custom_generate import GenerateCall, SpeculativeOutpu
 from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE, Growth
 from heavypath.speculative.decoding.loop import Streamer, decode
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
-from heavypath.speculative.decoding.rules import Rules
+from heavypath.speculative.decoding.rules import OWN, OwnVerifier, Rules, Verifier
 from heavypath.speculative.decoding.runner import KEPT, StepRunner
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
-from heavypath.speculative.drafts import Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
+from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of
 from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward_of import forward_of
@@ -98,7 +98,8 @@ class SpeculativeDecoder:
 
     target: a causal language model of transformers, in eval mode
     draft: another one with the target's vocabulary, on its device; or `PromptLookup()` or `EarlyExit(layers)`, which
-        need no second model; None only for method "autoregressive"
+        need no second model; or an object of your own that has the methods of `Draft`; None only for method
+        "autoregressive"
     method: a row of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
         top-k, naive, naive-distinct
     tree_size: nodes of the drafted tree, root included (default: 5 on a CPU, 32 on a GPU); a method whose trees cannot
@@ -106,6 +107,9 @@ class SpeculativeDecoder:
     tree: a TokenTree to use instead, for methods whose trees do not grow
     profile: instead of both, what `heavypath calibrate` measured, as a file or a `Profile`: each generation takes the
         tree with which it is expected to be fastest
+    verifier: what decides about drafted nodes in the place of the method's own verification, also at temperature 0: a
+        callable as `Verifier` describes it. The method still says which trees there are and how they are drawn. With
+        one of your own, the promise below is yours to keep. A profile measures the methods' own, so it takes none
 
     Options of some methods, which the others refuse:
 
@@ -135,12 +139,13 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel | PromptLookup | EarlyExit | None,
+        draft: AnyDraft | None,
         method: str = "sequoia",
         *,
         tree_size: int | None = None,
         tree: TokenTree | None = None,
         profile: Profile | str | Path | None = None,
+        verifier: Verifier | None = None,
         acceptance: Acceptance | None = None,
         max_depth: int | None = None,
         width: int | None = None,
@@ -166,6 +171,13 @@ class SpeculativeDecoder:
             "min_p": draft_min_p,
         }
         self._draft_filters(Filters()).check("draft_")
+        self.verifier = verifier
+        self._verifier = None if verifier is None else OwnVerifier(verifier)
+        if verifier is not None and profile is not None:
+            raise ValueError(
+                "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
+                "instead: tree=profile.tree_for(method, Filters(temperature)) has the same tree"
+            )
 
         self.target = target
         self._given_draft = draft
@@ -189,8 +201,8 @@ class SpeculativeDecoder:
             if draft is None:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
             self._draft = as_draft(draft, self._target, target)
-            if isinstance(self._draft, ModelDraft):
-                models.append(self._draft.forward)
+            drafting = model_of(self._draft)
+            models += [] if drafting is None else [drafting]
         if self.profile is not None:
             self.profile.check(target, draft)
         for model in models:
@@ -201,9 +213,9 @@ class SpeculativeDecoder:
         stale = not self._target.is_current()
         if stale:
             self._target = forward_of(self.target, "target")
-        draft = self._draft.forward if self._draft is not None else None
-        if self._given_draft is not None and (stale or (draft is not None and not draft.is_current())):
-            self._draft = as_draft(self._given_draft, self._target, self.target)
+        given, model = self._given_draft, model_of(self._draft)
+        if given is not None and self._draft is not None and (stale or (model is not None and not model.is_current())):
+            self._draft = as_draft(given, self._target, self.target)
 
     def _checked_tree(self, given: dict[str, Any]) -> TokenTree | Growth:
         """The tree that the method makes of the options given, in heavy-path order, or how its trees grow."""
@@ -309,7 +321,7 @@ class SpeculativeDecoder:
         ).filled_from(self.target.generation_config)
         request = checked_request(
             self._target,
-            self._draft.forward if self._draft is not None else None,
+            model_of(self._draft),
             Prompts(input_ids=input_ids, attention_mask=attention_mask, sequence_ids=sequence_ids, past=past),
             Ending(
                 max_new_tokens=max_new_tokens,
@@ -387,18 +399,21 @@ class SpeculativeDecoder:
         target_filters = request.filters
         draft_filters = self._draft_filters(target_filters)
         kind = self._method.kind(target_filters.temperature, draft_filters.temperature)
-        if kind.verification == "kseq" and draft_filters.temperature == 0:
+        verification = kind.verification if self._verifier is None else OWN
+        if verification == "kseq" and draft_filters.temperature == 0:
             raise ValueError(f"method {self.method!r} needs draft_temperature > 0 where it samples, got 0")
         tree = self.tree_for(target_filters)
         rules = Rules(
             replacement=kind.replacement,
-            fill=self._method.fill,
-            verification=kind.verification,
+            # A draft without a model that proposes few tokens means it: random ones beside them would be rejected.
+            fill=self._method.fill and model_of(self._draft) is not None,
+            verification=verification,
             target_filters=target_filters,
             draft_filters=draft_filters,
             drawing_filters=kind.drawing_filters(draft_filters),
             value_temperature=self._draft_options["temperature"] or VALUE_TEMPERATURE,
             processing=request.processing,
+            own_verifier=self._verifier,
         )
         return StepPlan(target=self._target, draft=self._draft if len(tree) > 1 else None, tree=tree, rules=rules)
 
@@ -418,13 +433,15 @@ class SpeculativeDecoder:
         seed: int | None = None,
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        trace: str | Path | None = None,
         **model_kwargs: Any,
     ) -> Tensor | SpeculativeOutput:
         """What `model.generate(**inputs, custom_generate=decoder, ...)` calls; model is the decoder's target.
 
         seed: of the noise; None draws one from torch's generator, so that torch.manual_seed makes a text repeatable.
-        tokenizer: for stop_strings; transformers keeps its own to itself, so bind one with functools.partial:
+        tokenizer: for stop_strings and trace; transformers keeps its own to itself, so bind one with functools.partial:
             custom_generate=partial(decoder, tokenizer=tokenizer).
+        trace: as in `generate`; custom_generate=partial(decoder, trace=FILE, tokenizer=tokenizer).
 
         The other settings of transformers mean what they mean there. With return_dict_in_generate=True the answer is a
         `SpeculativeOutput`: transformers' own, with the field `stats`, and with a TextCache as past_key_values, which a
@@ -442,7 +459,7 @@ class SpeculativeDecoder:
             model_kwargs=model_kwargs,
         )
         arguments = call.arguments(self._target.model)
-        out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer)
+        out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer, trace=trace)
         return call.answer(out.sequences, out.cache, out.stats, out.scores, out.logits)
 
 

@@ -31,7 +31,7 @@ from transformers.generation import (
 )
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder
+from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, read_trace
 from heavypath.speculative.custom_generate import SpeculativeOutput
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.models.llama import LlamaForward
@@ -78,6 +78,20 @@ def test_greedy_batches_are_those_of_generate(method, tiny_pair):
         settings = left_padded(PROMPTS) | {"pad_token_id": 0} | settings
         expected = tiny_pair[0].generate(**settings)
         assert torch.equal(tiny_pair[0].generate(**settings, custom_generate=decoder), expected)
+
+
+def test_a_trace_is_written_through_transformers_generate(demo_pair, tmp_path):
+    target, draft, tokenizer = demo_pair
+    decoder = SpeculativeDecoder(target, draft)
+    inputs = tokenizer("def read(self):", return_tensors="pt")
+    custom = partial(decoder, trace=tmp_path / "trace", tokenizer=tokenizer)
+    out = target.generate(**inputs, custom_generate=custom, max_new_tokens=12, do_sample=False)
+    header, steps = read_trace(tmp_path / "trace")
+    assert header["sequences"][0]["text"] == "def read(self):"
+    assert [token for step in steps for token in step["emitted"]] == out[0, inputs.input_ids.shape[1] :].tolist()
+    assert "".join(piece for step in steps for piece in step["pieces"]) == tokenizer.decode(
+        out[0, inputs.input_ids.shape[1] :]
+    )
 
 
 def test_a_penalty_is_that_of_generate_and_ignores_what_generate_ignores(decoder, demo_pair):

@@ -16,7 +16,6 @@ from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.commit import State, commit
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
-from heavypath.kernels.verification import DRAFT_AWARE, verify_unchecked
 from heavypath.speculative.decoding.device_tree import DeviceTree, device_tree
 from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions
 from heavypath.speculative.decoding.drafting import draft_tree, root_alone
@@ -25,8 +24,8 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.noise_rows import node_rows, race_rows, root_rows
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.kinds import Cache, Draft
-from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -73,7 +72,7 @@ class Step:
         return self.tree.depth if isinstance(self.tree, Growth) else len(self.tree.levels)
 
     def __call__(
-        self, state: Sequences, target_cache: KeyValueCache, draft_cache: Cache | None, visible_rows: int, lap: Lap
+        self, state: Sequences, target_cache: KeyValueCache, draft_cache: RowCache | None, visible_rows: int, lap: Lap
     ) -> Stepped:
         """Run one step. visible_rows: cache rows that hold the longest prefix, or more."""
         drafted = self._drafted(state, draft_cache, visible_rows, lap)
@@ -90,17 +89,8 @@ class Step:
         if self.rules.processing is not None:
             logits = self.rules.processing(logits, drafted, state)
         drafted_nodes = Nodes(drafted.tokens, drafted.parents, drafted.ranks)
-        needs_draft = self.rules.verification in DRAFT_AWARE
-        verified = verify_unchecked(
-            drafted_nodes,
-            logits,
-            drafted.logits if needs_draft else None,
-            method=self.rules.verification,
-            max_depth=min(self.depth, nodes - 1),
-            target_filters=self.rules.target_filters,
-            draft_filters=self.rules.draft_filters,
-            noise=Noise(state.seed, drafted.noise_rows),
-        )
+        noise = Noise(state.seed, drafted.noise_rows)
+        verified = self.rules.verify(drafted_nodes, logits, drafted.logits, min(self.depth, nodes - 1), noise)
         lap("verification")
         if draft_cache is not None and nodes > 1:
             path, length, draft_rows = verified.path, verified.length, drafted.draft_rows
@@ -114,7 +104,7 @@ class Step:
         lap("compaction")
         return Stepped(drafted, raw_logits, logits, verified)
 
-    def _drafted(self, state: Sequences, cache: Cache | None, visible_rows: int, lap: Lap) -> Drafted:
+    def _drafted(self, state: Sequences, cache: RowCache | None, visible_rows: int, lap: Lap) -> Drafted:
         """The tree that each sequence drafts."""
         roots = root_rows(state.noise, state.lengths)
         if isinstance(self.tree, Growth):

@@ -12,7 +12,6 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
-from heavypath.speculative.drafts.kinds import Cache
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward
@@ -74,7 +73,7 @@ class Workspace:
         target, draft = plan.target, plan.draft
         self.size, self.graphs = size, graphs
         self._target, self._draft = target, draft
-        self._views = dict[int, tuple[Sequences, KeyValueCache, Cache | None]]()
+        self._views = dict[int, tuple[Sequences, KeyValueCache, RowCache | None]]()
         self.target_cache = target.new_cache(size.sequences, size.cache_rows)
         self.draft_cache = None if draft is None else draft.new_cache(size.sequences, size.cache_rows)
         self.state = Sequences.room_for(
@@ -151,7 +150,7 @@ class Workspace:
     def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:
         return cache if self.graphs is None else cache.trimmed(*texts.shape)
 
-    def first(self, slots: int) -> tuple[Sequences, KeyValueCache, Cache | None]:
+    def first(self, slots: int) -> tuple[Sequences, KeyValueCache, RowCache | None]:
         """Views of the state, the target's and the draft's cache for the first `slots` slots."""
         if slots not in self._views:
             draft_cache = None if self.draft_cache is None else self.draft_cache.first(slots)

@@ -34,8 +34,6 @@ class EarlyExit:
 class ModelDraft:
     """A model as a draft."""
 
-    smooth = True  # every token has some probability
-
     def __init__(self, forward: Forward, vocab_size: int):
         """vocab_size: the target's. Raises ValueError if the vocabularies differ by more than padding."""
         self.forward = forward

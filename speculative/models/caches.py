@@ -14,7 +14,11 @@ from transformers import Cache
 
 
 class RowCache:
-    """keys and values [B, heads, rows, D], with a row for each token of a text."""
+    """keys and values [B, heads, rows, D], with a row for each token of a text.
+
+    All that is remembered of a text is in these two tensors: the decoder moves rows of both when a path is accepted,
+    and whole sequences of both when another one has ended. D may be 0, for a draft that remembers nothing.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor):
         self.keys, self.values = keys, values
