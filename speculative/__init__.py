@@ -14,6 +14,7 @@ from heavypath.speculative.demo import load_demo_pair
 from heavypath.speculative.drafts import EarlyExit, PromptLookup
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models import attn_implementation
+from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.trees import acceptance, bounds, planning, tree
@@ -44,6 +45,7 @@ __all__ = [
     "PromptLookup",
     "SpeculativeDecoder",
     "Statistics",
+    "TextCache",
     "TextStream",
     "TokenTree",
     "calibrate",

@@ -122,6 +122,7 @@ class SpeculativeDecoder:
     ValueError for models or options that do not fit.
 
     `runner` runs the steps, and may be replaced by an object that observes them; `clock` returns seconds.
+    `runner.kept` are the caches of the last two generations, for `past`; runner.kept.clear() frees their memory.
     """
 
     def __init__(

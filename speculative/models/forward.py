@@ -149,13 +149,13 @@ class Forward(ABC):
         """
         batch, width = tokens.shape
         starts = [0] * batch if starts is None else starts
-        first = torch.tensor(starts, device=tokens.device)
-        first = first[0] if min(starts) == max(starts) else first[:, None]  # one mask for all sequences, if possible
+        one_mask = min(starts) == max(starts)
+        first = torch.tensor(starts[0] if one_mask else starts, device=tokens.device)  # [] or [B]
         for begin in range(0, width, PREFILL_CHUNK):
             end = min(begin + PREFILL_CHUNK, width)
-            positions = (first + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
+            positions = (first[..., None] + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
             mask = TreeMask(
-                prefix_length=positions[:, 0] if first.dim() else positions[0, 0],
+                prefix_length=first + begin,
                 visible_rows=max(starts) + end,
                 subtree_end=torch.full((end - begin,), end - begin, device=tokens.device),
             )
