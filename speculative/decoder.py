@@ -283,7 +283,7 @@ class SpeculativeDecoder:
             eos_token_id=eos_token_id,
             pad_token_id=pad_token_id,
             stop_strings=stop_strings,
-        ).filled_from(self.target.generation_config)
+        ).filled_from(self.target.generation_config, self._target.vocab_size)
         request = checked_request(
             self._target,
             self._draft.forward if self._draft is not None else None,
