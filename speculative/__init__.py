@@ -17,6 +17,7 @@ from heavypath.speculative.drafts import Draft, EarlyExit, Feed, PromptLookup
 from heavypath.speculative.methods import METHODS, Method
 from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.output.trace import read_trace
 from heavypath.speculative.profile import Profile
@@ -52,6 +53,7 @@ __all__ = [
     "RowCache",
     "SpeculativeDecoder",
     "Statistics",
+    "TextCache",
     "TextStream",
     "TokenTree",
     "Verified",

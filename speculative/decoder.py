@@ -134,6 +134,7 @@ class SpeculativeDecoder:
     ValueError for models or options that do not fit.
 
     `runner` runs the steps, and may be replaced by an object that observes them; `clock` returns seconds.
+    `runner.kept` are the caches of the last two generations, for `past`; runner.kept.clear() frees their memory.
     """
 
     def __init__(
@@ -318,7 +319,7 @@ class SpeculativeDecoder:
             eos_token_id=eos_token_id,
             pad_token_id=pad_token_id,
             stop_strings=stop_strings,
-        ).filled_from(self.target.generation_config)
+        ).filled_from(self.target.generation_config, self._target.vocab_size)
         request = checked_request(
             self._target,
             model_of(self._draft),

@@ -82,19 +82,24 @@ class GivenSettings:
     pad_token_id: int | None
     stop_strings: str | Sequence[str] | None
 
-    def filled_from(self, config: GenerationConfig | None) -> Settings:
+    def filled_from(self, config: GenerationConfig | None, vocab_size: int) -> Settings:
         """These settings, with what was left out taken from a model's config.
+
+        Tokens of the config that the model does not have end no text, and are no padding.
 
         Raises ValueError for a setting of the config that changes the text and that `generate` does not have. Where
         nothing but pad_token_id was left out, no other setting is looked at.
         """
         config = GenerationConfig() if config is None else config
         given: dict[str, Any] = dict(vars(self))
-        if self.pad_token_id is None:
+        if self.pad_token_id is None and config.pad_token_id in range(vocab_size):
             given["pad_token_id"] = config.pad_token_id
         left_out = [name for name in ("temperature", *NOTHING) if given[name] == _LEFT_OUT.get(name)]
         if left_out:
             found = {name: getattr(config, name) for name in NOTHING}
+            eos = config.eos_token_id
+            ends = eos if isinstance(eos, Sequence) else [eos]
+            found["eos_token_id"] = [token for token in ends if token in range(vocab_size)]
             temperature = 1.0 if config.temperature is None else config.temperature
             found["temperature"] = temperature if config.do_sample else 0.0
             for name in left_out:

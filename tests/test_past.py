@@ -349,7 +349,7 @@ def test_graphs_memory_is_used_again_and_a_past_stays_what_it_was(as_on_a_gpu): 
     prompts = {"input_ids": PROMPTS[:2], "attention_mask": PADDING[:2]}
     eager = SpeculativeDecoder(*pair, "sequoia", tree=TokenTree.chain(2))
     texts = texts_of(eager.generate(**prompts, seed=1, **options), [6, 4])
-    turn = left_padded([[*text, 6] for text in texts])
+    turn = left_padded([[*text, 6, 1, 3] for text in texts])
     expected = eager.generate(**turn, seed=2, **options)
     as_on_a_gpu()
     decoder = SpeculativeDecoder(*pair, "sequoia", tree=TokenTree.chain(2))
@@ -359,5 +359,5 @@ def test_graphs_memory_is_used_again_and_a_past_stays_what_it_was(as_on_a_gpu): 
         out = decoder.generate(**turn, seed=2, past=past, **options)
         assert decoder.runner.idle is workspace
         assert torch.equal(out.sequences, expected.sequences)
-        assert out.stats.prefill_tokens <= 2
+        assert out.stats.prefill_tokens <= 6
     assert past.nbytes < workspace.cache_bytes / 50

@@ -175,6 +175,8 @@ def _next_line() -> str | None:
             line.encode()  # standard input may have bytes that are no text
             return line
         except EOFError:
+            if sys.stdin.isatty():
+                _say("")  # the shell's prompt comes on a line of its own
             return None
         except KeyboardInterrupt:
             _say("\nCtrl-D or /quit ends the conversation")

@@ -198,13 +198,13 @@ class Forward(ABC):
         """
         batch, width = tokens.shape
         starts = [0] * batch if starts is None else starts
-        first = torch.tensor(starts, device=tokens.device)
-        first = first[0] if min(starts) == max(starts) else first[:, None]  # one mask for all sequences, if possible
+        one_mask = min(starts) == max(starts)
+        first = torch.tensor(starts[0] if one_mask else starts, device=tokens.device)  # [] or [B]
         limit = self.rope_limit
         is_long = limit is not None and min(starts) + width >= limit
         for begin in range(0, width, PREFILL_CHUNK):
             end = min(begin + PREFILL_CHUNK, width)
-            rows = (first + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
+            rows = (first[..., None] + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
             positions, chunk = rows, tokens[:, begin:end]
             if limit is not None and is_long and min(starts) + end <= limit:
                 # A piece of a long text, too short to be known as one. One more token, which none of the others sees,
@@ -213,7 +213,7 @@ class Forward(ABC):
                 chunk = pad(chunk, (0, 1))
             nodes = rows.shape[1]
             mask = TreeMask(
-                prefix_length=rows[:, 0] if first.dim() else rows[0, 0],
+                prefix_length=first + begin,
                 visible_rows=max(starts) + begin + nodes,
                 subtree_end=torch.full((nodes,), nodes, device=tokens.device),
             )
