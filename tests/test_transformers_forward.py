@@ -163,8 +163,8 @@ REFUSED = {
     "no head": (lambda: tiny("granite").model, TypeError, "language-model head .* got GraniteModel"),
     "text": (lambda: "ibm/granite", TypeError, "target must be a transformers causal language model, got 'str'"),
     "training": (lambda: tiny("granite").train(), ValueError, "training mode; call target.eval"),
-    "another window": (lambda: tiny("olmoe", sliding_window=16),  # its config may name one, but it has none
-                       ValueError, "'olmoe' has sliding_window=16 in its config, but its own forward pass sees farther"),
+    "another window": (lambda: tiny("olmoe", sliding_window=16), ValueError,  # which it does not use
+                       "'olmoe' has sliding_window=16 in its config, but its own forward pass sees farther"),
     "mamba": (lambda: tiny("mamba", state_size=4), ValueError, "got 'mamba' with layers of type linear_attention"),
     "rwkv": (lambda: tiny("rwkv"), ValueError, "got 'rwkv' with a recurrent state"),
     "lfm2": (lambda: tiny("lfm2", layer_types=["conv", "full_attention"]), ValueError, "with layers of type conv"),
@@ -178,7 +178,7 @@ REFUSED = {
     "flex": (lambda: tiny("granite", attn_implementation="flex_attention"),
              ValueError, r"'flex_attention', which takes no tree; call target.set_attn_implementation\(\"sdpa\"\)"),
     "mpt": (lambda: tiny("mpt", d_model=32, n_heads=4, n_layers=2, max_seq_len=64),
-            ValueError, "target of type 'mpt' has ALiBi position biases, which follow from the rows of a cache"),
+            ValueError, "target of type 'mpt' has ALiBi position biases, which follow from a cache's rows"),
     "bloom": (lambda: tiny("bloom", n_layer=2, n_head=4), ValueError, "'bloom' has ALiBi position biases"),
     "falcon": (lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model(
                    "falcon", vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, alibi=True)),

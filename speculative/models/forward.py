@@ -193,8 +193,7 @@ class Forward(ABC):
                 visible_rows=start + len(rows),
                 subtree_end=torch.full((len(rows),), len(rows), device=tokens.device),
             )
-            expanded = (of_all.expand(batch, -1) for of_all in (positions, rows))
-            self(chunk, *expanded, cache, mask, needs_logits=False)
+            self(chunk, positions.expand(batch, -1), rows.expand(batch, -1), cache, mask, needs_logits=False)
 
     def settled(self, positions: Tensor, prefix_length: Tensor) -> Tensor:
         """A step's positions LongTensor[B, N], such that absent nodes do not make a text pass for a longer one.

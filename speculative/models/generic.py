@@ -2,10 +2,10 @@
 
     model(tokens, position_ids=prefix + depths, past_key_values=KeyValueCache.at(rows, ...), attention_mask=4-D)
 
-With attn_implementation "sdpa" or "eager" a 4-D mask says what each node sees, one for each kind of layer if they see
-differently far; with "heavypath" our attention function is an argument of the call. A model's type does not tell whether it really follows the mask, the positions and the
-cache. So every model is tried once, on a small tree: it must give the logits that it gives for each of the tree's paths
-as a text of its own.
+With attn_implementation "sdpa" or "eager" a 4-D mask says what each node sees, one for each kind of layer where some
+have a sliding window; with "heavypath" our attention function is an argument of the call. A model's type does not tell
+whether it really follows the mask, the positions and the cache. So every model is tried once, on a small tree: it must
+give the logits that it gives for each of the tree's paths as a text of its own.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ class TransformersForward(Forward):
             raise TypeError(f"{name} must be a decoder alone, got an encoder and decoder: {type(model).__name__}")
         if _has_alibi(model.config):
             raise ValueError(
-                f"{name} of type {model.config.model_type!r} has ALiBi position biases, which follow from the rows of a "
-                "cache, where the nodes of a tree lie out of order; models with rotary or learned positions are served"
+                f"{name} of type {model.config.model_type!r} has ALiBi position biases, which follow from a cache's "
+                "rows, where a tree's nodes lie out of order; take a model with rotary or learned positions"
             )
         super().__init__(model, name)
         if self.has_dynamic_rope and self.device.type == "cuda":
