@@ -13,7 +13,7 @@ that still grows is not in depth-first order and passes an explicit ancestor mas
 
 The output is 0 for a node that sees nothing. Two options narrow what is seen: rows before `first_row` are left padding;
 and with a sliding window node i, which is at position L + depth[i], sees only positions above L + depth[i] - window,
-where the position of a prefix row is its number (`tree_masks` says how distances in the tree follow from a mask).
+where the position of a prefix row is its number; `tree_masks` says how that follows from the mask.
 Gemma 2's soft cap replaces the scores by softcap * tanh(scores / softcap).
 
 The Triton kernel is in `tree_attention_kernel`, what it costs too.
@@ -77,9 +77,9 @@ def tree_attention(
     if not isinstance(prefix_length, (int, Tensor)):
         raise ValueError(f"prefix_length must be an int or a LongTensor, got {type(prefix_length).__name__}")
     length, lengths = (0, prefix_length) if isinstance(prefix_length, Tensor) else (prefix_length, None)
-    depths = None
+    counts = None
     if isinstance(ancestor_mask, PackedAncestors):
-        ancestors, nodes, packed_for, depths = ancestor_mask
+        ancestors, nodes, packed_for, counts = ancestor_mask
         if packed_for is not None and packed_for != window:
             raise ValueError(f"ancestor_mask was packed for a window of {packed_for}, got window {window}")
     else:
@@ -97,7 +97,7 @@ def tree_attention(
         subtree_end=subtree_end,
         ancestor_mask=ancestors,
         nodes=nodes,
-        depths=depths,
+        counts=counts,
         first_row=first_row,
         window=window,
         softcap=softcap,
@@ -115,7 +115,7 @@ def _tree_attention(
     subtree_end: Tensor | None,
     ancestor_mask: Tensor | None,
     nodes: int,
-    depths: Tensor | None,
+    counts: Tensor | None,
     first_row: Tensor | None,
     window: int | None,
     softcap: float | None,
@@ -131,7 +131,7 @@ def _tree_attention(
         nodes=nodes,
         first_row=first_row,
         window=window,
-        depths=depths,
+        counts=counts,
     )
     _check(query, key, value, visible, softcap, scale, impl)
     if query.numel() == 0:
@@ -222,7 +222,7 @@ def _reference(
     query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float
 ) -> Tensor:
     """The formula at the top of this file, with shortcuts for a single node and for a chain without a prefix."""
-    length, lengths, end, _, nodes, first_row, window, depths = visible
+    length, lengths, end, _, nodes, first_row, window, _ = visible
     used = nodes + (length if lengths is None else int(lengths.max()))
     key, value = key[:, :, :used], value[:, :, :used]
     narrowed = first_row is not None or window is not None or softcap is not None or lengths is not None
@@ -232,7 +232,7 @@ def _reference(
         return _by_node(scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True))
 
     prefix = length if lengths is None else lengths.reshape(-1)
-    bias = attention_bias(visible.ancestor_mask(), prefix, used, query.dtype, window, depths)
+    bias = attention_bias(visible.ancestor_mask(), prefix, used, query.dtype, window)
     if not narrowed and end is not None:
         return _by_node(attend(query, key, value, bias, scale))
 

@@ -53,7 +53,7 @@ def _cut(
         first = tl.load(first_row + batch).to(tl.int32)
     begin = first
     if window is not None:
-        begin = tl.maximum(begin, length - window)  # what a query of depth -1 sees: none sees further back
+        begin = tl.maximum(begin, length - window)  # what a query sees that sees no node
     begin = tl.minimum(begin, length) // BLOCK_N * BLOCK_N
     span = length - begin + tl.minimum(nodes, MIN_SPLIT)
     size = tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(span, SPLITS), BLOCK_N) * BLOCK_N)
@@ -110,8 +110,8 @@ def _lowest_bit(bits):
 @triton.jit(do_not_specialize=["length", "queries", "nodes", "kv_heads", "window", "lengths_stride", "word_count"])
 def _tree_attention_kernel(
     query, key, value, out, partial_out, partial_peak, partial_total,
-    length, lengths, first_row, ends, words, depths,
-    scale, softcap, window, queries, nodes, kv_heads, lengths_stride, ends_stride, words_stride, depths_stride,
+    length, lengths, first_row, ends, words, counts,
+    scale, softcap, window, queries, nodes, kv_heads, lengths_stride, ends_stride, words_stride, counts_stride,
     query_b, query_h, query_n, key_b, key_h, key_s, value_b, value_h, value_s, word_count,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TOUCHED: tl.constexpr, TREE_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
@@ -119,8 +119,8 @@ def _tree_attention_kernel(
 ):  # fmt: skip
     """A program for each tile of (node, head of the group) rows, part of the keys, and (sequence, key head).
 
-    Strides of query, key and value count units of 8 elements; out is [B, Q, Hq, D]. With a window, depths are those of
-    the queries, and words are narrowed to the window already.
+    Strides of query, key and value count units of 8 elements; out is [B, Q, Hq, D]. With a window, words are narrowed
+    to it, and counts say how many nodes a query sees; with ends, how many it would see without the window.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     batch, kv_head = tl.program_id(2) // kv_heads, tl.program_id(2) % kv_heads
@@ -157,12 +157,12 @@ def _tree_attention_kernel(
 
     # The prefix: first the blocks that every query sees whole, then the masked ones at both of its ends.
     sees = tl.full([BLOCK_M], 0, tl.int32) + first  # the first prefix row that each query sees
-    depth = tl.zeros([BLOCK_M], tl.int32)
-    if depths is not None:
-        depth = tl.load(depths + batch * depths_stride + node, mask=asks, other=0)
-        sees = tl.maximum(sees, length + depth - window + 1)
+    count = tl.zeros([BLOCK_M], tl.int32)
+    if counts is not None:
+        count = tl.load(counts + batch * counts_stride + node, mask=asks, other=0)
+        sees = tl.maximum(sees, length + count - window)
     whole_start, whole_stop = start, start + (stop - start) // BLOCK_N * BLOCK_N
-    if (first_row is not None) or (depths is not None):
+    if (first_row is not None) or (counts is not None):
         whole_start = tl.maximum(start, tl.minimum(tl.cdiv(tl.max(sees, 0), BLOCK_N) * BLOCK_N, whole_stop))
     for block in tl.range(whole_start, whole_stop, BLOCK_N):
         acc, peak, total = _attend(
@@ -205,7 +205,7 @@ def _tree_attention_kernel(
             full = tl.min(tl.reshape(ones, [TREE_BLOCKS, BLOCK_N // 32]), 1) != 0
         bit = tl.full([TREE_BLOCKS], 1, tl.int64) << blocks.to(tl.int64)
 
-        if (first_row is None) and ((depths is None) or (ends is None)) and TREE_BLOCKS > 1:
+        if (first_row is None) and ((counts is None) or (ends is None)) and TREE_BLOCKS > 1:
             full_bits = tl.sum(tl.where(full, bit, 0), 0)
             for _ in tl.range(0, tl.sum(full.to(tl.int32), 0)):
                 block = _lowest_bit(full_bits) * BLOCK_N
@@ -225,9 +225,9 @@ def _tree_attention_kernel(
             if ends is not None:
                 end = tl.load(ends + batch * ends_stride + at, mask=at < nodes, other=0).to(tl.int32)
                 visible = (at[None, :] <= node[:, None]) & (node[:, None] < end[None, :])
-                if depths is not None:
-                    above = tl.load(depths + batch * depths_stride + at, mask=at < nodes, other=0)
-                    visible = visible & (depth[:, None] - above[None, :] < window)
+                if counts is not None:
+                    above = tl.load(counts + batch * counts_stride + at, mask=at < nodes, other=0)
+                    visible = visible & (count[:, None] - above[None, :] < window)
             else:
                 in_word = (offsets % 32)[None, :]
                 base = words + batch * words_stride + node * word_count + block // 32
@@ -366,13 +366,13 @@ def launch_tree_attention(
         partial_peak, partial_total = out.new_empty(2, batch, kv_heads, splits, rows, dtype=torch.float32)
 
     length, lengths, ends, _, nodes, first_row, window, _ = visible
-    words = depths = None
-    if ends is None:
-        packed = visible.packed()
-        words, depths = packed.words.contiguous(), None if packed.depths is None else packed.depths.contiguous()
-    else:
+    words = None
+    if ends is not None:
         ends = ends.contiguous()
-        depths = None if window is None else visible.node_depths()
+        counts = None if window is None else visible.path_lengths()
+    else:
+        packed = visible.packed()
+        words, counts = packed.words.contiguous(), None if packed.counts is None else packed.counts.contiguous()
     first_row = None if first_row is None else first_row.contiguous()
     lengths_stride = 0 if lengths is None or lengths.dim() == 0 else lengths.stride(0)
     block_d = max(16, triton.next_power_of_2(head_dim))
@@ -387,9 +387,9 @@ def launch_tree_attention(
     }  # fmt: skip
     with torch.cuda.device_of(query):
         _tree_attention_kernel[(tiles, splits, batch * kv_heads)](
-            query=query, key=key, value=value, ends=ends, words=words, depths=depths, scale=scale, softcap=softcap,
+            query=query, key=key, value=value, ends=ends, words=words, counts=counts, scale=scale, softcap=softcap,
             ends_stride=_batch_stride(ends, 1), words_stride=_batch_stride(words, 2),
-            depths_stride=_batch_stride(depths, 1),
+            counts_stride=_batch_stride(counts, 1),
             query_b=query.stride(0) // 8, query_h=query.stride(1) // 8, query_n=query.stride(2) // 8,
             key_b=key.stride(0) // 8, key_h=key.stride(1) // 8, key_s=key.stride(2) // 8,
             value_b=value.stride(0) // 8, value_h=value.stride(1) // 8, value_s=value.stride(2) // 8,

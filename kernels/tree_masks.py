@@ -8,9 +8,9 @@ and the N integers end[j] = j + (nodes in the subtree of j), called `subtree_end
 grows is not in depth-first order: it takes an ancestor mask, bool [i, j], or the same mask packed into 32-bit words.
 For PyTorch's own attention the mask is a bias, 0 where a node sees a cache row and -inf elsewhere.
 
-A sliding window follows from the mask alone, whichever nodes ask. Numbers rise along a path, so the distance from node
-i up to node j is the number of nodes behind j that i sees, and a row of the mask with d + 1 nodes belongs to a node of
-depth d. A query that sees no node of the tree is the last row of the prefix: its depth is -1.
+A sliding window of w positions follows from the mask alone, whichever nodes ask. Numbers rise along a path, so the
+distance from node i up to node j is the number of nodes behind j that i sees, and node j is in the window of i where it
+is less than w. A query that then sees n nodes of the tree sees the last w - n rows of the prefix: w positions in all.
 """
 
 from typing import NamedTuple
@@ -26,22 +26,24 @@ class PackedAncestors(NamedTuple):
     words:  int32 [..., Q, 2 * ceil(N / 64)]; bit j % 32 of word j // 32 is column j
     nodes:  N
     window: the sliding window that the mask was narrowed to; None for a mask of all ancestors
-    depths: int32 [..., Q], of the queries; with a window only
+    counts: int32 [..., Q], how many nodes each query sees; with a window only
     """
 
     words: Tensor
     nodes: int
     window: int | None = None
-    depths: Tensor | None = None
+    counts: Tensor | None = None
 
 
 def pack_ancestors(mask: Tensor, window: int | None = None) -> PackedAncestors:
     """Pack a bool mask [..., Q, N], once for all calls of `tree_attention` that share it and the sliding window."""
-    depths = None if window is None else query_depths(mask)
-    mask = mask if window is None else narrowed(mask, window)
+    counts = None
+    if window is not None:
+        mask = narrowed(mask, window)
+        counts = mask.sum(-1, dtype=torch.int32)
     bits = pad(mask, (0, -mask.shape[-1] % 64)).unflatten(-1, (-1, 32))
     places = torch.arange(32, device=mask.device)
-    return PackedAncestors((bits.long() << places).sum(-1).to(torch.int32), mask.shape[-1], window, depths)
+    return PackedAncestors((bits.long() << places).sum(-1).to(torch.int32), mask.shape[-1], window, counts)
 
 
 def unpack_ancestors(packed: PackedAncestors) -> Tensor:
@@ -62,18 +64,8 @@ def narrowed(ancestors: Tensor, window: int) -> Tensor:
     return ancestors & (counted[..., -1:] - counted < window)
 
 
-def query_depths(ancestors: Tensor) -> Tensor:
-    """The depth of each query of an ancestor mask [..., Q, N], int32 [..., Q]; -1 for one that sees no node."""
-    return ancestors.sum(-1, dtype=torch.int32) - 1
-
-
 def attention_bias(
-    ancestors: Tensor,
-    lengths: int | Tensor,
-    rows: int,
-    dtype: torch.dtype,
-    window: int | None = None,
-    depths: Tensor | None = None,
+    ancestors: Tensor, lengths: int | Tensor, rows: int, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
     """The additive mask [B or 1, 1, Q, rows] of a tree behind its prefix: 0 for rows that a node sees, else -inf.
 
@@ -81,16 +73,14 @@ def attention_bias(
     lengths:   number of prefix rows, in all sequences or LongTensor[B]; the tree's own rows lie behind them
     rows:      number of cache rows that the mask covers
     window:    how many positions a node sees, its own included; None for all
-    depths:    int tensor [Q] or [B, Q] of the querying nodes, if `ancestors` is narrowed to the window already
     """
     queries, nodes = ancestors.shape[-2:]
     if window is not None:
-        depths = query_depths(ancestors) if depths is None else depths
-        bias = attention_bias(narrowed(ancestors, window), lengths, rows, dtype)
-        # Of the tree's rows this hides none that the window shows: a node's number is at least its depth.
-        first = depths - (window - 1) + (lengths if isinstance(lengths, int) else lengths[:, None])  # [Q] or [B, Q]
-        early = torch.arange(rows, device=ancestors.device) < first.view(-1, 1, queries, 1)
-        return bias.masked_fill(early, -torch.inf)
+        ancestors = narrowed(ancestors, window)
+        bias = attention_bias(ancestors, lengths, rows, dtype)
+        before = ancestors.sum(-1) - window + (lengths if isinstance(lengths, int) else lengths[:, None])  # [.., Q]
+        unseen = torch.arange(rows, device=ancestors.device) < before.view(-1, 1, queries, 1)
+        return bias.masked_fill(unseen, -torch.inf)
     if isinstance(lengths, int):
         bias = torch.zeros(*ancestors.shape[:-1], rows, dtype=dtype, device=ancestors.device)
         bias[..., lengths : lengths + nodes].masked_fill_(~ancestors, -torch.inf)
@@ -116,7 +106,7 @@ class Visible(NamedTuple):
     nodes:       N
     first_row:   LongTensor[B]; rows before it are left padding
     window:      how many positions a node sees, its own included
-    depths:      int32 [Q] or [B, Q], of the queries, where the words are narrowed to the window already
+    counts:      int32 [Q] or [B, Q] of `PackedAncestors`, where the words are narrowed to the window already
     """
 
     length: int
@@ -126,10 +116,10 @@ class Visible(NamedTuple):
     nodes: int
     first_row: Tensor | None
     window: int | None
-    depths: Tensor | None = None
+    counts: Tensor | None = None
 
     def ancestor_mask(self) -> Tensor:
-        """The ancestor mask in its bool form, [Q, N] or [B, Q, N]; without the window, unless packed with it."""
+        """The ancestor mask in its bool form, [Q, N] or [B, Q, N]; narrowed to the window only if packed for it."""
         if self.subtree_end is not None:
             return interval_mask(self.subtree_end)
         assert self.ancestors is not None
@@ -138,17 +128,17 @@ class Visible(NamedTuple):
         return unpack_ancestors(PackedAncestors(self.ancestors, self.nodes))
 
     def packed(self) -> PackedAncestors:
-        """The ancestors as words, narrowed to the window, with the queries' depths if there is one."""
+        """The ancestors as words, narrowed to the window if there is one."""
         assert self.ancestors is not None
-        if self.ancestors.dtype != torch.bool and (self.window is None or self.depths is not None):
-            return PackedAncestors(self.ancestors, self.nodes, self.window, self.depths)
+        if self.ancestors.dtype != torch.bool and (self.window is None or self.counts is not None):
+            return PackedAncestors(self.ancestors, self.nodes, self.window, self.counts)
         return pack_ancestors(self.ancestor_mask(), self.window)
 
-    def node_depths(self) -> Tensor:
-        """How many ancestors each node has by subtree_end, int32 [N] or [B, N]."""
+    def path_lengths(self) -> Tensor:
+        """How many nodes there are from the root to each node by subtree_end, itself included, int32 [N] or [B, N]."""
         assert self.subtree_end is not None
         # Every node before node i is an ancestor of it, but for those whose subtree ended before i.
         end = self.subtree_end.long()
         ended = torch.zeros(*end.shape[:-1], self.nodes + 1, dtype=torch.int32, device=end.device)
         ended = ended.scatter_add_(-1, end, torch.ones_like(end, dtype=torch.int32)).cumsum(-1, dtype=torch.int32)
-        return torch.arange(self.nodes, dtype=torch.int32, device=end.device) - ended[..., : self.nodes]
+        return torch.arange(1, self.nodes + 1, dtype=torch.int32, device=end.device) - ended[..., : self.nodes]

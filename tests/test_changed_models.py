@@ -331,7 +331,9 @@ def test_what_a_model_computed_before_it_changed_is_not_used_after(change, model
     cache = decoder.generate(PROMPTS, 4, eos_token_id=None).cache
     decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
     CHANGES[change](model)
-    with pytest.raises(ValueError, match="past must come from .* before its weights, adapters, type or device changed"):
+    with pytest.raises(
+        ValueError, match=r"past must come from .* before its weights, adapters, type or device changed"
+    ):
         decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
 
 

@@ -218,7 +218,7 @@ def test_methods_share_a_past(tiny_pair, computed):
 def test_a_past_of_other_models_is_refused(tiny_pair):
     target, draft = tiny_pair
     past = SpeculativeDecoder(target, draft).generate(IDS, 4).cache
-    message = "past must come from a decoder with the same target model, in the same dtype .* got one of other models"
+    message = "past must come from a decoder with the same target model, .* got one of another model"
     with pytest.raises(ValueError, match=message):
         SpeculativeDecoder(tiny_llama(1), draft).generate(IDS, 4, past=past)
     wide = copy.deepcopy(target)

@@ -8,6 +8,8 @@ from test_transformers_forward import tiny
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.models import forward as forward_module
 from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.generic import TransformersForward
+from heavypath.speculative.models.llama import LlamaForward
 
 LIMIT = 24
 LONGROPE = {
@@ -69,14 +71,13 @@ def test_both_kinds_of_texts_come_in_any_order():
         decoder = SpeculativeDecoder(model, model, "sequoia")
         for length, new in ((6, 18), (30, 12), (6, 18), (30, 20)):
             ids, mask = prompts_of(length, 3)
-            assert_same_text(
-                model, decoder.generate(ids, new, attention_mask=mask).sequences, greedy(model, ids, mask, new)
-            )
+            out = decoder.generate(ids, new, attention_mask=mask)
+            assert_same_text(model, out.sequences, greedy(model, ids, mask, new))
 
 
 def test_these_texts_depend_on_the_factors():
     """Otherwise the tests above would show nothing."""
-    ids, mask = prompts_of(LIMIT + 6, 0)
+    ids, _ = prompts_of(LIMIT + 6, 0)
     model = tiny("llama", **LONGROPE)
     with torch.no_grad():
         whole, alone = model(ids).logits, model(ids[:, :LIMIT]).logits
@@ -104,31 +105,29 @@ def test_dynamic_factors_stay_those_of_short_texts(kind):
 @pytest.mark.parametrize(("length", "padded", "new", "got"), [
     (LIMIT - 4, 0, 5, "20 tokens and 5 new ones"), (LIMIT, 0, 1, "24 tokens and 1 new"), (LIMIT + 6, 6, 2, "24 to 30"),
 ])  # fmt: skip
-def test_what_mixes_both_kinds_is_refused_before_any_work(length, padded, new, got):
+def test_what_mixes_both_kinds_is_refused_before_any_work(length, padded, new, got, monkeypatch):
     ids, mask = prompts_of(length, padded)
     for kind in ("llama", "phi3"):
         model, plain = tiny(kind, **LONGROPE), tiny_llama(5, vocab_size=61)
         for name, target, draft in (("target", model, plain), ("draft", plain, model)):
             decoder = SpeculativeDecoder(target, draft, "sequoia")
-            model.register_forward_pre_hook(lambda *_: pytest.fail("worked"))
-            message = (
-                rf"{name}'s rotary embeddings \(longrope\) change .* longer than 24 tokens: .* got prompts of {got}"
-            )
-            with pytest.raises(ValueError, match=message):
+            message = rf"{name}'s rotary embeddings \(longrope\) change .* than 24 tokens: .* got prompts of {got}"
+            with pytest.raises(ValueError, match=message), monkeypatch.context() as context:
+                for forward in (LlamaForward, TransformersForward):
+                    context.setattr(forward, "__call__", lambda *_: pytest.fail("worked"))
                 decoder.generate(ids, new, attention_mask=mask)
-            model._forward_pre_hooks.clear()
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3", "gpt2"])
 def test_nodes_beyond_the_end_of_the_text_change_nothing(kind, monkeypatch):
     """On a GPU whole trees are drafted to the end; here the runner is told that it is on one."""
-    gpt = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": LIMIT}
+    gpt = {"n_embd": 32, "n_head": 4, "n_layer": 2, "max_position_embeddings": LIMIT}
     model = tiny(kind, **gpt if kind == "gpt2" else LONGROPE)
     ids, mask = prompts_of(6, 2)
     expected = greedy(model, ids, mask, LIMIT - 6)
     for method in ("chain", "dyspec"):
         decoder = SpeculativeDecoder(model, model, method, tree_size=8)
-        monkeypatch.setattr(decoder.runner, "_on_host", False)
+        monkeypatch.setattr("heavypath.speculative.decoding.runner.host_can_read", lambda device: False)
         out = decoder.generate(ids, LIMIT - 6, attention_mask=mask)
         assert_same_text(model, out.sequences, expected)
 
@@ -148,3 +147,16 @@ def test_embeddings_that_change_at_two_lengths_are_refused():
     model.config.rope_parameters = two
     with pytest.raises(ValueError, match=r"rotary embeddings must change at one length of the text, got \[24, 32\]"):
         forward_of(model, "target")
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
+def test_a_decoder_for_texts_of_both_kinds_uses_earlier_rows_of_the_same_kind_alone(kind):
+    model = tiny(kind, **LONGROPE)
+    decoder = SpeculativeDecoder(model, model, "sequoia")
+    short, long = prompts_of(LIMIT - 8, 0)[0], prompts_of(LIMIT + 6, 0)[0]
+    long[:, : short.shape[1]] = short
+    for first, then, shared in ((short, short, True), (short, long, False), (long, short, False), (long, long, True)):
+        cache = decoder.generate(first, 4, eos_token_id=None).cache
+        out = decoder.generate(then, 6, eos_token_id=None, past=cache)
+        assert (out.stats.reused_tokens > 0) == shared
+        assert_same_text(model, out.sequences, greedy(model, then, torch.ones_like(then), 6))

@@ -152,19 +152,14 @@ def test_the_cache_is_one_of_transformers(llama):
     assert int(cache.keys.count_nonzero()) == key.numel()
 
 
-def without_limit(model):
-    model.config.max_position_embeddings = None
-    return model
-
-
 REFUSED = {
     "t5": (lambda: T5ForConditionalGeneration(T5Config(d_model=8, num_layers=1, d_kv=4, d_ff=8, num_heads=2)),
            TypeError, "target must be a decoder alone, got an encoder and decoder: T5For"),
     "no head": (lambda: tiny("granite").model, TypeError, "language-model head .* got GraniteModel"),
     "text": (lambda: "ibm/granite", TypeError, "target must be a transformers causal language model, got 'str'"),
     "training": (lambda: tiny("granite").train(), ValueError, "training mode; call target.eval"),
-    "another window": (lambda: tiny("olmoe", sliding_window=16),  # its config may name one, but it has none
-                       ValueError, "'olmoe' has sliding_window=16 in its config, but its own forward pass sees farther"),
+    "another window": (lambda: tiny("olmoe", sliding_window=16), ValueError,  # which it does not use
+                       "'olmoe' has sliding_window=16 in its config, but its own forward pass sees farther"),
     "mamba": (lambda: tiny("mamba", state_size=4), ValueError, "got 'mamba' with layers of type linear_attention"),
     "rwkv": (lambda: tiny("rwkv"), ValueError, "got 'rwkv' with a recurrent state"),
     "lfm2": (lambda: tiny("lfm2", layer_types=["conv", "full_attention"]), ValueError, "with layers of type conv"),
@@ -178,12 +173,13 @@ REFUSED = {
     "flex": (lambda: tiny("granite", attn_implementation="flex_attention"),
              ValueError, r"'flex_attention', which takes no tree; call target.set_attn_implementation\(\"sdpa\"\)"),
     "mpt": (lambda: tiny("mpt", d_model=32, n_heads=4, n_layers=2, max_seq_len=64),
-            ValueError, "target of type 'mpt' has ALiBi position biases, which follow from the rows of a cache"),
+            ValueError, "target of type 'mpt' has ALiBi position biases, which follow from a cache's rows"),
     "bloom": (lambda: tiny("bloom", n_layer=2, n_head=4), ValueError, "'bloom' has ALiBi position biases"),
     "falcon": (lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model(
                    "falcon", vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, alibi=True)),
                ValueError, "'falcon' has ALiBi position biases"),
-    "no limit": (lambda: without_limit(tiny("granite")), ValueError, "config has no max_position_embeddings; set it"),
+    "no limit": (lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=8)).eval(),
+                 ValueError, "target's config has no max_position_embeddings; set it"),
     "no cache": (lambda: tiny("openai-gpt", **GPT), ValueError, r"its layers with keys and values are \[\], exp"),
     "both ways": (lambda: tiny("bert"), ValueError, "'bert' cannot be decoded by trees with attn_implementation="),
 }  # fmt: skip
@@ -224,7 +220,7 @@ def test_a_model_that_does_not_do_as_told_is_found_out(broken, dtype, monkeypatc
         monkeypatch.setattr(model.model.rotary_emb, "forward", count)
     else:
         at = KeyValueCache.at
-        monkeypatch.setattr(KeyValueCache, "at", lambda cache, rows, visible: at(cache, rows.flip(1), visible))
+        monkeypatch.setattr(KeyValueCache, "at", lambda cache, rows, *more: at(cache, rows.flip(1), *more))
     with pytest.raises(ValueError, match=r"type 'granite' cannot be decoded by trees .* differ from those of"):
         SpeculativeDecoder(model, None, "autoregressive")
 

@@ -280,13 +280,14 @@ def test_gradients_are_pytorchs():
 def test_custom_op(impl):
     lengths, first_row = torch.tensor([3, 40], device=DEVICE), torch.tensor([1, 0], device=DEVICE)
     tree = random_tree(9)
+    counts = tree.depths.int().to(DEVICE) + 1
     query, key, value = inputs(2, 4, 2, 9, 60, 16)
     packed = pack_ancestors(tree.mask().to(DEVICE)).words
     end = tree.subtree_end.to(DEVICE)
     for arguments in (
         (query, key, value, 5, None, end, None, 9, None, None, None, None, None, impl),
         (query[:, :, :1], key, value, 5, None, end[:1] // 9, None, 1, None, None, None, None, 0.2, impl),
-        (query, key, value, 0, lengths, None, packed, 9, tree.depths.int().to(DEVICE), first_row, 4, 2.0, None, impl),
+        (query, key, value, 0, lengths, None, packed, 9, counts, first_row, 4, 2.0, None, impl),
     ):
         torch.library.opcheck(torch.ops.heavypath.tree_attention.default, arguments)
 
@@ -334,7 +335,7 @@ def test_attention_bias_by_hand():
     ({"subtree_end": None, "ancestor_mask": torch.ones(3, 2).bool()}, "3 queries of a tree of 2 nodes"),
     ({"subtree_end": None, "ancestor_mask": pack_ancestors(torch.ones(3, 4).bool(), 2), "window": 3},
      "packed for a window of 2, got window 3"),
-    ({"subtree_end": None, "ancestor_mask": pack_ancestors(torch.ones(3, 4).bool(), 2)}, "a window of 2, got window None"),
+    ({"subtree_end": None, "ancestor_mask": pack_ancestors(torch.ones(3, 4).bool(), 2)}, "of 2, got window None"),
     ({"window": 0}, "window must be above 0, or None, got 0"),
     ({"scale": -1.0}, "scale must be above 0, or None, got -1.0"),
     ({"softcap": 0.0}, "softcap must be above 0, or None, got 0.0"),
@@ -386,10 +387,10 @@ MUTATIONS = {
     "the prefix's last block is not masked": (TREE, "(at < stop)[None, :]", "(at < stop + BLOCK_N)[None, :]"),
     "every part has the tree": (SPLIT, "if part == parts - 1:", "if part >= 0:"),
     "parts are merged without their weights": (SPLIT, "tl.sum(weights * totals, 0)", "tl.sum(totals, 0)"),
-    "the window is one too wide": ((20, 90, {"window": 50}), "length + depth - window + 1", "length + depth - window"),
+    "the window is one too wide": ((20, 90, {"window": 50}), "length + count - window", "length + count - window - 1"),
     "the tree's window is one too wide": ((70, 0, {"window": 3}), "[None, :] < window", "[None, :] <= window"),
     "a part of the window is not read": (
-        (20, 90, {"window": 26}), "length - window)  # what", "length - window + BLOCK_N)  # what",
+        (20, 200, {"window": 100}), "length - window)  # what", "length - window + 2 * BLOCK_N)  # what",
     ),
     "left padding is seen in the tree": (PADDED, "readable = readable & (length + at >= first)", "readable = readable"),
 }  # fmt: skip

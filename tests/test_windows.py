@@ -12,7 +12,7 @@ from test_transformers_forward import EXPERTS, tiny
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.prepared_attention import prepared_attention
 from heavypath.kernels.tree_attention import tree_attention
-from heavypath.kernels.tree_masks import narrowed, pack_ancestors, query_depths
+from heavypath.kernels.tree_masks import narrowed, pack_ancestors
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.forward_of import forward_of
@@ -26,12 +26,8 @@ NAN = float("nan")
 PARENTS = [-1, 0, 0, 2, 1, 2, 3, 6, 7]
 # Which nodes ask; -1 is the last row of the prefix, which a draft is given again together with the root.
 ASKING = {
-    "the first feed": [-1, 0],
-    "a level": [3, 5],
-    "the last nodes": [6, 7, 8],
-    "some": [1, 4, 8],
-    "all": [*range(9)],
-}
+    "the first feed": [-1, 0], "a level": [3, 5], "the last nodes": [6, 7, 8], "some": [1, 4, 8], "all": [*range(9)],
+}  # fmt: skip
 OFTEN = [("the first feed", 1), ("the first feed", 5), ("some", 1), ("some", 2), ("some", 3), ("all", 5)]
 
 
@@ -134,11 +130,11 @@ def test_rows_before_every_window_are_not_read(impl):
 
 def test_a_narrowed_mask_by_hand():
     mask = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]]).bool()
-    assert query_depths(mask).tolist() == [0, 2, 2, -1]
     assert narrowed(mask, 1).int().tolist() == [[1, 0, 0, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]
     assert narrowed(mask, 2).int().tolist() == [[1, 0, 0, 0, 0], [0, 1, 0, 1, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0]]
     assert torch.equal(narrowed(mask, 3), mask)
     assert torch.equal(narrowed(narrowed(mask, 2), 2), narrowed(mask, 2))
+    assert pack_ancestors(mask, 2).counts.tolist() == [1, 2, 2, 0]
 
 
 def test_layers_with_one_window_share_one_mask_and_a_wide_window_is_none():
@@ -158,7 +154,7 @@ SOME = {"use_sliding_window": True, "max_window_layers": 1}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
     "afmoe": EXPERTS, "cohere2": {}, "cohere2_moe": EXPERTS, "cwm": {}, "doge": {}, "exaone4": MIXED,
-    "exaone_moe": EXPERTS, "gemma2": {}, "gemma3_text": {}, "gpt_oss": EXPERTS, "ministral": MIXED, "ministral3": {},
+    "exaone_moe": EXPERTS, "gemma2": {}, "gemma3_text": MIXED, "gpt_oss": EXPERTS, "ministral": MIXED, "ministral3": {},
     "mistral": {}, "mixtral": EXPERTS, "olmo3": {}, "phi3": {}, "phimoe": EXPERTS, "qwen2": SOME,
     "qwen2_moe": EXPERTS | SOME, "qwen3": SOME, "qwen3_moe": EXPERTS | SOME, "smollm3": SOME | MIXED, "starcoder2": {},
     "vaultgemma": {},
@@ -211,7 +207,7 @@ def test_a_window_may_be_smaller_than_the_tree_is_deep(kind, window):
     for method, shape in (("chain", {"tree_size": 7}), ("dyspec", {"tree_size": 9, "max_depth": 6, "width": 2})):
         out = SpeculativeDecoder(model, model, method, **shape).generate(PROMPTS, 16, attention_mask=PADDING)
         assert_same_text(model, out.sequences, expected)
-        assert out.stats.tokens_per_step > 4
+        assert out.stats.acceptance_by_rank[0] == 1
 
 
 @pytest.mark.parametrize("kind", ["cohere2", "olmo3", "mixtral"])
@@ -250,7 +246,7 @@ def test_the_joint_law_behind_a_window_is_exact(method, kind):
     law = exact_law(target, prompt, Filters(1.0), 3)
     shape = {} if method == "autoregressive" else {"tree_size": 6}
     out = SpeculativeDecoder(target, draft, method, **shape).generate(
-        prompt.expand(sequences, -1), max_new_tokens=3, seed=11, temperature=1.0
+        prompt.expand(sequences, -1), max_new_tokens=3, seed=11, temperature=1.0, eos_token_id=None
     )
     assert chi_square_p_value(joint_counts(out.sequences[:, 6:], 7), law) > SIGNIFICANCE
     assert method == "autoregressive" or max(out.stats.acceptance_by_depth) > 0

@@ -200,8 +200,8 @@ def _check_positions(model: Forward | None, shortest: int, longest: int, new: in
         lengths = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"
         raise ValueError(
             f"{model.name}'s rotary embeddings (longrope) change for all tokens where a text becomes longer than "
-            f"{limit} tokens: prompt and new tokens must fit into these, or every prompt must be longer; got prompts of "
-            f"{lengths} tokens and {new} new ones"
+            f"{limit} tokens: prompt and new tokens must fit into these, or every prompt must be longer; got prompts "
+            f"of {lengths} tokens and {new} new ones"
         )
 
 

@@ -58,7 +58,7 @@ class KeyValueCache(RowCache, Cache):
     of the positions that the rows may have, for a forward pass that looks them up (see `LlamaForward`).
 
     All layers keep all rows, those with a sliding window, too: they read no more than the window, but take the memory
-    of full attention. A ring of rows would save that memory, and would have to hold the tree's rows besides the window's.
+    of full attention. A ring of rows would save that memory, but is not worth its bookkeeping yet.
 
     For transformers' own forward pass `at(cache_rows, visible_rows)` is the cache of one call, with a 4-D mask over
     the visible rows.

@@ -33,8 +33,8 @@ class TransformersForward(Forward):
             raise TypeError(f"{name} must be a decoder alone, got an encoder and decoder: {type(model).__name__}")
         if _has_alibi(model.config):
             raise ValueError(
-                f"{name} of type {model.config.model_type!r} has ALiBi position biases, which follow from the rows of a "
-                "cache, where the nodes of a tree lie out of order; models with rotary or learned positions are served"
+                f"{name} of type {model.config.model_type!r} has ALiBi position biases, which follow from a cache's "
+                "rows, where a tree's nodes lie out of order; take a model with rotary or learned positions"
             )
         super().__init__(model, name)
         if self.has_dynamic_rope and self.device.type == "cuda":

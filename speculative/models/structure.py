@@ -6,7 +6,7 @@ attention. Each of these shows in the structure, which takes some two microsecon
 weights are no part of it: forward passes read them when they are called.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.nn.modules.module as torch_module
@@ -39,7 +39,7 @@ def structure_of(model: nn.Module) -> Structure:
                 *own["_forward_pre_hooks"],
                 *(str(own[name]) for name in _SETTINGS if name in own),
                 *(_place_of(weight) for weight in own["_parameters"].values() if weight is not None),
-                *((_place_of(buffer), _version(buffer)) for buffer in own["_buffers"].values() if buffer is not None),
+                *((_place_of(buffer), _version(buffer)) for buffer in _buffers(own) if buffer is not None),
             )
         )
     return found
@@ -63,6 +63,12 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
         module = waiting.pop()
         yield module
         waiting.extend(child for child in module._modules.values() if child is not None)
+
+
+def _buffers(own: dict[str, Any]) -> Iterable[Tensor | None]:
+    """A module's buffers, but for those of rotary embeddings that exchange them by the length of each text."""
+    rope_type = str(own.get("rope_type"))
+    return () if "longrope" in rope_type or "dynamic" in rope_type else own["_buffers"].values()
 
 
 def _place_of(tensor: Tensor) -> tuple[Any, ...]:
