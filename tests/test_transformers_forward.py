@@ -152,11 +152,6 @@ def test_the_cache_is_one_of_transformers(llama):
     assert int(cache.keys.count_nonzero()) == key.numel()
 
 
-def without_limit(model):
-    model.config.max_position_embeddings = None
-    return model
-
-
 REFUSED = {
     "t5": (lambda: T5ForConditionalGeneration(T5Config(d_model=8, num_layers=1, d_kv=4, d_ff=8, num_heads=2)),
            TypeError, "target must be a decoder alone, got an encoder and decoder: T5For"),
@@ -183,7 +178,8 @@ REFUSED = {
     "falcon": (lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model(
                    "falcon", vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, alibi=True)),
                ValueError, "'falcon' has ALiBi position biases"),
-    "no limit": (lambda: without_limit(tiny("granite")), ValueError, "config has no max_position_embeddings; set it"),
+    "no limit": (lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=8)).eval(),
+                 ValueError, "target's config has no max_position_embeddings; set it"),
     "no cache": (lambda: tiny("openai-gpt", **GPT), ValueError, r"its layers with keys and values are \[\], exp"),
     "both ways": (lambda: tiny("bert"), ValueError, "'bert' cannot be decoded by trees with attn_implementation="),
 }  # fmt: skip
@@ -224,7 +220,7 @@ def test_a_model_that_does_not_do_as_told_is_found_out(broken, dtype, monkeypatc
         monkeypatch.setattr(model.model.rotary_emb, "forward", count)
     else:
         at = KeyValueCache.at
-        monkeypatch.setattr(KeyValueCache, "at", lambda cache, rows, visible: at(cache, rows.flip(1), visible))
+        monkeypatch.setattr(KeyValueCache, "at", lambda cache, rows, *read: at(cache, rows.flip(1), *read))
     with pytest.raises(ValueError, match=r"type 'granite' cannot be decoded by trees .* differ from those of"):
         SpeculativeDecoder(model, None, "autoregressive")
 

@@ -153,9 +153,9 @@ WINDOW = 8
 SOME = {"use_sliding_window": True, "max_window_layers": 1}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
-    "afmoe": EXPERTS, "cohere2": {}, "cohere2_moe": EXPERTS, "cwm": {}, "doge": {}, "exaone4": MIXED,
-    "exaone_moe": EXPERTS, "gemma2": {}, "gemma3_text": MIXED, "gpt_oss": EXPERTS, "ministral": MIXED, "ministral3": {},
-    "mistral": {}, "mixtral": EXPERTS, "olmo3": {}, "phi3": {}, "phimoe": EXPERTS, "qwen2": SOME,
+    "afmoe": EXPERTS, "cohere2": {}, "cohere2_moe": EXPERTS, "cwm": {}, "exaone4": MIXED,
+    "exaone_moe": EXPERTS, "gemma2": {}, "gemma3_text": MIXED, "gpt_oss": EXPERTS, "granite_swa": {}, "ministral": MIXED,
+    "ministral3": {}, "mistral": {}, "mixtral": EXPERTS, "olmo3": {}, "phi3": {}, "phimoe": EXPERTS, "qwen2": SOME,
     "qwen2_moe": EXPERTS | SOME, "qwen3": SOME, "qwen3_moe": EXPERTS | SOME, "smollm3": SOME | MIXED, "starcoder2": {},
     "vaultgemma": {},
 }  # fmt: skip
