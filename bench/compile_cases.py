@@ -71,6 +71,7 @@ def attention_cases() -> dict[str, Callable[[], None]]:
         Attention("bf16", 64, 256, 8, masked=True),
         Attention("bf16", 128, 1, 4, padded=True, window=True),
         Attention("bf16", 128, 64, 4, padded=True, window=True, softcap=True),
+        Attention("bf16", 128, 64, 4, masked=True, queries=16, window=True),
         Attention("bf16", 256, 64, 2, masked=True, window=True, softcap=True),
         Attention("fp16", 128, 64, 4),
         Attention("fp32", 128, 1, 4),

@@ -163,7 +163,11 @@ def _tree_attention_kernel(
         sees = tl.maximum(sees, length + count - window)
     whole_start, whole_stop = start, start + (stop - start) // BLOCK_N * BLOCK_N
     if (first_row is not None) or (counts is not None):
-        whole_start = tl.maximum(start, tl.minimum(tl.cdiv(tl.max(sees, 0), BLOCK_N) * BLOCK_N, whole_stop))
+        all_see = first  # from this row on, every query sees the prefix
+        if counts is not None:  # a path is no longer than the number of its last node; a maximum here would spill
+            longest = nodes if ends is None else (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1
+            all_see = tl.maximum(all_see, length + longest - window)
+        whole_start = tl.maximum(start, tl.minimum(tl.cdiv(all_see, BLOCK_N) * BLOCK_N, whole_stop))
     for block in tl.range(whole_start, whole_stop, BLOCK_N):
         acc, peak, total = _attend(
             query_tile, query_rows, query_mask,
@@ -205,7 +209,7 @@ def _tree_attention_kernel(
             full = tl.min(tl.reshape(ones, [TREE_BLOCKS, BLOCK_N // 32]), 1) != 0
         bit = tl.full([TREE_BLOCKS], 1, tl.int64) << blocks.to(tl.int64)
 
-        if (first_row is None) and ((counts is None) or (ends is None)) and TREE_BLOCKS > 1:
+        if (first_row is None) and (counts is None) and TREE_BLOCKS > 1:
             full_bits = tl.sum(tl.where(full, bit, 0), 0)
             for _ in tl.range(0, tl.sum(full.to(tl.int32), 0)):
                 block = _lowest_bit(full_bits) * BLOCK_N

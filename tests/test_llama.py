@@ -35,6 +35,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
     "llama 3": lambda: LlamaForCausalLM(LlamaConfig(**TINY, rope_parameters=LLAMA3)),
+    "llama, dynamic": lambda: LlamaForCausalLM(LlamaConfig(**TINY, rope_parameters=DYNAMIC)),
     "llama with biases, tied": lambda: LlamaForCausalLM(
         LlamaConfig(**TINY, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
     ),
@@ -132,7 +133,6 @@ def test_logits_of_prompts_then_trees_are_those_of_transformers(name, product, s
     (lambda: LlamaModel(LlamaConfig(**TINY)), TypeError, "language-model head .* got LlamaModel"),
     (lambda: "meta-llama/Llama-2-7b", TypeError, "got 'str'"),
     (lambda: LlamaForCausalLM(LlamaConfig(**TINY)).train(), ValueError, "training mode; call target.eval"),
-    (lambda: LlamaForCausalLM(LlamaConfig(**TINY, rope_parameters=DYNAMIC)), ValueError, "rope type 'dynamic'"),
     (lambda: LlamaForCausalLM(LlamaConfig(**TINY)).to("meta"), ValueError, "meta device"),
 ])  # fmt: skip
 def test_what_it_cannot_run_is_refused_by_name(model, error, message):

@@ -220,7 +220,7 @@ def test_a_model_that_does_not_do_as_told_is_found_out(broken, dtype, monkeypatc
         monkeypatch.setattr(model.model.rotary_emb, "forward", count)
     else:
         at = KeyValueCache.at
-        monkeypatch.setattr(KeyValueCache, "at", lambda cache, rows, *more: at(cache, rows.flip(1), *more))
+        monkeypatch.setattr(KeyValueCache, "at", lambda cache, rows, *read: at(cache, rows.flip(1), *read))
     with pytest.raises(ValueError, match=r"type 'granite' cannot be decoded by trees .* differ from those of"):
         SpeculativeDecoder(model, None, "autoregressive")
 

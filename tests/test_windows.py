@@ -153,8 +153,8 @@ WINDOW = 8
 SOME = {"use_sliding_window": True, "max_window_layers": 1}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
-    "afmoe": EXPERTS, "cohere2": {}, "cohere2_moe": EXPERTS, "cwm": {}, "doge": {}, "exaone4": MIXED,
-    "exaone_moe": EXPERTS, "gemma2": {}, "gemma3_text": MIXED, "gpt_oss": EXPERTS, "ministral": MIXED, "ministral3": {},
+    "afmoe": EXPERTS, "cohere2": {}, "cohere2_moe": EXPERTS, "cwm": {}, "exaone4": MIXED, "exaone_moe": EXPERTS,
+    "gemma2": {}, "gemma3_text": MIXED, "gpt_oss": EXPERTS, "granite_swa": {}, "ministral": MIXED, "ministral3": {},
     "mistral": {}, "mixtral": EXPERTS, "olmo3": {}, "phi3": {}, "phimoe": EXPERTS, "qwen2": SOME,
     "qwen2_moe": EXPERTS | SOME, "qwen3": SOME, "qwen3_moe": EXPERTS | SOME, "smollm3": SOME | MIXED, "starcoder2": {},
     "vaultgemma": {},
@@ -252,7 +252,7 @@ def test_the_joint_law_behind_a_window_is_exact(method, kind):
     assert method == "autoregressive" or max(out.stats.acceptance_by_depth) > 0
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "mistral", "mixtral"])
 @pytest.mark.parametrize("window", [1, 2, 8, 4096])
 def test_a_window_that_is_one_off_is_found_out(kind, window):
     model = tiny(kind, **FAMILIES[kind], sliding_window=window, max_position_embeddings=8192)
