@@ -255,8 +255,9 @@ def describe(model: AnyDraft) -> str:
         return repr(model)
     if is_own(model):
         return f"own draft {type(model).__name__}"
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    return f"{model.config.model_type}, {layers} layers, {parameter_count(model)} parameters"
+    known: Any = model
+    layers = known.config.get_text_config(decoder=True).num_hidden_layers
+    return f"{known.config.model_type}, {layers} layers, {parameter_count(known)} parameters"
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -150,6 +150,32 @@ def test_rows_of_accepted_nodes_follow_the_text_in_the_drafts_own_cache():
         assert alone.stats.steps == batch.stats.steps_of[b]
 
 
+def test_a_module_may_be_a_draft():
+    class Head(nn.Module):
+        """A linear layer over the target's own embeddings."""
+
+        def __init__(self, target):
+            super().__init__()
+            self.embedding, self.head = target.model.embed_tokens, nn.Linear(16, VOCAB)
+
+        def new_cache(self, batch, rows):
+            return RowCache(*torch.empty(2, batch, 1, rows, 0))
+
+        def prefill(self, tokens, cache):
+            pass
+
+        def forward(self, feed, cache):
+            return self.head(self.embedding(feed.tokens))
+
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, Head(target), "dyspec")
+    assert torch.equal(decoder.generate(PROMPT[None], 20).sequences, transformers_greedy(target, PROMPT[None], 20))
+    head = Head(target)
+    head.prefill = None
+    with pytest.raises(TypeError, match=r"got 'Head', which lacks prefill\(tokens, cache\)"):
+        SpeculativeDecoder(target, head)
+
+
 def without(*names, **added):
     members = {name: vars(Bigrams)[name] for name in ("__init__", "new_cache", "prefill", "__call__")}
     return type("Mine", (), {name: value for name, value in members.items() if name not in names} | added)

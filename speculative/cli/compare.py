@@ -78,6 +78,7 @@ def compare(
     pair = load(target, drafts[0] if drafts else None)
     named = pair.draft
     if len(drafts) > 1:
+        assert pair.draft is not None
         named = {drafts[0]: pair.draft} | {name: load_draft(name, pair, target) for name in drafts[1:]}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     with progress("comparing") as report:

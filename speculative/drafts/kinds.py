@@ -1,5 +1,7 @@
 """Which draft a user's argument stands for. A new kind of draft is a file beside this one, and a case here."""
 
+from typing import TypeGuard
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -31,7 +33,7 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
     return ModelDraft(forward, target.vocab_size)
 
 
-def is_own(draft: object) -> bool:
+def is_own(draft: object) -> TypeGuard[Draft]:
     """Whether it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
     return not isinstance(draft, (PromptLookup, EarlyExit)) and (not isinstance(draft, nn.Module) or has_methods(draft))
 
