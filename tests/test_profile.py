@@ -28,6 +28,7 @@ from heavypath.speculative.calibration import (
     sizes_worth_timing,
     walk,
 )
+from heavypath.speculative.cli.planning import warnings_of
 from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.drafts import as_draft
@@ -305,8 +306,17 @@ def test_drafts_count_the_parameters_that_they_go_through():
     assert draft_parameter_count(PromptLookup(), target) == 0
 
 
-def test_drafts_that_do_not_pay_are_not_made():
+def test_drafts_that_do_not_pay_are_not_made_and_it_is_said_with_the_figures(caplog):
     profile = profile_of(counts([[50, 10]]), level=0.02)
+    (line,) = warnings_of(profile)
+    assert "temperature 1.0: this draft does not pay here" in line
+    assert "accepted with probability 0.05; a step over 4 nodes takes 1.20 ± 0.00 steps" in line
+    assert "drafting a level 2.00 ± 0.00" in line
+    assert warnings_of(profile_of(counts([[500, 100]]))) == []
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    ours = replace(profile, target=describe(target), draft=describe(draft))
+    SpeculativeDecoder(target, draft, profile=ours).generate(torch.tensor([[1, 2]]), 3, temperature=1.0)
+    assert "no tree of 'sequoia' pays at temperature 1" in caplog.text
     assert len(profile.plan("sequoia", Filters(1.0)).plan.tree) == 1
     assert len(profile.tree_for("dyspec", Filters(1.0))) == 1
 

@@ -3,6 +3,7 @@
 A benchmark that wants to look at each step can put its own object with these methods in the place of `decoder.runner`.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
 from heavypath.speculative.models.forward import Forward
+
+logger = logging.getLogger(__name__)
 
 MOST_STEPS = 64  # kept: one for each plan and, on a CPU, for each depth near the end of a text
 
@@ -38,13 +41,16 @@ class StepRunner:
         """A workspace for one generation, for the block: the idle one if it fits and has graphs, else a new one."""
         size = Size.of(request, plan)
         if not self.cuda_graphs:
-            yield Workspace(self.target, plan.draft, size)
+            workspace = Workspace(self.target, plan.draft, size)
+            logger.debug("a workspace: %d bytes of caches, %s", workspace.cache_bytes, size)
+            yield workspace
             return
         with self._lock:
             workspace, self.idle = self.idle, None
         if workspace is None or not workspace.fits(size, plan.draft):
             del workspace  # before memory is taken for another one
             workspace = Workspace(self.target, plan.draft, size.rounded(), Graphs())
+            logger.debug("a new workspace to keep: %d bytes of caches, %s", workspace.cache_bytes, workspace.size)
         yield workspace  # after an exception it is not kept: what it holds may be half done
         self.idle = workspace
 
@@ -68,6 +74,7 @@ class StepRunner:
             stepped, graph.is_warm = step(state, target_cache, draft_cache, visible_rows, _no_lap), True
         else:
             if not graph.is_captured:
+                logger.debug("capturing a CUDA graph: %d slots, a tree of %d nodes", slots, len(plan.tree))
                 with graph.capturing():
                     graph.result = step(state, target_cache, draft_cache, visible_rows, _no_lap)
             graph.replay()
