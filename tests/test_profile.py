@@ -1,6 +1,7 @@
 """What calibration measures, and the trees that follow from a profile."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,11 +20,13 @@ from heavypath.speculative import (
     expected_tokens,
 )
 from heavypath.speculative.calibration import (
+    LEAST_TOKENS,
     SEQUENCE_COUNTS,
     Extent,
     Way,
     calibrate,
     measure_way,
+    measure_ways,
     own_prompts,
     sizes_worth_timing,
     walk,
@@ -189,16 +192,40 @@ def test_a_limit_in_which_acceptance_cannot_be_counted_is_refused_at_once():
         calibrate(target, draft, limit=0)
 
 
-def test_texts_are_cut_off_where_the_time_is_over_and_passes_add_up(any_noise):
-    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
-    hurried, patient = (
-        calibrate(target, draft, temperatures=(0.9,), sizes=(1, 2), tokens=24, sequences=4, limit=limit)
-        for limit in (0.6, 60.0)
-    )
-    for few, many in zip(hurried.acceptance, patient.acceptance, strict=True):
-        assert sum(few.reached) < sum(many.reached)
-    whole = patient.acceptance[0]
-    assert whole.reached[0] + sum(map(sum, whole.accepted)) >= 4 * 24 - sum(whole.reached[1:])
+def test_texts_are_cut_off_where_the_time_is_over():
+    model = tiny_llama(1)
+    target = LlamaForward(model)
+    for seconds, tokens in ((0.0, LEAST_TOKENS), (math.inf, 20)):
+        extent = Extent(tokens=20, sequences=4, seconds=seconds)
+        counted = walk(
+            target,
+            as_draft(model, target, model),
+            [torch.tensor([1, 2])],
+            Way(REJECTION, None),
+            Filters(1.0),
+            extent,
+            0,
+        )
+        assert counted.tokens == tokens
+        assert 0 < int(counted.reached.sum()) <= 4 * tokens
+
+
+def test_passes_add_up_to_all_texts():
+    target = LlamaForward(tiny_llama(1))
+    draft = as_draft(tiny_llama(2, layers=1), target, None)
+    prompts, lines = [torch.tensor([first, 2]) for first in range(6)], []
+    entries = measure_ways(
+        target, draft, prompts, [Filters(0.0)], Extent(tokens=9, sequences=6), 3, math.inf, lines.append
+    )  # fmt: skip
+    way = Way(METHODS["sequoia"].kind(0.0), None)
+    parts = [
+        walk(target, draft, prompts[2 * part : 2 * part + 2], way, Filters(0.0), Extent(9, 2), 3 + part)
+        for part in range(3)
+    ]
+    (whole,) = [entry for entry in entries if entry.sequence_count is None]
+    assert whole.reached == sum(part.reached for part in parts).tolist()
+    assert whole.accepted == sum(part.accepted for part in parts).tolist()
+    assert lines[0].startswith("acceptance, pass 1 of 3, 1 of 6: temperature 0, ")
 
 
 def test_sizes_worth_timing_are_those_near_the_plans():
