@@ -1,10 +1,10 @@
 """What does a busy machine do to a calibration? The plans of an idle one and of a busy one, compared.
 
-    python bench/calibration_load.py [--busy 1] [--rounds 3] [--threads 1] [--json bench/results/calibration_load-cpu.json]
+    python bench/calibration_load.py [--busy 1] [--threads 1] [--json bench/results/calibration_load-cpu.json]
 
-The shipped pair is calibrated twice: as the machine is, and beside processes that do nothing but run. Then, without them,
-the prompts are decoded with the trees of both profiles, by turns; the ratio of their speeds is taken prompt by prompt. A
-calibration that finds its figures to be noise is said to have been refused: that is an answer, too.
+The shipped pair is calibrated twice: as the machine is, and beside processes that do nothing but run. Then, without
+them, the prompts are decoded with the trees of both profiles, by turns; the ratio of their speeds is taken prompt by
+prompt. A calibration that finds its figures to be noise is said to have been refused: that is an answer, too.
 """
 
 import argparse

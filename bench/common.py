@@ -65,9 +65,8 @@ def write_results(path: Path | None, facts: dict, **results: object) -> None:
     """
     if path is not None:
         text = json.dumps({"environment": facts, **results}, indent=1)
-        made(path).write_text(
-            re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda innermost: _on_one_line(innermost[0]), text) + "\n"
-        )
+        text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda innermost: _on_one_line(innermost[0]), text)
+        made(path).write_text(text + "\n")
 
 
 def made(path: Path) -> Path:

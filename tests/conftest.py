@@ -21,6 +21,7 @@ def any_noise(monkeypatch):
     from heavypath.speculative import costs
 
     monkeypatch.setattr(costs, "MOST", math.inf)
+    monkeypatch.setattr(costs, "MOST_MOVED", math.inf)
     monkeypatch.setattr(costs, "MOST_ROUNDS", 5)
 
 

@@ -27,7 +27,7 @@ def test_results_are_written_into_a_folder_that_is_made(common, tmp_path):
 
 
 def test_every_file_that_a_script_writes_gets_its_folder():
-    """Each line of bench/ that writes a file stands beside one that makes its folder, or writes into a temporary one."""
+    """Each line of bench/ that writes a file stands beside one that makes its folder."""
     lacking = []
     for script in sorted(BENCH.glob("*.py")):
         lines = script.read_text(encoding="utf-8").splitlines()
