@@ -169,7 +169,7 @@ def time_costs(
     candidates = sorted({1, *sizes})
     doubling = [1]
     for size in candidates:
-        if size >= 2 * doubling[-1]:
+        if size >= 2 * doubling[-1] or size == candidates[-1] > doubling[-1]:
             doubling.append(size)
     active, timings, begin, number = doubling[:BEGIN], Timings(), clock(), 0
     for size in active:
@@ -240,7 +240,7 @@ def _check(timings: Timings, costs: Costs, sizes: set[int], spent: float) -> Non
         raise ValueError(
             f"the costs are noise: a step over {worst} nodes took {costs.step[worst] / unit:.2f} +- "
             f"{costs.step_error[worst] / unit:.2f} steps of plain decoding {rounds}, expected a standard error below "
-            f"{MOST:.0%} and no more than {MOST_MOVED:.0%} from a sequence that rises (medians by nodes: {raw}). {advice}"
+            f"{MOST:.0%} and at most {MOST_MOVED:.0%} from a sequence that rises (medians by nodes: {raw}). {advice}"
         )
     if not costs.level_error <= MOST * unit:
         raise ValueError(
