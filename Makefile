@@ -28,10 +28,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addpre
 .PHONY: help setup demo test test-all test-oldest check report record pictures clean requirements
 
 help:
-	@echo "The first target also makes .venv and installs torch there, which takes some minutes. Times are for two cores."
-	@echo "make demo         decode real prompts with the shipped pair, then compare all methods (1 min)"
-	@echo "make test         run the tests (6 min; TESTS=tests/test_tree.py runs some of them)"
-	@echo "make test-all     run the slow tests, too (25 min)"
+	@echo "The first target also makes .venv and installs torch there, which takes some minutes."
+	@echo "make demo         decode real prompts with the shipped pair, then compare all methods"
+	@echo "make test         run the tests (some minutes; TESTS=tests/test_tree.py runs some of them)"
+	@echo "make test-all     run the slow tests, too (several times as long)"
 	@echo "make test-oldest  run the tests that depend on versions, with the oldest versions allowed"
 	@echo "make check        run ruff and pyright"
 	@echo "make report       say what the kernels compile to for three generations of GPUs, and fail on spills"
