@@ -14,7 +14,7 @@ from itertools import permutations
 from pathlib import Path
 
 import torch
-from common import PICTURE, argument_parser, environment, write_results
+from common import PICTURE, argument_parser, environment, made, write_results
 from rejection import kseq_multiplier, least_rejection, rounds_rejection, uncovered
 from rich import box
 from rich.console import Console
@@ -93,7 +93,7 @@ def draw_plot(grid: dict[str, Tensor], points: Tensor, path: Path) -> None:
     panels[0].set_ylabel("target p")
     figure.colorbar(image, ax=panels, label="acceptance", shrink=0.8, pad=0.01, ticks=(0, 0.2, 0.4, 0.6, 0.8, 1))
     figure.suptitle("Probability that one of two children is accepted: Bernoulli target and draft")
-    figure.savefig(path, dpi=100)
+    figure.savefig(made(path), dpi=100)
     pyplot.close(figure)
 
 

@@ -65,7 +65,14 @@ def write_results(path: Path | None, facts: dict, **results: object) -> None:
     """
     if path is not None:
         text = json.dumps({"environment": facts, **results}, indent=1)
-        path.write_text(re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda innermost: _on_one_line(innermost[0]), text) + "\n")
+        text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda innermost: _on_one_line(innermost[0]), text)
+        made(path).write_text(text + "\n")
+
+
+def made(path: Path) -> Path:
+    """The path of a file to be written, whose folder is made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _on_one_line(text: str) -> str:

@@ -246,6 +246,7 @@ def main(words: Sequence[str] | None = None) -> None:
         flat = [{"arch": row.arch, "case": row.case} | row.figures._asdict() for row in rows]
         versions = {"torch": torch.__version__, "triton": triton.__version__}
         written = {"environment": versions, "rows": flat, "faults": faults}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(written, indent=1) + "\n")
     sys.exit("\n".join(faults) if faults else 0)
 

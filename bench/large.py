@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
-from common import processor
+from common import made, processor
 from enlarging import LLAMA_7B, LLAMA_68M, Widths, enlarged
 from timing import captured, copy_bandwidth
 from torch import Tensor
@@ -470,7 +470,7 @@ def main() -> None:
             rows += bench.section(batch, temperature)
             if arguments.json is not None:  # what there is, should the rest not come to an end
                 found = {"environment": bench.facts(), "rows": [asdict(row) for row in rows]}
-                arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+                made(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(lines(bench.facts(), rows)))
 
 

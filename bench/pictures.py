@@ -29,8 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, required=True, metavar="FOLDER", help="where the pictures go")
     parser.add_argument("--only", choices=PICTURES, help="one of the pictures")
     arguments = parser.parse_args(argv)
-    if not arguments.plot.is_dir():
-        parser.error(f"--plot must be a folder, got {arguments.plot}")
+    if arguments.plot.is_file():
+        parser.error(f"--plot must be a folder, got the file {arguments.plot}")
+    arguments.plot.mkdir(parents=True, exist_ok=True)
     for name, (draw, file) in PICTURES.items():
         if arguments.only in (None, name):
             try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from common import processor
+from common import made, processor
 
 from heavypath.speculative import SpeculativeDecoder, load_demo_pair
 from heavypath.speculative.decoding import loop
@@ -61,7 +61,7 @@ def main() -> None:
     if arguments.json is not None:
         device = torch.cuda.get_device_name() if arguments.device == "cuda" else processor()
         facts = {"device": device, "threads": arguments.threads, "torch": torch.__version__, "new_tokens": new}
-        arguments.json.write_text(json.dumps({"environment": facts, "methods": results}, indent=1) + "\n")
+        made(arguments.json).write_text(json.dumps({"environment": facts, "methods": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

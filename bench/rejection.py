@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import PICTURE, argument_parser, environment, quiet_demo_pair, write_results
+from common import PICTURE, argument_parser, environment, made, quiet_demo_pair, write_results
 from rich import box
 from rich.console import Console
 from rich.progress import track
@@ -263,7 +263,7 @@ def draw_plot(results: dict[str, dict], path: Path) -> None:
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle("How often all k children are rejected, on the shipped demo pair")
-    figure.savefig(path, dpi=100)
+    figure.savefig(made(path), dpi=100)
     pyplot.close(figure)
 
 

@@ -92,6 +92,7 @@ class Drawing:
             for theme in (0, 1)
         )
         style = f"text{{font-family:{SANS}}}.mono{{font-family:{MONO}}}.bold{{font-weight:650}}"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
             f'viewBox="0 0 {self.width:g} {self.height:g}" role="img">\n<title>{escape(self.title)}</title>\n'

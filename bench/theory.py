@@ -397,8 +397,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         vars(arguments).update(small)
     if min(arguments.temperatures) <= 0 or min(arguments.prompts, arguments.new_tokens, arguments.decoded_nodes) < 2:
         parser.error("expected temperatures above 0, and at least 2 prompts, new tokens and nodes")
-    if arguments.plot is not None and not arguments.plot.is_dir():
-        parser.error(f"--plot must be a folder, got {arguments.plot}")
+    if arguments.plot is not None:
+        if arguments.plot.is_file():
+            parser.error(f"--plot must be a folder, got the file {arguments.plot}")
+        arguments.plot.mkdir(parents=True, exist_ok=True)
     results = measure(arguments)
     console = Console(highlight=False, width=110)
     for table in tables(results):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from common import DEVICE, write_results
+from common import DEVICE, made, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -175,4 +175,4 @@ def draw_plot(rows: list[dict], path: Path) -> None:
     axes.set(xscale="log", xlabel="microseconds", yticks=range(len(rows)), yticklabels=[row["case"] for row in rows])
     axes.invert_yaxis()
     axes.legend()
-    figure.savefig(path, dpi=120)
+    figure.savefig(made(path), dpi=120)

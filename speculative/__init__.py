@@ -3,7 +3,13 @@
 Importing this registers attn_implementation="heavypath" with transformers.
 """
 
+import os
 import sys
+
+from heavypath.speculative.threads import is_command, wait_passively
+
+if is_command(sys.argv, sys.orig_argv):  # before PyTorch is imported, which reads the environment once
+    wait_passively(os.environ)
 
 from heavypath.kernels.nodes import Verified
 from heavypath.speculative.calibration import calibrate

@@ -1,7 +1,8 @@
 """Measure what planning a tree needs: what steps cost on this machine, and how often which child is accepted.
 
-Costs are those of real decoding: it is run with trees of many sizes, in turn and for several rounds, and the phases of
-its steps are timed.
+Costs are those of real decoding: it is run for a few steps with trees of some sizes, in turn and for several rounds,
+and the phases of its steps are timed (`costs` says how figures follow from that). Acceptance is counted first, so that
+only sizes are timed that could be planned.
 
 Acceptance [depth, child] is counted on a walk along text that the target itself writes. At every token the draft offers
 `children` tokens, and the verifier decides as it would at a node of a tree:
@@ -15,10 +16,12 @@ draws a bonus token, as it does below the deepest leaves of a tree. Of independe
 that began with the accepted token go on together, with one child each.
 """
 
+import logging
+import math
 import platform
 import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,10 +29,12 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
+from heavypath.speculative.costs import Costs, Timed, time_costs
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.drafted import check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
@@ -40,22 +45,28 @@ from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.profile import (
-    Costs,
     MeasuredAcceptance,
     Profile,
     describe,
     draft_parameter_count,
     parameter_count,
 )
-from heavypath.speculative.trees.planning import greedy_tree
+from heavypath.speculative.trees.planning import greedy_tree, select_tree
 from heavypath.speculative.trees.tree import TokenTree
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 DEPTH = 8
 CHILDREN = 8
 SEQUENCE_COUNTS = (2, 3, 4, 6, 8)  # of SpecInfer and SpecTr: how many are drawn decides how often one is accepted
-ROUNDS = 3
+VISIT_SECONDS = 0.1  # of decoding, to time the steps with a tree: several time slices of a busy machine
+VISIT_TOKENS = (4, 16)  # the least and the most that are decoded in it
+PARTS = 4  # of the texts walked along: acceptance is counted in so many passes over all ways
+LEAST_TOKENS = 8  # of each text, where the time is over
+ACCEPTANCE_SHARE = 0.5  # of the time limit
+LIMIT = 90.0  # seconds
 Report = Callable[[str], object]
+
+logger = logging.getLogger(__name__)
 
 
 def calibrate(
@@ -72,6 +83,7 @@ def calibrate(
     sequences: int = 48,
     seed: int = 0,
     on_progress: Report | None = None,
+    limit: float = LIMIT,
 ) -> Profile:
     """Measure costs and acceptance of a pair of models, for `SpeculativeDecoder(..., profile=)`.
 
@@ -79,14 +91,22 @@ def calibrate(
         its own, from its first token on.
     temperatures, top_k, top_p, min_p: how the target will be sampled; temperature 0 takes no filters.
     sizes: nodes of the trees that are timed, root included.
-    tokens, sequences: length of each text that is decoded or walked along, and number of the texts walked along.
+    tokens, sequences: length of each text that is walked along, and number of these texts.
+    on_progress: called with a line of text that says what is going on and about how long it will take.
+    limit: seconds that it may take. Half of them are for acceptance, the rest, with what acceptance left, for costs, of
+        which a few rounds are timed in any case. What could not be measured well then has a larger error in the
+        profile.
 
-    Raises ValueError for models that do not fit each other, and for settings out of range.
+    Raises ValueError for models that do not fit each other, for settings out of range, for a limit in which acceptance
+    cannot be counted, and where the machine is so busy that the costs are noise.
     """
+    begin = time.perf_counter()
     for temperature in temperatures:
         Filters(temperature, top_k, top_p, min_p).check()
     if tokens < 2 or sequences < 1 or not sizes or min(sizes) < 1:
         raise ValueError(f"expected tokens >= 2, sequences >= 1, sizes >= 1, got {tokens}, {sequences} and {[*sizes]}")
+    if not limit > 0:
+        raise ValueError(f"limit must be a number of seconds above 0, got {limit}")
     report = on_progress or (lambda line: None)
     forward = forward_of(target, "target")
     source = as_draft(draft, forward, target)
@@ -100,14 +120,20 @@ def calibrate(
         prompts = own_prompts(target, min(sequences, 16), min(32, room), seed)
     prompts = [prompt[-room:] for prompt in prompts]
 
-    costs = measure_costs(target, draft, prompts, sizes, tokens, report)
-    measured = []
-    for temperature in temperatures:
-        sampling = Filters(temperature, top_k, top_p, min_p) if temperature > 0 else Filters(0.0)
-        for number, way in enumerate(ways := ways_to_draft(temperature), start=1):
-            report(f"acceptance at temperature {temperature:g}: {way} ({number} of {len(ways)})")
-            extent = Extent(tokens=tokens, sequences=sequences)
-            measured.append(measure_way(forward, source, prompts, way, sampling, extent, seed))
+    samplings = [Filters(each, top_k, top_p, min_p) if each > 0 else Filters(0.0) for each in temperatures]
+    measured = measure_ways(
+        forward, source, prompts, samplings, Extent(tokens=tokens, sequences=sequences), seed, ACCEPTANCE_SHARE * limit,
+        report,
+    )  # fmt: skip
+    costs = time_costs(
+        Visits(target, draft, prompts),
+        sizes,
+        partial(sizes_worth_timing, measured, sizes),
+        limit=limit - (time.perf_counter() - begin),
+        clock=time.perf_counter,
+        report=report,
+    )
+    logger.debug("calibrated in %.1f s: %s", time.perf_counter() - begin, costs)
     return Profile(
         target=describe(target),
         draft=describe(draft),
@@ -115,7 +141,7 @@ def calibrate(
         draft_parameters=draft_parameter_count(draft, target),
         environment=cost_environment(target),
         costs=costs,
-        acceptance=tuple(measured),
+        acceptance=measured,
     )
 
 
@@ -164,40 +190,78 @@ def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> 
     return list(plain.generate(start, length, temperature=1.0, seed=seed, **NOTHING).sequences)
 
 
-def measure_costs(
-    target: PreTrainedModel,
-    draft: AnyDraft,
-    prompts: Sequence[Tensor],
-    sizes: Sequence[int],
-    tokens: int,
-    report: Report,
-) -> Costs:
-    """Seconds of a step without its drafting, for each size of tree, and of drafting a level.
+class Visits:
+    """Decodes a few steps with a tree of some size, and tells what one of them took.
 
-    A step's seconds are the least of several rounds, since whatever else the machine does only adds to a round. A
-    level's are the median over sizes and rounds.
+    The first visit finds how many tokens of plain decoding take `VISIT_SECONDS`; the others decode as many.
     """
-    decoders = {}
-    for size in sorted({1, *sizes}):
-        tree = greedy_tree(DEFAULT_ACCEPTANCE, size, DEPTH) if size > 1 else TokenTree([-1])
-        gpu = target.device.type == "cuda"
-        decoders[size] = SpeculativeDecoder(target, draft, "sequoia", tree=tree, cuda_graphs=False if gpu else None)
-        if gpu:
-            decoders[size].clock = _clock_of_gpu
-    steps: dict[int, list[float]] = {size: [] for size in decoders}
-    levels: list[float] = []
-    for round_ in range(ROUNDS + 1):
-        for size, decoder in decoders.items():
-            report(f"timing trees of {size} nodes, round {round_ + 1} of {ROUNDS + 1}")
-            prompt = prompts[round_ % len(prompts)][None]
-            stats = decoder.generate(prompt, tokens, temperature=1.0, seed=round_, **NOTHING).stats
-            if round_ == 0:  # a warm-up
-                continue
-            seconds = stats.seconds
-            steps[size].append(sum(seconds[phase] for phase in ("target", "verification", "compaction")) / stats.steps)
-            if size > 1:
-                levels.append((seconds["draft"] + seconds["sampling"]) / stats.steps / decoder.tree.depth)
-    return Costs({size: min(found) for size, found in steps.items()}, median(levels) if levels else 0.0)
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: AnyDraft,
+        prompts: Sequence[Tensor],
+    ):
+        self.target, self.draft, self.prompts = target, draft, prompts
+        self._decoders: dict[int, SpeculativeDecoder] = {}
+        self._tokens = 0
+
+    def __call__(self, size: int, round_: int) -> Timed:
+        """The seconds of a step with a tree of `size` nodes, and of a level of its drafting.
+
+        The text could go on for another step when it is cut off, so that every step has the whole tree.
+        """
+        if not self._tokens:
+            least, most = VISIT_TOKENS
+            self._tokens = max(least, min(most, round(VISIT_SECONDS / self._visit(1, round_, least).step)))
+        return self._visit(size, round_, self._tokens)
+
+    def _visit(self, size: int, round_: int, tokens: int) -> Timed:
+        decoder = self._decoder(size)
+        assert isinstance(decoder.tree, TokenTree)
+        depth, prompt = decoder.tree.depth, self.prompts[round_ % len(self.prompts)][None]
+        end = MaxLengthCriteria(prompt.shape[1] + tokens)
+        stats = decoder.generate(
+            prompt, tokens + depth + 1, temperature=1.0, seed=round_, stopping_criteria=[end], **NOTHING
+        ).stats
+        seconds = stats.seconds
+        step = sum(seconds[phase] for phase in ("target", "verification", "compaction")) / stats.steps
+        level = (seconds["draft"] + seconds["sampling"]) / stats.steps / depth if size > 1 else None
+        return Timed(step, level)
+
+    def _decoder(self, size: int) -> SpeculativeDecoder:
+        if size not in self._decoders:
+            tree = greedy_tree(DEFAULT_ACCEPTANCE, size, DEPTH) if size > 1 else TokenTree([-1])
+            gpu = self.target.device.type == "cuda"
+            graphs = False if gpu else None
+            decoder = SpeculativeDecoder(self.target, self.draft, "sequoia", tree=tree, cuda_graphs=graphs)
+            if gpu:
+                decoder.clock = _clock_of_gpu
+            self._decoders[size] = decoder
+        return self._decoders[size]
+
+
+def sizes_worth_timing(measured: Sequence[MeasuredAcceptance], sizes: Sequence[int], costs: Costs) -> set[int]:
+    """Of some sizes those that are planned by the costs known so far, and their neighbours.
+
+    A tree larger than all that were timed is taken to cost as much as the largest of them, since it does not cost less:
+    where it could be planned by that, it is worth timing.
+    """
+    sizes, timed = sorted({1, *sizes}), max(costs.step)
+    known = costs.steps_of([size for size in sizes if size <= timed])
+    known |= {size: known[timed] for size in sizes if size > timed}
+    level = costs.level / costs.step[1]
+    found = set()
+    for entry in measured:
+        if entry.sequence_count is None:
+            best = sizes.index(len(select_tree(_falling(entry.rates()), known, level).tree))
+            found |= {*sizes[max(0, best - 1) : best + 2]}
+    return found
+
+
+def _falling(rates: Tensor) -> Tensor:
+    """Acceptance with the children of each depth from the likeliest on, which no tree of the given ones exceeds."""
+    return rates.sort(1, descending=True).values
 
 
 def _clock_of_gpu() -> float:
@@ -207,12 +271,16 @@ def _clock_of_gpu() -> float:
 
 
 class Extent(NamedTuple):
-    """How much is counted: on `sequences` texts of `tokens` tokens, `children` at each node, down to `depth` levels."""
+    """How much is counted: on `sequences` texts of `tokens` tokens, `children` at each node, down to `depth` levels.
+
+    seconds: behind these texts are cut off, but not before they have `LEAST_TOKENS`
+    """
 
     tokens: int
     sequences: int
     depth: int = DEPTH
     children: int = CHILDREN
+    seconds: float = math.inf
 
 
 class Counts(NamedTuple):
@@ -223,18 +291,88 @@ class Counts(NamedTuple):
     reached:  LongTensor[depth], how many nodes there were at depth d
     moments:  fp64 [children, 5], over the nodes that tried child k: their number, and the sums of q, q^2, y and q y,
               where q is the draft's share of the child among the tokens left, and y is 1 if it was accepted, else 0
+    tokens:   walked along in each text
     """
 
     accepted: Tensor
     reached: Tensor
     moments: Tensor
+    tokens: int
+
+    def plus(self, other: "Counts") -> "Counts":
+        """What was counted on the texts of both."""
+        return Counts(
+            self.accepted + other.accepted,
+            self.reached + other.reached,
+            self.moments + other.moments,
+            self.tokens + other.tokens,
+        )
+
+
+def measure_ways(
+    target: Forward, draft: Draft, prompts: Sequence[Tensor], samplings: Sequence[Filters], extent: Extent, seed: int,
+    seconds: float, report: Report,
+) -> tuple[MeasuredAcceptance, ...]:  # fmt: skip
+    """The acceptance of every way under every sampling, counted in passes over all of them.
+
+    seconds: for all of it. Behind them no further pass begins, and the texts of the first are cut off where it would
+        take longer. Raises ValueError where even texts of `LEAST_TOKENS` tokens would
+    """
+    begin = time.perf_counter()
+    wanted = [(way, filters) for filters in samplings for way in ways_to_draft(filters.temperature)]
+    counted: dict[tuple[Way, Filters], Counts] = {}
+    parts = list(_parts(extent.sequences))
+    for number, (first, count) in enumerate(parts):
+        for index, (way, filters) in enumerate(wanted):
+            done, spent = number * len(wanted) + index, time.perf_counter() - begin
+            left = min(spent / done * (len(wanted) * len(parts) - done), seconds - spent) if done else seconds
+            report(
+                f"acceptance, pass {number + 1} of {len(parts)}, {index + 1} of {len(wanted)}: temperature "
+                f"{filters.temperature:g}, {way}, about {max(0.0, left):.0f} s left"
+            )
+            part = extent._replace(
+                sequences=count, seconds=(seconds - spent) / (len(wanted) - index) if number == 0 else math.inf
+            )
+            chosen = [prompts[(first + place) % len(prompts)] for place in range(count)]
+            counts = walk(target, draft, chosen, way, filters, part, seed + number)
+            if not done:
+                _check_time(counts, len(wanted) * (time.perf_counter() - begin), seconds)
+            before = counted.get((way, filters))
+            counted[way, filters] = counts if before is None else before.plus(counts)
+        if time.perf_counter() - begin > seconds * (number + 1) / (number + 2):  # another pass would end behind it
+            break
+    return tuple(_as_measured(way, filters, counts) for (way, filters), counts in counted.items())
+
+
+def _check_time(counts: Counts, needed: float, seconds: float) -> None:
+    """Raise ValueError where `needed` seconds with texts as short as they may be are far more than there are.
+
+    counts: of the first walk, with its number of tokens
+    """
+    if counts.tokens <= LEAST_TOKENS and needed > 2 * seconds:
+        raise ValueError(
+            f"to count acceptance would take about {needed:.0f} s, more than its half of the limit, {seconds:.0f} s: "
+            f"give a limit of {math.ceil(needed / ACCEPTANCE_SHARE)} s (limit=, --limit) or fewer temperatures. If the "
+            "models are small, the machine is busy: calibrate while it is idle, with fewer threads than it has free "
+            "cores (OMP_NUM_THREADS=1 where one core is free)"
+        )
+
+
+def _parts(sequences: int) -> Iterator[tuple[int, int]]:
+    """The first of the sequences of each pass, and how many there are."""
+    size = -(-sequences // PARTS)
+    for first in range(0, sequences, size):
+        yield first, min(size, sequences - first)
 
 
 def measure_way(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], way: Way, filters: Filters, extent: Extent, seed: int
 ) -> MeasuredAcceptance:
     """The acceptance of one way to draft and verify under one sampling, counted by `walk`."""
-    counts = walk(target, draft, prompts, way, filters, extent, seed)
+    return _as_measured(way, filters, walk(target, draft, prompts, way, filters, extent, seed))
+
+
+def _as_measured(way: Way, filters: Filters, counts: Counts) -> MeasuredAcceptance:
     return MeasuredAcceptance(
         draw=way.kind.draw,
         verification=way.kind.verification,
@@ -282,7 +420,9 @@ def walk(
     moments = torch.zeros(children, 5, dtype=torch.float64, device=target.device)
     place = torch.arange(children, device=target.device)
     alive = torch.full_like(lengths, children)  # how many children are offered
-    for _ in range(tokens):
+    walked, begin = 0, time.perf_counter()
+    while walked < tokens and (walked < LEAST_TOKENS or time.perf_counter() - begin < extent.seconds):
+        walked += 1
         here = state.lengths[:, None]
         longest = int(state.lengths.max())
         after = draft(root_feed(state, longest, nodes=2), draft_cache)[:, -1]
@@ -313,7 +453,7 @@ def walk(
         state.previous.copy_(state.root)
         state.root.copy_(token[:, 0].where(hit, verified.next_token))
         state.lengths.add_(1)
-    return Counts(accepted.cpu(), reached.cpu(), moments.cpu())
+    return Counts(accepted.cpu(), reached.cpu(), moments.cpu(), walked)
 
 
 def _moments(probs: Tensor, choice: Tensor, counted: Tensor) -> Tensor:

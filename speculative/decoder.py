@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,11 +50,11 @@ from heavypath.speculative.profile import Profile
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_SIZE = {"cpu": 5, "cuda": 32}  # nodes of a tree; for a CPU measured with the shipped pair
 ENOUGH_STEPS = 32  # to tell whether a draft pays
 LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,10 @@ class SpeculativeDecoder:
             self.profile.check(target, draft)
         for model in models:
             model.check_weights()
+            logger.debug(
+                "%s: a %s, %s on %s, by %s", model.name, type(model.model).__name__, model.dtype, model.device,
+                type(model).__name__,
+            )  # fmt: skip
 
     def _notice_changes(self) -> None:
         """Choose the forward passes of the models anew if one of them no longer consists of what it did."""
@@ -233,8 +238,11 @@ class SpeculativeDecoder:
                 raise ValueError(f"method {self.method!r} drafts nothing, got a tree of {len(tree)} nodes")
         else:
             size = given.pop("tree_size", DEFAULT_SIZE.get(self._target.device.type, 8))
-            if size < 2:
-                raise ValueError(f"tree_size counts the root and must be at least 2, got {size}")
+            if not isinstance(size, Integral):
+                raise TypeError(f"tree_size must be an integer, got {size!r}")
+            size = int(size)
+            if not 2 <= size <= MAX_NODES:  # before it is planned, which takes a while for many nodes
+                raise ValueError(f"tree_size counts the root and must be in 2 .. {MAX_NODES}, got {size}")
             for name in given:
                 if name not in self._method.options:
                     has = ", ".join(self._method.options) or "none but tree_size"
@@ -250,7 +258,13 @@ class SpeculativeDecoder:
             return self.tree
         assert self.profile is not None
         if filters not in self._planned:
-            self._planned[filters] = self.profile.tree_for(self.method, filters)
+            tree = self._planned[filters] = self.profile.tree_for(self.method, filters)
+            logger.debug("the profile's tree for %s: %d nodes, %d levels", filters, len(tree), tree.depth)
+            if len(tree) == 1:
+                logger.warning(
+                    "by the profile no tree of %r pays at temperature %g: decoding without the draft",
+                    self.method, filters.temperature,
+                )  # fmt: skip
         return self._planned[filters]
 
     def generate(
@@ -339,6 +353,10 @@ class SpeculativeDecoder:
         plan = self._plan(request)
         for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
             each.put(prompt[None, :length].cpu())
+        logger.debug(
+            "%s, %d sequences, up to %d new tokens, a tree of %d nodes and %d levels",
+            self.method, len(input_ids), request.max_new_tokens, len(plan.tree), plan.tree.depth,
+        )  # fmt: skip
         stats = Statistics(plan.tree.depth, plan.tree.branching, clock=self.clock, begin=begin)
         with (
             torch.inference_mode(),
@@ -370,6 +388,10 @@ class SpeculativeDecoder:
                 observers=[each.step for each in (recorder, chosen) if each is not None],
             )
             cache = workspace.finish(request, plan)
+        logger.debug(
+            "%d new tokens in %d steps, %.3f s, of which prefill %.3f s",
+            stats.new_tokens, stats.steps, stats.total_seconds, stats.seconds["prefill"],
+        )  # fmt: skip
         kept = self.runner.kept
         kept.append(cache)
         self._remark(stats)

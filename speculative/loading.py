@@ -34,22 +34,28 @@ class Pair(NamedTuple):
         return [] if eos is None else [eos] if isinstance(eos, int) else [int(token) for token in eos]
 
 
-def load_pair(target: str | None = None, draft: str | None = None, device: torch.device | str | None = None) -> Pair:
+def load_pair(
+    target: str | None = None,
+    draft: str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
     target, draft: default the shipped pair. draft may also be "prompt-lookup" or "early-exit:LAYERS", which need no
         model.
-    device: default a GPU if there is one. Models keep the precision they were saved in; the shipped pair is float32.
+    device: default a GPU if there is one.
+    dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
 
     Raises ValueError, TypeError or OSError, in one line, for a missing folder, a model type that is not supported,
-    files that do not fit together, and tokenizers with different vocabularies.
+    files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     modelless = None if draft is None else _modelless(draft)
     if target is None:
         if draft is not None and modelless is None:
             raise ValueError(f"a draft ({draft!r}) needs its target; only the shipped pair loads without one")
-        pair = load_demo_pair(device=device)
+        pair = load_demo_pair(dtype or torch.float32, device)
         return Pair(pair.target, modelless or pair.draft, pair.tokenizer)
     if modelless is not None:
         draft = None
@@ -58,14 +64,21 @@ def load_pair(target: str | None = None, draft: str | None = None, device: torch
     }
     for role, folder in folders.items():
         _check_type(role, folder)
+    if not _has_tokenizer(folders["target"]):
+        raise ValueError(
+            f"the target folder {str(folders['target'])!r} has no tokenizer; save one there "
+            f"(tokenizer.save_pretrained), so that it has one of {', '.join(_TOKENIZER_FILES)}"
+        )
     tokenizer = _load_tokenizer("target", folders["target"])
-    if "draft" in folders and any((folders["draft"] / name).is_file() for name in _TOKENIZER_FILES):
+    if "draft" in folders and _has_tokenizer(folders["draft"]):
         _check_vocabularies(tokenizer, _load_tokenizer("draft", folders["draft"]))
-    models = {role: _load_model(role, folder, device) for role, folder in folders.items()}
+    models = {role: _load_model(role, folder, device, dtype) for role, folder in folders.items()}
     return Pair(models["target"], modelless or models.get("draft"), tokenizer)
 
 
-def load_draft(draft: str, pair: Pair, target: str | None = None) -> PreTrainedModel | PromptLookup | EarlyExit:
+def load_draft(
+    draft: str, pair: Pair, target: str | None = None, dtype: torch.dtype | None = None
+) -> PreTrainedModel | PromptLookup | EarlyExit:
     """Load one more draft for the target of a pair, which `load_pair` loaded by the name `target`; raises as that."""
     modelless = _modelless(draft)
     if modelless is not None:
@@ -76,7 +89,7 @@ def load_draft(draft: str, pair: Pair, target: str | None = None) -> PreTrainedM
     _check_type("draft", folder)
     if any((folder / name).is_file() for name in _TOKENIZER_FILES):
         _check_vocabularies(pair.tokenizer, _load_tokenizer("draft", folder))
-    return _load_model("draft", folder, pair.target.device)
+    return _load_model("draft", folder, pair.target.device, dtype)
 
 
 def _modelless(draft: str) -> PromptLookup | EarlyExit | None:
@@ -124,6 +137,10 @@ def _check_type(role: str, folder: Path) -> None:
         raise TypeError(f"the {role} in {str(folder)!r} is of type {kind!r}; expected a causal language model")
 
 
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def _load_tokenizer(role: str, folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -143,11 +160,11 @@ def _check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokeni
     )
 
 
-def _load_model(role: str, folder: Path, device: torch.device | str) -> PreTrainedModel:
+def _load_model(role: str, folder: Path, device: torch.device | str, dtype: torch.dtype | None) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype="auto",
+            dtype=dtype or "auto",
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

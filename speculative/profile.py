@@ -11,9 +11,9 @@ trees of their kind for the others.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,39 +22,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
+from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.drafts import AnyDraft, EarlyExit, PromptLookup, is_own
 from heavypath.speculative.methods import METHODS, Kind
-from heavypath.speculative.trees.planning import Plan, expected_tokens, select_tree
+from heavypath.speculative.trees.planning import Plan, expected_tokens, node_probabilities, select_tree
 from heavypath.speculative.trees.tree import TokenTree
 
-VERSION = 2  # of the file; 1 had no numbers of parameters
+VERSION = 3  # of the file; 2 did not say how sure its figures are, 1 had no numbers of parameters
 PRIOR = 50  # nodes' worth of the mean over all depths in each depth's acceptance: deep nodes are seen seldom
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds on the machine of the profile.
-
-    step:  {nodes of the tree: seconds of a step without its drafting}; 1 node is plain decoding
-    level: seconds of drafting one level of a tree
-    """
-
-    step: dict[int, float]
-    level: float
-
-    def steps_of(self, sizes: Sequence[int]) -> dict[int, float]:
-        """{size: cost} in steps of plain decoding; on straight lines between the sizes that were measured."""
-        known = sorted(self.step.items())
-        # A larger tree never costs less: where it seems to, that is noise.
-        rising = [(size, max(seconds for other, seconds in known if other <= size)) for size, seconds in known]
-        costs = {}
-        for size in sizes:
-            for (low, at_low), (high, at_high) in pairwise(rising):
-                if low <= size <= high:
-                    costs[size] = (at_low + (at_high - at_low) * (size - low) / (high - low)) / self.step[1]
-        return costs
 
 
 @dataclass(frozen=True)
@@ -118,6 +95,25 @@ class Planned(NamedTuple):
     plan: Plan
     acceptance: MeasuredAcceptance
 
+    @property
+    def tokens_error(self) -> float:
+        """The standard error of the plan's expected tokens, by the number of nodes that were counted.
+
+        With n nodes counted at a depth, whose children are accepted with shares a[j], and g[j] the derivative of the
+        expected tokens by a[j], that depth adds (sum_j a[j] g[j]^2 - (sum_j a[j] g[j])^2) / n to the variance.
+        """
+        tree, rates = self.plan.tree, self.acceptance.rates()
+        below = node_probabilities(tree, rates).cumsum(0)
+        last = tree.subtree_end.long() - 1
+        gains = torch.zeros_like(rates)  # a[j] g[j]: what the subtrees below all children j of a depth yield
+        for node in range(1, len(tree)):
+            depth, rank = int(tree.depths[node]) - 1, int(tree.ranks[node])
+            if depth < len(rates) and rank < rates.shape[1]:
+                gains[depth, rank] += below[last[node]] - below[node - 1]
+        squares = torch.where(rates > 0, gains**2 / rates.clamp(min=1e-12), 0.0).sum(1)
+        counted = torch.tensor(self.acceptance.reached, dtype=torch.float64).clamp(min=1)
+        return math.sqrt(float(((squares - gains.sum(1) ** 2).clamp(min=0) / counted).sum()))
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -170,10 +166,11 @@ class Profile:
     @classmethod
     def _from_json(cls, content: dict[str, Any]) -> "Profile":
         costs, measured = content.pop("costs"), content.pop("acceptance")
-        step = {int(size): float(seconds) for size, seconds in costs["step"].items()}
+        for name in ("step", "step_error"):
+            costs[name] = {int(size): float(seconds) for size, seconds in costs[name].items()}
         return cls(
             **content,
-            costs=Costs(step, float(costs["level"])),
+            costs=Costs(**costs),
             acceptance=tuple(
                 MeasuredAcceptance(**entry | {"filters": Filters(**entry["filters"])}) for entry in measured
             ),
@@ -225,6 +222,12 @@ class Profile:
             found = select_tree(rates, costs, level) if trees is None else _best(trees, rates, costs, level)
             plans.append(Planned(found, entry))
         return max(plans, key=lambda planned: planned.plan.speedup)
+
+    def speedup_error(self, planned: Planned) -> float:
+        """How far a plan's speed-up may be off: what its expected tokens and its costs may be, together."""
+        plan = planned.plan
+        cost = self.costs.relative_error(len(plan.tree), plan.tree.depth)
+        return plan.speedup * math.hypot(planned.tokens_error / plan.expected_tokens, cost)
 
     def tree_for(self, method: str, filters: Filters) -> TokenTree | Growth:
         """The tree that `SpeculativeDecoder` drafts with a method under some sampling, or how its trees grow.

@@ -1,5 +1,6 @@
 """Shared fixtures. Without a GPU the kernels run in Triton's interpreter, which must be chosen before they are read."""
 
+import math
 import os
 
 import pytest
@@ -12,6 +13,16 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def any_noise(monkeypatch):
+    """Real timings count, however busy the machine is. What noise does is tested with made-up ones in test_costs."""
+    from heavypath.speculative import costs
+
+    monkeypatch.setattr(costs, "MOST", math.inf)
+    monkeypatch.setattr(costs, "MOST_MOVED", math.inf)
+    monkeypatch.setattr(costs, "MOST_ROUNDS", 5)
 
 
 @pytest.fixture(scope="session")

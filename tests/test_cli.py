@@ -1,5 +1,6 @@
 """The `heavypath` command: what it prints where, and one line and the right exit code for each mistake."""
 
+import importlib.metadata
 import io
 import json
 import re
@@ -26,7 +27,10 @@ from transformers import (
 
 from heavypath.speculative import METHODS
 from heavypath.speculative.cli import planning as cli_planning
+from heavypath.speculative.cli import support
 from heavypath.speculative.cli.app import main
+from heavypath.speculative.cli.info import advice_of
+from heavypath.speculative.threads import Load
 
 PROMPT = "def read(self, size=-1):\n"
 WORDS = ("zero", "one", "two", "three", "four", "five", "six")
@@ -34,8 +38,9 @@ MODULE = [sys.executable, "-m", "heavypath.speculative"]
 
 
 @pytest.fixture
-def heavypath(capsys):
-    """Run the command in this process: (exit code, standard output, standard error)."""
+def heavypath(capsys, monkeypatch):
+    """Run the command in this process: (exit code, standard output, standard error). The machine seems to be idle."""
+    monkeypatch.setattr(support, "current_load", lambda: Load(0.0, 2, 1))
 
     def run(*arguments):
         code = main([str(argument) for argument in arguments])
@@ -66,6 +71,9 @@ def folders(tmp_path_factory):
     save_llama(root / "other words", (*WORDS[:5], "cinq", "six"))
     save_llama(root / "no weights")
     (root / "no weights" / "model.safetensors").unlink()
+    save_llama(root / "no tokenizer")
+    for file in (root / "no tokenizer").glob("tokenizer*"):
+        file.unlink()
     save_llama(root / "broken weights")
     (root / "broken weights" / "model.safetensors").write_bytes(b"not safetensors")
     model = save_llama(root / "nan weights")
@@ -161,7 +169,7 @@ def test_demo_shows_the_text_and_then_a_table(heavypath):
 
 
 @pytest.fixture
-def calibrated(heavypath, folders, tmp_path, monkeypatch):
+def calibrated(heavypath, folders, tmp_path, monkeypatch, any_noise):
     """A profile of the small models, from a text of one's own."""
     quick = partial(cli_planning.measure, sizes=(1, 2, 6), tokens=6, sequences=3)
     monkeypatch.setattr(cli_planning, "measure", quick)
@@ -178,7 +186,7 @@ def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, cal
     _, path = calibrated
     code, output, _ = heavypath("plan", path, "--method", "chain", "--temperature", 1, "--svg", tmp_path / "tree.svg")
     assert code == 0
-    assert [line for line in output.splitlines() if line.startswith("temperature")] == [
+    assert [line for line in output.splitlines() if re.fullmatch(r"temperature [\d.]+", line)] == [
         "temperature 0.0", "temperature 0.6", "temperature 1.0",
     ]  # fmt: skip
     assert {line.split()[0] for line in output.splitlines() if line.strip()} > set(METHODS) - {"autoregressive"}
@@ -187,6 +195,11 @@ def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, cal
     answer = json.loads(heavypath("plan", path, "--json")[1])
     assert len(answer["plans"]) == 3 * (len(METHODS) - 1)
     assert all(row["expected_tokens"] <= row["bound"] + 1e-9 for row in answer["plans"])
+    assert all(row["expected_tokens_error"] >= 0 <= row["speedup_error"] for row in answer["plans"])
+    assert re.search(
+        r"milliseconds of a step by nodes, in \d+ rounds: 1: [\d.e+-]+ ± [\d.e+-]+, 2: ", output.replace("\n", " ")
+    )
+    assert re.search(r"sequoia +\d+ +\d+ +[\d.]+ ± [\d.]+ +[\d.]+ +[\d.]+ ± [\d.]+ ", output)
 
 
 def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
@@ -196,7 +209,7 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
     code, output, _ = heavypath("generate", "one two", *models, *options, "--profile", path)
     assert (code, json.loads(output)["token_ids"]) == (0, plain["token_ids"])
     refused = heavypath("generate", "one two", *models, "--profile", path, "--tree-size", 4)
-    assert_refused(refused, 1, "a profile says what trees to take; leave out tree_size")
+    assert_refused(refused, 1, "a profile says what trees to take; leave out --tree-size or --profile")
     assert_refused(
         heavypath("generate", "one", "--profile", path), 1, "the profile was measured with a target of llama"
     )
@@ -218,7 +231,108 @@ def test_info_reports_what_is_installed(heavypath):
     assert (facts["torch"], facts["transformers"]) == (torch.__version__, transformers.__version__)
     assert facts["kernels"]["tree_attention"] == ("Triton" if torch.cuda.is_available() else "reference")
     assert facts["kernels"]["verify_tree"] == facts["kernels"]["tree_attention"]
-    assert torch.__version__ in heavypath("info")[1]
+    assert facts["openmp"] in ("GNU", "Intel", "LLVM")
+    assert facts["cores"] >= 1
+    assert isinstance(facts["advice"], list)
+    rows, _, advice = heavypath("info")[1].partition("\n\n")
+    assert torch.__version__ in rows
+    assert all(re.fullmatch(r"\S.* {2,}\S.*", line) for line in rows.splitlines()), "a space behind every name"
+    assert "kernel heavy_path_order  " in rows
+    assert advice.startswith("* ")
+
+
+def test_info_says_what_would_make_it_faster_here():
+    facts = {
+        "torch": "2.13.0+cpu",
+        "torch_cuda": None,
+        "nvidia_driver": None,
+        "gpus": [],
+        "blas": "mkl",
+        "onednn": True,
+    }
+    facts |= {"cpu_capability": "AVX2"}
+    assert advice_of(facts, Load(0.1, 2, 1)) == []
+    busy = " ".join(advice_of(facts, Load(3.1, 2, 2)))
+    assert "load 3.1 on 2 cores, 2 threads" in busy
+    assert "OMP_NUM_THREADS=1" in busy
+    assert "OMP_WAIT_POLICY=PASSIVE" in busy
+    assert "this process may use 2 cores: set OMP_NUM_THREADS=2" in " ".join(advice_of(facts, Load(0.1, 2, 64)))
+    without = " ".join(advice_of(facts | {"nvidia_driver": "570.86"}, Load(0.1, 2, 1)))
+    assert "driver (570.86) was found, but torch 2.13.0+cpu, without CUDA, sees no GPU" in without
+
+
+def test_a_busy_machine_is_named_before_something_is_timed(heavypath, monkeypatch):
+    monkeypatch.setattr(support, "current_load", lambda: Load(3.1, 2, 2))
+    _, output, errors = heavypath("demo", "--prompts", 1, "--max-new-tokens", 1, "--json")
+    assert "the machine is busy (load 3.1 on 2 cores, 2 threads), so timings are noisy" in errors
+    json.loads(output)
+    assert "busy" not in heavypath("generate", PROMPT, "--max-new-tokens", 1)[2]
+
+
+def test_the_version_is_printed(heavypath):
+    assert heavypath("--version") == (0, f"heavypath {importlib.metadata.version('heavypath')}\n", "")
+
+
+def test_a_text_ends_at_a_stop_string(heavypath):
+    _, whole, _ = heavypath("generate", PROMPT, "--max-new-tokens", 24)
+    late, early = whole[-6:-2], whole[8:12]
+    _, ended, _ = heavypath("generate", PROMPT, "--max-new-tokens", 24, "--stop", late, "--stop", early)
+    assert whole.startswith(ended.rstrip("\n"))
+    assert early in ended
+    assert len(ended) < len(whole) - 6
+    assert late not in ended
+
+
+def test_a_min_p_of_one_leaves_the_likeliest_token(heavypath):
+    _, greedy, _ = heavypath("generate", PROMPT, "--max-new-tokens", 12)
+    _, sampled, _ = heavypath("generate", PROMPT, "--max-new-tokens", 12, "--temperature", 1, "--min-p", 1)
+    assert sampled == greedy
+
+
+def test_the_repetition_penalty_is_that_of_transformers(heavypath, demo_pair):
+    _, text, _ = heavypath("generate", PROMPT, "--max-new-tokens", 16, "--repetition-penalty", 1.8)
+    inputs = demo_pair.tokenizer(PROMPT, return_tensors="pt")
+    sequence = demo_pair.target.generate(
+        **{name: inputs[name] for name in ("input_ids", "attention_mask")}, max_new_tokens=16, do_sample=False,
+        repetition_penalty=1.8, pad_token_id=0,
+    )  # fmt: skip
+    assert text == demo_pair.tokenizer.decode(sequence[0, inputs["input_ids"].shape[1] :]) + "\n"
+
+
+def test_models_get_the_precision_asked_for(heavypath, folders):
+    for models in ((None, None), (str(folders / "target"), str(folders / "draft"))):
+        pair = support.load(*models, support.Precision.bfloat16)
+        assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
+    code, _, errors = heavypath("generate", PROMPT, "--max-new-tokens", 2, "--dtype", "bfloat16", "--verbose")
+    assert (code, "torch.bfloat16 on" in errors) == (0, True)
+
+
+def test_chat_puts_the_prompt_into_the_tokenizers_template(heavypath, folders, tmp_path):
+    shutil.copytree(folders / "target", tmp_path / "target")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "target")
+    tokenizer.chat_template = (
+        "{% for message in messages %}five {{ message['content'] }} six{% endfor %}"
+        "{% if add_generation_prompt %} two{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "target")
+    models = ("--target", tmp_path / "target", "--draft", folders / "draft", "--max-new-tokens", 5, "--json")
+    by_hand = json.loads(heavypath("generate", "five three six two", *models)[1])["token_ids"]
+    assert json.loads(heavypath("generate", "three", *models, "--chat")[1])["token_ids"] == by_hand
+    assert_refused(
+        heavypath("generate", "three", "--chat"), 1, "--chat needs a target whose tokenizer has a chat template"
+    )
+
+
+def test_log_lines_say_what_is_chosen_and_none_comes_with_each_token(heavypath, capsys):
+    lines = {}
+    for tokens in (4, 64):
+        code, _, errors = heavypath("generate", PROMPT, "--max-new-tokens", tokens, "-v")
+        assert code == 0
+        lines[tokens] = [line for line in errors.splitlines() if " heavypath.speculative." in line]
+    for what in ("by LlamaForward", "a tree of 5 nodes", "bytes of caches", r"new tokens in \d+ steps"):
+        assert any(re.search(what, line) for line in lines[64]), what
+    assert len(lines[4]) == len(lines[64])
+    assert " heavypath.speculative." not in heavypath("generate", PROMPT, "--max-new-tokens", 4)[2]
 
 
 @pytest.mark.parametrize(
@@ -230,6 +344,15 @@ def test_info_reports_what_is_installed(heavypath):
         ("generate x --temperature warm", 2, "--temperature"),
         ("generate x --max-new-tokens 0", 2, "--max-new-tokens"),
         ("generate x --tree-size 1", 2, "--tree-size"),
+        ("generate x --tree-size 20000", 2, "--tree-size.*2048"),
+        ("generate x --min-p 2", 1, r"min_p must be .*, got 2.0"),
+        ("generate x --repetition-penalty 0", 1, "--repetition-penalty must be a finite number > 0, got 0"),
+        ("generate x --stop", 2, "--stop"),
+        ("generate x --dtype int8", 2, "--dtype"),
+        ("generate x --profile p --tree-size 4", 1, "leave out --tree-size or --profile"),
+        ("calibrate --min-p 2", 1, r"min_p must be .*, got 2.0"),
+        ("calibrate --limit 0", 1, "--limit must be a number of seconds above 0, got 0"),
+        ("calibrate --target somewhere", 1, "calibrate needs a --draft with the --target"),
         ("decode x", 2, "No such command 'decode'"),
         ("", 2, "Missing command"),
         ("generate x --method medusa", 1, "--method must be one of autoregressive, .*, got 'medusa'"),
@@ -276,6 +399,7 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
         ("no weights", "draft", "cannot load the target from 'no weights': .* model.safetensors"),
         ("broken weights", "draft", "cannot load the target from 'broken weights'"),
         ("half the layers", "draft", "weights in 'half the layers' lack 9 tensors, first 'model.layers.1"),
+        ("no tokenizer", "draft", "the target folder 'no tokenizer' has no tokenizer; save one there"),
         ("nan weights", "draft", "target has NaN or infinite weights in lm_head.weight"),
         ("target", None, "--method sequoia needs a --draft"),
         ("target", "early-exit:all", "expected early-exit:LAYERS, a number of the target's layers"),

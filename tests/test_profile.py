@@ -1,6 +1,7 @@
 """What calibration measures, and the trees that follow from a profile."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -18,12 +19,25 @@ from heavypath.speculative import (
     TokenTree,
     expected_tokens,
 )
-from heavypath.speculative.calibration import SEQUENCE_COUNTS, Extent, Way, calibrate, measure_way, own_prompts, walk
+from heavypath.speculative.calibration import (
+    LEAST_TOKENS,
+    SEQUENCE_COUNTS,
+    Extent,
+    Way,
+    calibrate,
+    measure_way,
+    measure_ways,
+    own_prompts,
+    sizes_worth_timing,
+    walk,
+)
+from heavypath.speculative.cli.planning import warnings_of
+from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.drafts import as_draft
 from heavypath.speculative.methods import Kind
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.profile import PRIOR, VERSION, Costs, MeasuredAcceptance, describe, draft_parameter_count
+from heavypath.speculative.profile import PRIOR, VERSION, MeasuredAcceptance, Planned, describe, draft_parameter_count
 
 
 def constant_llama(logits):
@@ -78,7 +92,7 @@ def test_acceptance_on_a_walk_is_that_of_the_law(kind):
     target = LlamaForward(constant_llama(target_logits))
     draft = as_draft(constant_llama(draft_logits), target, None)
     tokens, sequences = 40, 100
-    accepted, reached, moments = walk(
+    accepted, reached, moments, _ = walk(
         target, draft, [torch.tensor([1, 2, 3]), torch.tensor([0])], Way(kind, None), filters,
         Extent(tokens, sequences, depth=3, children=3), seed=3,
     )  # fmt: skip
@@ -109,7 +123,7 @@ def test_acceptance_on_a_walk_is_that_of_the_law(kind):
 def test_a_draft_equal_to_the_target_is_accepted_at_every_depth():
     model = tiny_llama(1)
     target = LlamaForward(model)
-    accepted, reached, _ = walk(
+    accepted, reached, *_ = walk(
         target, as_draft(model, target, model), [torch.tensor([1, 2])], Way(REJECTION, None), Filters(1.0),
         Extent(tokens=9, sequences=4, depth=2, children=2), seed=0,
     )  # fmt: skip
@@ -140,7 +154,7 @@ def test_drafts_are_accepted_as_often_as_in_decoding(method, tree):
 
 
 @pytest.mark.parametrize("draft", [None, PromptLookup(), EarlyExit(1)], ids=["model", "prompt lookup", "early exit"])
-def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path):
+def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path, any_noise):
     target = tiny_llama(1, max_position_embeddings=128)
     draft = draft or tiny_llama(2, layers=1, max_position_embeddings=128)
     lines = []
@@ -151,7 +165,8 @@ def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path):
     assert len(profile.acceptance) == 1 + len(SEQUENCE_COUNTS) + trees + (len(KINDS) - trees) * len(SEQUENCE_COUNTS)
     assert profile.target_parameters == sum(weight.numel() for weight in target.parameters())
     assert profile.draft_parameters == draft_parameter_count(draft, target)
-    assert any("trees of 8 nodes" in line for line in lines)
+    assert any("pass 1 of 4" in line and "s left" in line for line in lines)
+    assert any("timing trees of 1 to 8 nodes, round 3, about " in line for line in lines)
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
     prompt = torch.tensor([[1, 2, 3]])
@@ -169,11 +184,87 @@ def test_the_target_samples_prompts_of_its_own():
     assert len({tuple(prompt.tolist()) for prompt in prompts}) == 3
 
 
-def test_costs_lie_on_straight_lines_and_never_fall():
-    costs = Costs({1: 0.010, 3: 0.020, 5: 0.019, 9: 0.040}, 0.0)
-    assert costs.steps_of(range(1, 10)) == pytest.approx(
-        {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.0, 5: 2.0, 6: 2.5, 7: 3.0, 8: 3.5, 9: 4.0}
+def test_a_limit_in_which_acceptance_cannot_be_counted_is_refused_at_once():
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    with pytest.raises(ValueError, match=r"would take about .* give a limit of \d+ s .* idle"):
+        calibrate(target, draft, temperatures=(0.9,), sizes=(1, 2), tokens=12, limit=1e-3)
+    with pytest.raises(ValueError, match="limit must be a number of seconds above 0, got 0"):
+        calibrate(target, draft, limit=0)
+
+
+def test_texts_are_cut_off_where_the_time_is_over():
+    model = tiny_llama(1)
+    target = LlamaForward(model)
+    for seconds, tokens in ((0.0, LEAST_TOKENS), (math.inf, 20)):
+        extent = Extent(tokens=20, sequences=4, seconds=seconds)
+        counted = walk(
+            target,
+            as_draft(model, target, model),
+            [torch.tensor([1, 2])],
+            Way(REJECTION, None),
+            Filters(1.0),
+            extent,
+            0,
+        )
+        assert counted.tokens == tokens
+        assert 0 < int(counted.reached.sum()) <= 4 * tokens
+
+
+def test_passes_add_up_to_all_texts():
+    target = LlamaForward(tiny_llama(1))
+    draft = as_draft(tiny_llama(2, layers=1), target, None)
+    prompts, lines = [torch.tensor([first, 2]) for first in range(6)], []
+    entries = measure_ways(
+        target, draft, prompts, [Filters(0.0)], Extent(tokens=9, sequences=6), 3, math.inf, lines.append
+    )  # fmt: skip
+    way = Way(METHODS["sequoia"].kind(0.0), None)
+    parts = [
+        walk(target, draft, prompts[2 * part : 2 * part + 2], way, Filters(0.0), Extent(9, 2), 3 + part)
+        for part in range(3)
+    ]
+    (whole,) = [entry for entry in entries if entry.sequence_count is None]
+    assert whole.reached == sum(part.reached for part in parts).tolist()
+    assert whole.accepted == sum(part.accepted for part in parts).tolist()
+    assert lines[0].startswith("acceptance, pass 1 of 3, 1 of 6: temperature 0, ")
+
+
+def test_sizes_worth_timing_are_those_near_the_plans():
+    measured = [counts([[550, 150, 60], [500, 120, 70], [450, 100, 60]])]
+    sizes = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    steep = Costs({1: 0.01, 2: 0.012, 4: 0.02, 8: 0.04}, 0.001)
+    plan = profile_of(*measured, step=steep.step).plan("sequoia", Filters(1.0)).plan
+    assert sizes_worth_timing(measured, sizes, steep) == {1, 2, 3}
+    assert len(plan.tree) in (2, 3)
+    flat = Costs({1: 0.01, 2: 0.01, 4: 0.01, 8: 0.01}, 0.0)
+    assert max(sizes_worth_timing(measured, sizes, flat)) > 8, "nothing says yet that a larger tree would cost more"
+
+
+def test_the_error_of_expected_tokens_is_what_they_vary_by():
+    """Against counting again and again: each depth is a multinomial of its own."""
+    rates, reached = torch.tensor([[0.5, 0.2], [0.4, 0.1]]).double(), [4000, 1500]
+    tree = TokenTree.from_branching([2, 2])
+    generator = torch.Generator().manual_seed(0)
+
+    def counted():
+        rows = []
+        for row, number in zip(rates, reached, strict=True):
+            choice = torch.multinomial(torch.cat([row, 1 - row.sum()[None]]), number, True, generator=generator)
+            rows.append(choice.bincount(minlength=3)[:2].tolist())
+        return replace(counts(rows), reached=reached)
+
+    plans = [
+        Planned(Plan(tree, expected_tokens(tree, entry.rates()), 1.0), entry)
+        for entry in (counted() for _ in range(200))
+    ]
+    spread = float(torch.tensor([planned.plan.expected_tokens for planned in plans]).std())
+    assert plans[0].tokens_error == pytest.approx(spread, rel=0.25)
+    exact = Costs({1: 0.01, 7: 0.02}, 0.001)
+    rough = replace(exact, step_error={1: 0.0, 7: 0.002})
+    sure, unsure = (
+        replace(profile_of(plans[0].acceptance), costs=costs).speedup_error(plans[0]) for costs in (exact, rough)
     )
+    assert sure == pytest.approx(plans[0].tokens_error / plans[0].plan.expected_tokens)
+    assert unsure == pytest.approx((sure**2 + (0.002 / 0.022) ** 2) ** 0.5)
 
 
 def test_seldom_seen_depths_are_drawn_to_the_mean():
@@ -242,8 +333,17 @@ def test_drafts_count_the_parameters_that_they_go_through():
     assert draft_parameter_count(PromptLookup(), target) == 0
 
 
-def test_drafts_that_do_not_pay_are_not_made():
+def test_drafts_that_do_not_pay_are_not_made_and_it_is_said_with_the_figures(caplog):
     profile = profile_of(counts([[50, 10]]), level=0.02)
+    (line,) = warnings_of(profile)
+    assert "temperature 1.0: this draft does not pay here" in line
+    assert "accepted with probability 0.05; a step over 4 nodes takes 1.20 ± 0.00 steps" in line
+    assert "drafting a level 2.00 ± 0.00" in line
+    assert warnings_of(profile_of(counts([[500, 100]]))) == []
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    ours = replace(profile, target=describe(target), draft=describe(draft))
+    SpeculativeDecoder(target, draft, profile=ours).generate(torch.tensor([[1, 2]]), 3, temperature=1.0)
+    assert "no tree of 'sequoia' pays at temperature 1" in caplog.text
     assert len(profile.plan("sequoia", Filters(1.0)).plan.tree) == 1
     assert len(profile.tree_for("dyspec", Filters(1.0))) == 1
 
@@ -281,7 +381,7 @@ def test_a_profile_of_other_models_is_refused(tmp_path):
         path.write_text(content)
         with pytest.raises(ValueError, match=r"is no profile that `heavypath calibrate` writes"):
             SpeculativeDecoder(target, draft, profile=path)
-    for version in (1, 99):
+    for version in (1, 2, 99):
         path.write_text(json.dumps({"heavypath profile": version, "target": "llama"}))
         with pytest.raises(ValueError, match=f"version {version}, expected {VERSION}; make it again with `heavypath"):
             SpeculativeDecoder(target, draft, profile=path)

@@ -34,7 +34,7 @@ def test_a_python_block_runs(block, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("block", blocks("sh"))
-def test_a_shell_block_is_made_of_commands_that_run(block, tmp_path, monkeypatch, capsys):
+def test_a_shell_block_is_made_of_commands_that_run(block, tmp_path, monkeypatch, capsys, any_noise):
     """Targets of the Makefile exist; the heavypath command runs here, one line after the other."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_prompts.txt").write_text("def read(self, size=-1):\n    return self\n" * 20)

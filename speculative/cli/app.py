@@ -1,9 +1,11 @@
-"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`, `info`.
+"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`, `info`, `--version`.
 
 Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, which is said in
 one line; 2 for wrong usage; 130 for Ctrl-C.
 """
 
+import importlib.metadata
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -19,23 +21,29 @@ from transformers import PreTrainedModel
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.cli import chat as chatting
 from heavypath.speculative.cli import compare as comparing
-from heavypath.speculative.cli import planning
+from heavypath.speculative.cli import info, planning
 from heavypath.speculative.cli import trace as trace_page
 from heavypath.speculative.cli.support import (
     AsJson,
+    Chat,
     Draft,
+    Dtype,
     MaxNewTokens,
+    MinP,
+    RepetitionPenalty,
     Seed,
+    Stop,
     Target,
     Temperature,
     TopK,
     TopP,
     TreeSize,
+    Verbose,
     encode,
-    installation,
     load,
     print_json,
     progress,
+    say_if_busy,
 )
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoder import SpeculativeDecoder
@@ -52,6 +60,22 @@ app.command()(comparing.compare)
 app.command()(planning.calibrate)
 app.command()(planning.plan)
 app.command()(trace_page.trace)
+app.command()(info.info)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"heavypath {importlib.metadata.version('heavypath')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Tree speculative decoding."""
 
 
 @app.command()
@@ -64,6 +88,7 @@ def demo(
     tree_size: TreeSize = None,
     seed: Seed = 0,
     as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
     """Continue real prompts with the shipped pair, then compare all methods with transformers."""
     Filters(temperature, top_k, top_p).check()
@@ -78,6 +103,7 @@ def demo(
         decoder = SpeculativeDecoder(pair.target, pair.draft, tree_size=tree_size)
         for text, ids in zip(texts, inputs, strict=False):
             _stream_demo_text(decoder, pair, text, ids, {**sampling, "max_new_tokens": max_new_tokens})
+    say_if_busy()
     if not as_json:
         typer.echo(f"comparing {len(METHODS) + 2} ways to decode ...", err=True)
     with progress("comparing the methods") as report:
@@ -105,17 +131,27 @@ def generate(
     temperature: Temperature = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop: Stop = None,
+    chat: Chat = False,
     tree_size: TreeSize = None,
     profile: Annotated[
         Path | None, typer.Option(help="A profile that `heavypath calibrate` wrote, which chooses the tree.")
     ] = None,
     seed: Seed = 0,
+    dtype: Dtype = None,
     trace: trace_page.TraceFile = None,
     as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
     """Continue a text. Without --target and --draft it is continued by the shipped pair, which knows Python source."""
     text = _read_prompt(prompt, file)
-    filters = Filters(temperature, top_k, top_p).check()
+    filters = Filters(temperature, top_k, top_p, min_p).check()
+    if not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
+        raise ValueError(f"--repetition-penalty must be a finite number > 0, got {repetition_penalty:g}")
+    if stop and "" in stop:
+        raise ValueError("--stop must be a text to end at, got an empty one")
     if method not in METHODS:
         raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
     if target is not None:
@@ -124,10 +160,12 @@ def generate(
         raise ValueError(f"--method {method} needs a --draft with the --target; only autoregressive works without one")
     if trace is not None and not trace.parent.is_dir():
         raise ValueError(f"--trace must be in a folder that exists, got {str(trace)!r}")
+    if profile is not None and tree_size is not None:
+        raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
     measured = None if profile is None else Profile.load(profile)
-    pair = load(target, draft)
+    pair = load(target, draft, dtype)
+    ids = encode(pair, text, chat=chat)
     decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree_size=tree_size, profile=measured)
-    ids = encode(pair, text)
     pieces: list[str] = []
     out = decoder.generate(
         ids,
@@ -135,6 +173,9 @@ def generate(
         temperature,
         top_k,
         top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop_strings=stop or None,
         seed=seed,
         eos_token_id=pair.eos_token_ids,
         streamer=TextStream(pair.tokenizer, pieces.append if as_json else _write),
@@ -143,27 +184,14 @@ def generate(
     )
     if as_json:
         tokens = out.sequences[0, ids.shape[1] :].tolist()
-        settings = {"method": method, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        settings = {"method": method, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        settings |= {"repetition_penalty": repetition_penalty, "stop": stop or [], "chat": chat, "seed": seed}
         settings |= {"max_new_tokens": max_new_tokens, "tree_size": len(decoder.tree_for(filters)), "prompt": text}
         answer = {"settings": settings, "text": "".join(pieces), "token_ids": tokens, "stats": _summary(out.stats)}
         print_json(answer)
     else:
         _write("\n")
         typer.echo(f"{out.stats}", err=True)
-
-
-@app.command()
-def info(as_json: AsJson = False) -> None:
-    """Show the versions that are installed, the device, and which implementation the kernels have on it."""
-    facts = installation()
-    if as_json:
-        print_json(facts)
-        return
-    kernels = facts.pop("kernels")
-    for name, value in facts.items():
-        typer.echo(f"{name:<16}{value}")
-    for name, implementation in kernels.items():
-        typer.echo(f"{name:<16}{implementation}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,19 +10,25 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from heavypath.kernels.filtering import Filters
+from heavypath.speculative.calibration import LIMIT
 from heavypath.speculative.calibration import calibrate as measure
 from heavypath.speculative.cli.support import (
     AsJson,
     Draft,
+    Dtype,
+    MinP,
     Seed,
     Target,
     TopK,
     TopP,
+    Verbose,
     encode,
     load,
     print_json,
     progress,
+    say_if_busy,
 )
+from heavypath.speculative.costs import Costs
 from heavypath.speculative.loading import Pair
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.output.page import sampling_in_words
@@ -46,27 +52,58 @@ def calibrate(
     ] = None,
     top_k: TopK = None,
     top_p: TopP = None,
+    min_p: MinP = None,
+    limit: Annotated[
+        float, typer.Option(help="Seconds that it may take, loading aside; less leaves the figures less sure.")
+    ] = LIMIT,
+    dtype: Dtype = None,
     out: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path("profile.json"),
     seed: Seed = 0,
+    verbose: Verbose = False,
 ) -> None:
     """Measure what steps cost on this machine and which drafts are accepted, for `plan` and `generate --profile`."""
     temperatures = sorted(set(temperature or [0.0, 0.6, 1.0]))
     for each in temperatures:
-        Filters(each, top_k, top_p).check()
+        Filters(each, top_k, top_p, min_p).check()
+    if not limit > 0:
+        raise ValueError(f"--limit must be a number of seconds above 0, got {limit}")
     if not out.parent.is_dir():
         raise ValueError(f"--out must be in a folder that exists, got {str(out)!r}")
     content = None if text is None else _read(text)
-    pair = load(target, draft)
-    if pair.draft is None:
+    if target is not None and draft is None:
         raise ValueError("calibrate needs a --draft with the --target")
+    pair = load(target, draft, dtype)
+    assert pair.draft is not None
+    say_if_busy()
     prompts = [] if content is None else _pieces(pair, content)
     with progress("calibrating") as report:
         profile = measure(
-            pair.target, pair.draft, prompts=prompts, temperatures=temperatures, top_k=top_k, top_p=top_p, seed=seed,
-            on_progress=report,
+            pair.target, pair.draft, prompts=prompts, temperatures=temperatures, top_k=top_k, top_p=top_p, min_p=min_p,
+            seed=seed, on_progress=report, limit=limit,
         )  # fmt: skip
     profile.save(out)
+    for line in warnings_of(profile):
+        typer.echo(f"heavypath: {line}", err=True)
     typer.echo(f"wrote {out}; `heavypath plan {out}` shows the trees that follow from it", err=True)
+
+
+def warnings_of(profile: Profile) -> list[str]:
+    """A line for each sampling at which even the best trees, those of sequoia, are expected not to pay."""
+    lines = []
+    for filters in dict.fromkeys(entry.filters for entry in profile.acceptance):
+        planned = profile.plan("sequoia", filters)
+        if len(planned.plan.tree) > 1:
+            continue
+        costs = profile.costs
+        unit, smallest = costs.step[1], min(size for size in costs.step if size > 1)
+        error = costs.step_error.get(smallest, 0.0) / unit
+        lines.append(
+            f"{sampling_in_words(filters._asdict())}: this draft does not pay here, and --profile will decode without "
+            f"it. Its first token is accepted with probability {float(planned.acceptance.rates()[0, 0]):.2f}; a step "
+            f"over {smallest} nodes takes {costs.step[smallest] / unit:.2f} ± {error:.2f} steps of plain decoding, "
+            f"drafting a level {costs.level / unit:.2f} ± {costs.level_error / unit:.2f}"
+        )
+    return lines
 
 
 def plan(
@@ -99,10 +136,13 @@ def plan(
     console = Console(highlight=False)
     console.print(f"target: {measured.target}\ndraft: {measured.draft}", style="dim")
     facts = ", ".join(f"{name} {value}" for name, value in measured.environment.items())
-    console.print(f"measured with {facts}\n", style="dim")
+    console.print(f"measured with {facts}", style="dim")
+    console.print(f"{_costs_in_words(measured.costs)}\n", style="dim")
     for filters in samplings:
         console.print(sampling_in_words(filters._asdict()))
         console.print(_table([row for row in rows if row["temperature"] == filters.temperature]))
+    for line in warnings_of(measured):
+        console.print(line, style="bold")
     for note in NOTES:
         console.print(note, style="dim")
     console.print(f"\nThe tree of {method}, {sampling_in_words(chosen._asdict())}:\n{drawn.tree}")
@@ -113,14 +153,16 @@ NOTES = (
     "equal siblings together.",
     "bound: no tree of so many nodes is expected to yield more. It is the least of a form of ERSD's theorem 4.1 and of "
     "two bounds of our own; heavypath.speculative.trees.bounds has the proofs.",
-    "speed-up: over plain decoding, by the costs that were measured.",
+    "speed-up: over plain decoding, by the costs that were measured. What follows +- is one standard error, by the "
+    "timings' spread and by the number of nodes whose acceptance was counted.",
     "MBSU: memory-bound speed-up, expected / (1 + depth x draft's parameters / target's parameters) (RSD).",
     "rsd-s, dyspec and eagle-2 grow their trees anew in each step: shown is the static tree that gives their size.",
 )
 
 
 def _row(profile: Profile, method: str, filters: Filters) -> dict:
-    planned, acceptance = profile.plan(method, filters)
+    found = profile.plan(method, filters)
+    planned, acceptance = found
     tree = planned.tree
     return {
         "temperature": filters.temperature,
@@ -128,8 +170,10 @@ def _row(profile: Profile, method: str, filters: Filters) -> dict:
         "nodes": len(tree),
         "depth": tree.depth,
         "expected_tokens": planned.expected_tokens,
+        "expected_tokens_error": found.tokens_error,
         "bound": tree_bounds(_dominating(acceptance), len(tree)).least,
         "speedup": planned.speedup,
+        "speedup_error": profile.speedup_error(found),
         "mbsu": profile.mbsu(planned),
     }
 
@@ -149,9 +193,27 @@ def _table(rows: list[dict]) -> Table:
     for heading in ("nodes", "depth", "expected", "bound", "speed-up", "MBSU"):
         table.add_column(heading, justify="right")
     for row in rows:
-        figures = (f"{row[name]:.2f}" for name in ("expected_tokens", "bound", "speedup", "mbsu"))
+        figures = (
+            f"{row['expected_tokens']:.2f} ± {row['expected_tokens_error']:.2f}",
+            f"{row['bound']:.2f}",
+            f"{row['speedup']:.2f} ± {row['speedup_error']:.2f}",
+            f"{row['mbsu']:.2f}",
+        )
         table.add_row(row["method"], str(row["nodes"]), str(row["depth"]), *figures)
     return table
+
+
+def _costs_in_words(costs: Costs) -> str:
+    """What steps take, with errors, in milliseconds."""
+    steps = ", ".join(
+        f"{size}: {_milliseconds(seconds, costs.step_error.get(size, 0.0))}" for size, seconds in costs.step.items()
+    )
+    level = _milliseconds(costs.level, costs.level_error)
+    return f"milliseconds of a step by nodes, in {costs.rounds} rounds: {steps}; of drafting a level: {level}"
+
+
+def _milliseconds(seconds: float, error: float) -> str:
+    return f"{1e3 * seconds:.3g} ± {1e3 * error:.1g}"
 
 
 def _read(file: Path) -> str:

@@ -1,11 +1,15 @@
-"""What the commands share: options, loading, a status line, and the facts about this installation."""
+"""What the commands share: options, loading, a status line, log lines, and the facts about this installation."""
 
 import importlib.metadata
 import json
+import logging
+import os
 import platform
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Annotated
 
 import torch
@@ -13,23 +17,63 @@ import transformers
 import typer
 from rich.console import Console
 
+from heavypath.kernels.tree_attention_kernel import MAX_NODES
 from heavypath.speculative.loading import Pair, load_pair
+from heavypath.speculative.threads import Load, usable_cores
 
 KERNELS = ("tree_attention", "heavy_path_order", "gumbel_topk", "verify_tree", "commit", "compact_cache")
+
+
+class Precision(StrEnum):
+    """Of weights, activations and caches."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def _show_log_lines(context: typer.Context, verbose: bool) -> bool:
+    """Write the package's log lines to standard error until the command ends."""
+    if verbose:
+        logger, handler = logging.getLogger("heavypath"), logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+        logger.addHandler(handler)
+        before = logger.level
+        logger.setLevel(logging.DEBUG)
+        context.call_on_close(lambda: (logger.removeHandler(handler), logger.setLevel(before)))
+    return verbose
+
 
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The largest number of tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token; > 0 samples.")]
 TopK = Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens; 0 for all.")]
 TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that reach this probability.")]
+MinP = Annotated[
+    float | None, typer.Option(help="Sample among tokens at least this probable, as a share of the likeliest one.")
+]
 Target = Annotated[str | None, typer.Option(help="The target model: a folder, or a name in the Hugging Face cache.")]
 Draft = Annotated[
     str | None, typer.Option(help="The draft model, given alike; or prompt-lookup, or early-exit:LAYERS.")
 ]
+Dtype = Annotated[Precision | None, typer.Option(help="Precision of the models; default: what they were saved in.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="End the text with this string; repeat it for several. It is part of the text.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1, tokens of the text so far, prompt included, become less likely.")
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="The prompt is a user's message: put it into the tokenizer's chat template.")
+]
 TreeSize = Annotated[
-    int | None, typer.Option(min=2, help="Nodes of the drafted tree; default: 5 on a CPU, 32 on a GPU.")
+    int | None, typer.Option(min=2, max=MAX_NODES, help="Nodes of the drafted tree; default: 5 on a CPU, 32 on a GPU.")
 ]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", callback=_show_log_lines, help="Say on standard error what is chosen and done."),
+]
 
 
 def installation() -> dict:
@@ -47,18 +91,48 @@ def installation() -> dict:
     }
 
 
-def load(target: str | None = None, draft: str | None = None) -> Pair:
-    """Load the models without the libraries' warnings and progress bars; what matters is raised as an error."""
+def load(target: str | None = None, draft: str | None = None, dtype: Precision | None = None) -> Pair:
+    """Load the models without the libraries' warnings and progress bars; what matters is raised as an error.
+
+    On a CPU the shipped pair gets one thread, unless the environment says how many: it is so small that a second one
+    brings a tenth on an idle machine, and takes much more on a busy one.
+    """
+    if target is None and not torch.cuda.is_available() and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & {*os.environ}:
+        torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     with progress("loading the models"):
-        return load_pair(target, draft)
+        return load_pair(target, draft, dtype=None if dtype is None else getattr(torch, dtype))
 
 
-def encode(pair: Pair, text: str) -> torch.Tensor:
-    """The tokens of a text, LongTensor[1, T] on the target's device."""
-    ids = pair.tokenizer(text, return_tensors="pt")["input_ids"]
+def say_if_busy() -> None:
+    """Say on standard error, before something is timed, that other work will disturb it."""
+    load = current_load()
+    if load.busy:
+        typer.echo(f"heavypath: the machine is busy ({load}), so timings are noisy and long", err=True)
+
+
+def current_load() -> Load:
+    """How busy the machine is now."""
+    return Load(os.getloadavg()[0], usable_cores(), torch.get_num_threads())
+
+
+def encode(pair: Pair, text: str, *, chat: bool = False) -> torch.Tensor:
+    """The tokens of a text, LongTensor[1, T] on the target's device; with `chat` those of a user's message.
+
+    Raises ValueError if there is no chat template for it.
+    """
+    if chat:
+        if not pair.tokenizer.chat_template:
+            raise ValueError("--chat needs a target whose tokenizer has a chat template, and this one has none")
+        message = [{"role": "user", "content": text}]
+        encoded = pair.tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        encoded = pair.tokenizer(text, return_tensors="pt")
+    ids = encoded["input_ids"]  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert isinstance(ids, torch.Tensor)
     return ids.to(pair.target.device)
 

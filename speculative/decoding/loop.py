@@ -4,6 +4,7 @@ On a GPU the host learns what a step did while the next one is under way. So one
 it did is discarded. Sequences that go on take the slots of those that have ended, and the next steps are smaller.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -19,6 +20,8 @@ from heavypath.speculative.decoding.snapshots import Snapshots, host_can_read
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
+
+logger = logging.getLogger(__name__)
 
 OnStep = Callable[[Stepped, Sequences, Sequences], None]  # of what a step did, the state before it and after it
 
@@ -119,6 +122,8 @@ def decode(
 
 def close_up(workspace: Workspace, members: list[int], ended: dict[int, _Ended], slots: int) -> None:
     """Move the sequences that go on into the first `slots` slots; `members` then says who is in these."""
+    if slots < len(members):
+        logger.debug("the batch closes up from %d slots to %d", len(members), slots)
     free = [slot for slot, member in enumerate(members[:slots]) if member in ended]
     for slot in range(slots, len(members)):
         if members[slot] not in ended:

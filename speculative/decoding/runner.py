@@ -3,6 +3,7 @@
 A benchmark that wants to look at each step can put its own object with these methods in the place of `decoder.runner`.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
 from heavypath.speculative.models.text_cache import TextCache
+
+logger = logging.getLogger(__name__)
 
 KEPT = 2  # caches of texts, for each thread: that of a chat which goes on, and of one text between its turns
 MOST_STEPS = 64  # kept: one for each plan and, on a CPU, for each depth near the end of a text
@@ -62,12 +65,16 @@ class StepRunner:
     def _new_workspace(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None) -> Workspace:
         """A new workspace; where memory is short, the texts kept for later give theirs."""
         try:
-            return Workspace(plan, size, graphs)
+            workspace = Workspace(plan, size, graphs)
         except torch.OutOfMemoryError:
             if not self.kept:
                 raise
-        self.kept.clear()  # outside of the handler, whose traceback holds a part of what was allocated
-        return Workspace(plan, size, graphs)
+            workspace = None
+        if workspace is None:  # outside of the handler, whose traceback holds a part of what was allocated
+            self.kept.clear()
+            workspace = Workspace(plan, size, graphs)
+        logger.debug("a new workspace: %d bytes of caches, %s", workspace.cache_bytes, size)
+        return workspace
 
     def run(self, plan: StepPlan, workspace: Workspace, *, slots: int, levels: int, longest: int, lap: Lap) -> Stepped:
         """Run one step of the sequences in the first `slots` slots.
@@ -89,6 +96,7 @@ class StepRunner:
             stepped, graph.is_warm = step(state, target_cache, draft_cache, visible_rows, _no_lap), True
         else:
             if not graph.is_captured:
+                logger.debug("capturing a CUDA graph: %d slots, a tree of %d nodes", slots, len(plan.tree))
                 with graph.capturing():
                     graph.result = step(state, target_cache, draft_cache, visible_rows, _no_lap)
             graph.replay()

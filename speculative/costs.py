@@ -1,0 +1,250 @@
+"""What steps cost on this machine, from timings that whatever else runs on it disturbs.
+
+Trees of all sizes are timed in turn, in rounds. Planning needs no seconds but ratios, so each time is divided by that
+of the step of one node in the same round: what slows both alike leaves their ratio as it was. With x[r, n] the seconds
+of a step over n nodes in round r,
+
+    ratio(n) = median over r of x[r, n] / x[r, 1]        error(n) = 0.93 (upper - lower quartile) / sqrt(rounds)
+
+Here the median is better than the least, which single programs are usually timed by: beside a busy process a short step
+is sometimes left alone and a long one never, so that the ratio of the least times is too large. A median does not care
+what fewer than half of the rounds met. 0.93 is the factor of a median's standard error where errors are nearly normal
+(1.253 / 1.349).
+
+A larger tree should not cost less. So the ratios are replaced by the rising sequence nearest to them, with weights of
+1 / error^2 (isotonic regression, by pooling adjacent violators). How far a ratio had to be moved counts as error, too:
+some of it is real, since a BLAS may multiply 6 rows a fifth faster than 2; much of it says that the timings contradict
+each other. One node alone is not part of the sequence: products with one row have routines of their own.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median, quantiles
+from typing import NamedTuple
+
+AGREE = 0.03  # of a figure: when its standard error is below that, it is not timed further
+MOST = 0.2  # of a figure: with a standard error above that it is no measurement
+MOST_MOVED = 1 / 3  # of a figure: one that had to be moved by more contradicts the others
+ROUNDS = 5  # of each size, at least; where the time is over after fewer, `LEAST_ROUNDS`
+LEAST_ROUNDS = 3
+MOST_ROUNDS = 60
+EXACT = 0.005  # the least relative error that any ratio is believed to have, for its weight
+BEGIN = 4  # sizes that the first rounds time
+
+
+class Timed(NamedTuple):
+    """The seconds of a step without its drafting, and those of drafting a level; None for a tree without levels."""
+
+    step: float
+    level: float | None = None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on the machine of the profile.
+
+    step:  {nodes of the tree: seconds of a step without its drafting}, which never fall; 1 node is plain decoding
+    level: seconds of drafting one level of a tree
+    step_error, level_error: how far these may be off, in seconds: the standard error, and what contradictions add.
+        Where nothing is said they are exact
+    rounds: in which sizes were timed
+    """
+
+    step: dict[int, float]
+    level: float
+    step_error: dict[int, float] = field(default_factory=dict)
+    level_error: float = 0.0
+    rounds: int = 0
+
+    def steps_of(self, sizes: Sequence[int]) -> dict[int, float]:
+        """{size: cost} in steps of plain decoding; on straight lines between the sizes that were measured."""
+        return {size: self._between(self.step, size) / self.step[1] for size in sizes if size <= max(self.step)}
+
+    def relative_error(self, size: int, depth: int) -> float:
+        """How far the cost of a step with a tree of so many nodes and levels may be off, as a share of that cost."""
+        error = math.hypot(self._between(self.step_error, size), depth * self.level_error)
+        return error / (self._between(self.step, size) + depth * self.level)
+
+    @staticmethod
+    def _between(figures: dict[int, float], size: int) -> float:
+        known = sorted(figures.items())
+        for (low, at_low), (high, at_high) in pairwise(known):
+            if low <= size <= high:
+                return at_low + (at_high - at_low) * (size - low) / (high - low)
+        return figures.get(size, 0.0)
+
+
+class Ratio(NamedTuple):
+    """A median over rounds, and its standard error."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Ratio":
+        """That of the values of some rounds; of a single one the error is not known, which is infinite."""
+        if len(values) < 2:
+            return cls(values[0], math.inf)
+        low, middle, high = quantiles(values, n=4, method="inclusive")
+        return cls(middle, 0.93 * (high - low) / math.sqrt(len(values)))
+
+
+class Timings:
+    """Rounds of timings. Each round is {nodes: `Timed`} and has one node among its sizes."""
+
+    def __init__(self) -> None:
+        self.rounds: list[dict[int, Timed]] = []
+
+    def of(self, size: int) -> Ratio:
+        """The step over `size` nodes, in steps of one node."""
+        return Ratio.of([found[size].step / found[1].step for found in self.rounds if size in found])
+
+    def rounds_of(self, size: int) -> int:
+        """How many rounds have timed this size."""
+        return sum(size in found for found in self.rounds)
+
+    @property
+    def level(self) -> Ratio:
+        """Drafting a level, in steps of one node. A round's figure is the median over its sizes."""
+        shares = []
+        for found in self.rounds:
+            levels = [timed.level for timed in found.values() if timed.level is not None]
+            if levels:
+                shares.append(median(levels) / found[1].step)
+        return Ratio.of(shares) if shares else Ratio(0.0, 0.0)
+
+    def costs(self, least_rounds: int = 1) -> Costs:
+        """The costs that follow, of the sizes with so many rounds at least."""
+        sizes = sorted({size for found in self.rounds for size in found})
+        sizes = [size for size in sizes if size > 1 and self.rounds_of(size) >= least_rounds]
+        ratios = [self.of(size) for size in sizes]
+        weights = [max(ratio.error, EXACT * ratio.value) ** -2 for ratio in ratios]
+        rising = rising_fit([ratio.value for ratio in ratios], weights)
+        unit = Ratio.of([found[1].step for found in self.rounds])
+        step, errors = {1: unit.value}, {1: unit.error}
+        for size, ratio, value in zip(sizes, ratios, rising, strict=True):
+            step[size] = unit.value * value
+            errors[size] = unit.value * math.hypot(ratio.error, ratio.value - value)
+        level = self.level
+        return Costs(step, unit.value * level.value, errors, unit.value * level.error, len(self.rounds))
+
+
+def rising_fit(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The sequence f that never falls with the least sum of weight * (value - f)^2; weights are positive, 0 for an
+    infinite error counts as almost nothing.
+
+    Neighbours that fall are pooled to their weighted mean, until none fall (pool adjacent violators).
+    """
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, values
+    for value, weight in zip(values, weights, strict=True):
+        block = (value, max(weight, 1e-12), 1)
+        while blocks and blocks[-1][0] > block[0]:
+            mean, heavy, count = blocks.pop()
+            total = heavy + block[1]
+            block = ((mean * heavy + block[0] * block[1]) / total, total, count + block[2])
+        blocks.append(block)
+    return [mean for mean, _, count in blocks for _ in range(count)]
+
+
+def time_costs(
+    visit: Callable[[int, int], Timed],
+    sizes: Collection[int],
+    worth: Callable[[Costs], set[int]],
+    *,
+    limit: float,
+    clock: Callable[[], float],
+    report: Callable[[str], object],
+) -> Costs:
+    """Time trees in rounds until the figures that count agree, or the time is over.
+
+    visit: times a tree of so many nodes in round 0, 1, ...; round 0 is a warm-up
+    sizes: nodes of the trees that may be timed. The rounds begin with a few small ones, of doubling sizes
+    worth: which sizes are worth timing by what is known so far; those beyond the ones timed are reached by doubling
+    limit: seconds by `clock`; looked at after each round, and a few rounds are always made
+
+    Raises ValueError if the figures still contradict each other at the end.
+    """
+    candidates = sorted({1, *sizes})
+    doubling = [1]
+    for size in candidates:
+        if size >= 2 * doubling[-1] or size == candidates[-1] > doubling[-1]:
+            doubling.append(size)
+    active, timings, begin, number = doubling[:BEGIN], Timings(), clock(), 0
+    for size in active:
+        visit(size, 0)
+    left = ""
+    while True:
+        number += 1
+        report(f"timing trees of 1 to {max(active)} nodes, round {number}{left}")
+        turn = number % len(active)
+        timings.rounds.append({size: visit(size, number) for size in active[turn:] + active[:turn]})
+        known = timings.costs()
+        wanted = {1} | worth(known)
+        beyond = max(known.step)
+        further = [size for size in doubling if size > beyond][:1] if max(wanted) > beyond else []
+        missing = [size for size in (*sorted(wanted), *further) if size not in known.step and size <= beyond] + further
+        few = {size for size in known.step if timings.rounds_of(size) < ROUNDS}
+        unsure = {size for size in wanted if size in known.step and not _agrees(timings.of(size))}
+        level = timings.level
+        done = not missing and not few and not unsure and level.error <= AGREE
+        spent = clock() - begin
+        if done or number >= MOST_ROUNDS or (spent >= limit and number >= LEAST_ROUNDS):
+            break
+        for size in missing:
+            visit(size, 0)
+        keep = few | {size for size in wanted if size in known.step} | {*missing}
+        active = sorted({1} | keep)
+        left = f", about {_seconds_left(timings, active, spent, limit):.0f} s left"
+    costs = timings.costs(LEAST_ROUNDS)
+    _check(timings, costs, {size for size in costs.step if size <= max(wanted)}, spent)
+    return costs
+
+
+def _agrees(ratio: Ratio) -> bool:
+    return ratio.error <= AGREE * ratio.value
+
+
+def _seconds_left(timings: Timings, active: Sequence[int], spent: float, limit: float) -> float:
+    """An estimate: errors fall with the square root of the rounds."""
+    rounds = len(timings.rounds)
+    needed = 0.0
+    for size in active:
+        have = timings.rounds_of(size)
+        if have < ROUNDS:
+            needed = max(needed, ROUNDS - have)
+        elif not _agrees(ratio := timings.of(size)):
+            needed = max(needed, have * ((ratio.error / ratio.value / AGREE) ** 2 - 1))
+    needed = max(1.0, needed)
+    return max(0.0, min(limit - spent, needed * spent / rounds))
+
+
+def _check(timings: Timings, costs: Costs, sizes: set[int], spent: float) -> None:
+    """Raise ValueError if figures of these sizes are off by more than `MOST`."""
+    unit = costs.step[1]
+
+    def share(size: int) -> float:
+        """Of what is allowed."""
+        ratio, fitted = timings.of(size), costs.step[size] / unit
+        return max(ratio.error / MOST, abs(ratio.value - fitted) / MOST_MOVED) / fitted
+
+    worst = max(sizes - {1}, key=share, default=None)
+    rounds = f"in {len(timings.rounds)} rounds of {spent:.0f} s together"
+    advice = (
+        "Nothing was written. Calibrate while the machine is idle, with fewer threads than it has free cores "
+        "(OMP_NUM_THREADS=1 where one core is free), or for longer (limit=, --limit)"
+    )
+    if worst is not None and not share(worst) <= 1:
+        raw = ", ".join(f"{size}: {timings.of(size).value:.2f}" for size in sorted(sizes))
+        raise ValueError(
+            f"the costs are noise: a step over {worst} nodes took {costs.step[worst] / unit:.2f} +- "
+            f"{costs.step_error[worst] / unit:.2f} steps of plain decoding {rounds}, expected a standard error below "
+            f"{MOST:.0%} and at most {MOST_MOVED:.0%} from a sequence that rises (medians by nodes: {raw}). {advice}"
+        )
+    if not costs.level_error <= MOST * unit:
+        raise ValueError(
+            f"the costs are noise: drafting a level took {costs.level / unit:.2f} +- "
+            f"{costs.level_error / unit:.2f} steps of plain decoding {rounds}, expected an error below "
+            f"{MOST:.2f}. {advice}"
+        )

@@ -1,0 +1,70 @@
+"""Threads: which processes are the command, how its threads wait, and when a machine counts as busy."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from heavypath.speculative.threads import Load, is_command, usable_cores, wait_passively
+
+
+def test_the_command_is_known_by_its_name_and_by_that_of_the_package():
+    assert is_command(["/somewhere/bin/heavypath", "info"], ["python", "/somewhere/bin/heavypath", "info"])
+    for module in ("heavypath", "heavypath.speculative"):
+        assert is_command(["-m", "info"], ["python", "-X", "dev", "-m", module, "info"])
+    assert not is_command(["-m", "tests"], ["python", "-m", "pytest", "heavypath.speculative"])
+    assert not is_command(["-c"], ["python", "-c", "import heavypath.speculative"])
+    assert not is_command(["/home/someone/program.py"], ["python", "/home/someone/program.py", "heavypath"])
+    assert not is_command([], [])
+
+
+def test_a_users_own_setting_of_how_threads_wait_stays():
+    environment = {}
+    wait_passively(environment)
+    assert environment == {"OMP_WAIT_POLICY": "PASSIVE"}
+    for name, value in (("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "100"), ("KMP_BLOCKTIME", "1")):
+        environment = {name: value}
+        wait_passively(environment)
+        assert environment == {name: value}
+
+
+def spins(*arguments):
+    """How often GNU's OpenMP looks for work before a thread sleeps, in a process with these arguments of Python."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=ours | {"OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [line for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
+    if not lines:
+        pytest.skip("PyTorch came with another OpenMP than GNU's")
+    return int(lines[0].split("'")[1])
+
+
+def test_the_commands_threads_sleep_while_they_wait_and_other_programs_choose():
+    """What OpenMP itself says when PyTorch is imported, after which nothing changes it."""
+    assert spins("-m", "heavypath.speculative", "--version") == 0
+    assert spins("-c", "import heavypath.speculative") > 0
+
+
+def test_a_machine_is_busy_if_fewer_cores_are_free_than_there_are_threads():
+    assert not Load(0.2, 2, 2).busy
+    assert Load(1.0, 2, 2).busy
+    assert not Load(1.0, 2, 1).busy
+    assert Load(3.1, 2, 1).busy
+    assert not Load(4.0, 64, 64).busy
+    assert Load(20.0, 64, 64).busy
+    assert str(Load(3.14, 2, 1)) == "load 3.1 on 2 cores, 1 thread"
+
+
+def test_a_containers_share_of_the_cores_counts(tmp_path):
+    cores = len(os.sched_getaffinity(0))
+    quota = tmp_path / "cpu.max"
+    for text, expected in (("max 100000", cores), ("100000 100000", 1), ("50000 100000", 1), ("6400000 100000", cores)):
+        quota.write_text(text + "\n")
+        assert usable_cores(quota) == min(cores, expected)
+    assert usable_cores(tmp_path / "absent") == cores
