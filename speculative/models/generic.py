@@ -91,7 +91,8 @@ class TransformersForward(Forward):
             biases = mask.biases(self.dtype, self.windows)
             each = {kind: biases[window].expand(len(tokens), -1, -1, -1) for kind, window in self._window_of.items()}
             arguments["attention_mask"] = each if len(self.windows) > 1 else each[self._kinds[0]]
-            first_rows = [mask.first_row(self._window_of[kind]) for kind in self._kinds]
+            first_row = {kind: mask.first_row(window) for kind, window in self._window_of.items()}
+            first_rows = [first_row[kind] for kind in self._kinds]
         arguments["past_key_values"] = cache.at(cache_rows, mask.visible_rows, first_rows)
         if needs_logits:
             return self.model(**arguments).logits.float()
