@@ -16,7 +16,7 @@ TESTS ?=
 # What depends on the versions of other packages: how it is installed, the kernels in Triton's interpreter, the drop-in,
 # the models' forward passes, generation against that of transformers, and the command line.
 VERSION_TESTS := $(addprefix tests/, test_packaging.py test_noise.py test_filtering.py test_commit.py \
-	test_cache_compaction.py test_huggingface.py test_transformers_forward.py test_custom_generate.py test_cli.py \
+	test_cache_compaction.py test_huggingface.py test_transformers_forward.py test_changed_models.py test_custom_generate.py test_cli.py \
 	test_decoder.py::test_greedy_text_is_that_of_transformers_generate \
 	test_decoder.py::test_decoding_through_the_kernel)
 
@@ -25,7 +25,7 @@ MADE := $(VENV)/.made-with-$(notdir $(PYTHON))
 INSTALLED := $(VENV)/.installed-with-torch-$(TORCH_VERSION)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 
-.PHONY: help setup demo test test-all test-oldest check report record pictures clean requirements
+.PHONY: help setup demo test test-all test-oldest test-libraries check report record pictures clean requirements
 
 help:
 	@echo "The first target also makes .venv and installs torch there, which takes some minutes."
@@ -33,6 +33,7 @@ help:
 	@echo "make test         run the tests (some minutes; TESTS=tests/test_tree.py runs some of them)"
 	@echo "make test-all     run the slow tests, too (several times as long)"
 	@echo "make test-oldest  run the tests that depend on versions, with the oldest versions allowed"
+	@echo "make test-libraries  run the tests of models that other libraries quantise, which it installs"
 	@echo "make check        run ruff and pyright"
 	@echo "make report       say what the kernels compile to for three generations of GPUs, and fail on spills"
 	@echo "make record       the same, and keep the figures in bench/results/compile_report.json"
@@ -53,6 +54,12 @@ test-all: setup
 
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.ci/oldest.txt TESTS="$(VERSION_TESTS)"
+
+test-libraries:
+	$(MAKE) setup VENV=.venv-libraries
+	.venv-libraries/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		--editable '.[libraries]' torch==$(TORCH_VERSION)
+	$(MAKE) test VENV=.venv-libraries TESTS=tests/test_other_libraries.py
 
 check: $(VENV)/.checkers
 	$(BIN)/ruff check .

@@ -1,23 +1,28 @@
-"""All metadata is in pyproject.toml. Here is what it cannot say: how an editable install finds the package's folders.
+"""All metadata is in pyproject.toml, but for two things that it cannot say.
 
-`kernels/` is heavypath.kernels and `speculative/` is heavypath.speculative. For folders with other names than their
-packages setuptools installs an import hook, which Python follows but no editor or type checker does. So an editable
-install makes a folder in which the names agree,
+How an editable install finds the package's folders. `kernels/` is heavypath.kernels and `speculative/` is
+heavypath.speculative. For folders with other names than their packages setuptools installs an import hook, which Python
+follows but no editor or type checker does. So an editable install makes a folder in which the names agree,
 
+    .editable/heavypath/__init__.py  ->  speculative/package/__init__.py
     .editable/heavypath/kernels      ->  kernels/
     .editable/heavypath/speculative  ->  speculative/
 
 and puts its path into the environment, as for any project with a source folder of its own. Wheels are built from the
 folders themselves.
+
+And the README as a package index shows it, where its links lead to the repository.
 """
 
 import os
+import re
+import tomllib
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.editable_wheel import editable_wheel
 
-FOLDERS = ("kernels", "speculative")
+LINKS = {"__init__.py": "speculative/package/__init__.py", "kernels": "kernels", "speculative": "speculative"}
 
 
 class EditableWheel(editable_wheel):
@@ -27,13 +32,24 @@ class EditableWheel(editable_wheel):
         """Make the links, and say that the packages are there."""
         package = Path(".editable", "heavypath")
         package.mkdir(parents=True, exist_ok=True)
-        for name in FOLDERS:
+        for name, source in LINKS.items():
             link = package / name
             link.unlink(missing_ok=True)
-            link.symlink_to(os.path.relpath(name, package), target_is_directory=True)
+            link.symlink_to(os.path.relpath(source, package))
         self.distribution.package_dir = {"": ".editable"}
-        self.distribution.packages = ["heavypath", *self.distribution.packages]  # a path serves packages below one name
         super().finalize_options()
 
 
-setup(cmdclass={"editable_wheel": EditableWheel})
+def readme() -> str:
+    """README.md with whole addresses in the place of relative ones."""
+    home = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
+    text = Path("README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^\]]*\]\()(?!https?:)", rf"\1{home}/raw/main/", text)
+    return re.sub(r"((?<!!)\[[^\]]*\]\()(?!https?:|#)", rf"\1{home}/blob/main/", text)
+
+
+setup(
+    cmdclass={"editable_wheel": EditableWheel},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+)

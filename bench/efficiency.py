@@ -78,7 +78,7 @@ def measure(arguments: argparse.Namespace, report: Callable[[str], object]) -> l
                     if key not in decoded:
                         decoder = SpeculativeDecoder(target, draft, name, **options)
                         decoded[key] = decoder.generate(
-                            **batch, max_new_tokens=arguments.tokens, temperature=temperature, seed=2
+                            **batch, max_new_tokens=arguments.tokens, temperature=temperature, seed=2, eos_token_id=None
                         ).stats
                     out = decoded[key]
                     rows.append(

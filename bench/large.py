@@ -277,7 +277,7 @@ class Bench:
 
         def timed(given: Tensor, new_tokens: int) -> tuple[Generation, float]:
             begin = self.clock()
-            out = decoder.generate(given, new_tokens, **sampling)
+            out = decoder.generate(given, new_tokens, eos_token_id=None, **sampling)
             return out, self.clock() - begin
 
         def write(given: Tensor) -> Text:
@@ -295,7 +295,7 @@ class Bench:
         observer = Observer(self, runner)
         decoder.runner = cast(StepRunner, observer)
         try:
-            decoder.generate(given, OBSERVED_TEXT, **sampling)
+            decoder.generate(given, OBSERVED_TEXT, eos_token_id=None, **sampling)
         finally:
             decoder.runner = runner
         alone, models = observer.alone_and_models
@@ -311,7 +311,7 @@ class Bench:
         """
         state, numbers = workspace.state.numbers, workspace.state.numbers.clone()
         calls: list[Call] = []
-        listening(runner, calls).run(heard(plan, calls), workspace, **where)
+        StepRunner(runner.cuda_graphs).run(heard(plan, calls), workspace, **where)
 
         def models() -> None:
             for forward, arguments, options in calls:
@@ -373,16 +373,11 @@ class Bench:
 
 
 def heard(plan: StepPlan, calls: list[Call]) -> StepPlan:
-    """The same plan, whose draft's calls are noted."""
-    draft = plan.draft
+    """The same plan, whose models' calls are noted."""
+    target, draft = cast(Forward, Heard(plan.target, calls)), plan.draft
     if isinstance(draft, ModelDraft):
         draft = ModelDraft(cast(Forward, Heard(draft.forward, calls)), draft.forward.vocab_size)
-    return replace(plan, draft=draft)
-
-
-def listening(runner: StepRunner, calls: list[Call]) -> StepRunner:
-    """A runner of the same steps, whose target's calls are noted."""
-    return StepRunner(cast(Forward, Heard(runner.target, calls)), runner.cuda_graphs)
+    return replace(plan, target=target, draft=draft)
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, number: int) -> Tensor:

@@ -29,7 +29,9 @@ def milliseconds_by_phase(decoder: SpeculativeDecoder, prompts: list[Tensor], te
     for _ in range(ROUNDS + 1):  # the first is for warming up
         seconds, steps = dict.fromkeys(PHASES, 0.0), 0
         for prompt in prompts:
-            stats = decoder.generate(prompt, max_new_tokens=64, temperature=temperature, seed=1).stats
+            stats = decoder.generate(
+                prompt, max_new_tokens=64, temperature=temperature, seed=1, eos_token_id=None
+            ).stats
             seconds = {phase: seconds[phase] + stats.seconds.get(phase, 0.0) for phase in PHASES}
             steps += stats.steps
         rounds.append({phase: 1e3 * spent / steps for phase, spent in seconds.items()})

@@ -60,7 +60,9 @@ def steps_worth_showing() -> Iterator[Step]:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(100):
             file = Path(folder, "trace.jsonl")
-            decoder.generate(prompt, 64, temperature=TEMPERATURE, seed=seed, trace=file, tokenizer=tokenizer)
+            decoder.generate(
+                prompt, 64, temperature=TEMPERATURE, seed=seed, eos_token_id=None, trace=file, tokenizer=tokenizer
+            )
             text, texts = PROMPT, {}
             for record in read_trace(file)[1]:
                 texts |= record["texts"]

@@ -45,7 +45,7 @@ def draw(path: Path) -> None:
         page.write_text(cropped, encoding="utf-8")
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         options += [f"--user-data-dir={folder / 'profile'}", f"--window-size={WIDTH},{WINDOW}"]
-        address = f"{page.as_uri()}#0.{step}"
+        address = f"{page.as_uri()}#1.{step + 1}"
         height = re.search(r"<title>height (\d+)</title>", run(browser, *options, "--dump-dom", address))
         if height is None:
             raise RuntimeError("Chromium did not show the page")

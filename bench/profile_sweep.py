@@ -51,7 +51,7 @@ def sweep(
         for name in names[number % len(names) :] + names[: number % len(names)]:
             report(f"T = {temperature:g}, prompt {number} of {len(prompts)}: {name}")
             begin = time.perf_counter()
-            decoders[name].generate(prompt, arguments.tokens, temperature=temperature, seed=number)
+            decoders[name].generate(prompt, arguments.tokens, temperature=temperature, seed=number, eos_token_id=None)
             if number:  # the first round warms up
                 seconds[name].append(time.perf_counter() - begin)
     rows = []

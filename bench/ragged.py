@@ -43,7 +43,8 @@ def main() -> None:
 
     def seconds(decoder: SpeculativeDecoder, closing_up: bool) -> float:
         loop.close_up = CLOSING_UP if closing_up else lambda *slots: None
-        stats = decoder.generate(**inputs, max_new_tokens=new[-1], stopping_criteria=[ends], pad_token_id=0).stats
+        length = {"max_new_tokens": new[-1], "eos_token_id": None, "pad_token_id": 0}
+        stats = decoder.generate(**inputs, **length, stopping_criteria=[ends]).stats
         assert stats.tokens_of.tolist() == new
         return stats.total_seconds
 

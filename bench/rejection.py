@@ -189,7 +189,9 @@ def positions(
     """Target's and draft's logits [new_tokens, V] before each token that the target samples after each prompt."""
     inputs = pair.tokenizer(list(prompts), return_tensors="pt", padding=True)
     decoder = SpeculativeDecoder(pair.target, pair.draft, "autoregressive")
-    texts = decoder.generate(**inputs, max_new_tokens=new_tokens, temperature=temperature, seed=seed).sequences
+    texts = decoder.generate(
+        **inputs, max_new_tokens=new_tokens, temperature=temperature, seed=seed, eos_token_id=None
+    ).sequences
     for text, padding in zip(texts, (inputs.attention_mask == 0).sum(1).tolist(), strict=True):
         target_logits, draft_logits = (
             model(text[None, padding:-1], logits_to_keep=new_tokens).logits[0].float()

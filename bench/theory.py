@@ -160,7 +160,9 @@ def decode(
     group = max(1, len(prompts) // 6)
     for begin in range(0, len(prompts), group):
         inputs = pair.tokenizer(list(prompts[begin : begin + group]), return_tensors="pt", padding=True)
-        stats = decoder.generate(**inputs, max_new_tokens=new_tokens, temperature=temperature, seed=seed + begin).stats
+        stats = decoder.generate(
+            **inputs, max_new_tokens=new_tokens, temperature=temperature, seed=seed + begin, eos_token_id=None
+        ).stats
         tokens.append(stats.new_tokens)
         steps.append(stats.steps)
     ratio, groups = sum(tokens) / sum(steps), len(steps)

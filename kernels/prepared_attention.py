@@ -17,31 +17,44 @@ def prepared_attention(
     dtype: torch.dtype,
     subtree_end: Tensor | None = None,
     ancestor_mask: Tensor | None = None,
+    window: int | None = None,
     impl: str = "auto",
 ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
     """Attention of a tree's nodes as a function of query, key, value and scale.
 
-    The kernel gets its ancestor mask packed; PyTorch gets an additive mask over the first `rows` cache rows.
+    The kernel gets its ancestor mask packed and narrowed to the window; PyTorch gets an additive mask over the first
+    `rows` cache rows, or over those that the shortest sequence's window reaches.
 
     prefix_length: LongTensor[B], or [] for all sequences
     rows:          a number of cache rows that holds the longest prefix and its tree
     dtype:         of queries, keys and values
-    subtree_end, ancestor_mask, impl: as in `tree_attention`
+    subtree_end, ancestor_mask, window, impl: as in `tree_attention`
     """
     impl = choose_impl("prepared_attention", impl, prefix_length)
+    if ancestor_mask is None and (impl == "torch" or window is not None):
+        assert subtree_end is not None
+        ancestor_mask, subtree_end = interval_mask(subtree_end), None
     if impl == "triton":
-        packed = None if ancestor_mask is None else pack_ancestors(ancestor_mask)
+        packed = None if ancestor_mask is None else pack_ancestors(ancestor_mask, window)
 
         def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             visible = {"prefix_length": prefix_length, "subtree_end": subtree_end, "ancestor_mask": packed}
-            return tree_attention(query, key, value, **visible, scale=scale, impl="triton")
+            return tree_attention(query, key, value, **visible, window=window, scale=scale, impl="triton")
 
         return attend_by_kernel
 
-    if ancestor_mask is None:
-        assert subtree_end is not None
-        ancestor_mask = interval_mask(subtree_end)
+    assert ancestor_mask is not None
     lengths = prefix_length if prefix_length.numel() > 1 else int(prefix_length)
+    first = first_row_seen(prefix_length, window)
     alone = ancestor_mask.shape[-2:] == (1, 1) and isinstance(lengths, int) and rows == lengths + 1
-    bias = None if alone else attention_bias(ancestor_mask, lengths, rows, dtype)
-    return lambda query, key, value, scale: attend(query, key[:, :, :rows], value[:, :, :rows], bias, scale)
+    bias = None
+    if not alone or window is not None:
+        bias = attention_bias(ancestor_mask, lengths - first, rows - first, dtype, window)
+    return lambda query, key, value, scale: attend(query, key[:, :, first:rows], value[:, :, first:rows], bias, scale)
+
+
+def first_row_seen(prefix_length: Tensor, window: int | None) -> int:
+    """A cache row before which no query of any sequence sees anything; 0 unless the host can read the lengths."""
+    if window is None or prefix_length.device.type != "cpu":
+        return 0
+    return max(0, int(prefix_length.min()) - window)  # a query may be as far up as the last row of the prefix

@@ -12,7 +12,8 @@ that still grows is not in depth-first order and passes an explicit ancestor mas
     out[i] = sum_s softmax_s(scale * query[i] . key[s] over the visible s) value[s]
 
 The output is 0 for a node that sees nothing. Two options narrow what is seen: rows before `first_row` are left padding;
-and with a sliding window node i, which is at position L + depth[i], sees only positions above L + depth[i] - window.
+and with a sliding window node i, which is at position L + depth[i], sees only positions above L + depth[i] - window,
+where the position of a prefix row is its number (`tree_masks` says how distances in the tree follow from a mask).
 Gemma 2's soft cap replaces the scores by softcap * tanh(scores / softcap).
 
 The Triton kernel is in `tree_attention_kernel`, what it costs too.
@@ -52,9 +53,11 @@ def tree_attention(
     subtree_end:   int or long tensor [N] or [B, N], for nodes in depth-first order; or
     ancestor_mask: bool [N, N] or [B, N, N], [i, j] true where j is i or an ancestor of i; or that mask packed by
                    `tree_masks.pack_ancestors`. Exactly one of subtree_end and ancestor_mask is given. The query of a
-                   growing tree may hold its last Q nodes alone; the mask is then [Q, N] or [B, Q, N].
+                   growing tree may hold Q of its nodes alone; the mask is then [Q, N] or [B, Q, N].
     first_row:     LongTensor[B]; rows before it are left padding, which no node sees
-    window:        how many positions a node sees, its own included (Mistral's sliding_window); needs Q = N
+    window:        how many positions a node sees, its own included (Mistral's sliding_window). With an ancestor_mask,
+                   numbers must rise along each path, and a query that sees no node is the last row of the prefix. A
+                   mask packed for a window serves that window alone.
     softcap:       largest absolute score (Gemma 2)
     scale:         factor of the scores, default D ** -0.5
     impl:          "triton" takes CUDA tensors, or any tensors under Triton's interpreter; D a multiple of 8 from 16 to
@@ -74,8 +77,11 @@ def tree_attention(
     if not isinstance(prefix_length, (int, Tensor)):
         raise ValueError(f"prefix_length must be an int or a LongTensor, got {type(prefix_length).__name__}")
     length, lengths = (0, prefix_length) if isinstance(prefix_length, Tensor) else (prefix_length, None)
+    depths = None
     if isinstance(ancestor_mask, PackedAncestors):
-        ancestors, nodes = ancestor_mask
+        ancestors, nodes, packed_for, depths = ancestor_mask
+        if packed_for is not None and packed_for != window:
+            raise ValueError(f"ancestor_mask was packed for a window of {packed_for}, got window {window}")
     else:
         ancestors, nodes = ancestor_mask, query.shape[-2] if ancestor_mask is None else ancestor_mask.shape[-1]
     # The custom operator makes the kernel one node of a compiled graph. PyTorch's own operators do not need it: its
@@ -91,6 +97,7 @@ def tree_attention(
         subtree_end=subtree_end,
         ancestor_mask=ancestors,
         nodes=nodes,
+        depths=depths,
         first_row=first_row,
         window=window,
         softcap=softcap,
@@ -108,6 +115,7 @@ def _tree_attention(
     subtree_end: Tensor | None,
     ancestor_mask: Tensor | None,
     nodes: int,
+    depths: Tensor | None,
     first_row: Tensor | None,
     window: int | None,
     softcap: float | None,
@@ -123,6 +131,7 @@ def _tree_attention(
         nodes=nodes,
         first_row=first_row,
         window=window,
+        depths=depths,
     )
     _check(query, key, value, visible, softcap, scale, impl)
     if query.numel() == 0:
@@ -160,7 +169,7 @@ def _check(
         raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
     if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
         raise ValueError(f"expected one floating-point dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
-    length, lengths, subtree_end, ancestors, nodes, first_row, window = visible
+    length, lengths, subtree_end, ancestors, nodes, first_row, window, _ = visible
     given = {"key": key, "value": value, "prefix_length": lengths, "subtree_end": subtree_end}
     for name, tensor in (given | {"ancestor_mask": ancestors, "first_row": first_row}).items():
         if tensor is not None and tensor.device != query.device:
@@ -173,8 +182,8 @@ def _check(
         columns = nodes if ancestors.dtype == torch.bool else 2 * -(-nodes // 64)
         dtypes, shape = (torch.bool, torch.int32), (queries, columns)
         _check_tensor("ancestor_mask", ancestors, dtypes, (shape, (batch, *shape)))
-    if nodes < queries or (window is not None and nodes > queries):
-        raise ValueError(f"got {queries} queries of a tree of {nodes} nodes; with a window, all nodes must ask")
+    if nodes < queries:
+        raise ValueError(f"got {queries} queries of a tree of {nodes} nodes")
     for name, option in (("window", window), ("softcap", softcap), ("scale", scale)):
         if option is not None and not option > 0:
             raise ValueError(f"{name} must be above 0, or None, got {option}")
@@ -213,8 +222,7 @@ def _reference(
     query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float
 ) -> Tensor:
     """The formula at the top of this file, with shortcuts for a single node and for a chain without a prefix."""
-    batch = len(query)
-    length, lengths, end, _, nodes, first_row, window = visible
+    length, lengths, end, _, nodes, first_row, window, depths = visible
     used = nodes + (length if lengths is None else int(lengths.max()))
     key, value = key[:, :, :used], value[:, :, :used]
     narrowed = first_row is not None or window is not None or softcap is not None or lengths is not None
@@ -224,7 +232,7 @@ def _reference(
         return _by_node(scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True))
 
     prefix = length if lengths is None else lengths.reshape(-1)
-    bias = attention_bias(visible.ancestor_mask(), prefix, used, query.dtype)
+    bias = attention_bias(visible.ancestor_mask(), prefix, used, query.dtype, window, depths)
     if not narrowed and end is not None:
         return _by_node(attend(query, key, value, bias, scale))
 
@@ -234,12 +242,6 @@ def _reference(
     if first_row is not None:
         hidden = hidden | (row < first_row[:, None])
         bias = bias.masked_fill((row < first_row[:, None])[:, None, None], -torch.inf)
-    if window is not None:
-        depths = visible.depths().expand(batch, -1).long()
-        node = (row - starts[:, None]).clamp(0, nodes - 1).expand(batch, -1)
-        position = torch.where(row < starts[:, None], row, starts[:, None] + depths.gather(1, node))  # [B, used]
-        distance = (starts[:, None] + depths)[:, :, None] - position[:, None]
-        bias = bias.masked_fill((distance >= window)[:, None], -torch.inf)
     if lengths is not None or first_row is not None:
         hidden = hidden[:, None, :, None]
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)

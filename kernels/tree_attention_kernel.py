@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.tree_masks import Visible, pack_ancestors
+from heavypath.kernels.tree_masks import Visible
 
 MAX_NODES = 2048  # each of 64 blocks of 32 keys has a bit in one word
 _MIN_SPLIT = 256  # fewest rows worth a program of their own; a multiple of every BLOCK_N
@@ -53,7 +53,7 @@ def _cut(
         first = tl.load(first_row + batch).to(tl.int32)
     begin = first
     if window is not None:
-        begin = tl.maximum(begin, length - window + 1)  # the root sees furthest back
+        begin = tl.maximum(begin, length - window)  # what a query of depth -1 sees: none sees further back
     begin = tl.minimum(begin, length) // BLOCK_N * BLOCK_N
     span = length - begin + tl.minimum(nodes, MIN_SPLIT)
     size = tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(span, SPLITS), BLOCK_N) * BLOCK_N)
@@ -119,7 +119,8 @@ def _tree_attention_kernel(
 ):  # fmt: skip
     """A program for each tile of (node, head of the group) rows, part of the keys, and (sequence, key head).
 
-    Strides of query, key and value count units of 8 elements; out is [B, Q, Hq, D].
+    Strides of query, key and value count units of 8 elements; out is [B, Q, Hq, D]. With a window, depths are those of
+    the queries, and words are narrowed to the window already.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     batch, kv_head = tl.program_id(2) // kv_heads, tl.program_id(2) % kv_heads
@@ -204,7 +205,7 @@ def _tree_attention_kernel(
             full = tl.min(tl.reshape(ones, [TREE_BLOCKS, BLOCK_N // 32]), 1) != 0
         bit = tl.full([TREE_BLOCKS], 1, tl.int64) << blocks.to(tl.int64)
 
-        if (first_row is None) and (depths is None) and TREE_BLOCKS > 1:
+        if (first_row is None) and ((depths is None) or (ends is None)) and TREE_BLOCKS > 1:
             full_bits = tl.sum(tl.where(full, bit, 0), 0)
             for _ in tl.range(0, tl.sum(full.to(tl.int32), 0)):
                 block = _lowest_bit(full_bits) * BLOCK_N
@@ -224,6 +225,9 @@ def _tree_attention_kernel(
             if ends is not None:
                 end = tl.load(ends + batch * ends_stride + at, mask=at < nodes, other=0).to(tl.int32)
                 visible = (at[None, :] <= node[:, None]) & (node[:, None] < end[None, :])
+                if depths is not None:
+                    above = tl.load(depths + batch * depths_stride + at, mask=at < nodes, other=0)
+                    visible = visible & (depth[:, None] - above[None, :] < window)
             else:
                 in_word = (offsets % 32)[None, :]
                 base = words + batch * words_stride + node * word_count + block // 32
@@ -233,9 +237,6 @@ def _tree_attention_kernel(
                 else:
                     high = tl.load(base + 1, mask=asks, other=0)[:, None]
                     visible = ((tl.where((offsets < 32)[None, :], low, high) >> in_word) & 1) != 0
-            if depths is not None:
-                above = tl.load(depths + batch * depths_stride + at, mask=at < nodes, other=0)
-                visible = visible & (depth[:, None] - above[None, :] < window)
             if first_row is not None:
                 readable = readable & (length + at >= first)
                 visible = visible & readable[None, :]
@@ -364,13 +365,15 @@ def launch_tree_attention(
         partial_out = out.new_empty(batch, kv_heads, splits, rows, head_dim, dtype=torch.float32)
         partial_peak, partial_total = out.new_empty(2, batch, kv_heads, splits, rows, dtype=torch.float32)
 
-    length, lengths, ends, ancestors, nodes, first_row, window = visible
-    words = None
-    if ancestors is not None:
-        words = (pack_ancestors(ancestors).words if ancestors.dtype == torch.bool else ancestors).contiguous()
-    ends = None if ends is None else ends.contiguous()
+    length, lengths, ends, _, nodes, first_row, window, _ = visible
+    words = depths = None
+    if ends is None:
+        packed = visible.packed()
+        words, depths = packed.words.contiguous(), None if packed.depths is None else packed.depths.contiguous()
+    else:
+        ends = ends.contiguous()
+        depths = None if window is None else visible.node_depths()
     first_row = None if first_row is None else first_row.contiguous()
-    depths = None if window is None else visible.depths().contiguous()
     lengths_stride = 0 if lengths is None or lengths.dim() == 0 else lengths.stride(0)
     block_d = max(16, triton.next_power_of_2(head_dim))
     # A limit on registers keeps ptxas from spilling to fit one more program; with 16 warps it would make ptxas spill.

@@ -7,6 +7,10 @@ For nodes in depth-first order the subtree of node j is the interval [j, end[j])
 and the N integers end[j] = j + (nodes in the subtree of j), called `subtree_end`, are the whole mask. A tree that still
 grows is not in depth-first order: it takes an ancestor mask, bool [i, j], or the same mask packed into 32-bit words.
 For PyTorch's own attention the mask is a bias, 0 where a node sees a cache row and -inf elsewhere.
+
+A sliding window follows from the mask alone, whichever nodes ask. Numbers rise along a path, so the distance from node
+i up to node j is the number of nodes behind j that i sees, and a row of the mask with d + 1 nodes belongs to a node of
+depth d. A query that sees no node of the tree is the last row of the prefix: its depth is -1.
 """
 
 from typing import NamedTuple
@@ -19,19 +23,25 @@ from torch.nn.functional import pad
 class PackedAncestors(NamedTuple):
     """An ancestor mask [Q, N] or [B, Q, N] with 32 nodes in a word, as `pack_ancestors` makes it.
 
-    words: int32 [..., Q, 2 * ceil(N / 64)]; bit j % 32 of word j // 32 is column j
-    nodes: N
+    words:  int32 [..., Q, 2 * ceil(N / 64)]; bit j % 32 of word j // 32 is column j
+    nodes:  N
+    window: the sliding window that the mask was narrowed to; None for a mask of all ancestors
+    depths: int32 [..., Q], of the queries; with a window only
     """
 
     words: Tensor
     nodes: int
+    window: int | None = None
+    depths: Tensor | None = None
 
 
-def pack_ancestors(mask: Tensor) -> PackedAncestors:
-    """Pack a bool mask [..., Q, N], once for all calls of `tree_attention` that share it."""
+def pack_ancestors(mask: Tensor, window: int | None = None) -> PackedAncestors:
+    """Pack a bool mask [..., Q, N], once for all calls of `tree_attention` that share it and the sliding window."""
+    depths = None if window is None else query_depths(mask)
+    mask = mask if window is None else narrowed(mask, window)
     bits = pad(mask, (0, -mask.shape[-1] % 64)).unflatten(-1, (-1, 32))
     places = torch.arange(32, device=mask.device)
-    return PackedAncestors((bits.long() << places).sum(-1).to(torch.int32), mask.shape[-1])
+    return PackedAncestors((bits.long() << places).sum(-1).to(torch.int32), mask.shape[-1], window, depths)
 
 
 def unpack_ancestors(packed: PackedAncestors) -> Tensor:
@@ -46,14 +56,41 @@ def interval_mask(subtree_end: Tensor) -> Tensor:
     return (index[:, None] < subtree_end[..., None, :]).tril_()
 
 
-def attention_bias(ancestors: Tensor, lengths: int | Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def narrowed(ancestors: Tensor, window: int) -> Tensor:
+    """The ancestor mask [..., Q, N] of queries that see `window` positions each, their own included."""
+    counted = ancestors.cumsum(-1, dtype=torch.int32)
+    return ancestors & (counted[..., -1:] - counted < window)
+
+
+def query_depths(ancestors: Tensor) -> Tensor:
+    """The depth of each query of an ancestor mask [..., Q, N], int32 [..., Q]; -1 for one that sees no node."""
+    return ancestors.sum(-1, dtype=torch.int32) - 1
+
+
+def attention_bias(
+    ancestors: Tensor,
+    lengths: int | Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    depths: Tensor | None = None,
+) -> Tensor:
     """The additive mask [B or 1, 1, Q, rows] of a tree behind its prefix: 0 for rows that a node sees, else -inf.
 
     ancestors: bool [Q, N] or [B, Q, N], which of the N nodes each of the Q querying nodes sees
     lengths:   number of prefix rows, in all sequences or LongTensor[B]; the tree's own rows lie behind them
     rows:      number of cache rows that the mask covers
+    window:    how many positions a node sees, its own included; None for all
+    depths:    int tensor [Q] or [B, Q] of the querying nodes, if `ancestors` is narrowed to the window already
     """
     queries, nodes = ancestors.shape[-2:]
+    if window is not None:
+        depths = query_depths(ancestors) if depths is None else depths
+        bias = attention_bias(narrowed(ancestors, window), lengths, rows, dtype)
+        # Of the tree's rows this hides none that the window shows: a node's number is at least its depth.
+        first = depths - (window - 1) + (lengths if isinstance(lengths, int) else lengths[:, None])  # [Q] or [B, Q]
+        early = torch.arange(rows, device=ancestors.device) < first.view(-1, 1, queries, 1)
+        return bias.masked_fill(early, -torch.inf)
     if isinstance(lengths, int):
         bias = torch.zeros(*ancestors.shape[:-1], rows, dtype=dtype, device=ancestors.device)
         bias[..., lengths : lengths + nodes].masked_fill_(~ancestors, -torch.inf)
@@ -79,6 +116,7 @@ class Visible(NamedTuple):
     nodes:       N
     first_row:   LongTensor[B]; rows before it are left padding
     window:      how many positions a node sees, its own included
+    depths:      int32 [Q] or [B, Q], of the queries, where the words are narrowed to the window already
     """
 
     length: int
@@ -88,9 +126,10 @@ class Visible(NamedTuple):
     nodes: int
     first_row: Tensor | None
     window: int | None
+    depths: Tensor | None = None
 
     def ancestor_mask(self) -> Tensor:
-        """The ancestor mask in its bool form, [Q, N] or [B, Q, N]."""
+        """The ancestor mask in its bool form, [Q, N] or [B, Q, N]; without the window, unless packed with it."""
         if self.subtree_end is not None:
             return interval_mask(self.subtree_end)
         assert self.ancestors is not None
@@ -98,11 +137,16 @@ class Visible(NamedTuple):
             return self.ancestors
         return unpack_ancestors(PackedAncestors(self.ancestors, self.nodes))
 
-    def depths(self) -> Tensor:
-        """How many ancestors each node has, int32 [N] or [B, N]; a window needs it, and then Q = N."""
-        if self.subtree_end is None:
-            # A node that sees no node, not even itself, has depth 0.
-            return (self.ancestor_mask().sum(-1, dtype=torch.int32) - 1).clamp_(min=0)
+    def packed(self) -> PackedAncestors:
+        """The ancestors as words, narrowed to the window, with the queries' depths if there is one."""
+        assert self.ancestors is not None
+        if self.ancestors.dtype != torch.bool and (self.window is None or self.depths is not None):
+            return PackedAncestors(self.ancestors, self.nodes, self.window, self.depths)
+        return pack_ancestors(self.ancestor_mask(), self.window)
+
+    def node_depths(self) -> Tensor:
+        """How many ancestors each node has by subtree_end, int32 [N] or [B, N]."""
+        assert self.subtree_end is not None
         # Every node before node i is an ancestor of it, but for those whose subtree ended before i.
         end = self.subtree_end.long()
         ended = torch.zeros(*end.shape[:-1], self.nodes + 1, dtype=torch.int32, device=end.device)

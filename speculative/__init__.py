@@ -11,16 +11,21 @@ from heavypath.speculative.threads import is_command, wait_passively
 if is_command(sys.argv, sys.orig_argv):  # before PyTorch is imported, which reads the environment once
     wait_passively(os.environ)
 
+from heavypath.kernels.nodes import Verified
 from heavypath.speculative.calibration import calibrate
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoder import Generation, SpeculativeDecoder
+from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_pair
-from heavypath.speculative.drafts import EarlyExit, PromptLookup
-from heavypath.speculative.methods import METHODS
+from heavypath.speculative.drafts import Draft, EarlyExit, Feed, PromptLookup
+from heavypath.speculative.methods import METHODS, Method
 from heavypath.speculative.models import attn_implementation
+from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.text_stream import TextStream
+from heavypath.speculative.output.trace import read_trace
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.trees import acceptance, bounds, planning, tree
 from heavypath.speculative.trees.planning import Plan, expected_tokens, greedy_tree, select_tree, sequoia_tree
@@ -43,20 +48,28 @@ for _name, _module in _FORMER.items():
 __all__ = [
     "METHODS",
     "Confidence",
+    "Draft",
     "EarlyExit",
+    "Feed",
     "Generation",
+    "Method",
     "Plan",
     "Profile",
     "PromptLookup",
+    "RowCache",
     "SpeculativeDecoder",
     "Statistics",
+    "TextCache",
     "TextStream",
     "TokenTree",
+    "Verified",
+    "Verifier",
     "calibrate",
     "compare",
     "expected_tokens",
     "greedy_tree",
     "load_demo_pair",
+    "read_trace",
     "select_tree",
     "sequoia_tree",
 ]

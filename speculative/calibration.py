@@ -39,7 +39,8 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.drafted import check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts import Draft, EarlyExit, PromptLookup, as_draft
+from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of
+from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.models.forward_of import forward_of
@@ -70,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 def calibrate(
     target: PreTrainedModel,
-    draft: PreTrainedModel | PromptLookup | EarlyExit,
+    draft: AnyDraft,
     *,
     prompts: Sequence[Tensor] = (),
     temperatures: Sequence[float] = (0.0, 0.6, 1.0),
@@ -109,7 +110,8 @@ def calibrate(
     report = on_progress or (lambda line: None)
     forward = forward_of(target, "target")
     source = as_draft(draft, forward, target)
-    limits = [model.max_positions for model in (forward, source.forward) if model is not None]
+    models = [model for model in (forward, model_of(source)) if model is not None]
+    limits = [model.rope_limit or model.max_positions for model in models]
     room = min(limits) - tokens - 2 * DEPTH
     if room < 1:
         raise ValueError(f"the models have {min(limits)} positions; tokens must leave some for a prompt, got {tokens}")
@@ -185,7 +187,7 @@ def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> 
     first = next((token for token in known if isinstance(token, int)), 0)
     start = torch.full((count, 1), first, device=target.device)
     plain = SpeculativeDecoder(target, None, "autoregressive")
-    return list(plain.generate(start, length, temperature=1.0, seed=seed).sequences)
+    return list(plain.generate(start, length, temperature=1.0, seed=seed, **NOTHING).sequences)
 
 
 class Visits:
@@ -197,7 +199,7 @@ class Visits:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel | PromptLookup | EarlyExit,
+        draft: AnyDraft,
         prompts: Sequence[Tensor],
     ):
         self.target, self.draft, self.prompts = target, draft, prompts
@@ -220,7 +222,7 @@ class Visits:
         depth, prompt = decoder.tree.depth, self.prompts[round_ % len(self.prompts)][None]
         end = MaxLengthCriteria(prompt.shape[1] + tokens)
         stats = decoder.generate(
-            prompt, tokens + depth + 1, temperature=1.0, seed=round_, stopping_criteria=[end]
+            prompt, tokens + depth + 1, temperature=1.0, seed=round_, stopping_criteria=[end], **NOTHING
         ).stats
         seconds = stats.seconds
         step = sum(seconds[phase] for phase in ("target", "verification", "compaction")) / stats.steps

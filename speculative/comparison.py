@@ -1,47 +1,58 @@
-"""Compare all methods on the same prompts in one run: tokens per target forward, speed, and whether the text is right.
+"""Compare methods, drafts and decoders on the same prompts in one run: tokens per forward pass, speed, and the text.
 
-The comparison is paired: on each prompt all methods run one after the other, and each method's speed is divided by that
-of transformers' own `generate` on the same prompt.
+The comparison is paired: on each prompt all of them run one after the other, and each one's speed is divided by that of
+transformers' own `generate` on the same prompt. What is reported of these ratios is their median and their spread.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from pathlib import Path
+from statistics import median, quantiles
 from typing import Literal
 
 import torch
 from rich import box
 from rich.table import Column, Table
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.drafts import AnyDraft
+from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import METHODS
+from heavypath.speculative.profile import Profile
+from heavypath.speculative.prompts import Prompt, tokens_of
+from heavypath.speculative.trees.tree import TokenTree
 
 PLAIN, ASSISTED = "transformers generate", "transformers assisted"
 TIE = 1e-4  # two tokens whose target logits are closer than this are equally right
 _WARM_UP_TOKENS = 8
 
-Verdict = Literal["equal", "tie", "differs", "same law", "reference"]
+Verdict = Literal["equal", "tie", "differs", "same law", "unchecked", "reference"]
 Runner = Callable[[Tensor, int], tuple[Tensor, int]]  # prompt [1, T], new tokens -> sequence [1, T + new], forwards
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one method did on all prompts.
+    """What one way to decode did on all prompts.
 
-    tokens_per_forward: new tokens / forward passes of the target, the prefill of each prompt included
-    tokens_per_second:  new tokens / seconds, over all prompts together
+    method:             its name: a method; with several drafts "method, draft"; or that of a decoder that was given
+    tokens_per_forward: new tokens / forward passes of the target that yield tokens. The prefill of transformers is one
+                        of these; ours is not, as it leaves the prompt's last token to the first step
+    tokens_per_second:  new tokens / seconds, prefill included, over all prompts together
     ratio:              tokens per second / those of transformers' generate, the median over the prompts
     ratio_range:        the smallest and the largest such ratio
     text:               at temperature 0, compared with transformers' greedy text, which is the "reference": "equal",
                         "tie" (the texts part where the target's logits of their two tokens are within 1e-4) or
                         "differs". At temperature > 0 the text of "ersd" is compared with that of "autoregressive" under
                         the same seed, which is the "reference": "equal" or "differs". The other methods draw other
-                        tokens from the "same law", which is a property of the method and is not measured here
+                        tokens from the "same law", which is a property of the method and is not measured here; nor is
+                        it for a decoder with a verifier of the user's own, which is "unchecked"
     logit_gap:          the largest gap between the target's logits of two tokens at which greedy texts part; None if
                         no texts part, or if they only end at different places
+    ratio_quartiles:    a quarter of the prompts have a ratio below the first, a quarter above the second
+    ratios:             the ratio of each prompt, in order
     """
 
     method: str
@@ -51,6 +62,8 @@ class Row:
     ratio_range: tuple[float, float]
     text: Verdict
     logit_gap: float | None = None
+    ratio_quartiles: tuple[float, float] = (1.0, 1.0)
+    ratios: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,60 +80,119 @@ class _Run:
 
 def compare(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
-    prompts: Sequence[Tensor],
+    draft: AnyDraft | Mapping[str, AnyDraft | SpeculativeDecoder] | None,
+    prompts: Prompt | Sequence[Prompt],
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     methods: Sequence[str] = tuple(METHODS),
     max_new_tokens: int = 64,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     tree_size: int | None = None,
+    tree: TokenTree | None = None,
+    profile: Profile | str | Path | None = None,
     seed: int = 0,
     on_progress: Callable[[str], object] | None = None,
 ) -> list[Row]:
-    """Decode each prompt, LongTensor[1, T], with transformers' generate, plain and assisted, and with each method.
+    """Decode each prompt with transformers' generate, and with each method, draft or decoder that is given.
 
-    A text ends at the target's own end-of-sequence token (of its generation_config) or after max_new_tokens. Each
-    method first makes a short run that is not timed. on_progress is called with a line of text before each prompt and
-    method.
+        compare(target, draft, prompts)                                                 # all methods
+        compare(target, {"small": draft, "lookup": PromptLookup()}, prompts, methods=["chain", "sequoia"])
+        compare(target, {"wide": SpeculativeDecoder(...), "deep": SpeculativeDecoder(...)}, prompts)
 
-    Returns a row for each method, after two rows for transformers. Raises what SpeculativeDecoder raises, and
-    ValueError for no prompts.
+    draft: any that SpeculativeDecoder takes. Or several things by their names: drafts, each of which is combined with
+        each of the methods, and decoders of this target, which are taken as they are. transformers' assisted
+        generation is measured, too, for drafts that are models. None is enough for methods=["autoregressive"].
+    prompts: texts, LongTensors [1, T], and Paths of files that `heavypath.speculative.prompts.read_prompts` reads, in
+        any mix; or a single one of them. All but LongTensors need the tokenizer.
+    methods, tree_size, tree, profile: of the decoders that are made for drafts, as SpeculativeDecoder has them.
+    temperature, top_k, top_p, min_p, seed: how the target is sampled.
+
+    A text ends at the target's own end-of-sequence token (of its generation_config) or after max_new_tokens. Each way
+    to decode first makes a short run that is not timed. on_progress is called with a line of text before each of them
+    and each prompt.
+
+    Returns a row for each way to decode, transformers' first. Raises what SpeculativeDecoder raises, and ValueError for
+    no prompts, for a name that is given twice, and for a decoder of another target.
     """
-    if not prompts:
-        raise ValueError("expected at least one prompt, got none")
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    runners: dict[str, Runner] = {
-        PLAIN: transformers_runner(target, None, sampling, seed),
-        ASSISTED: transformers_runner(target, draft, sampling, seed),
-    }
-    for method in methods:
-        decoder = SpeculativeDecoder(target, draft, method, tree_size=tree_size)
-        runners[method] = _speculative(decoder, target, sampling, seed)
-    if temperature > 0 and "ersd" in methods and "autoregressive" not in methods:
-        raise ValueError("at temperature > 0 the text of 'ersd' is compared with 'autoregressive'; add it to methods")
+    inputs = tokens_of(prompts, tokenizer, target.device)
+    named = draft if isinstance(draft, Mapping) else {"": draft}
+    drafts = {name: each for name, each in named.items() if not isinstance(each, SpeculativeDecoder)}
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    runners: dict[str, Runner] = {PLAIN: transformers_runner(target, None, sampling, seed)}
+    for name, each in drafts.items():
+        if isinstance(each, PreTrainedModel):
+            runners[_label(ASSISTED, name)] = transformers_runner(target, each, sampling, seed)
+    loaded = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
+    decoders: dict[str, SpeculativeDecoder] = {}
+    for method in methods if drafts else ():
+        if method == "autoregressive":
+            decoders[method] = SpeculativeDecoder(target, None, method)
+            continue
+        for name, each in drafts.items():
+            decoders[_label(method, name)] = SpeculativeDecoder(
+                target, each, method, tree_size=tree_size, tree=tree, profile=loaded
+            )
+    for name, each in named.items():
+        if isinstance(each, SpeculativeDecoder):
+            if name in decoders or name in runners:
+                raise ValueError(f"two ways to decode are called {name!r}; give the decoder another name")
+            if each.target is not target:
+                raise ValueError(f"the decoder {name!r} decodes another target; all are compared on one")
+            decoders[name] = each
+    plain = next((name for name, each in decoders.items() if _is_a_method(each, "autoregressive")), None)
+    racing = [name for name, each in decoders.items() if _is_a_method(each, "ersd")]
+    if temperature > 0 and racing and plain is None:
+        raise ValueError(
+            f"at temperature > 0 the text of 'ersd' ({', '.join(racing)}) is compared with 'autoregressive'; add it"
+        )
+    runners |= {name: _speculative(decoder, sampling, seed) for name, decoder in decoders.items()}
 
     report = on_progress or (lambda line: None)
     for name, runner in runners.items():
         report(f"warm-up: {name}")
-        runner(prompts[0], min(_WARM_UP_TOKENS, max_new_tokens))
+        runner(inputs[0], min(_WARM_UP_TOKENS, max_new_tokens))
     runs: dict[str, list[_Run]] = {name: [] for name in runners}
-    for number, prompt in enumerate(prompts, start=1):
+    for number, prompt in enumerate(inputs, start=1):
         for name, runner in runners.items():
-            report(f"prompt {number} of {len(prompts)}: {name}")
+            report(f"prompt {number} of {len(inputs)}: {name}")
             runs[name].append(_timed(runner, prompt, max_new_tokens))
-    return [_row(name, runs, target, temperature) for name in runners]
+    rows = []
+    for name, own in runs.items():
+        text: Verdict = "same law"
+        gap = None
+        if name == (PLAIN if temperature == 0 else plain):
+            text = "reference"
+        elif temperature == 0:
+            text, gap = _greedy_verdict(target, own, runs[PLAIN])
+        elif name in racing and plain is not None:
+            same = all(torch.equal(a.sequence, b.sequence) for a, b in zip(own, runs[plain], strict=True))
+            text = "equal" if same else "differs"
+        elif name in decoders and decoders[name].verifier is not None:
+            text = "unchecked"
+        rows.append(_row(name, own, runs[PLAIN], text, gap))
+    return rows
+
+
+def _label(method: str, draft: str) -> str:
+    return f"{method}, {draft}" if draft else method
+
+
+def _is_a_method(decoder: SpeculativeDecoder, method: str) -> bool:
+    """Whether a decoder does what a method does, with the method's own verification."""
+    return decoder.method == method and decoder.verifier is None
 
 
 def as_table(rows: Sequence[Row]) -> Table:
     """The rows as a table that fits a terminal of 80 columns."""
-    table = Table(Column("\nmethod", no_wrap=True), box=box.SIMPLE_HEAD)
-    for heading in ("tokens/\nforward", "tokens/s", "ratio", "range"):
-        table.add_column(heading, justify="right", vertical="bottom")
+    table = Table(Column("\nmethod", overflow="fold"), box=box.SIMPLE_HEAD)
+    for heading in ("tokens/\nforward", "tokens/s", "ratio", "quartiles"):
+        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
     table.add_column("text", vertical="bottom")
     for row in rows:
-        low, high = row.ratio_range
+        low, high = row.ratio_quartiles
         numbers = f"{row.tokens_per_forward:.2f}", f"{row.tokens_per_second:.0f}", f"{row.ratio:.2f}"
         gap = f" ({row.logit_gap:.0e})" if row.logit_gap is not None else ""
         table.add_row(row.method, *numbers, f"{low:.2f} - {high:.2f}", row.text + gap)
@@ -132,6 +204,7 @@ def transformers_runner(target: PreTrainedModel, draft: PreTrainedModel | None, 
     options = {"do_sample": False, "repetition_penalty": 1.0, "num_beams": 1, "pad_token_id": _pad_token(target)}
     if sampling["temperature"] > 0:
         filters = {"top_k": sampling["top_k"] or 0, "top_p": sampling["top_p"] or 1.0}  # None would mean its defaults
+        filters["min_p"] = sampling.get("min_p")
         options |= {"do_sample": True, "temperature": sampling["temperature"], **filters}
     if draft is not None:
         options["assistant_model"] = draft
@@ -157,13 +230,13 @@ def transformers_runner(target: PreTrainedModel, draft: PreTrainedModel | None, 
     return run
 
 
-def _speculative(decoder: SpeculativeDecoder, target: PreTrainedModel, sampling: dict, seed: int) -> Runner:
-    """A runner of one of the methods."""
-    config = target.generation_config
-    eos = config.eos_token_id if config is not None else None
+def _speculative(decoder: SpeculativeDecoder, sampling: dict, seed: int) -> Runner:
+    """A runner of a decoder."""
+    options = NOTHING | {name: value for name, value in sampling.items() if value is not None}
+    options["eos_token_id"] = "model"
 
     def run(prompt: Tensor, max_new_tokens: int) -> tuple[Tensor, int]:
-        out = decoder.generate(prompt, max_new_tokens, **sampling, seed=seed, eos_token_id=eos)
+        out = decoder.generate(prompt, max_new_tokens, **options, seed=seed)
         return out.sequences, out.stats.steps
 
     return run
@@ -177,27 +250,21 @@ def _timed(runner: Runner, prompt: Tensor, max_new_tokens: int) -> _Run:
     return _Run(sequence, sequence.shape[1] - prompt.shape[1], forwards, time.perf_counter() - begin)
 
 
-def _row(name: str, runs: dict[str, list[_Run]], target: PreTrainedModel, temperature: float) -> Row:
-    own = runs[name]
-    ratios = [run.speed / plain.speed for run, plain in zip(own, runs[PLAIN], strict=True)]
+def _row(name: str, own: list[_Run], plain: list[_Run], text: Verdict, gap: float | None) -> Row:
+    """A row of these runs; plain: those of transformers' generate on the same prompts."""
+    ratios = [run.speed / reference.speed for run, reference in zip(own, plain, strict=True)]
+    low, _, high = quantiles(ratios, method="inclusive") if len(ratios) > 1 else 3 * ratios
     tokens = sum(run.new_tokens for run in own)
-    text, gap = "same law", None
-    reference = PLAIN if temperature == 0 else "autoregressive"
-    if name == reference:
-        text = "reference"
-    elif temperature == 0:
-        text, gap = _greedy_verdict(target, own, runs[reference])
-    elif name == "ersd":
-        same = all(torch.equal(a.sequence, b.sequence) for a, b in zip(own, runs[reference], strict=True))
-        text = "equal" if same else "differs"
     return Row(
-        name,
-        tokens / sum(run.forwards for run in own),
-        tokens / sum(run.seconds for run in own),
-        median(ratios),
-        (min(ratios), max(ratios)),
-        text,
-        gap,
+        method=name,
+        tokens_per_forward=tokens / sum(run.forwards for run in own),
+        tokens_per_second=tokens / sum(run.seconds for run in own),
+        ratio=median(ratios),
+        ratio_range=(min(ratios), max(ratios)),
+        text=text,
+        logit_gap=gap,
+        ratio_quartiles=(low, high),
+        ratios=tuple(ratios),
     )
 
 

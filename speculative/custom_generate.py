@@ -33,6 +33,9 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heavypath.speculative.decoding.loop import Streamer
+from heavypath.speculative.decoding.statistics import Statistics
+from heavypath.speculative.generation_defaults import NOTHING
+from heavypath.speculative.models.text_cache import TextCache
 
 # Settings that leave no trace among the processors and criteria, and the values with which they do nothing.
 _UNSUPPORTED = {
@@ -49,8 +52,6 @@ _UNSUPPORTED = {
     "use_cache": (None, True),
     "cache_implementation": (None,),
     "prefill_chunk_size": (None,),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
 }
@@ -88,6 +89,13 @@ class _OneByOne:
         self._streamer.end()
 
 
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """transformers' output of generate, with the statistics of the decoder."""
+
+    stats: Statistics | None = None
+
+
 @dataclass(frozen=True)
 class GenerateCall:
     """What transformers' generate hands to a decoder; the fields have transformers' own names."""
@@ -122,10 +130,10 @@ class GenerateCall:
             streamer, has_prompt = caller["streamer"], True
 
         width = self.input_ids.shape[1]
-        options = _from_processors(self.logits_processor or [], config, width, attention_mask)
+        options = NOTHING | _from_processors(self.logits_processor or [], config, width, attention_mask)
         options |= _from_criteria(self.stopping_criteria or [], width)
         for tokens in options.pop("held_back"):
-            if tokens != set(options.get("eos_token_id", [])):
+            if tokens != set(options["eos_token_id"] or []):
                 raise _unsupported(f"a least length with eos_token_id={sorted(tokens)}", "give generate the same ones")
         if "max_new_tokens" not in options:
             raise _unsupported("a stopping_criteria without MaxLengthCriteria", "say max_new_tokens or max_length")
@@ -134,19 +142,35 @@ class GenerateCall:
         if seed is None:
             seed = int(torch.randint(2**63 - 1, ())) if options["temperature"] > 0 else 0
         pad = getattr(config, "_pad_token_tensor", config.pad_token_id)
+        past = self.model_kwargs.get("past_key_values")
         return options | {
+            "past": past if isinstance(past, TextCache) else None,
             "input_ids": self.input_ids,
             "attention_mask": attention_mask,
             "seed": seed,
             "pad_token_id": None if pad is None else int(pad),
             "streamer": None if streamer is None else _OneByOne(streamer, has_prompt),
+            "output_scores": self._returns("output_scores"),
+            "output_logits": self._returns("output_logits"),
         }
 
-    def answer(self, sequences: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
+    def answer(
+        self,
+        sequences: Tensor,
+        cache: TextCache,
+        stats: Statistics,
+        scores: tuple[Tensor, ...] | None,
+        logits: tuple[Tensor, ...] | None,
+    ) -> "Tensor | SpeculativeOutput":
         """What transformers' generate returns for sequences LongTensor[B, T + new]."""
         if self._config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)  # pyright: ignore[reportArgumentType]
+            fields: dict[str, Any] = {"scores": scores, "logits": logits, "past_key_values": cache, "stats": stats}
+            return SpeculativeOutput(sequences=sequences, **fields)  # pyright: ignore[reportArgumentType]
         return sequences
+
+    def _returns(self, name: str) -> bool:
+        """Whether an optional output is asked for; as in transformers, only with return_dict_in_generate."""
+        return bool(self._config.return_dict_in_generate and getattr(self._config, name, False))
 
     @property
     def _config(self) -> GenerationConfig:
@@ -169,10 +193,16 @@ def _check_settings(config: GenerationConfig, input_ids: Tensor, model_kwargs: d
             raise _unsupported(name, "the decoder's forward pass takes input_ids and attention_mask alone")
     if model_kwargs.get("use_cache") is False:
         raise _unsupported("use_cache=False", "the decoder has caches of its own")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        raise _unsupported("past_key_values", "the decoder has caches of its own")
+    cache: Any = model_kwargs.get("past_key_values")
+    is_foreign = not isinstance(cache, TextCache | None)
+    if is_foreign and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+        why = "it takes the past_key_values that it returned, with return_dict_in_generate=True"
+        raise _unsupported(f"past_key_values of type {type(cache).__name__}", why)
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    for given in (positions, mask):
+        if isinstance(cache, TextCache) and given is not None and given.shape[-1] != input_ids.shape[1]:
+            why = "give the whole text as input_ids; what the cache has of it is found and not computed again"
+            raise _unsupported("input_ids that begin behind past_key_values", why)
     if positions is not None:
         mask = torch.ones_like(input_ids) if mask is None else mask.long()
         if not ((mask.cumsum(-1) - 1 == positions) | (mask == 0)).all():

@@ -8,8 +8,9 @@ the root is the last token of the prompt.
 
 import logging
 import time
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
@@ -24,32 +25,36 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.tree_attention_kernel import MAX_NODES
-from heavypath.speculative.custom_generate import GenerateCall
+from heavypath.speculative.custom_generate import GenerateCall, SpeculativeOutput
 from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE, Growth
 from heavypath.speculative.decoding.loop import Streamer, decode
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
-from heavypath.speculative.decoding.rules import Rules
-from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.rules import OWN, OwnVerifier, Rules, Verifier
+from heavypath.speculative.decoding.runner import KEPT, StepRunner
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
-from heavypath.speculative.drafts import Draft, EarlyExit, ModelDraft, PromptLookup, as_draft
+from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of
+from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
-logger = logging.getLogger(__name__)
-
 DEFAULT_SIZE = {"cpu": 5, "cuda": 32}  # nodes of a tree; for a CPU measured with the shipped pair
+ENOUGH_STEPS = 32  # to tell whether a draft pays
+LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,35 @@ class Generation:
 
     sequences: LongTensor[B, T + new]: the prompt as it was given, the new tokens, padding
     stats:     counts, acceptance and times, see `Statistics`
+    scores, logits: where asked for, fp32 [B, V] for each new token, see `output.scores`
+
+    A copy, by the modules copy or pickle, has no cache.
     """
 
     sequences: Tensor
     stats: Statistics
+    scores: tuple[Tensor, ...] | None = field(default=None, repr=False)
+    logits: tuple[Tensor, ...] | None = field(default=None, repr=False)
+    _cache: weakref.ref[TextCache] | None = field(default=None, repr=False, compare=False)
+    _kept: object = field(default=None, repr=False, compare=False)  # who keeps the cache, also without the decoder
+
+    @property
+    def cache(self) -> TextCache:
+        """What the models computed of the texts, for `generate(..., past=out.cache)`.
+
+        The decoder keeps the caches of its last two generations (in each thread that calls it); to have one for longer,
+        hold on to out.cache. Raises RuntimeError if it is gone.
+        """
+        cache = None if self._cache is None else self._cache()
+        if cache is None:
+            raise RuntimeError(
+                f"the cache of this text is gone: a decoder keeps those of its last {KEPT} generations; to have one "
+                "for longer, hold on to out.cache itself"
+            )
+        return cache
+
+    def __reduce__(self) -> tuple[type["Generation"], tuple[Any, ...]]:
+        return Generation, (self.sequences, self.stats, self.scores, self.logits)
 
 
 class SpeculativeDecoder:
@@ -69,7 +99,8 @@ class SpeculativeDecoder:
 
     target: a causal language model of transformers, in eval mode
     draft: another one with the target's vocabulary, on its device; or `PromptLookup()` or `EarlyExit(layers)`, which
-        need no second model; None only for method "autoregressive"
+        need no second model; or an object of your own that has the methods of `Draft`; None only for method
+        "autoregressive"
     method: a row of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
         top-k, naive, naive-distinct
     tree_size: nodes of the drafted tree, root included (default: 5 on a CPU, 32 on a GPU); a method whose trees cannot
@@ -77,6 +108,9 @@ class SpeculativeDecoder:
     tree: a TokenTree to use instead, for methods whose trees do not grow
     profile: instead of both, what `heavypath calibrate` measured, as a file or a `Profile`: each generation takes the
         tree with which it is expected to be fastest
+    verifier: what decides about drafted nodes in the place of the method's own verification, also at temperature 0: a
+        callable as `Verifier` describes it. The method still says which trees there are and how they are drawn. With
+        one of your own, the promise below is yours to keep. A profile measures the methods' own, so it takes none
 
     Options of some methods, which the others refuse:
 
@@ -101,17 +135,19 @@ class SpeculativeDecoder:
     ValueError for models or options that do not fit.
 
     `runner` runs the steps, and may be replaced by an object that observes them; `clock` returns seconds.
+    `runner.kept` are the caches of the last two generations, for `past`; runner.kept.clear() frees their memory.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel | PromptLookup | EarlyExit | None,
+        draft: AnyDraft | None,
         method: str = "sequoia",
         *,
         tree_size: int | None = None,
         tree: TokenTree | None = None,
         profile: Profile | str | Path | None = None,
+        verifier: Verifier | None = None,
         acceptance: Acceptance | None = None,
         max_depth: int | None = None,
         width: int | None = None,
@@ -128,6 +164,7 @@ class SpeculativeDecoder:
         self.method = method
         self.clock = time.perf_counter
         self._method = METHODS[method]
+        self._remarked = False
         self._planned: dict[Filters, TokenTree | Growth] = {}
         self._draft_options = {
             "temperature": draft_temperature,
@@ -136,13 +173,21 @@ class SpeculativeDecoder:
             "min_p": draft_min_p,
         }
         self._draft_filters(Filters()).check("draft_")
+        self.verifier = verifier
+        self._verifier = None if verifier is None else OwnVerifier(verifier)
+        if verifier is not None and profile is not None:
+            raise ValueError(
+                "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
+                "instead: tree=profile.tree_for(method, Filters(temperature)) has the same tree"
+            )
 
         self.target = target
+        self._given_draft = draft
         self._target = forward_of(target, "target")
         on_host = host_can_read(self._target.device)
         if cuda_graphs and on_host:
             raise ValueError(f"cuda_graphs needs models on a CUDA device, got {self._target.device}; leave it out")
-        self.runner = StepRunner(self._target, cuda_graphs=not on_host if cuda_graphs is None else cuda_graphs)
+        self.runner = StepRunner(cuda_graphs=not on_host if cuda_graphs is None else cuda_graphs)
         options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
         options |= {"width": width, "threshold": threshold, "confidence": confidence}
         given = {name: value for name, value in options.items() if value is not None}
@@ -158,8 +203,8 @@ class SpeculativeDecoder:
             if draft is None:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
             self._draft = as_draft(draft, self._target, target)
-            if isinstance(self._draft, ModelDraft):
-                models.append(self._draft.forward)
+            drafting = model_of(self._draft)
+            models += [] if drafting is None else [drafting]
         if self.profile is not None:
             self.profile.check(target, draft)
         for model in models:
@@ -168,6 +213,15 @@ class SpeculativeDecoder:
                 "%s: a %s, %s on %s, by %s", model.name, type(model.model).__name__, model.dtype, model.device,
                 type(model).__name__,
             )  # fmt: skip
+
+    def _notice_changes(self) -> None:
+        """Choose the forward passes of the models anew if one of them no longer consists of what it did."""
+        stale = not self._target.is_current()
+        if stale:
+            self._target = forward_of(self.target, "target")
+        given, model = self._given_draft, model_of(self._draft)
+        if given is not None and self._draft is not None and (stale or (model is not None and not model.is_current())):
+            self._draft = as_draft(given, self._target, self.target)
 
     def _checked_tree(self, given: dict[str, Any]) -> TokenTree | Growth:
         """The tree that the method makes of the options given, in heavy-path order, or how its trees grow."""
@@ -216,26 +270,30 @@ class SpeculativeDecoder:
         self,
         input_ids: Tensor,
         max_new_tokens: int = 128,
-        temperature: float = 0.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
-        eos_token_id: int | Sequence[int] | None = None,
+        eos_token_id: EosTokens = "model",
         pad_token_id: int | None = None,
         attention_mask: Tensor | None = None,
         sequence_ids: Tensor | None = None,
         streamer: Streamer | Sequence[Streamer] | None = None,
         min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        min_new_tokens: int = 0,
+        repetition_penalty: float | None = None,
+        min_new_tokens: int | None = None,
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Sequence[StoppingCriteria] | None = None,
         trace: str | Path | None = None,
+        output_scores: bool = False,
+        output_logits: bool = False,
+        past: TextCache | None = None,
     ) -> Generation:
         """Continue each prompt of input_ids LongTensor[B, T] by up to max_new_tokens tokens.
 
         temperature, top_k, top_p, min_p: how the target is sampled; temperature 0 is greedy and ignores the filters.
+            0 for top_k and min_p, and 1 for top_p, are off.
         seed: the same seed gives the same text, for each sequence on its own.
         eos_token_id: end of sequence, one token or several; None never stops early. pad_token_id fills what follows
             (default: the first eos_token_id).
@@ -248,25 +306,47 @@ class SpeculativeDecoder:
         stop_strings: a sequence ends with the token that completes one of them; needs the tokenizer.
         stopping_criteria: transformers' or your own, asked after each new token of each sequence, [1, T + new].
         trace: a file to write what each step drafted and why it was accepted or not; with a tokenizer, as text too.
+        output_scores, output_logits: also return what each token was sampled from, and the model's own logits, as
+            transformers does. The host then waits for each step, and memory for B x new tokens x V numbers is needed.
+        past: the .cache of an earlier generation with this target, by this decoder or another. The longest prefix that
+            a prompt has in common with any of its texts is not computed again; input_ids are whole prompts all the
+            same. The cache is left as it is. The text is the same with and without, up to ties of rounding.
+
+        What is left out of temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, stop_strings,
+        eos_token_id and pad_token_id is taken from target.generation_config: without do_sample the temperature is 0.
+        What is not set there either is off. A setting there that changes the text and is no argument here is an error;
+        max_length and max_new_tokens are not looked at.
 
         Raises ValueError for arguments that do not fit, before any work; prompt + new tokens beyond the models'
         positions are such arguments. Raises ValueError while decoding for logits that are no distribution.
         """
         begin = self.clock()
+        self._notice_changes()
+        settings = GivenSettings(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            min_new_tokens=min_new_tokens,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            stop_strings=stop_strings,
+        ).filled_from(self.target.generation_config, self._target.vocab_size)
         request = checked_request(
             self._target,
-            self._draft.forward if self._draft is not None else None,
-            Prompts(input_ids=input_ids, attention_mask=attention_mask, sequence_ids=sequence_ids),
+            model_of(self._draft),
+            Prompts(input_ids=input_ids, attention_mask=attention_mask, sequence_ids=sequence_ids, past=past),
             Ending(
                 max_new_tokens=max_new_tokens,
-                min_new_tokens=min_new_tokens,
-                eos_token_id=eos_token_id,
-                pad_token_id=pad_token_id,
-                criteria=checked_criteria(stop_strings, tokenizer, stopping_criteria),
+                min_new_tokens=settings.min_new_tokens,
+                eos_token_id=settings.eos_token_id,
+                pad_token_id=settings.pad_token_id,
+                criteria=checked_criteria(settings.stop_strings, tokenizer, stopping_criteria),
             ),
-            filters=Filters(temperature, top_k, top_p, min_p),
+            filters=settings.filters,
             seed=seed,
-            repetition_penalty=repetition_penalty,
+            repetition_penalty=settings.repetition_penalty,
         )
         streamers = _checked_streamers(streamer, len(input_ids))
         plan = self._plan(request)
@@ -292,7 +372,10 @@ class SpeculativeDecoder:
             self.runner.workspace(request, plan) as workspace,
         ):
             stats.cache_bytes = workspace.cache_bytes
-            workspace.begin(request, plan.draft)
+            chosen = Chosen(len(input_ids)) if output_scores or output_logits else None
+            reused = sum(workspace.begin(request, plan))
+            stats.reused_tokens = reused
+            stats.prefill_tokens = int(request.lengths.sum()) - len(request.lengths) - reused
             stats.lap("prefill")
             new = decode(
                 request,
@@ -301,33 +384,60 @@ class SpeculativeDecoder:
                 workspace,
                 stats=stats,
                 streamers=streamers,
-                on_step=None if recorder is None else recorder.step,
+                observers=[each.step for each in (recorder, chosen) if each is not None],
             )
+            cache = workspace.finish(request, plan)
         logger.debug(
             "%d new tokens in %d steps, %.3f s, of which prefill %.3f s",
             stats.new_tokens, stats.steps, stats.total_seconds, stats.seconds["prefill"],
         )  # fmt: skip
-        return Generation(torch.cat([input_ids, new], 1), stats)
+        kept = self.runner.kept
+        kept.append(cache)
+        self._remark(stats)
+        return Generation(
+            sequences=torch.cat([input_ids, new], 1),
+            stats=stats,
+            scores=chosen.scores(request.filters) if chosen is not None and output_scores else None,
+            logits=chosen.logits() if chosen is not None and output_logits else None,
+            _cache=weakref.ref(cache),
+            _kept=kept,
+        )
+
+    def _remark(self, stats: Statistics) -> None:
+        """Say once if speculation costs more than it brings."""
+        pays = stats.gain_at_most > LEAST_GAIN
+        if self._remarked or self._draft is None or stats.steps < ENOUGH_STEPS or pays:
+            return
+        self._remarked = True
+        logger.warning(
+            "the draft does not pay: %.2f tokens a step, and %d%% of the time for drafting, so that method "
+            "'autoregressive' would be faster; `heavypath calibrate` finds out which trees pay",
+            stats.tokens_per_step,
+            round(100 * stats.drafting_share),
+        )
 
     def _plan(self, request: Request) -> StepPlan:
         """What the steps of a request have in common; ValueError where the method cannot sample so."""
         target_filters = request.filters
         draft_filters = self._draft_filters(target_filters)
         kind = self._method.kind(target_filters.temperature, draft_filters.temperature)
-        if kind.verification == "kseq" and draft_filters.temperature == 0:
+        verification = kind.verification if self._verifier is None else OWN
+        if verification == "kseq" and draft_filters.temperature == 0:
             raise ValueError(f"method {self.method!r} needs draft_temperature > 0 where it samples, got 0")
         tree = self.tree_for(target_filters)
         rules = Rules(
             replacement=kind.replacement,
-            fill=self._method.fill,
-            verification=kind.verification,
+            # A draft without a model that proposes few tokens means it: random ones beside them would be rejected.
+            fill=self._method.fill and model_of(self._draft) is not None,
+            verification=verification,
             target_filters=target_filters,
             draft_filters=draft_filters,
             drawing_filters=kind.drawing_filters(draft_filters),
             value_temperature=self._draft_options["temperature"] or VALUE_TEMPERATURE,
             processing=request.processing,
+            own_verifier=self._verifier,
         )
-        return StepPlan(draft=self._draft if len(tree) > 1 else None, tree=tree, rules=rules)
+        return StepPlan(target=self._target, draft=self._draft if len(tree) > 1 else None, tree=tree, rules=rules)
 
     def _draft_filters(self, target: Filters) -> Filters:
         """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""
@@ -345,16 +455,20 @@ class SpeculativeDecoder:
         seed: int | None = None,
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        trace: str | Path | None = None,
         **model_kwargs: Any,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
+    ) -> Tensor | SpeculativeOutput:
         """What `model.generate(**inputs, custom_generate=decoder, ...)` calls; model is the decoder's target.
 
         seed: of the noise; None draws one from torch's generator, so that torch.manual_seed makes a text repeatable.
-        tokenizer: for stop_strings; transformers keeps its own to itself, so bind one with functools.partial:
+        tokenizer: for stop_strings and trace; transformers keeps its own to itself, so bind one with functools.partial:
             custom_generate=partial(decoder, tokenizer=tokenizer).
+        trace: as in `generate`; custom_generate=partial(decoder, trace=FILE, tokenizer=tokenizer).
 
-        The other settings of transformers mean what they mean there. Raises ValueError for those that the decoder
-        does not have, by name.
+        The other settings of transformers mean what they mean there. With return_dict_in_generate=True the answer is a
+        `SpeculativeOutput`: transformers' own, with the field `stats`, and with a TextCache as past_key_values, which a
+        later call takes as past_key_values, with the whole text as input_ids. Raises ValueError for those that the
+        decoder does not have, by name.
         """
         call = GenerateCall(
             model=model,
@@ -366,8 +480,9 @@ class SpeculativeDecoder:
             seed=seed,
             model_kwargs=model_kwargs,
         )
-        arguments = call.arguments(self.target)
-        return call.answer(self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer).sequences)
+        arguments = call.arguments(self._target.model)
+        out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer, trace=trace)
+        return call.answer(out.sequences, out.cache, out.stats, out.scores, out.logits)
 
 
 def _checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -> list[Streamer]:

@@ -76,6 +76,20 @@ def load_pair(
     return Pair(models["target"], modelless or models.get("draft"), tokenizer)
 
 
+def load_draft(draft: str, pair: Pair, target: str | None = None) -> PreTrainedModel | PromptLookup | EarlyExit:
+    """Load one more draft for the target of a pair, which `load_pair` loaded by the name `target`; raises as that."""
+    modelless = _modelless(draft)
+    if modelless is not None:
+        return modelless
+    if target is None:
+        raise ValueError(f"a draft ({draft!r}) needs its target; only the shipped pair loads without one")
+    folder = find_folder("draft", draft)
+    _check_type("draft", folder)
+    if any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        _check_vocabularies(pair.tokenizer, _load_tokenizer("draft", folder))
+    return _load_model("draft", folder, pair.target.device)
+
+
 def _modelless(draft: str) -> PromptLookup | EarlyExit | None:
     """The draft without a model that the text names; None if it names a folder or a model."""
     if draft == "prompt-lookup":

@@ -4,7 +4,7 @@ The table is at the end of this file, each method with its paper and with what d
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -19,6 +19,17 @@ from heavypath.speculative.trees.tree import TokenTree
 
 # Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
 DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0127)
+
+DRAWS = ("without_replacement", "with_replacement", "top_k")
+# For each verification the draws that it is lossless for. The last two choose the token before they look at children.
+LOSSLESS_FOR = {
+    "without_replacement": ("without_replacement",),
+    "with_replacement": ("with_replacement",),
+    "kseq": ("with_replacement",),
+    "race": DRAWS,
+    "target_sample": DRAWS,
+}
+OPTIONS = ("acceptance", "max_depth", "width", "threshold", "confidence")  # of SpeculativeDecoder, for some methods
 
 
 class Kind(NamedTuple):
@@ -47,17 +58,37 @@ class Kind(NamedTuple):
 class Method:
     """One row of the table below.
 
-    draw:         children are successive draws without replacement, independent draws, or the draft's likeliest tokens
+    draw:         "without_replacement", "with_replacement" or "top_k": children are successive draws without
+                  replacement, independent draws, or the draft's likeliest tokens
     verification: `method` of heavypath.kernels.verification.verify_tree
     tree_of:      a function of a size, which gives a tree of at most so many nodes, or how trees of at most that size
                   grow. Its other parameters are the options of SpeculativeDecoder that the method has
-    fill:         whether children are drawn uniformly once the draft's support is used up
+    fill:         whether children are drawn uniformly once a draft model's support is used up
+
+    A row of one's own is one more entry: METHODS["mine"] = Method("without_replacement", "target_sample", tree_of).
+    Raises ValueError for a word that is none of these, for a verification that is not lossless for children so drawn,
+    and for a parameter of tree_of that no option has the name of.
     """
 
     draw: Literal["without_replacement", "with_replacement", "top_k"]
     verification: Literal["without_replacement", "with_replacement", "kseq", "race", "target_sample"]
     tree_of: Callable[..., TokenTree | Growth]
     fill: bool = False
+
+    def __post_init__(self) -> None:
+        _check_word("draw", self.draw, DRAWS)
+        _check_word("verification", self.verification, LOSSLESS_FOR)
+        if self.draw not in LOSSLESS_FOR[self.verification]:
+            raise ValueError(
+                f"verification {self.verification!r} is lossless for children drawn "
+                f"{' or '.join(LOSSLESS_FOR[self.verification])}, got draw {self.draw!r}"
+            )
+        if self.fill and self.draw != "without_replacement":
+            raise ValueError(f"fill needs draw 'without_replacement', got {self.draw!r}")
+        if not callable(self.tree_of):
+            raise TypeError(f"tree_of must be a function of a size, got {type(self.tree_of).__name__}")
+        for option in self.options:
+            _check_word("a parameter of tree_of behind the size", option, OPTIONS)
 
     def kind(self, temperature: float, draft_temperature: float | None = None) -> Kind:
         """How children are drawn and verified where the target and the draft are sampled at these temperatures.
@@ -82,6 +113,11 @@ class Method:
     def options(self) -> tuple[str, ...]:
         """The parameters of `tree_of` besides the size."""
         return tuple(inspect.signature(self.tree_of).parameters)[1:]
+
+
+def _check_word(name: str, given: str, expected: Iterable[str]) -> None:
+    if given not in expected:
+        raise ValueError(f"{name} must be one of {', '.join(expected)}, got {given!r}")
 
 
 def _root(size: int) -> TokenTree:

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import Confidence
-from heavypath.speculative.drafts import EarlyExit, PromptLookup
+from heavypath.speculative.drafts import AnyDraft, EarlyExit, PromptLookup, is_own
 from heavypath.speculative.methods import METHODS, Kind
 from heavypath.speculative.trees.planning import Plan, expected_tokens, node_probabilities, select_tree
 from heavypath.speculative.trees.tree import TokenTree
@@ -176,7 +176,7 @@ class Profile:
             ),
         )
 
-    def check(self, target: PreTrainedModel, draft: PreTrainedModel | PromptLookup | EarlyExit | None) -> None:
+    def check(self, target: PreTrainedModel, draft: AnyDraft | None) -> None:
         """Raise ValueError if it was measured for other models, another precision or another kind of device."""
         for role, measured, given in (("target", self.target, target), ("draft", self.draft, draft)):
             if given is not None and describe(given) != measured:
@@ -252,26 +252,29 @@ class Profile:
         return plan.expected_tokens / (1 + plan.tree.depth * self.draft_parameters / self.target_parameters)
 
 
-def describe(model: PreTrainedModel | PromptLookup | EarlyExit) -> str:
-    """A model's type and size in words, or a draft without a model of its own."""
+def describe(model: AnyDraft) -> str:
+    """A model's type and size in words, or a draft without a model of its own. Of a user's own draft, its class."""
     if isinstance(model, (PromptLookup, EarlyExit)):
         return repr(model)
+    if is_own(model):
+        return f"own draft {type(model).__name__}"
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     return f"{model.config.model_type}, {layers} layers, {parameter_count(model)} parameters"
 
 
-def parameter_count(model: PreTrainedModel) -> int:
+def parameter_count(model: nn.Module) -> int:
     """The parameters of a model; a tied head and embedding count once."""
     return sum(weight.numel() for weight in model.parameters())
 
 
-def draft_parameter_count(draft: PreTrainedModel | PromptLookup | EarlyExit, target: PreTrainedModel) -> int:
+def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
     """The parameters that a draft's forward pass goes through.
 
-    A prompt lookup has none. An early exit has the target's without those of the layers that it leaves out, so that the
-    embedding, the final norm and the head count, as they do for a model.
+    A prompt lookup has none, nor has a user's own draft unless it is a torch.nn.Module. An early exit has the
+    target's without those of the layers that it leaves out, so that the embedding, the final norm and the head count,
+    as they do for a model.
     """
-    if isinstance(draft, PromptLookup):
+    if isinstance(draft, PromptLookup) or not isinstance(draft, nn.Module | EarlyExit):
         return 0
     if isinstance(draft, EarlyExit):
         decoder: Any = target.get_decoder()

@@ -1,14 +1,19 @@
 """What the comparison says about a method is true: counts, ratios, and whether its text is the target's."""
 
 import io
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.comparison import ASSISTED, PLAIN, as_table, compare
+from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree, calibrate
+from heavypath.speculative.comparison import ASSISTED, PLAIN, Row, as_table, compare
+from heavypath.speculative.examples.own_verifier import sample_the_target
+from heavypath.speculative.prompts import read_prompts
+from heavypath.speculative.ratio_plot import plot_ratios
 
 PROMPTS = [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5, 9, 2]])]
 
@@ -94,3 +99,118 @@ def test_the_table_fits_80_columns(pair):
     lines = console.export_text().splitlines()
     assert any(line.split()[:2] == ["transformers", "generate"] for line in lines)
     assert not any("…" in line for line in lines)
+
+
+def test_several_drafts_are_combined_with_each_method_and_ready_decoders_are_taken_as_they_are(pair):
+    target, draft = pair
+    wide = SpeculativeDecoder(target, draft, tree=TokenTree.from_branching([4]))
+    named = {"small": draft, "lookup": PromptLookup(), "same": target, "wide": wide}
+    options = {"methods": ["chain", "autoregressive", "top-k"], "max_new_tokens": 9}
+    rows = {row.method: row for row in compare(target, named, PROMPTS, **options)}
+    assert [*rows] == [
+        PLAIN, f"{ASSISTED}, small", f"{ASSISTED}, same", "chain, small", "chain, lookup", "chain, same",
+        "autoregressive", "top-k, small", "top-k, lookup", "top-k, same", "wide",
+    ]  # fmt: skip
+    assert all(row.text in ("equal", "reference") for row in rows.values())
+    assert rows["chain, same"].tokens_per_forward == 9 / 2  # twice 4 and the bonus token, less 1
+
+
+def test_shapes_and_profiles_are_those_of_the_decoders(pair, tmp_path):
+    target, draft = pair
+    options = {"methods": ["sequoia"], "max_new_tokens": 12}
+    four = compare(target, target, PROMPTS, tree=TokenTree.chain(3), **options)[-1]
+    assert four.tokens_per_forward == 4  # 3 drafted and a bonus token
+    calibrate(target, draft, temperatures=[0.0], sizes=(1, 2, 3), tokens=4, sequences=2).save(tmp_path / "profile")
+    assert compare(target, draft, PROMPTS, profile=tmp_path / "profile", **options)[-1].text == "equal"
+    with pytest.raises(ValueError, match="a profile says what trees to take"):
+        compare(target, draft, PROMPTS, profile=tmp_path / "profile", tree_size=3, **options)
+    lookup = compare(target, PromptLookup(), PROMPTS, **options)
+    assert [row.method for row in lookup] == [PLAIN, "sequoia"]  # assisted generation needs a model
+    with pytest.raises(ValueError, match="an early exit must leave"):
+        compare(target, EarlyExit(1), PROMPTS, **options)
+    alone = compare(target, None, PROMPTS, methods=["autoregressive"], max_new_tokens=4)
+    assert [row.method for row in alone] == [PLAIN, "autoregressive"]
+
+
+def test_prompts_may_be_texts_files_and_tokens(demo_pair, tmp_path):
+    target, draft, tokenizer = demo_pair
+    (tmp_path / "two.txt").write_text("import os\n\ndef read(self):\n")
+    (tmp_path / "three.jsonl").write_text('"class A:\\n    pass"\n{"prompt": "x = 1", "id": 7}\n\n"y"\n')
+    prompts = ["import re", tmp_path / "two.txt", tokenizer("a = 2", return_tensors="pt").input_ids]
+    prompts.append(tmp_path / "three.jsonl")
+    lines = []
+    options = {"methods": ["chain"], "max_new_tokens": 2}
+    rows = compare(target, draft, prompts, tokenizer=tokenizer, on_progress=lines.append, **options)
+    assert lines[-1] == "prompt 7 of 7: chain"
+    assert len(rows[-1].ratios) == 7
+    assert read_prompts(tmp_path / "three.jsonl") == ["class A:\n    pass", "x = 1", "y"]
+    assert len(compare(target, draft, "import re", tokenizer=tokenizer, **options)[0].ratios) == 1
+
+
+@pytest.mark.parametrize(("prompts", "error", "message"), [
+    (["text"], ValueError, "prompts that are texts need the tokenizer"),
+    ([torch.tensor([1, 2])], ValueError, r"a prompt must be a LongTensor \[1, T\], got torch.int64 \[2\]"),
+    ([torch.ones(1, 2)], ValueError, r"a prompt must be a LongTensor \[1, T\], got torch.float32"),
+    ([[1, 2]], TypeError, r"a prompt must be a text, a Path .*, got list"),
+])  # fmt: skip
+def test_what_is_no_prompt_is_refused(prompts, error, message, pair):
+    with pytest.raises(error, match=message):
+        compare(*pair, prompts)
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.txt", b"\n \n", r"the prompts in '.*a.txt' are empty"),
+    ("a.txt", b"caf\xe9", r"the prompts in '.*a.txt' are not UTF-8"),
+    ("a.jsonl", b"plain text\n", r"a.jsonl, line 1: expected JSON, got 'plain text'"),
+    ("a.jsonl", b'"x"\n\n{"text": 3}\n', r'line 3: expected a JSON string, or an object with a string "prompt", got'),
+])  # fmt: skip
+def test_files_that_hold_no_prompts_are_refused(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(tmp_path / name)
+
+
+def test_decoders_that_cannot_be_compared_are_refused(pair):
+    target, draft = pair
+    with pytest.raises(ValueError, match="two ways to decode are called 'autoregressive'"):
+        compare(target, {"d": draft, "autoregressive": SpeculativeDecoder(target, draft)}, PROMPTS)
+    with pytest.raises(ValueError, match="the decoder 'mine' decodes another target"):
+        compare(target, {"mine": SpeculativeDecoder(draft, target)}, PROMPTS)
+    with pytest.raises(ValueError, match=r"'ersd' \(mine\) is compared with 'autoregressive'; add it"):
+        compare(target, {"mine": SpeculativeDecoder(target, draft, "ersd")}, PROMPTS, temperature=1.0)
+
+
+def test_the_law_of_an_own_verifier_is_not_claimed(pair):
+    target, draft = pair
+    named = {"mine": SpeculativeDecoder(target, draft, "ersd", verifier=sample_the_target)}
+    assert verdicts(compare(target, named, PROMPTS, max_new_tokens=4, temperature=1.0))["mine"] == "unchecked"
+    assert verdicts(compare(target, named, PROMPTS, max_new_tokens=4))["mine"] == "equal"
+
+
+def test_ratios_are_paired_with_their_median_and_quartiles(pair, monkeypatch):
+    """By a clock that lets transformers take 1, 2, 4, 8 and 16 seconds for a prompt, and us 1, of 4 tokens each."""
+    plain = SpeculativeDecoder(*pair)
+    plain.clock = lambda: 0.0
+    times = iter([second for seconds in (1, 2, 4, 8, 16) for second in (0, seconds, 0, 1)])
+    clock = SimpleNamespace(perf_counter=lambda: next(times))
+    monkeypatch.setattr("heavypath.speculative.comparison.time", clock)
+    theirs, ours = compare(pair[0], {"ours": plain}, PROMPTS[:1] * 5, max_new_tokens=4)
+    assert ours.ratios == (1, 2, 4, 8, 16)
+    assert (ours.ratio, ours.ratio_quartiles, ours.ratio_range) == (4, (2, 8), (1, 16))
+    assert (ours.tokens_per_second, theirs.tokens_per_second) == (4, 20 / 31)
+
+
+def test_a_plot_has_a_bar_from_quartile_to_quartile_for_each_way(tmp_path):
+    rows = [Row(PLAIN, 1, 1, 1, (1, 1), "reference", None, (1, 1), (1, 1))]
+    rows += [Row(name, 2, 2, 2, (1, 4), "equal", None, (1.5, 3), (1, 1.5, 2, 3, 4)) for name in ("chain", "ersd")]
+    plot_ratios(rows, tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert "<!-- chain -->" in drawn
+    assert "<!-- ersd -->" in drawn
+    assert drawn.count("fill: #2b6cb8") == 2
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"a plot needs matplotlib: pip install heavypath\[figures\]"):
+        plot_ratios([], tmp_path / "plot.png")

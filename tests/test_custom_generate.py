@@ -31,7 +31,8 @@ from transformers.generation import (
 )
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder
+from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, read_trace
+from heavypath.speculative.custom_generate import SpeculativeOutput
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.models.llama import LlamaForward
 
@@ -77,6 +78,20 @@ def test_greedy_batches_are_those_of_generate(method, tiny_pair):
         settings = left_padded(PROMPTS) | {"pad_token_id": 0} | settings
         expected = tiny_pair[0].generate(**settings)
         assert torch.equal(tiny_pair[0].generate(**settings, custom_generate=decoder), expected)
+
+
+def test_a_trace_is_written_through_transformers_generate(demo_pair, tmp_path):
+    target, draft, tokenizer = demo_pair
+    decoder = SpeculativeDecoder(target, draft)
+    inputs = tokenizer("def read(self):", return_tensors="pt")
+    custom = partial(decoder, trace=tmp_path / "trace", tokenizer=tokenizer)
+    out = target.generate(**inputs, custom_generate=custom, max_new_tokens=12, do_sample=False)
+    header, steps = read_trace(tmp_path / "trace")
+    assert header["sequences"][0]["text"] == "def read(self):"
+    assert [token for step in steps for token in step["emitted"]] == out[0, inputs.input_ids.shape[1] :].tolist()
+    assert "".join(piece for step in steps for piece in step["pieces"]) == tokenizer.decode(
+        out[0, inputs.input_ids.shape[1] :]
+    )
 
 
 def test_a_penalty_is_that_of_generate_and_ignores_what_generate_ignores(decoder, demo_pair):
@@ -132,7 +147,7 @@ def test_a_dictionary_of_sequences_is_returned_on_demand(decoder):
     settings = {"max_new_tokens": 8, "pad_token_id": 0, "return_dict_in_generate": True}
     out = decoder.target.generate(IDS, custom_generate=decoder, **settings)
     expected = decoder.target.generate(IDS, **settings)
-    assert type(out) is type(expected)
+    assert isinstance(out, type(expected))
     assert torch.equal(out.sequences, expected.sequences)
     assert out.scores is None
 
@@ -200,8 +215,6 @@ def test_a_pipeline_writes_through_the_decoder(demo_pair):
     ({"cache_implementation": "static"}, "cache_implementation='static'"),
     ({"past_key_values": DynamicCache()}, "past_key_values"),
     ({"synced_gpus": True}, "synced_gpus"),
-    ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
-    ({"output_logits": True, "return_dict_in_generate": True}, "output_logits=True"),
     ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
     ({"no_repeat_ngram_size": 2}, "the logits processor NoRepeatNGramLogitsProcessor"),
     ({"bad_words_ids": [[1]]}, "the logits processor NoBadWordsLogitsProcessor"),
@@ -362,3 +375,69 @@ def test_a_model_on_several_devices_or_offloaded_is_refused(tiny_pair, monkeypat
     monkeypatch.setattr(spread, "parameters", lambda: [next(tiny_pair[0].parameters()), Elsewhere()])
     with pytest.raises(ValueError, match="target must be on one device, got one spread over cpu, cuda:1"):
         SpeculativeDecoder(spread, tiny_pair[1])
+
+
+LONG = {"max_new_tokens": 12, "eos_token_id": EOS, "pad_token_id": 0, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "sequoia", "specinfer", "dyspec"])
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3, "min_new_tokens": 4}])
+def test_scores_and_logits_are_those_of_generate(method, settings, tiny_pair):
+    model, _ = tiny_pair
+    ids, mask = torch.tensor([[1, 2, 3], [0, 5, 6]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
+    options = LONG | settings | {"do_sample": False, "output_scores": True, "output_logits": True}
+    expected = model.generate(input_ids=ids, attention_mask=mask, **options)
+    out = model.generate(
+        input_ids=ids, attention_mask=mask, custom_generate=SpeculativeDecoder(*tiny_pair, method), **options
+    )
+    assert torch.equal(out.sequences, expected.sequences)
+    for ours, theirs in ((out.scores, expected.scores), (out.logits, expected.logits)):
+        assert len(ours) == len(theirs) == out.sequences.shape[1] - 3
+        for row in range(2):
+            ends = (out.sequences[row, 3:] == EOS).nonzero()
+            count = len(ours) if not len(ends) else int(ends[0]) + 1
+            for one, other in zip(ours[:count], theirs[:count], strict=True):
+                torch.testing.assert_close(one[row], other[row], atol=1e-4, rtol=1e-4)
+            assert not torch.stack([*ours, ours[0]])[count:-1, row].any()
+
+
+def test_sampled_scores_are_what_was_sampled_from(tiny_pair):
+    model, _ = tiny_pair
+    options = LONG | {"do_sample": True, "temperature": 0.7, "top_k": 4, "top_p": 0.9, "output_scores": True}
+    out = model.generate(IDS, custom_generate=SpeculativeDecoder(*tiny_pair), output_logits=True, **options)
+    assert isinstance(out, SpeculativeOutput)
+    for place, (scores, logits) in enumerate(zip(out.scores, out.logits, strict=True), start=3):
+        torch.testing.assert_close(logits[0], model(out.sequences[:, :place]).logits[0, -1], atol=1e-4, rtol=1e-4)
+        expected = logits
+        for warp in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(4), TopPLogitsWarper(0.9)):
+            expected = warp(None, expected)
+        torch.testing.assert_close(scores, expected)
+        assert scores[0, out.sequences[0, place]] > -torch.inf
+
+
+def test_statistics_come_with_the_dictionary(tiny_pair):
+    model, _ = tiny_pair
+    decoder = SpeculativeDecoder(*tiny_pair)
+    out = model.generate(IDS, custom_generate=decoder, **LONG)
+    assert out.stats.new_tokens == out.sequences.shape[1] - 3 == out["stats"].new_tokens
+    assert out.scores is out.logits is None
+    plain = model.generate(IDS, custom_generate=decoder, **LONG | {"return_dict_in_generate": False})
+    assert torch.equal(plain, out.sequences)
+
+
+def test_a_draft_that_does_not_pay_is_remarked_once(tiny_pair, caplog):
+    target, other = tiny_pair
+    silent = SpeculativeDecoder(target, None, "autoregressive")
+    silent.generate(IDS, 50, eos_token_id=None)
+    assert not caplog.text
+    slow = SpeculativeDecoder(target, other, tree_size=9)
+    ticks = iter(range(100_000))
+    slow.clock = lambda: float(next(ticks))  # so that every phase takes as long
+    slow.generate(IDS, 8, eos_token_id=None)
+    assert not caplog.text  # too few steps to tell
+    for _ in range(2):
+        stats = slow.generate(IDS, 50, eos_token_id=None).stats
+    assert stats.gain_at_most == stats.tokens_per_step * (1 - stats.drafting_share) < 1
+    remarks = [record.getMessage() for record in caplog.records if record.name == "heavypath.speculative.decoder"]
+    assert len(remarks) == 1
+    assert f"{stats.tokens_per_step:.2f} tokens a step, and {100 * stats.drafting_share:.0f}%" in remarks[0]

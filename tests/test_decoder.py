@@ -23,6 +23,7 @@ def tiny_llama(seed: int, vocab_size: int = 7, layers: int = 2, **changes) -> Ll
     settings = {
         "vocab_size": vocab_size, "hidden_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2,
         "num_key_value_heads": 1, "intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.4,
+        "eos_token_id": None,
     } | changes  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**settings)).eval()
 

@@ -26,8 +26,6 @@ VOCAB = 3
 class PathDraft:
     """A draft whose distribution depends on the whole path from the root; the path of each slot is remembered."""
 
-    smooth, forward = True, None
-
     def __init__(self, law):
         self.law = law  # tuple of tokens -> list of V log-probabilities
         self.paths: dict[int, tuple[int, ...]] = {}

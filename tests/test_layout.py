@@ -14,11 +14,12 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 
 from heavypath.speculative import SpeculativeDecoder
 
 ROOT = Path(__file__).parent.parent
-ORDER = ("kernels", "trees", "models", "demo", "drafts", "decoding", "output", "root", "cli", "examples")
+ORDER = ("kernels", "trees", "models", "demo", "drafts", "decoding", "output", "root", "cli", "examples", "package")
 APART = [{"trees", "models"}, {"models", "demo"}, {"cli", "examples"}]  # neither of the two imports the other
 MOST_MODULES, MOST_LINES, MEDIAN_LINES, MOST_PARAMETERS = 20, 500, 160, 8
 FORMER_PATHS = {  # of modules that moved into folders, and a name of each
@@ -34,7 +35,7 @@ FORMER_PATHS = {  # of modules that moved into folders, and a name of each
 # Functions whose parameters are somebody else's: the public interface, what transformers calls, and torch's operator.
 PUBLIC = {
     "gumbel_topk", "stochastic_beam", "tree_attention", "verify_tree", "calibrate", "compare", "generate", "demo",
-    "__init__", "__call__", "attention_forward", "visible_rows",
+    "chat", "__init__", "__call__", "attention_forward", "visible_rows",
 }  # fmt: skip
 OPERATORS = {"_tree_attention"}  # torch.library takes no tuples
 
@@ -102,7 +103,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_the_package_itself_is_imported_by_nothing_below_it():
     """`heavypath.speculative` imports everything: who imports it from within hides what it needs."""
-    inner = {name for name in modules() if folder_of(name) not in ("cli", "examples")}
+    inner = {name for name in modules() if folder_of(name) not in ("cli", "examples", "package")}
     wrong = [name for name in inner if "heavypath.speculative.__init__" in imports()[name]]
     assert not wrong
 
@@ -202,20 +203,20 @@ def test_modules_that_moved_can_be_imported_by_their_former_paths():
     assert done.returncode == 0, done.stderr
 
 
-def test_four_functions_stand_between_generate_and_the_targets_first_operation(demo_pair):
+def test_four_functions_stand_between_generate_and_the_targets_first_operation(demo_pair, monkeypatch):
     target, draft, tokenizer = demo_pair
+    decoder = SpeculativeDecoder(target, draft, "sequoia")
     stacks = []
+    embed = torch.nn.functional.embedding
 
-    def note(*_):
-        frames = [frame for frame, _ in traceback.walk_stack(None) if "heavypath" in frame.f_globals["__name__"]]
-        names = [f"{frame.f_globals['__name__'].rpartition('.')[2]}.{frame.f_code.co_name}" for frame in frames]
-        stacks.append(names[::-1])
+    def noted(tokens, weight, *options):
+        if weight is target.model.embed_tokens.weight:
+            frames = [frame for frame, _ in traceback.walk_stack(None) if "heavypath" in frame.f_globals["__name__"]]
+            names = [f"{frame.f_globals['__name__'].rpartition('.')[2]}.{frame.f_code.co_name}" for frame in frames]
+            stacks.append(names[::-1])
+        return embed(tokens, weight, *options)
 
-    hook = target.model.embed_tokens.register_forward_pre_hook(note)
-    try:
-        prompt = tokenizer("import os\n", return_tensors="pt").input_ids
-        SpeculativeDecoder(target, draft, "sequoia").generate(prompt, max_new_tokens=4)
-    finally:
-        hook.remove()
+    monkeypatch.setattr(torch.nn.functional, "embedding", noted)
+    decoder.generate(tokenizer("import os\n", return_tensors="pt").input_ids, max_new_tokens=4)
     step = ["decoder.generate", "loop.decode", "runner.run", "step.__call__", "llama.__call__"]
     assert stacks[-1] == step, "the way of a step is README's"

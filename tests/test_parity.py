@@ -92,7 +92,7 @@ def test_a_tie_is_told_and_gone_past():
     """The oracle's own test: two tokens with one row of the output layer."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, initializer_range=0.4, **sizes)).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, initializer_range=0.4, eos_token_id=None, **sizes)).eval()
     prompt = torch.tensor([[3, 1, 4]])
     first = int(greedy(model, prompt, 1)[0, 3])
     twin = (first + 1) % 31

@@ -1,6 +1,7 @@
 """Traces say what verify_tree decided, and reasons that are true: coins, thresholds, probabilities, the text."""
 
 import json
+import re
 from itertools import pairwise
 from math import log
 
@@ -18,7 +19,9 @@ from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree
 from heavypath.speculative.output import trace
+from heavypath.speculative.output.page import trace_page
 from heavypath.speculative.output.reasons import (
+    FATES,
     WITH_COINS,
     Reasons,
     VerifiedTree,
@@ -372,3 +375,23 @@ def test_a_place_where_no_trace_can_be_is_refused_before_any_work(tiny_pair, tmp
         decoder.generate(PROMPTS[1:2], 8, trace=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(FileNotFoundError):
         decoder.generate(PROMPTS[1:2], 8, trace=tmp_path / "missing" / "trace")
+
+
+def test_the_format_is_described_field_by_field_with_a_line_that_is_one(tiny_pair, tmp_path):
+    SpeculativeDecoder(*tiny_pair).generate(PROMPTS[1:2], 8, trace=tmp_path / "trace", **SAMPLING)
+    header, steps = read_trace(tmp_path / "trace")
+    of_header, of_steps = trace.__doc__.split("Each other line is one step")
+    named = [
+        {name for names in re.findall(r"^    ((?:\w+, )*\w+)  +\S", part, re.M) for name in names.split(", ")}
+        for part in (of_header, of_steps)
+    ]
+    assert named[0] == header.keys()
+    assert named[1] == steps[0].keys() | {"pieces", "texts"}  # these need a tokenizer
+    example = re.search(r"^    (\{.*\})$", of_steps, re.M | re.S)[1]
+    (tmp_path / "example").write_text(json.dumps(header) + "\n" + "".join(map(str.strip, example.splitlines())) + "\n")
+    header, (step,) = read_trace(tmp_path / "example")
+    assert step.keys() == steps[0].keys()
+    for name, value in step.items():
+        assert type(value) is type(steps[0][name])
+    assert set(step["fates"]) <= set(FATES)
+    assert trace_page(header, [step])

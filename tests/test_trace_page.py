@@ -170,12 +170,16 @@ def test_the_command_line_writes_a_trace_and_its_page(tmp_path, capsys, demo_pai
 @pytest.mark.parametrize(("arguments", "message"), [
     (["trace", "{folder}/missing.jsonl"], "No such file"),
     (["trace", "{folder}/header.jsonl"], "the trace has no steps"),
-    (["trace", "{folder}/empty.html"], "--out must be another file than the trace itself"),
+    (["trace", "{folder}/empty.html"], "is no trace that `generate` writes"),
+    (["trace", "{folder}/page.html"], "is no trace that `generate` writes"),
     (["trace", "{folder}/empty.html", "--out", "{folder}/page"], "is no trace that `generate` writes"),
+    (["trace", "{folder}/trace.html"], "--out must be another file than the trace itself"),
     (["generate", "x", "--trace", "{folder}/missing/trace"], "--trace must be in a folder that exists"),
 ])  # fmt: skip
 def test_mistakes_are_said_in_one_line(arguments, message, traced, tmp_path, capsys):
     (tmp_path / "empty.html").touch()
+    (tmp_path / "page.html").write_text(trace_page(*traced))
+    (tmp_path / "trace.html").write_text("".join(json.dumps(line) + "\n" for line in (traced[0], *traced[1])))
     (tmp_path / "header.jsonl").write_text(json.dumps(traced[0]) + "\n")
     assert main([argument.format(folder=tmp_path) for argument in arguments]) == 1
     error = capsys.readouterr().err
@@ -188,7 +192,11 @@ VISIT = """
 <script>
 const said = () => at("said").textContent;
 const key = name => document.dispatchEvent(new KeyboardEvent("keydown", {key: name}));
-const seen = {title: document.title, ready: Number(document.documentElement.dataset.ready), steps: []};
+const canvas = at("stage"), tree = canvas.firstElementChild;
+const seen = {title: document.title, opened: at("number").textContent + " " + at("of").textContent,
+  address: location.hash, canvas: [canvas.clientWidth, canvas.clientHeight],
+  tree: [tree.getBoundingClientRect().width, tree.getBoundingClientRect().height],
+  ready: Number(document.documentElement.dataset.ready), steps: []};
 addEventListener("error", event => { seen.error = event.message; });
 key("Home");
 for (const one of data.sequences[0].steps) {
@@ -241,11 +249,11 @@ def test_a_browser_shows_each_step_and_says_why(traced, tmp_path):
     seen = visited(trace_page(header, steps), tmp_path)
     assert "error" not in seen
     assert seen["title"] == "sequoia, step by step - Heavypath"
-    assert (seen["slid"], seen["held"]) == ("step 1", 1)
+    assert (seen["slid"], seen["held"]) == ("step 2", 1)
     assert seen["wide"] <= 0
     tokens = 0
     for index, (step, shown) in enumerate(zip(steps, seen["steps"], strict=True)):
-        assert shown["number"] == f"step {index}"
+        assert shown["number"] == f"step {index + 1}"
         assert shown["places"] == 1  # nothing moves away from under the pointer
         nodes = len(step["tokens"])
         assert len(shown["sentences"]) == nodes + 1
@@ -268,6 +276,18 @@ def test_a_browser_shows_each_step_and_says_why(traced, tmp_path):
         assert step["kind"] in shown["classes"][nodes]
         expected = {"recovered": "Recovered.", "bonus": "Bonus.", "plain": "No draft."}[step["kind"]]
         assert expected in shown["sentences"][nodes]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path")
+def test_the_page_opens_on_the_first_step_with_a_canvas_that_fits_a_small_tree(demo_pair, tmp_path):
+    header, steps = recorded(demo_pair, tmp_path / "trace", tree_size=4)
+    steps = [step for step in steps if step["tokens"] and -1 not in step["tokens"]]  # trees of one shape
+    seen = visited(trace_page(header, steps), tmp_path)
+    assert seen["opened"] == f"step 1 of {len(steps)}"
+    assert seen["address"] == "#1.1"
+    (width, height), (tree_width, tree_height) = seen["canvas"], seen["tree"]
+    assert tree_height > height - 16
+    assert tree_width > width / 2
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path")

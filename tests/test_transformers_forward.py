@@ -27,7 +27,7 @@ from heavypath.speculative.models.llama import LlamaForward
 TINY = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.3,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
 GPT = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -152,12 +152,9 @@ def test_the_cache_is_one_of_transformers(llama):
     assert int(cache.keys.count_nonzero()) == key.numel()
 
 
-def test_a_sliding_window_bounds_the_text(llama):
-    model = tiny("gemma3_text", sliding_window=16)
-    decoder = SpeculativeDecoder(model, llama, "dyspec")
-    assert_same_text(model, decoder.generate(PROMPTS, 10, attention_mask=PADDING).sequences, greedy(model, 10))
-    with pytest.raises(ValueError, match="target has 16 positions in its attention window"):
-        decoder.generate(PROMPTS, 11)
+def without_limit(model):
+    model.config.max_position_embeddings = None
+    return model
 
 
 REFUSED = {
@@ -166,8 +163,8 @@ REFUSED = {
     "no head": (lambda: tiny("granite").model, TypeError, "language-model head .* got GraniteModel"),
     "text": (lambda: "ibm/granite", TypeError, "target must be a transformers causal language model, got 'str'"),
     "training": (lambda: tiny("granite").train(), ValueError, "training mode; call target.eval"),
-    "dynamic": (lambda: tiny("granite", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
-                ValueError, "rope type 'dynamic', by which a token's keys depend on the length of the text"),
+    "another window": (lambda: tiny("olmoe", sliding_window=16),  # its config may name one, but it has none
+                       ValueError, "'olmoe' has sliding_window=16 in its config, but its own forward pass sees farther"),
     "mamba": (lambda: tiny("mamba", state_size=4), ValueError, "got 'mamba' with layers of type linear_attention"),
     "rwkv": (lambda: tiny("rwkv"), ValueError, "got 'rwkv' with a recurrent state"),
     "lfm2": (lambda: tiny("lfm2", layer_types=["conv", "full_attention"]), ValueError, "with layers of type conv"),
@@ -180,11 +177,13 @@ REFUSED = {
                   'the arguments of the call, which NemotronAttention does not get; use attn_implementation="sdpa"'),
     "flex": (lambda: tiny("granite", attn_implementation="flex_attention"),
              ValueError, r"'flex_attention', which takes no tree; call target.set_attn_implementation\(\"sdpa\"\)"),
-    "alibi": (lambda: tiny("mpt", d_model=32, n_heads=4, n_layers=2, max_seq_len=64),
-              ValueError, "'mpt' cannot be decoded by trees .*: a tree's logits differ from those of its paths by"),
-    "no limit": (lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", hidden_size=8)).eval(),
-                 ValueError, "target's config has no max_position_embeddings; set it"),
-    "bloom": (lambda: tiny("bloom", n_layer=2, n_head=4), ValueError, "'bloom' cannot be decoded by trees with"),
+    "mpt": (lambda: tiny("mpt", d_model=32, n_heads=4, n_layers=2, max_seq_len=64),
+            ValueError, "target of type 'mpt' has ALiBi position biases, which follow from the rows of a cache"),
+    "bloom": (lambda: tiny("bloom", n_layer=2, n_head=4), ValueError, "'bloom' has ALiBi position biases"),
+    "falcon": (lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model(
+                   "falcon", vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, alibi=True)),
+               ValueError, "'falcon' has ALiBi position biases"),
+    "no limit": (lambda: without_limit(tiny("granite")), ValueError, "config has no max_position_embeddings; set it"),
     "no cache": (lambda: tiny("openai-gpt", **GPT), ValueError, r"its layers with keys and values are \[\], exp"),
     "both ways": (lambda: tiny("bert"), ValueError, "'bert' cannot be decoded by trees with attn_implementation="),
 }  # fmt: skip
@@ -244,11 +243,14 @@ def test_trying_a_model_leaves_no_trace():
     assert not any(parameter.is_inference() or parameter.grad is not None for parameter in model.parameters())
 
 
-def test_another_attention_needs_another_decoder(llama):
+def test_another_attention_is_noticed(llama):
     model = tiny("granite")
     decoder = SpeculativeDecoder(model, llama)
-    model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="attn_implementation went from 'sdpa' to 'eager'; make a new decoder"):
+    for attention in ("eager", "heavypath", "sdpa"):
+        model.set_attn_implementation(attention)
+        assert_same_text(model, decoder.generate(PROMPTS, 10, attention_mask=PADDING).sequences, greedy(model, 10))
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="'flex_attention', which takes no tree"):
         decoder.generate(PROMPTS, 4)
 
 
@@ -265,7 +267,7 @@ def forward(kind, attention):
 
 @pytest.mark.parametrize(("kind", "attention"), [
     ("granite", "sdpa"), ("granite", "eager"), ("granite", "heavypath"), ("gpt_neox", "sdpa"), ("gemma2", "eager"),
-    ("deepseek_v3", "sdpa"), ("gpt_oss", "eager"), ("mixtral", "sdpa"),
+    ("deepseek_v3", "sdpa"), ("gpt_oss", "eager"), ("mixtral", "sdpa"), ("cohere2", "heavypath"),
 ])  # fmt: skip
 @pytest.mark.parametrize("method", ["sequoia", "dyspec"])
 @torch.inference_mode()

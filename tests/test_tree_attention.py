@@ -218,11 +218,9 @@ def test_a_node_that_sees_nothing_gets_zeros(impl):
     out = tree_attention(query, key, value, prefix_length=0, ancestor_mask=mask, impl=impl)
     assert (out[:, :, 1] == 0).all()
     torch.testing.assert_close(out.double(), oracle(query, key, value, [0], mask[None]), atol=2e-5, rtol=0)
-    query, key, value = inputs(1, 2, 1, 3, 80, 16)  # in a window the prefix is still seen, as far as from the root
+    query, key, value = inputs(1, 2, 1, 3, 80, 16)  # in a window it is the last row of the prefix, and sees that far
     out = tree_attention(query, key, value, prefix_length=70, ancestor_mask=mask, window=7, impl=impl)
-    alone = tree_attention(query, key, value, prefix_length=70, ancestor_mask=mask, window=1, impl=impl)
-    assert (alone[:, :, 1] == 0).all()
-    prefix = scaled_dot_product_attention(query[:, :, 1:2], key[:, :, 64:70], value[:, :, 64:70], enable_gqa=True)
+    prefix = scaled_dot_product_attention(query[:, :, 1:2], key[:, :, 63:70], value[:, :, 63:70], enable_gqa=True)
     torch.testing.assert_close(out[:, :, 1:2], prefix, atol=2e-5, rtol=0)
     query, key, value = inputs(1, 2, 1, 3, 300, 16)
     blind = {"prefix_length": 290, "first_row": torch.tensor([293], device=DEVICE)}
@@ -286,9 +284,9 @@ def test_custom_op(impl):
     packed = pack_ancestors(tree.mask().to(DEVICE)).words
     end = tree.subtree_end.to(DEVICE)
     for arguments in (
-        (query, key, value, 5, None, end, None, 9, None, None, None, None, impl),
-        (query[:, :, :1], key, value, 5, None, end[:1] // 9, None, 1, None, None, None, 0.2, impl),
-        (query, key, value, 0, lengths, None, packed, 9, first_row, 4, 2.0, None, impl),
+        (query, key, value, 5, None, end, None, 9, None, None, None, None, None, impl),
+        (query[:, :, :1], key, value, 5, None, end[:1] // 9, None, 1, None, None, None, None, 0.2, impl),
+        (query, key, value, 0, lengths, None, packed, 9, tree.depths.int().to(DEVICE), first_row, 4, 2.0, None, impl),
     ):
         torch.library.opcheck(torch.ops.heavypath.tree_attention.default, arguments)
 
@@ -334,7 +332,9 @@ def test_attention_bias_by_hand():
     ({"subtree_end": torch.tensor([3, 3])}, r"subtree_end must be .* \[3\] or \[1, 3\]"),
     ({"subtree_end": None, "ancestor_mask": torch.ones(3, 3)}, "ancestor_mask must be torch.bool"),
     ({"subtree_end": None, "ancestor_mask": torch.ones(3, 2).bool()}, "3 queries of a tree of 2 nodes"),
-    ({"subtree_end": None, "ancestor_mask": torch.ones(3, 4).bool(), "window": 2}, "3 queries of a tree of 4 nodes"),
+    ({"subtree_end": None, "ancestor_mask": pack_ancestors(torch.ones(3, 4).bool(), 2), "window": 3},
+     "packed for a window of 2, got window 3"),
+    ({"subtree_end": None, "ancestor_mask": pack_ancestors(torch.ones(3, 4).bool(), 2)}, "a window of 2, got window None"),
     ({"window": 0}, "window must be above 0, or None, got 0"),
     ({"scale": -1.0}, "scale must be above 0, or None, got -1.0"),
     ({"softcap": 0.0}, "softcap must be above 0, or None, got 0.0"),
@@ -388,6 +388,9 @@ MUTATIONS = {
     "parts are merged without their weights": (SPLIT, "tl.sum(weights * totals, 0)", "tl.sum(totals, 0)"),
     "the window is one too wide": ((20, 90, {"window": 50}), "length + depth - window + 1", "length + depth - window"),
     "the tree's window is one too wide": ((70, 0, {"window": 3}), "[None, :] < window", "[None, :] <= window"),
+    "a part of the window is not read": (
+        (20, 90, {"window": 26}), "length - window)  # what", "length - window + BLOCK_N)  # what",
+    ),
     "left padding is seen in the tree": (PADDED, "readable = readable & (length + at >= first)", "readable = readable"),
 }  # fmt: skip
 

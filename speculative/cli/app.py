@@ -1,4 +1,4 @@
-"""The `heavypath` command: `demo`, `generate`, `trace`, `calibrate`, `plan`, `info`, and `--version`.
+"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`, `info`, `--version`.
 
 Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, which is said in
 one line; 2 for wrong usage; 130 for Ctrl-C.
@@ -9,7 +9,6 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +19,8 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
+from heavypath.speculative.cli import chat as chatting
+from heavypath.speculative.cli import compare as comparing
 from heavypath.speculative.cli import info, planning
 from heavypath.speculative.cli import trace as trace_page
 from heavypath.speculative.cli.support import (
@@ -39,13 +40,12 @@ from heavypath.speculative.cli.support import (
     TreeSize,
     Verbose,
     encode,
-    installation,
     load,
     print_json,
     progress,
     say_if_busy,
 )
-from heavypath.speculative.comparison import PLAIN, TIE, Row, as_table, compare
+from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import demo_prompts
@@ -55,6 +55,8 @@ from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")
+app.command()(chatting.chat)
+app.command()(comparing.compare)
 app.command()(planning.calibrate)
 app.command()(planning.plan)
 app.command()(trace_page.trace)
@@ -115,10 +117,7 @@ def demo(
             **sampling,
         )
     settings = {"prompts": prompts, "max_new_tokens": max_new_tokens, "tree_size": tree_size, **sampling}
-    if as_json:
-        print_json({"settings": settings, "environment": installation(), "rows": [asdict(row) for row in rows]})
-    else:
-        _print_table(rows, settings)
+    comparing.print_rows(rows, settings, as_json)
 
 
 @app.command()
@@ -133,7 +132,7 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = 1.0,
+    repetition_penalty: RepetitionPenalty = None,
     stop: Stop = None,
     chat: Chat = False,
     tree_size: TreeSize = None,
@@ -149,7 +148,7 @@ def generate(
     """Continue a text. Without --target and --draft it is continued by the shipped pair, which knows Python source."""
     text = _read_prompt(prompt, file)
     filters = Filters(temperature, top_k, top_p, min_p).check()
-    if not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
+    if repetition_penalty is not None and not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
         raise ValueError(f"--repetition-penalty must be a finite number > 0, got {repetition_penalty:g}")
     if stop and "" in stop:
         raise ValueError("--stop must be a text to end at, got an empty one")
@@ -205,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except (ValueError, TypeError, OSError, torch.OutOfMemoryError) as error:
+    except (ValueError, TypeError, OSError, ImportError, torch.OutOfMemoryError) as error:
         return _fail(str(error), 1)
     except Exception as error:
         if not hasattr(error, "format_message"):
@@ -252,25 +251,6 @@ def _stream_demo_text(decoder: SpeculativeDecoder, pair: Pair, text: str, ids: t
     stats = decoder.generate(ids, eos_token_id=pair.eos_token_ids, streamer=stream, **options).stats
     counts = f"{stats.new_tokens} tokens, {stats.tokens_per_step:.2f} per target forward"
     console.print(Text(f"\n\n[{decoder.method}: {counts}]\n", style="dim"))
-
-
-def _print_table(rows: list[Row], settings: dict) -> None:
-    console = Console(highlight=False)
-    console.print(as_table(rows))
-    new_tokens, temperature = settings["max_new_tokens"], settings["temperature"]
-    device, threads = installation()["device"], torch.get_num_threads()
-    notes = [
-        f"prompts: {settings['prompts']}, up to {new_tokens} new tokens each, temperature {temperature:g}, on {device} "
-        f"with {threads} CPU thread{'' if threads == 1 else 's'}.",
-        "tokens/forward: new tokens for each forward pass of the target.",
-        f"ratio: tokens/s over those of {PLAIN}, prompt by prompt in this run: median and range.",
-        f"text: compared with {PLAIN}; a tie parts where two tokens' logits are less than {TIE:g} apart."
-        if temperature == 0
-        else "text: ersd must have that of autoregressive under the same seed. The others draw other tokens from the "
-        "same law, which the test suite checks and this table does not.",
-    ]
-    for note in notes:
-        console.print(note, style="dim")
 
 
 def _summary(stats: Statistics) -> dict:

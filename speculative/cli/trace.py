@@ -20,9 +20,9 @@ def trace(
     ] = None,
 ) -> None:
     """Make an HTML page that shows each step's tree, and why each node was accepted or not."""
+    header, steps = read_trace(file)
     page = file.with_suffix(".html") if out is None else out
     if page.resolve() == file.resolve():
         raise ValueError(f"--out must be another file than the trace itself, got {str(page)!r}")
-    header, steps = read_trace(file)
     page.write_text(trace_page(header, steps), encoding="utf-8")
     typer.echo(f"wrote {page}", err=True)

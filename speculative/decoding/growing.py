@@ -34,8 +34,9 @@ from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.slot_values import sum_of_squares, values
 from heavypath.speculative.decoding.snapshots import host_can_read
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
-from heavypath.speculative.drafts.kinds import Cache, Draft
+from heavypath.speculative.models.caches import RowCache
 
 
 def heap_tree(
@@ -90,7 +91,7 @@ class _Level(NamedTuple):
 
 def grow_tree(
     draft: Draft,
-    cache: Cache,
+    cache: RowCache,
     growth: Growth,
     state: Sequences,
     *,

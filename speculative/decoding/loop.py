@@ -1,7 +1,7 @@
 """The host's side of decoding: run one step after another until every sequence has ended.
 
 On a GPU the host learns what a step did while the next one is under way. So one more step may run after the end; what
-it did is discarded. Sequences that have ended leave their slots: the last ones move up, and the next steps are smaller.
+it did is discarded. Sequences that go on take the slots of those that have ended, and the next steps are smaller.
 """
 
 import logging
@@ -49,19 +49,19 @@ def decode(
     *,
     stats: Statistics,
     streamers: Sequence[Streamer] = (),
-    on_step: OnStep | None = None,
+    observers: Sequence[OnStep] = (),
 ) -> Tensor:
     """The new tokens of each sequence, LongTensor[B, most new tokens of a sequence], with padding behind them.
 
     workspace: holds the prompts already
     streamers: none, or one for each sequence, which have had the prompts
-    on_step:   called after each step; the host then waits for every step
+    observers: called after each step; the host then waits for every step
 
     Raises ValueError for logits that are no distribution.
     """
     state, batch = workspace.state, len(request.prompt)
     on_host = host_can_read(state.numbers.device)
-    watched = request.stopping is not None or on_step is not None
+    watched = request.stopping is not None or len(observers) > 0
     looked_at = [state.numbers, state.output[:batch]] if streamers else [state.numbers]
     snapshots = Snapshots(looked_at, late=not on_host and not watched)
     ended: dict[int, _Ended] = {}
@@ -70,7 +70,7 @@ def decode(
     streamed = [0] * batch
     longest, most_left = request.prompt.shape[1] - 1, request.max_new_tokens
     while True:
-        before = None if on_step is None else replace(state, numbers=state.numbers.clone())
+        before = replace(state, numbers=state.numbers.clone()) if observers else state
         stepped = runner.run(plan, workspace, slots=len(members), levels=most_left - 1, longest=longest, lap=stats.lap)
         snapshot = snapshots.take(len(members))
         if snapshot is None:
@@ -103,8 +103,8 @@ def decode(
                 streamed[member] = produced
                 if left == 0:
                     streamers[member].end()
-        if on_step is not None and before is not None:
-            on_step(stepped, before.first(slots), state)
+        for observe in observers:
+            observe(stepped, before.first(slots), state)
             stats.lap("trace")
         if len(ended) == batch:
             break
@@ -128,6 +128,6 @@ def close_up(workspace: Workspace, members: list[int], ended: dict[int, _Ended],
     for slot in range(slots, len(members)):
         if members[slot] not in ended:
             destination = free.pop(0)
-            workspace.move(slot, destination)
+            workspace.swap(slot, destination)  # what has ended keeps its cache rows, for a later text
             members[destination] = members[slot]
     del members[slots:]

@@ -28,7 +28,7 @@ class Processing:
     min_new_tokens: int
 
     def __call__(self, logits: Tensor, drafted: Drafted, state: Sequences) -> Tensor:
-        """Change fp32 logits [B, N, V] after each node into those that are sampled; returns them."""
+        """The logits that are sampled, of the fp32 logits [B, N, V] after each node."""
         if self.repetition_penalty != 1:
             path = _paths(drafted)
             found = self._penalised(logits.gather(-1, path))
@@ -36,7 +36,8 @@ class Processing:
             logits.scatter_(-1, path, found)  # a token that is on the path twice is penalised once
         if self.min_new_tokens > 0:
             early = state.produced[:, None] + drafted.depths < self.min_new_tokens  # [B, N]
-            logits[..., state.stops] = logits[..., state.stops].masked_fill(early[..., None], -torch.inf)
+            stops = logits[..., state.stops].masked_fill(early[..., None], -torch.inf)
+            logits = logits.index_copy(-1, state.stops, stops)
         return logits
 
     def _penalised(self, logits: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.stopping import Stopping
 from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.models.text_cache import TextCache
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Prompts:
     input_ids: Tensor
     attention_mask: Tensor | None = None
     sequence_ids: Tensor | None = None
+    past: TextCache | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Request:
     pad:          the token that follows them
     processing:   what is done to the target's logits before the filters; None for nothing
     stopping:     what else ends a sequence; None for nothing
+    past:         cached texts that prompts may have prefixes in common with; None for none
     """
 
     prompt: Tensor
@@ -60,6 +63,7 @@ class Request:
     pad: int
     processing: Processing | None
     stopping: Stopping | None
+    past: TextCache | None
 
 
 def checked_request(
@@ -78,11 +82,12 @@ def checked_request(
     max_new_tokens = _integer("max_new_tokens", ending.max_new_tokens)
     input_ids = prompts.input_ids
     _check_tokens(input_ids, target)
+    _check_past(prompts.past, target)
     lengths = _prompt_lengths(input_ids, prompts.attention_mask)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     for model in (target, draft):
-        _check_positions(model, int(lengths.max()), max_new_tokens)
+        _check_positions(model, int(lengths.min()), int(lengths.max()), max_new_tokens)
     eos, pad = _stop_tokens(ending, target.vocab_size)
     batch, width = input_ids.shape
     if ending.criteria and batch > 1 and not eos and ending.pad_token_id is None:
@@ -99,6 +104,7 @@ def checked_request(
         pad=pad,
         processing=_processing(repetition_penalty, ending.min_new_tokens, max_new_tokens, bool(eos)),
         stopping=Stopping(input_ids, ending.criteria) if ending.criteria else None,
+        past=prompts.past,
     )
 
 
@@ -156,6 +162,14 @@ def _check_tokens(input_ids: Tensor, target: Forward) -> None:
         raise ValueError(f"input_ids must be in 0 .. {target.vocab_size - 1}, got {least} .. {largest}")
 
 
+def _check_past(past: TextCache | None, target: Forward) -> None:
+    if past is None:
+        return
+    if not isinstance(past, TextCache):
+        raise TypeError(f"past must be the .cache of what an earlier generate returned, got {type(past).__name__}")
+    past.check(target)
+
+
 def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """How many tokens each prompt has, LongTensor[B]."""
     if attention_mask is None:
@@ -171,14 +185,24 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return mask.ne(0).sum(1)
 
 
-def _check_positions(model: Forward | None, prompt: int, new: int) -> None:
+def _check_positions(model: Forward | None, shortest: int, longest: int, new: int) -> None:
+    """shortest, longest: tokens of the prompts; new: max_new_tokens."""
     if model is None:
         return
-    limit = min(model.max_positions, model.window or model.max_positions)
-    if prompt + new > limit:
-        what = "positions" if limit == model.max_positions else "positions in its attention window"
-        needed = f"{prompt + new} positions ({prompt} + {new})"
-        raise ValueError(f"prompt and new tokens need {needed}, but {model.name} has {limit} {what}")
+    if longest + new > model.max_positions:
+        needed = f"{longest + new} positions ({longest} + {new})"
+        past = "; beyond them, its rotary embeddings depend on the text's length" if model.has_dynamic_rope else ""
+        raise ValueError(
+            f"prompt and new tokens need {needed}, but {model.name} has {model.max_positions} positions{past}"
+        )
+    limit = model.rope_limit
+    if limit is not None and shortest <= limit < longest + new:
+        lengths = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"
+        raise ValueError(
+            f"{model.name}'s rotary embeddings (longrope) change for all tokens where a text becomes longer than "
+            f"{limit} tokens: prompt and new tokens must fit into these, or every prompt must be longer; got prompts of "
+            f"{lengths} tokens and {new} new ones"
+        )
 
 
 def _checked_sequence_ids(sequence_ids: Tensor | None, batch: int, device: torch.device) -> Tensor:

@@ -5,9 +5,12 @@ A benchmark that wants to look at each step can put its own object with these me
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
+
+import torch
 
 from heavypath.speculative.decoding.drafted import Lap
 from heavypath.speculative.decoding.graphs import Graphs
@@ -15,44 +18,59 @@ from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
-from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.models.text_cache import TextCache
 
 logger = logging.getLogger(__name__)
 
+KEPT = 2  # caches of texts, for each thread: that of a chat which goes on, and of one text between its turns
 MOST_STEPS = 64  # kept: one for each plan and, on a CPU, for each depth near the end of a text
 
 
 class StepRunner:
-    """Runs the steps of one target's decoder.
+    """Runs the steps of one decoder.
 
     cuda_graphs: capture each step as a CUDA graph and replay it. Then the memory of the last generation is kept, graphs
         and caches included, for the next one that fits in.
     """
 
-    def __init__(self, target: Forward, cuda_graphs: bool):
-        self.target, self.cuda_graphs = target, cuda_graphs
+    def __init__(self, cuda_graphs: bool):
+        self.cuda_graphs = cuda_graphs
         self.idle: Workspace | None = None  # kept for the next generation
+        self._of_thread = threading.local()
         self._lock = threading.Lock()
-        self._on_host = host_can_read(target.device)
-        self._step = lru_cache(MOST_STEPS)(partial(new_step, target))
+        self._step = lru_cache(MOST_STEPS)(new_step)
+
+    @property
+    def kept(self) -> deque[TextCache]:
+        """The texts of this thread's last generations: other threads must not take them away before they are used."""
+        if not hasattr(self._of_thread, "kept"):
+            self._of_thread.kept = deque(maxlen=KEPT)
+        return self._of_thread.kept
 
     @contextmanager
     def workspace(self, request: Request, plan: StepPlan) -> Iterator[Workspace]:
         """A workspace for one generation, for the block: the idle one if it fits and has graphs, else a new one."""
         size = Size.of(request, plan)
         if not self.cuda_graphs:
-            workspace = Workspace(self.target, plan.draft, size)
-            logger.debug("a workspace: %d bytes of caches, %s", workspace.cache_bytes, size)
-            yield workspace
+            yield self._new_workspace(plan, size)
             return
         with self._lock:
             workspace, self.idle = self.idle, None
-        if workspace is None or not workspace.fits(size, plan.draft):
+        if workspace is None or not workspace.fits(size, plan):
             del workspace  # before memory is taken for another one
-            workspace = Workspace(self.target, plan.draft, size.rounded(), Graphs())
-            logger.debug("a new workspace to keep: %d bytes of caches, %s", workspace.cache_bytes, workspace.size)
+            workspace = self._new_workspace(plan, size.rounded(), Graphs())
         yield workspace  # after an exception it is not kept: what it holds may be half done
         self.idle = workspace
+
+    def _new_workspace(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None) -> Workspace:
+        """A new workspace; where memory is short, the texts kept for later give theirs."""
+        try:
+            return Workspace(plan, size, graphs)
+        except torch.OutOfMemoryError:
+            if not self.kept:
+                raise
+        self.kept.clear()  # outside of the handler, whose traceback holds a part of what was allocated
+        return Workspace(plan, size, graphs)
 
     def run(self, plan: StepPlan, workspace: Workspace, *, slots: int, levels: int, longest: int, lap: Lap) -> Stepped:
         """Run one step of the sequences in the first `slots` slots.
@@ -61,7 +79,7 @@ class StepRunner:
         longest: rows of the longest prefix, at most
         """
         state, target_cache, draft_cache = workspace.first(slots)
-        if self._on_host:
+        if host_can_read(plan.target.device):
             step = self._step(plan, min(plan.tree.depth, levels))
             return step(state, target_cache, draft_cache, longest, lap)
         # To know the lengths the host would have to wait for the GPU. Besides, one graph is to serve all steps.

@@ -100,10 +100,12 @@ class Sequences:
         """A view of the first `slots` slots."""
         return replace(self, numbers=self.numbers[:, :slots], seen=self.seen[:slots])
 
-    def move(self, source: int, destination: int) -> None:
-        """Copy slot `source` to slot `destination`."""
-        self.numbers[:, destination] = self.numbers[:, source]
-        self.seen[destination] = self.seen[source]
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two slots."""
+        for rows in (self.numbers.T, self.seen):
+            kept = rows[one].clone()
+            rows[one] = rows[other]
+            rows[other] = kept
 
     @property
     def room(self) -> Tensor:

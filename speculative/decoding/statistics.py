@@ -23,6 +23,8 @@ class Statistics:
     total_seconds: wall time of the whole call
     nodes:         nodes that the target scored, roots and absent ones included
     cache_bytes:   of the target's and the draft's caches
+    prefill_tokens: prompt tokens that the target computed before the first step; each prompt's last one is a root
+    reused_tokens: prompt tokens that it did not compute, since their rows were in `past`
     steps_of, tokens_of: LongTensor[B], steps and new_tokens of each sequence
     offered:       LongTensor[depth, branching], how often an accepted node at depth d had child j
     accepted:      LongTensor[depth, branching], how often that child was the accepted one
@@ -38,6 +40,8 @@ class Statistics:
     total_seconds: float = 0.0
     nodes: int = 0
     cache_bytes: int = 0
+    prefill_tokens: int = 0
+    reused_tokens: int = 0
     steps_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long), repr=False)
     tokens_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long), repr=False)
     offered: Tensor = field(init=False, repr=False)
@@ -59,6 +63,21 @@ class Statistics:
     def tokens_per_second(self) -> float:
         """New tokens per second of the whole call, prefill included."""
         return self.new_tokens / self.total_seconds if self.total_seconds else 0.0
+
+    @property
+    def drafting_share(self) -> float:
+        """Of the time after the prompt, the share of drafting; 0 where steps are CUDA graphs, which hide it."""
+        steps = sum(seconds for phase, seconds in self.seconds.items() if phase not in ("prefill", "trace"))
+        return sum(self.seconds.get(phase, 0.0) for phase in ("draft", "sampling")) / steps if steps else 0.0
+
+    @property
+    def gain_at_most(self) -> float:
+        """How much sooner the text was written than by plain decoding, at most.
+
+        A step of plain decoding does, for one node, all that a step here does but drafting; so it takes no longer than
+        that does for a whole tree.
+        """
+        return self.tokens_per_step * (1 - self.drafting_share)
 
     @property
     def acceptance_by_rank(self) -> list[float]:
@@ -102,6 +121,7 @@ class Statistics:
             ("tokens per step", f"{self.tokens_per_step:.2f}"),
             ("tokens per second", f"{self.tokens_per_second:.1f}"),
             *self._rows_of_sequences(),
+            ("prompt tokens", f"{self.prefill_tokens} computed, {self.reused_tokens} reused"),
             ("cache, MiB", f"{self.cache_bytes / 2**20:.1f}"),
             ("acceptance by rank", " ".join(f"{share:.2f}" for share in self.acceptance_by_rank)),
             ("acceptance by depth", " ".join(f"{share:.2f}" for share in self.acceptance_by_depth)),

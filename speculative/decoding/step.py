@@ -16,7 +16,6 @@ from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.commit import State, commit
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
-from heavypath.kernels.verification import DRAFT_AWARE, verify_unchecked
 from heavypath.speculative.decoding.device_tree import DeviceTree, device_tree
 from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions
 from heavypath.speculative.decoding.drafting import draft_tree, root_alone
@@ -25,24 +24,29 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.noise_rows import node_rows, race_rows, root_rows
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.kinds import Cache, Draft
-from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.trees.tree import TokenTree
 
 
 class Stepped(NamedTuple):
-    """What a step did: the trees, the target's logits [B, N, V] after their nodes, and what was accepted of them."""
+    """What a step did: the trees, the target's logits after their nodes, and what was accepted of them.
+
+    raw_logits, logits: fp32 [B, N, V], as the model gave them, and after `rules.processing`
+    """
 
     drafted: Drafted
+    raw_logits: Tensor
     logits: Tensor
     verified: Verified
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What all steps of a generation have in common: who drafts (None for nobody), which trees, and by which rules."""
+    """What all steps of a generation have in common: whose text, who drafts (or None), which trees, what rules."""
 
+    target: Forward
     draft: Draft | None
     tree: TokenTree | Growth
     rules: Rules
@@ -68,14 +72,14 @@ class Step:
         return self.tree.depth if isinstance(self.tree, Growth) else len(self.tree.levels)
 
     def __call__(
-        self, state: Sequences, target_cache: KeyValueCache, draft_cache: Cache | None, visible_rows: int, lap: Lap
+        self, state: Sequences, target_cache: KeyValueCache, draft_cache: RowCache | None, visible_rows: int, lap: Lap
     ) -> Stepped:
         """Run one step. visible_rows: cache rows that hold the longest prefix, or more."""
         drafted = self._drafted(state, draft_cache, visible_rows, lap)
         lengths, nodes = state.lengths, drafted.tokens.shape[1]
-        logits = self.target(
+        raw_logits = logits = self.target(
             drafted.tokens.clamp(min=0),
-            lengths[:, None] + drafted.depths,
+            self.target.settled(lengths[:, None] + drafted.depths, lengths),
             lengths[:, None] + torch.arange(nodes, device=lengths.device),
             target_cache,
             TreeMask(prefix_length=lengths, visible_rows=visible_rows + nodes, subtree_end=drafted.subtree_end),
@@ -85,17 +89,8 @@ class Step:
         if self.rules.processing is not None:
             logits = self.rules.processing(logits, drafted, state)
         drafted_nodes = Nodes(drafted.tokens, drafted.parents, drafted.ranks)
-        needs_draft = self.rules.verification in DRAFT_AWARE
-        verified = verify_unchecked(
-            drafted_nodes,
-            logits,
-            drafted.logits if needs_draft else None,
-            method=self.rules.verification,
-            max_depth=min(self.depth, nodes - 1),
-            target_filters=self.rules.target_filters,
-            draft_filters=self.rules.draft_filters,
-            noise=Noise(state.seed, drafted.noise_rows),
-        )
+        noise = Noise(state.seed, drafted.noise_rows)
+        verified = self.rules.verify(drafted_nodes, logits, drafted.logits, min(self.depth, nodes - 1), noise)
         lap("verification")
         if draft_cache is not None and nodes > 1:
             path, length, draft_rows = verified.path, verified.length, drafted.draft_rows
@@ -107,9 +102,9 @@ class Step:
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
         commit(written, drafted_nodes, drafted.depths, verified, self.branching)
         lap("compaction")
-        return Stepped(drafted, logits, verified)
+        return Stepped(drafted, raw_logits, logits, verified)
 
-    def _drafted(self, state: Sequences, cache: Cache | None, visible_rows: int, lap: Lap) -> Drafted:
+    def _drafted(self, state: Sequences, cache: RowCache | None, visible_rows: int, lap: Lap) -> Drafted:
         """The tree that each sequence drafts."""
         roots = root_rows(state.noise, state.lengths)
         if isinstance(self.tree, Growth):
@@ -141,12 +136,12 @@ class Step:
         )
 
 
-def new_step(target: Forward, plan: StepPlan, depth: int) -> Step:
+def new_step(plan: StepPlan, depth: int) -> Step:
     """The step of a plan that drafts the top `depth` levels of its tree: fewer than all near the end of a text."""
     top: DeviceTree | Growth
     if isinstance(plan.tree, Growth) and depth > 0:
         top = replace(plan.tree, depth=depth)
     else:
         whole = plan.tree if isinstance(plan.tree, TokenTree) else TokenTree([-1])
-        top = device_tree(whole, depth, target.device)
-    return Step(target=target, draft=plan.draft, tree=top, branching=plan.tree.branching, rules=plan.rules)
+        top = device_tree(whole, depth, plan.target.device)
+    return Step(target=plan.target, draft=plan.draft, tree=top, branching=plan.tree.branching, rules=plan.rules)

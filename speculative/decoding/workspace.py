@@ -1,15 +1,24 @@
 """The memory that steps work in: the caches and the state of a batch, allocated once, for as many batches as fit."""
 
+import logging
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heavypath.kernels.commit import StateField
 from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
-from heavypath.speculative.drafts.kinds import Cache, Draft
-from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.drafts.model import ModelDraft
+from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.models.text_cache import ModelRows, TextCache
+
+logger = logging.getLogger(__name__)
 
 
 class Size(NamedTuple):
@@ -63,9 +72,11 @@ def tree_rows(plan: StepPlan) -> int:
 class Workspace:
     """The caches of a target and, unless there is none, of a draft; the state of the batch; graphs of steps, if any."""
 
-    def __init__(self, target: Forward, draft: Draft | None, size: Size, graphs: Graphs[Stepped] | None = None):
+    def __init__(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None):
+        target, draft = plan.target, plan.draft
         self.size, self.graphs = size, graphs
-        self._target, self._views = target, dict[int, tuple[Sequences, KeyValueCache, Cache | None]]()
+        self._target, self._draft = target, draft
+        self._views = dict[int, tuple[Sequences, KeyValueCache, RowCache | None]]()
         self.target_cache = target.new_cache(size.sequences, size.cache_rows)
         self.draft_cache = None if draft is None else draft.new_cache(size.sequences, size.cache_rows)
         self.state = Sequences.room_for(
@@ -76,18 +87,24 @@ class Workspace:
             count_slots=size.count_slots,
             device=target.device,
         )
+        logger.debug("a workspace: %d bytes of caches, %s", self.cache_bytes, size)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of both caches."""
         return sum(cache.nbytes for cache in (self.target_cache, self.draft_cache) if cache is not None)
 
-    def fits(self, size: Size, draft: Draft | None) -> bool:
-        """Whether a generation of this size, drafted by `draft`, can use it."""
-        return self.size.covers(size) and (self.draft_cache is not None or draft is None)
+    def fits(self, size: Size, plan: StepPlan) -> bool:
+        """Whether a generation of this size, by this plan, can use it."""
+        same_models = self._target is plan.target and (plan.draft is None or plan.draft is self._draft)
+        return self.size.covers(size) and same_models
 
-    def begin(self, request: Request, draft: Draft | None) -> None:
-        """Put a request's prompts into the first slots, and all of their tokens but the last into the caches."""
+    def begin(self, request: Request, plan: StepPlan) -> list[int]:
+        """Put a request's prompts into the first slots, and all of their tokens but the last into the caches.
+
+        Returns how many tokens of each prompt the target did not compute, because their rows were in the request's
+        past. A draft that is no model makes its rows anew, which costs nothing.
+        """
         self.state.begin(
             request.prompt,
             request.lengths,
@@ -97,22 +114,71 @@ class Workspace:
             seed=request.seed,
         )
         before_roots = request.prompt[:, :-1]
-        if before_roots.shape[1] == 0:
-            return
-        _, target_cache, draft_cache = self.first(len(before_roots))
-        self._target.prefill(before_roots, target_cache)
-        if draft is not None and draft_cache is not None:
+        batch, width = before_roots.shape
+        draft = plan.draft
+        if width == 0:
+            return [0] * batch
+        _, target_cache, draft_cache = self.first(batch)
+        past, ends = request.past, (request.lengths - 1).tolist()
+        shared = None if past is None else past.shared(before_roots, ends)
+        cached = [0] * batch if shared is None else shared.copy_rows(self._target, target_cache)
+        reused = _prefill(self._target, target_cache, before_roots, ends, cached)
+        if isinstance(draft, ModelDraft) and isinstance(draft_cache, KeyValueCache):
+            cached = [0] * batch if shared is None else shared.copy_rows(draft.forward, draft_cache)
+            _prefill(draft, draft_cache, before_roots, ends, cached)
+        elif draft is not None:
             draft.prefill(before_roots, draft_cache)
+        return reused
 
-    def first(self, slots: int) -> tuple[Sequences, KeyValueCache, Cache | None]:
+    def finish(self, request: Request, plan: StepPlan) -> TextCache:
+        """The texts of a request that has been decoded, with their cache rows.
+
+        With graphs another generation will use the same memory, so the rows are copied; without, this one was the last.
+        """
+        batch, width = request.prompt.shape
+        draft = plan.draft
+        numbers = self.state.numbers[:, :batch].cpu()
+        slots = numbers[StateField.MEMBER].argsort()
+        lengths, produced = numbers[[StateField.LENGTHS, StateField.PRODUCED]][:, slots]
+        lengths = lengths.minimum(request.lengths.cpu() + produced)  # more was accepted than a text has tokens
+        texts = pad(request.prompt, (0, self.state.output.shape[1]))
+        after = request.lengths[:, None] + torch.arange(texts.shape[1] - width, device=texts.device)
+        texts = texts.scatter(1, after, self.state.output[:batch])[:, : int(lengths.max())].cpu()
+        texts = texts.where(torch.arange(texts.shape[1]) < lengths[:, None], -1)
+        models = [ModelRows(self._target, self._kept(self.target_cache, texts))]
+        if isinstance(draft, ModelDraft) and self.draft_cache is not None:
+            # The draft may lack the last root, behind which nothing was drafted, and an accepted leaf before it.
+            models.append(ModelRows(draft.forward, self._kept(self.draft_cache, texts), unsure=2))
+        return TextCache(texts, slots.tolist(), models)
+
+    def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:
+        return cache if self.graphs is None else cache.trimmed(*texts.shape)
+
+    def first(self, slots: int) -> tuple[Sequences, KeyValueCache, RowCache | None]:
         """Views of the state, the target's and the draft's cache for the first `slots` slots."""
         if slots not in self._views:
             draft_cache = None if self.draft_cache is None else self.draft_cache.first(slots)
             self._views[slots] = self.state.first(slots), self.target_cache.first(slots), draft_cache
         return self._views[slots]
 
-    def move(self, source: int, destination: int) -> None:
-        """Copy the sequence in slot `source` to slot `destination`, with its caches."""
+    def swap(self, one: int, other: int) -> None:
+        """Exchange the sequences in two slots, with their caches."""
         for part in (self.state, self.target_cache, self.draft_cache):
             if part is not None:
-                part.move(source, destination)
+                part.swap(one, other)
+
+
+def _prefill(
+    model: Forward | ModelDraft, cache: KeyValueCache, tokens: Tensor, ends: list[int], cached: list[int]
+) -> list[int]:
+    """Cache what is missing of texts LongTensor[B, T], which end at `ends` and of which `cached` tokens are cached.
+
+    All texts get as many tokens as the one that lacks most. Where another lacks fewer, some of its rows are computed
+    again, so that no padding lies behind the end of the cache. Returns where each text began.
+    """
+    width = max(end - have for end, have in zip(ends, cached, strict=True))
+    starts = [max(0, end - width) for end in ends]
+    if width > 0:
+        places = torch.tensor(starts, device=tokens.device)[:, None] + torch.arange(width, device=tokens.device)
+        model.prefill(tokens.gather(1, places), cache, starts)
+    return starts

@@ -1,8 +1,22 @@
-"""What can propose tokens: a draft model, the target's own first layers, or the text so far."""
+"""What can propose tokens: a draft model, the target's own first layers, the text so far, or a user's own draft."""
 
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
-from heavypath.speculative.drafts.kinds import Draft, as_draft
+from heavypath.speculative.drafts.kinds import AnyDraft, as_draft, is_own, model_of
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
+from heavypath.speculative.drafts.own import OwnDraft
 
-__all__ = ["Draft", "EarlyExit", "Feed", "LookupDraft", "ModelDraft", "PromptLookup", "as_draft"]
+__all__ = [
+    "AnyDraft",
+    "Draft",
+    "EarlyExit",
+    "Feed",
+    "LookupDraft",
+    "ModelDraft",
+    "OwnDraft",
+    "PromptLookup",
+    "as_draft",
+    "is_own",
+    "model_of",
+]

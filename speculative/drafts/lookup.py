@@ -46,9 +46,6 @@ class NgramCache(RowCache):
 class LookupDraft:
     """`PromptLookup` at work, as an attention over the text, in which the tokens before a token are its key."""
 
-    smooth = False  # most tokens have no probability
-    forward = None
-
     def __init__(self, options: PromptLookup, vocab_size: int, device: torch.device):
         self._options = options
         self._vocab_size = vocab_size

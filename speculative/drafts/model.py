@@ -4,6 +4,7 @@ A vocabulary padded to another size is cut, or filled up with logits of -inf: a 
 is never drafted. That is lossless, whatever the token is; it can only cost acceptance.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +34,6 @@ class EarlyExit:
 class ModelDraft:
     """A model as a draft."""
 
-    smooth = True  # every token has some probability
-
     def __init__(self, forward: Forward, vocab_size: int):
         """vocab_size: the target's. Raises ValueError if the vocabularies differ by more than padding."""
         self.forward = forward
@@ -50,16 +49,17 @@ class ModelDraft:
         """An empty cache of `rows` rows for each of `batch` sequences."""
         return self.forward.new_cache(batch, rows)
 
-    def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """Cache right-padded texts LongTensor[B, T]."""
-        self.forward.prefill(self._known(tokens), cache)
+    def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
+        """Cache right-padded texts LongTensor[B, T], see `Forward.prefill`."""
+        self.forward.prefill(self._known(tokens), cache, starts)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """fp32 logits [B, n, V] after each node, where V is the size of the target's vocabulary."""
         mask = TreeMask(
             prefix_length=feed.prefix_lengths, visible_rows=feed.visible_rows, ancestor_mask=feed.ancestor_mask
         )
-        logits = self.forward(self._known(feed.tokens), feed.positions, feed.cache_rows, cache, mask)
+        positions = self.forward.settled(feed.positions, feed.prefix_lengths)
+        logits = self.forward(self._known(feed.tokens), positions, feed.cache_rows, cache, mask)
         missing = self._vocab_size - self.forward.vocab_size
         return logits if missing == 0 else pad(logits, (0, missing), value=-torch.inf)  # a negative number cuts off
 

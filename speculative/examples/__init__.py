@@ -2,10 +2,12 @@
 
 compare_methods: all methods on prompts of one's own, as a table and a plot
 own_tree:        a tree of one's own, what is expected of it and what it gives
-own_draft:       what can draft: a model, the text itself, or the target's first layers
+kinds_of_draft:  what can draft: a model, the text itself, or the target's first layers
+own_draft:       a draft of one's own, a table of bigrams
+own_verifier:    a verification of one's own, in plain PyTorch
 batch_streaming: several prompts at once, each streamed as it grows
 chat:            a conversation with a model that has a chat template
 
-All of them run offline on a CPU with the shipped pair, and take `--models TARGET DRAFT` for models of one's own and
-`--device cuda` for a GPU.
+All of them run offline on a CPU with the shipped pair. Those that take models of one's own have `--models TARGET DRAFT`
+and `--device cuda` for a GPU.
 """

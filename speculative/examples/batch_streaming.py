@@ -32,7 +32,6 @@ if __name__ == "__main__":
         inputs.input_ids,
         attention_mask=inputs.attention_mask,
         max_new_tokens=48,
-        eos_token_id=target.generation_config.eos_token_id,
         streamer=[TextStream(tokenizer, partial(show, number)) for number in range(len(args.prompts))],
     )
     print(out.stats)

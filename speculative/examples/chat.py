@@ -18,20 +18,21 @@ if __name__ == "__main__":
     args = parser.parse_args()
 
     target, draft, tokenizer = load_demo_pair(device=args.device)
-    tokenizer.chat_template = "{{ messages | map(attribute='content') | join('\n') }}"  # the shipped pair has none
+    # The shipped pair has no template; it continues what is written.
+    tokenizer.chat_template = "{% for each in messages %}{{ each.content + '\n' * (loop.index % 2 == 0) }}{% endfor %}"
     if args.models:
         target, draft = (AutoModelForCausalLM.from_pretrained(name).to(args.device) for name in args.models)
         tokenizer = AutoTokenizer.from_pretrained(args.models[0])
-    eos = target.generation_config.eos_token_id  # one token or several: chat models have one that ends a turn
     decoder, streamer = SpeculativeDecoder(target, draft), TextStream(tokenizer, partial(print, end="", flush=True))
-    options = {"temperature": args.temperature, "eos_token_id": tokenizer.eos_token_id if eos is None else eos}
-    chat = []
+    chat, past = [], None
     with suppress(EOFError, KeyboardInterrupt):
         while question := input("> "):
             chat.append({"role": "user", "content": question})
             tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
             prompt = torch.tensor([tokens], device=args.device)
-            out = decoder.generate(prompt, args.max_new_tokens, seed=len(chat), streamer=streamer, **options)
+            options = {"temperature": args.temperature, "seed": len(chat), "streamer": streamer}
+            out = decoder.generate(prompt, args.max_new_tokens, past=past, **options)
+            past = out.cache  # so that the next turn computes its new tokens alone
             answer = tokenizer.decode(out.sequences[0, prompt.shape[1] :], skip_special_tokens=True)
             chat.append({"role": "assistant", "content": answer})
             print()

@@ -68,7 +68,7 @@ def attention_forward(
     tree_subtree_end: Tensor | None = None,
     tree_ancestor_mask: Tensor | PackedAncestors | None = None,
     tree_prefix_length: int | Tensor | None = None,
-    tree_attend: Callable[[Tensor, Tensor, Tensor, float | None], Tensor] | None = None,
+    tree_attend: Callable[[Tensor, Tensor, Tensor, float | None, int | None], Tensor] | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """One layer's attention, as transformers calls it. Returns [B, N, Hq, D], and no weights.
@@ -84,7 +84,8 @@ def attention_forward(
     tree_prefix_length: int or LongTensor[B], the cache rows before the tree. The default is right for every cache of
                         transformers; one that stores each sequence's tree behind its own prefix must say where.
 
-    tree_attend:        instead of all these, a function of query, key, value and scaling that does the attention
+    tree_attend:        instead of all these, a function of query, key, value, scaling and sliding_window that does the
+                        attention
 
     The call's position_ids [B, N] must be prefix + depths, where left padding does not count as prefix: without them
     transformers numbers the nodes one after the other. The call's attention_mask, if any, has a column for each row of
@@ -97,7 +98,7 @@ def attention_forward(
     if tree_attend is not None:
         if softcap is not None:
             raise _unserved("has no soft-capped scores in a decoder", "eager")
-        return tree_attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+        return tree_attend(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
     has_tree = tree_subtree_end is not None or tree_ancestor_mask is not None
     if tree_prefix_length is not None and not has_tree:
         raise ValueError("tree_prefix_length needs tree_subtree_end or tree_ancestor_mask, got neither")

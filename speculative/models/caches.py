@@ -4,6 +4,7 @@ Rows may be written in any order, and a cache does not count them: where a token
 sequence are in use, is said by whoever calls.
 """
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, Self
 
@@ -13,7 +14,11 @@ from transformers import Cache
 
 
 class RowCache:
-    """keys and values [B, heads, rows, D], with a row for each token of a text."""
+    """keys and values [B, heads, rows, D], with a row for each token of a text.
+
+    All that is remembered of a text is in these two tensors: the decoder moves rows of both when a path is accepted,
+    and whole sequences of both when another one has ended. D may be 0, for a draft that remembers nothing.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor):
         self.keys, self.values = keys, values
@@ -29,17 +34,31 @@ class RowCache:
         view.keys, view.values = self.keys[:slots], self.values[:slots]
         return view
 
-    def move(self, source: int, destination: int) -> None:
-        """Copy all rows of sequence `source` to sequence `destination`."""
+    def swap(self, one: int, other: int) -> None:
+        """Exchange all rows of two sequences."""
         for field in (self.keys, self.values):
-            field[destination] = field[source]
+            kept = field[one].clone()
+            field[one] = field[other]
+            field[other] = kept
+
+    def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
+        """Copy the first `rows` rows of sequence `of` of another cache to `sequence`."""
+        for own, other in ((self.keys, source.keys), (self.values, source.values)):
+            own[sequence, :, :rows] = other[of, :, :rows]
+
+    def trimmed(self, slots: int, rows: int) -> "RowCache":
+        """A copy of the first `rows` rows of the first `slots` sequences."""
+        return RowCache(self.keys[:slots, :, :rows].clone(), self.values[:slots, :, :rows].clone())
 
 
 class KeyValueCache(RowCache, Cache):
     """Keys and values [B, layers * Hkv, rows, D]: the layers lie side by side, so that one gather moves a row of all.
 
     Filled with zeros at first, so that rows never written can be masked. `rotary` [positions, 2, D] are cosine and sine
-    of the positions that the rows may have, for a forward pass that looks them up.
+    of the positions that the rows may have, for a forward pass that looks them up (see `LlamaForward`).
+
+    All layers keep all rows, those with a sliding window, too: they read no more than the window, but take the memory
+    of full attention. A ring of rows would save that memory, and would have to hold the tree's rows besides the window's.
 
     For transformers' own forward pass `at(cache_rows, visible_rows)` is the cache of one call, with a 4-D mask over
     the visible rows.
@@ -62,6 +81,7 @@ class KeyValueCache(RowCache, Cache):
         self._kv_heads = kv_heads
         self._new_rows: Tensor | None = None
         self._visible_rows = rows
+        self._first_rows: Sequence[int] = ()
         self._by_layer = self._split()
 
     def _split(self) -> list[tuple[Tensor, Tensor]]:
@@ -90,10 +110,13 @@ class KeyValueCache(RowCache, Cache):
         """A layer's keys and values [B, Hkv, rows, D]."""
         return self._by_layer[layer]
 
-    def at(self, cache_rows: Tensor, visible_rows: int) -> Self:
-        """A view for one forward pass, which writes the rows LongTensor[B, N] and reads the first `visible_rows`."""
+    def at(self, cache_rows: Tensor, visible_rows: int, first_rows: Sequence[int] = ()) -> Self:
+        """A view for one forward pass, which writes the rows LongTensor[B, N] and reads the first `visible_rows`.
+
+        first_rows: of each layer, or of all layers if it is one number: rows before it are not read (default: 0)
+        """
         view = copy(self)
-        view._new_rows, view._visible_rows = cache_rows, visible_rows
+        view._new_rows, view._visible_rows, view._first_rows = cache_rows, visible_rows, first_rows
         return view
 
     def update(
@@ -102,7 +125,8 @@ class KeyValueCache(RowCache, Cache):
         """Store a layer's states [B, Hkv, N, D], or of fewer columns; return keys and values of the visible rows."""
         assert self._new_rows is not None
         self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2), self._new_rows)
-        keys, values = (states[:, :, : self._visible_rows] for states in self.read(layer_idx))
+        first = self._first_rows[layer_idx % len(self._first_rows)] if self._first_rows else 0
+        keys, values = (states[:, :, first : self._visible_rows] for states in self.read(layer_idx))
         return keys[..., : key_states.shape[-1]], values[..., : value_states.shape[-1]]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

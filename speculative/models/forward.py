@@ -5,21 +5,24 @@ transformers' own forward pass; `forward_of` chooses between the two.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from heavypath.kernels.prepared_attention import prepared_attention
+from heavypath.kernels.prepared_attention import first_row_seen, prepared_attention
 from heavypath.kernels.tree_masks import attention_bias, interval_mask
 from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.structure import structure_of, weight_versions
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of query, key, value and scale
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,47 +39,77 @@ class TreeMask:
     subtree_end: Tensor | None = None
     ancestor_mask: Tensor | None = None
 
-    def attention(self, dtype: torch.dtype) -> Attend:
-        """Attention under this mask, as one function for all layers of a forward pass."""
-        return prepared_attention(
-            prefix_length=self.prefix_length,
-            rows=self.visible_rows,
-            dtype=dtype,
-            subtree_end=self.subtree_end,
-            ancestor_mask=self.ancestor_mask,
-        )
+    def attention(self, dtype: torch.dtype, windows: Iterable[int | None]) -> dict[int | None, Attend]:
+        """Attention under this mask, as one function for all layers with the same sliding window."""
 
-    def bias(self, dtype: torch.dtype) -> Tensor:
-        """The mask in additive form, [B or 1, 1, N, visible_rows]: 0 where a node sees a row, -inf elsewhere."""
+        def prepare(window: int | None) -> Attend:
+            return prepared_attention(
+                prefix_length=self.prefix_length,
+                rows=self.visible_rows,
+                dtype=dtype,
+                subtree_end=self.subtree_end,
+                ancestor_mask=self.ancestor_mask,
+                window=window,
+            )
+
+        return self._by_window(prepare, windows)
+
+    def biases(self, dtype: torch.dtype, windows: Iterable[int | None]) -> dict[int | None, Tensor]:
+        """The mask in additive form for each window: 0 where a node sees a row, -inf elsewhere.
+
+        [B or 1, 1, N, rows], of the visible rows from `first_row(window)` on
+        """
         ancestors = self.ancestor_mask
         if ancestors is None:
             assert self.subtree_end is not None
             ancestors = interval_mask(self.subtree_end)
-        return attention_bias(ancestors, self.prefix_length.reshape(-1), self.visible_rows, dtype)
+
+        def bias(window: int | None) -> Tensor:
+            first = self.first_row(window)
+            return attention_bias(
+                ancestors, self.prefix_length.reshape(-1) - first, self.visible_rows - first, dtype, window
+            )
+
+        return self._by_window(bias, windows)
+
+    def first_row(self, window: int | None) -> int:
+        """The first of the rows that `biases` cover for a window: the host knows that nothing before it is seen."""
+        return first_row_seen(self.prefix_length, window)
+
+    def _by_window(self, make: Callable[[int | None], T], windows: Iterable[int | None]) -> dict[int | None, T]:
+        """What `make` makes for each window; one that holds all visible rows is none."""
+        made: dict[int | None, T] = {}
+        for window in windows:
+            effective = None if window is None or window >= self.visible_rows else window
+            if effective not in made:
+                made[effective] = make(effective)
+            made[window] = made[effective]
+        return made
 
 
 class Forward(ABC):
     """A causal language model of transformers, in eval mode, as decoding calls it.
 
+    rope_limit: where rotary embeddings of type longrope change their factors, for all tokens of a text, because the
+                text has more positions than this; None for other types. A text must lie on one side of it: `settled`.
+                (Those of type dynamic change them beyond max_positions, which no text reaches.)
+
     Raises TypeError for a model without a language-model head. Raises ValueError for a model in training mode, without
-    weights or on several devices, and for rotary embeddings that depend on more than a token's position.
+    weights or on several devices.
     """
 
     layers: int  # layers that a forward pass goes through
+    windows: Collection[int | None]  # the sliding windows of these layers, None for those that see the whole text
 
     def __init__(self, model: PreTrainedModel, name: str):
         if model.get_output_embeddings() is None:
             raise TypeError(f"{name} must have a language-model head (…ForCausalLM), got {type(model).__name__}")
         config: Any = model.config.get_text_config(decoder=True)
-        for rope in _rope_types(getattr(config, "rope_parameters", None)):
-            if "dynamic" in rope or rope == "longrope":
-                raise ValueError(
-                    f"{name} has rope type {rope!r}, by which a token's keys depend on the length of the text; "
-                    "those of default, linear, llama3 or yarn do not"
-                )
         if model.training:
             raise ValueError(f"{name} is in training mode; call {name}.eval() first")
         devices = sorted({str(weight.device) for weight in model.parameters()})
+        if any(type(weight).__name__ == "DTensor" for weight in model.parameters()):
+            raise ValueError(f"{name} has weights that are spread over processes (DTensor), expected all in this one")
         if "meta" in devices:
             raise ValueError(f"{name} is on the meta device, it has no weights or offloads them; load it first")
         if len(devices) > 1:
@@ -89,13 +122,29 @@ class Forward(ABC):
         if getattr(config, "max_position_embeddings", None) is None:
             raise ValueError(f"{name}'s config has no max_position_embeddings; set it to those of its longest text")
         self.max_positions: int = config.max_position_embeddings
-        kinds = getattr(config, "layer_types", None)
-        windowed = kinds is None or "sliding_attention" in kinds
-        self.window: int | None = getattr(config, "sliding_window", None) if windowed else None
+        ropes = [*_ropes(getattr(config, "rope_parameters", None))]
+        self.has_dynamic_rope = any("dynamic" in rope["rope_type"] for rope in ropes)
+        limits = {rope["original_max_position_embeddings"] for rope in ropes if rope["rope_type"] == "longrope"}
+        if len(limits) > 1:
+            raise ValueError(f"{name}'s rotary embeddings must change at one length of the text, got {sorted(limits)}")
+        self.rope_limit: int | None = limits.pop() if limits else None
         self.model = model
+        self.watch(model)
         self.embedding: nn.Embedding = model.get_input_embeddings()  # pyright: ignore[reportAttributeAccessIssue]
         if not is_plain(self.embedding.weight):
             raise ValueError(f"{name} has a quantised token embedding; quantise its linear layers alone")
+
+    def watch(self, model: nn.Module) -> None:
+        """Remember what `model`, which is or contains the model that is called, consists of now."""
+        self._watched, self._structure = model, structure_of(model)
+
+    def is_current(self) -> bool:
+        """Whether the model still consists of what it did when it was tried; values of weights may have changed."""
+        return structure_of(self._watched) == self._structure
+
+    def state(self) -> int:
+        """A number that is another one after a change of the model, or of its weights in place."""
+        return hash((*self._structure, weight_versions(self._watched)))
 
     @property
     def device(self) -> torch.device:
@@ -140,21 +189,46 @@ class Forward(ABC):
         needs_logits: False, as for a prompt, leaves the language-model head out and returns [B, 0, V]
         """
 
-    def prefill(self, tokens: Tensor, cache: KeyValueCache) -> None:
-        """Cache the keys and values of right-padded texts, LongTensor[B, T].
+    def prefill(self, tokens: Tensor, cache: KeyValueCache, starts: Sequence[int] | None = None) -> None:
+        """Cache the keys and values of right-padded texts, LongTensor[B, T]; the cache has more than T rows.
+
+        starts: the position of each sequence's first token here, if the cache holds the rows before it (default: 0)
 
         Padding is cached too. It lies behind the sequence's length, where each row is overwritten before it is read.
         """
-        batch, longest = tokens.shape
-        for start in range(0, longest, PREFILL_CHUNK):
-            stop = min(start + PREFILL_CHUNK, longest)
-            positions = torch.arange(start, stop, device=tokens.device).expand(batch, -1)
+        batch, width = tokens.shape
+        starts = [0] * batch if starts is None else starts
+        one_mask = min(starts) == max(starts)
+        first = torch.tensor(starts[0] if one_mask else starts, device=tokens.device)  # [] or [B]
+        limit = self.rope_limit
+        is_long = limit is not None and min(starts) + width >= limit
+        for begin in range(0, width, PREFILL_CHUNK):
+            end = min(begin + PREFILL_CHUNK, width)
+            rows = (first[..., None] + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
+            positions, chunk = rows, tokens[:, begin:end]
+            if limit is not None and is_long and min(starts) + end <= limit:
+                # A piece of a long text, too short to be known as one. One more token, which none of the others sees,
+                # has the position that tells; it lies behind the piece, as padding does.
+                rows, positions = torch.cat([rows, rows[:, -1:] + 1], 1), pad(rows, (0, 1), value=limit)
+                chunk = pad(chunk, (0, 1))
+            nodes = rows.shape[1]
             mask = TreeMask(
-                prefix_length=torch.full((), start, device=tokens.device),
-                visible_rows=stop,
-                subtree_end=torch.full((stop - start,), stop - start, device=tokens.device),
+                prefix_length=first + begin,
+                visible_rows=max(starts) + begin + nodes,
+                subtree_end=torch.full((nodes,), nodes, device=tokens.device),
             )
-            self(tokens[:, start:stop], positions, positions, cache, mask, needs_logits=False)
+            self(chunk, positions, rows, cache, mask, needs_logits=False)
+
+    def settled(self, positions: Tensor, prefix_length: Tensor) -> Tensor:
+        """A step's positions LongTensor[B, N], such that absent nodes do not make a text pass for a longer one.
+
+        The last nodes of a tree may lie beyond the end of the text, and then beyond `rope_limit`.
+
+        prefix_length: LongTensor[B], the positions of the roots; a long text's are all at the limit or above
+        """
+        if self.rope_limit is None:
+            return positions
+        return positions.where(prefix_length[:, None] >= self.rope_limit, positions.clamp(max=self.rope_limit - 1))
 
 
 def is_plain(weight: Tensor) -> bool:
@@ -162,10 +236,10 @@ def is_plain(weight: Tensor) -> bool:
     return type(weight) is nn.Parameter and weight.is_floating_point() and weight.dtype.itemsize > 1
 
 
-def _rope_types(parameters: Mapping[str, Any] | None) -> Iterator[str]:
-    """The rope types of all layers: some models have parameters for each type of layer."""
-    for name, value in (parameters or {}).items():
-        if name == "rope_type":
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _rope_types(value)
+def _ropes(parameters: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """The parameters of all rotary embeddings: some models have one for each kind of layer."""
+    if parameters and "rope_type" in parameters:
+        yield parameters
+    for value in (parameters or {}).values():
+        if isinstance(value, Mapping):
+            yield from _ropes(value)

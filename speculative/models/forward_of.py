@@ -1,26 +1,100 @@
-"""Which forward pass a model gets."""
+"""Which forward pass a model gets: the leanest that gives the model's own logits, or none.
 
+A model that is a Llama, Mistral, Qwen2 or Qwen3 exactly as transformers has it runs by `LlamaForward`, which calls the
+smallest of its modules directly. Every other model runs by transformers' own forward pass, which hooks, adapters,
+patches and subclasses are part of. Either is tried on a small tree first (`probe`), and a model that fails is refused.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.generic import TransformersForward
-from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward
+from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward, is_as_published, with_a_layer_of_each_kind
+from heavypath.speculative.models.probe import gap
+from heavypath.speculative.models.window_probe import check_windows
+
+logger = logging.getLogger(__name__)
+
+# How far logits may be from the model's own, in standard deviations of the logits, as rounding explains; 0.003 for
+# wider types.
+_TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 
 
-def forward_of(model: PreTrainedModel, name: str, layers: int | None = None) -> Forward:
-    """The forward pass of a model over tree nodes: on the model's own modules if it is near to Llama, else by
-    transformers.
+def forward_of(model: nn.Module, name: str, layers: int | None = None) -> Forward:
+    """The forward pass over tree nodes of a transformers causal language model, or of a PEFT model around one.
 
-    name: what messages call the model
+    name: what messages call the model: "target", whose logits must be right, or "draft", whose logits may be any
     layers: how many layers to run, for an early exit (default: all)
 
     Raises TypeError for something that is no causal language model, ValueError for one that cannot be decoded by trees.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind in MODEL_TYPES:
-        return LlamaForward(model, name, layers)
-    if not isinstance(model, PreTrainedModel):
+    inner = _without_adapter_wrapper(model, name)
+    kind = inner.config.model_type
+    if layers is not None:  # only ever a draft, whose logits may be any
+        if kind not in MODEL_TYPES:
+            raise ValueError(f"an early exit needs a target of type {', '.join(MODEL_TYPES)}; got {kind!r}")
+        forward = LlamaForward(inner, name, layers)
+    elif is_as_published(inner) and _is_a_llama(with_a_layer_of_each_kind(inner), name):
+        forward = LlamaForward(inner, name)
+        logger.debug("%s runs by its own modules", name)
+    else:
+        forward = TransformersForward(inner, name)
+        _check(forward, model)
+        logger.debug("%s runs by transformers' forward pass", name)
+    forward.watch(model)
+    return forward
+
+
+def _is_a_llama(model: PreTrainedModel, name: str) -> bool:
+    """Whether `LlamaForward` gives the model's own logits."""
+    forward = LlamaForward(model, name)
+    return gap(forward, model) <= _tolerance(forward)
+
+
+def _tolerance(forward: Forward) -> float:
+    return _TOLERANCE.get(forward.dtype, 3e-3)
+
+
+def _check(forward: TransformersForward, model: nn.Module) -> None:
+    """Raise ValueError if the logits of a small tree are not those of its paths; of a draft, say so."""
+    try:
+        found = gap(forward, model)
+    except Exception as error:
+        raise forward.refusal(f"{error or type(error).__name__}") from error
+    if found <= _tolerance(forward):
+        return check_windows(forward, _tolerance(forward))
+    what = f"a tree's logits differ from those of its paths by {found:.2g} standard deviations"
+    if forward.name == "draft":
+        logger.warning("the draft's logits are not its own (%s): its tokens will be accepted less often", what)
+        return
+    raise forward.refusal(
+        f"{what}, expected at most {_tolerance(forward)}; its attention must take a 4-D mask, position_ids and a "
+        "cache, and its layers must treat each token by itself"
+    )
+
+
+def _without_adapter_wrapper(model: Any, name: str) -> PreTrainedModel:
+    """The transformers model: `model` itself, or the one inside a PeftModel, whose layers have the adapter."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    inside = model.modules() if isinstance(model, nn.Module) else ()
+    wrapped = [module for module in inside if isinstance(module, PreTrainedModel)]
+    if not wrapped:
         raise TypeError(f"{name} must be a transformers causal language model, got {type(model).__name__!r}")
-    if layers is not None:
-        raise ValueError(f"an early exit needs a target of type {', '.join(MODEL_TYPES)}; got {kind!r}")
-    return TransformersForward(model, name)
+    if not hasattr(model, "get_base_model"):
+        raise TypeError(
+            f"{name} must be a transformers causal language model, got {type(model).__name__!r} around a "
+            f"{type(wrapped[0]).__name__}; give one that is not wrapped, with all of its weights in this process"
+        )
+    config: Any = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"{name} has a {config.peft_type.value} adapter, which puts virtual tokens before each text; adapters "
+            "within the layers, like LoRA, can be decoded"
+        )
+    return wrapped[0]

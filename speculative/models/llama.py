@@ -11,6 +11,7 @@ Keys and values are written to given rows of a cache that was allocated before, 
 """
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, TreeMask, is_plain
+from heavypath.speculative.models.structure import has_hooks
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # On a CPU, at most FEW_ROWS rows times a weight of at most SMALL elements are multiplied as columns.
@@ -37,10 +39,61 @@ class _Layer:
         norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         self.query_norm, self.key_norm = (None if norm is None else _rms_norm(norm) for norm in norms)
         self.scaling: float = attention.scaling
+        windowed = attention.config if attention.config.model_type == "mistral" else attention
+        self.window: int | None = getattr(windowed, "sliding_window", None)  # Llama's have none
         self.mix = linear(attention.o_proj)
         self.gate, self.up, self.down = map(linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         self.act: Callable[[Tensor], Tensor] = mlp.act_fn
         self.norm, self.mlp_norm = map(_rms_norm, (layer.input_layernorm, layer.post_attention_layernorm))
+
+
+def is_as_published(model: PreTrainedModel) -> bool:
+    """Whether a model is of one of the `MODEL_TYPES`, made of transformers' own modules, without any hook or patch.
+
+    `LlamaForward` does not call most of them, so what somebody put there would be left out.
+    """
+    kind = model.config.model_type
+    if kind not in MODEL_TYPES or any(map(has_hooks, model.modules())):
+        return False
+    try:
+        inner: Any = model.model
+        passed_by = [model, inner, inner.rotary_emb, inner.norm]
+        for layer in inner.layers:
+            passed_by += [layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
+            own_norms = (getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm"))
+            passed_by += [norm for norm in own_norms if norm is not None]
+    except AttributeError:
+        return False
+    home = f"transformers.models.{kind}.modeling_{kind}"
+    return all(type(module).__module__ == type(module).forward.__module__ == home for module in passed_by)
+
+
+def with_a_layer_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, over the same weights, with one layer of each kind that it has: what is right for that is for all.
+
+    Layers are of a kind that have the same modules, settings, and types and shapes of weights.
+    """
+    kinds: dict[tuple[Any, ...], nn.Module] = {}
+    inner: Any = copy(model.model)
+    for layer in inner.layers:
+        kinds.setdefault(_kind(layer), layer)
+    inner._modules = inner._modules | {"layers": nn.ModuleList(kinds.values())}
+    short = copy(model)
+    short._modules = short._modules | {"model": inner}
+    return short
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    modules = [
+        (name, type(module), *((key, value) for key, value in vars(module).items() if _is_setting(key, value)))
+        for name, module in layer.named_modules()
+    ]
+    weights = [(name, type(weight), weight.dtype, weight.shape) for name, weight in layer.named_parameters()]
+    return *modules, *weights
+
+
+def _is_setting(name: str, value: object) -> bool:
+    return name != "layer_idx" and isinstance(value, (bool, int, float, str, type(None)))
 
 
 class LlamaForward(Forward):
@@ -48,8 +101,7 @@ class LlamaForward(Forward):
 
     layers: how many of its layers to run before the final norm and the head (default: all).
 
-    Raises TypeError for something that is not such a model, ValueError for one with an attention or rotary embedding
-    that depends on more than token positions.
+    Raises TypeError for something that is not such a model.
     """
 
     def __init__(self, model: PreTrainedModel, name: str = "model", layers: int | None = None):
@@ -60,11 +112,13 @@ class LlamaForward(Forward):
                 f"{name} must be a transformers causal language model of type {', '.join(MODEL_TYPES)}; got {kind!r}"
             )
         super().__init__(model, name)
+        self._from_memory = sum(weight.numel() for _, weight in self.weights()) > 1 << 20  # no core's cache holds more
         every = list(model.model.layers)
         if layers is not None and not 1 <= layers < len(every):
             raise ValueError(f"an early exit must leave 1 .. {len(every) - 1} layers, got {layers}")
         self._layers = [_Layer(layer, self._linear) for layer in every[:layers]]
         self.layers = len(self._layers)
+        self.windows = {layer.window for layer in self._layers}
         self._norm, self._head = _rms_norm(model.model.norm), self._linear(model.lm_head)
         self._head_dim: int = every[0].self_attn.head_dim
         self._kv_heads: int = self.config.num_key_value_heads
@@ -73,7 +127,7 @@ class LlamaForward(Forward):
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences; tokens may have positions below `rows`."""
         rotary = self._rotary
-        if rows > len(rotary):
+        if rows > rotary.shape[-3]:
             self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
         return KeyValueCache(
             batch=batch,
@@ -96,10 +150,14 @@ class LlamaForward(Forward):
         needs_logits: bool = True,
     ) -> Tensor:
         """fp32 logits [B, N, V] after each token, see `Forward`."""
-        attend = mask.attention(self.dtype)
+        attends = mask.attention(self.dtype, self.windows)
         by_head = *tokens.shape, -1, self._head_dim
         assert cache.rotary is not None
-        cos, sin = cache.rotary[positions][:, :, :, None].unbind(2)  # [B, N, 1, D]
+        if self.rope_limit is None:
+            turns = cache.rotary[positions]
+        else:  # the largest position decides, as in transformers
+            turns = cache.rotary[(positions.amax(1, keepdim=True) >= self.rope_limit).long(), positions]
+        cos, sin = turns[:, :, :, None].unbind(2)  # [B, N, 1, D]
 
         hidden = self.embedding(tokens.flatten())
         for index, layer in enumerate(self._layers):
@@ -112,7 +170,7 @@ class LlamaForward(Forward):
             query, key = rotated[:, :, :heads], rotated[:, :, heads:]
             cache.write(index, key, value, cache_rows)
             keys, values = cache.read(index)
-            mixed = attend(query.transpose(1, 2), keys, values, layer.scaling)
+            mixed = attends[layer.window](query.transpose(1, 2), keys, values, layer.scaling)
             hidden = hidden + layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
             normed = layer.mlp_norm(hidden)
             hidden = hidden + layer.down(layer.act(layer.gate(normed)) * layer.up(normed))
@@ -122,16 +180,29 @@ class LlamaForward(Forward):
 
     def _linear(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """A function that does what a linear layer does to [rows, K]."""
-        from_memory = sum(weight.numel() for _, weight in self.weights()) > 1 << 20  # more than a core's cache holds
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32 and _HAS_BOTH
-        if not (from_memory and on_cpu and isinstance(module, nn.Linear) and type(module) is nn.Linear):
+        if not (self._from_memory and on_cpu and type(module) is nn.Linear) or has_hooks(module):
             return module
         return _Linear(module) if is_plain(module.weight) else module  # torchao quantises the weight, not the module
 
     @torch.inference_mode()
     def _rotary_table(self, positions: int) -> Tensor:
-        """Cosine and sine [positions, 2, D] by transformers' own module; the sine has the signs of rotate_half."""
-        cos, sin = self.model.model.rotary_emb(self.embedding.weight, torch.arange(positions, device=self.device)[None])
+        """Cosine and sine [positions, 2, D] by transformers' own module; the sine has the signs of rotate_half.
+
+        With a rope_limit, [2, positions, 2, D]: of a short text, and of a long one.
+        """
+        every = torch.arange(positions, device=self.device)
+        if self.rope_limit is not None:
+            longer = torch.arange(max(positions, self.rope_limit + 1), device=self.device)
+            return torch.stack([self._turns(every.clamp(max=self.rope_limit - 1)), self._turns(longer)[:positions]])
+        if self.has_dynamic_rope:
+            self._turns(every[:1])  # after a text beyond max_positions, a short one brings the module's factors back
+            every = every.clamp(max=self.max_positions - 1)  # rows of absent nodes must not look like such a text
+        return self._turns(every)
+
+    def _turns(self, positions: Tensor) -> Tensor:
+        """The rotary table [N, 2, D] of LongTensor[N] as the positions of one text."""
+        cos, sin = self.model.model.rotary_emb(self.embedding.weight, positions[None])
         half = self._head_dim // 2
         return torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)], 1)
 
@@ -153,7 +224,7 @@ class _Linear:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         module, rows = self._module, len(hidden)
-        if module._forward_hooks or module._forward_pre_hooks or (self._small and rows > FEW_ROWS):
+        if self._small and rows > FEW_ROWS:
             return module(hidden)
         if not self._small:
             step = 1 << max(0, rows.bit_length() - 3)

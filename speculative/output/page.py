@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from heavypath.speculative.decoding.rules import OWN
 from heavypath.speculative.output.reasons import FATES, WITH_COINS
 from heavypath.speculative.trees.drawing import layout
 
@@ -43,6 +44,11 @@ _WORDS = {
         "recovered": "With the noise that drew the drafts, the target samples this token, which is none of them.",
     },
     "target_sample": _SAMPLED,
+    OWN: {
+        "accepted": "So a verifier of your own decided, which gives no reason.",
+        "other": "",
+        "recovered": "A verifier of your own drew this token.",
+    },
 }
 
 # The legend's words and styles, for verifications with coins (True) and without.
@@ -88,7 +94,7 @@ def trace_page(header: Mapping[str, Any], steps: list[dict[str, Any]]) -> str:
         "masses": header["draft_filters"]["temperature"] == 0,
         "fates": FATES,
         "words": {"method": _WORDS.get(header["verify"], _WEIGHED)},
-        "legend": _LEGEND[header["verify"] in WITH_COINS],
+        "legend": _legend(header["verify"]),
         "texts": texts,
         "shapes": [json.loads(shape) for shape in shapes],
         "sequences": [one for one in sequences if one["steps"]],
@@ -102,6 +108,12 @@ def trace_page(header: Mapping[str, Any], steps: list[dict[str, Any]]) -> str:
         "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
     return re.sub("@([A-Z]+)@", lambda name: contents[name[1]], TEMPLATE.read_text(encoding="utf-8"))
+
+
+def _legend(verify: str) -> list[tuple[str, str]]:
+    """The legend's words and styles for a verification. A user's own gives no reasons."""
+    legend = _LEGEND[verify in WITH_COINS]
+    return [("not accepted" if verify == OWN and style == "edge" else words, style) for words, style in legend]
 
 
 def _compact(step: Mapping[str, Any], shape: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.noise import coins
+from heavypath.speculative.decoding.rules import OWN
 
 # What may have become of a node:
 #
@@ -23,9 +24,10 @@ from heavypath.kernels.noise import coins
 #     elder      a sibling drawn earlier was accepted, so this one was not tried
 #     equal      its token was accepted, but the path goes on below a sibling with the same token
 #     other      the target chose another token, which is the next one on the path, or the next token
+#     refused    a verifier of the user's own did not accept it, which gives no reason
 #     parent     the node above it was not accepted
 #     absent     nothing was drafted here
-FATES = ("root", "accepted", "rejected", "skipped", "elder", "equal", "other", "parent", "absent")
+FATES = ("root", "accepted", "rejected", "skipped", "elder", "equal", "other", "parent", "absent", "refused")
 
 WITH_COINS = ("without_replacement", "with_replacement", "kseq")
 
@@ -46,7 +48,7 @@ class VerifiedTree(NamedTuple):
 
 
 class VerifyOptions(NamedTuple):
-    """The options that `verify_tree` was called with."""
+    """The options that `verify_tree` was called with; method may be `rules.OWN`, a user's own verifier."""
 
     method: str
     target_filters: Filters
@@ -77,7 +79,7 @@ class Reasons(NamedTuple):
 
 
 def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token: int) -> Reasons:
-    """The reasons for what `verify_tree` accepted of one sequence's tree.
+    """The reasons for what `verify_tree` accepted of one sequence's tree, or a user's own verifier.
 
     path: LongTensor[any] and next_token, as `verify_tree` returned them.
 
@@ -123,13 +125,15 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
                     fates[child] = "elder"
         else:
             for child in candidates:
-                fates[child] = "other"
-            if following is not None:
+                fates[child] = "refused" if options.method == OWN else "other"
+            if following is not None and options.method == OWN:
+                chosen.append(following)
+            elif following is not None:
                 chosen.append(next(child for child in candidates if token[child] == token[following]))
         if following is not None:
             reached = {child for child in candidates if token[child] == token[following]}
             for child in reached:
-                if fates[child] in ("elder", "other") or child == chosen[-1]:
+                if fates[child] in ("elder", "other", "refused") or child == chosen[-1]:
                     fates[child] = "equal"
             fates[following] = "accepted"
 

@@ -1,31 +1,51 @@
 """Write what each step of a generation drafted, accepted and refused, and why; and read it again.
 
-A trace is a file of JSON lines. The first line is the header:
+A trace is a text file of JSON lines, UTF-8. `read_trace` reads it: (header, steps). The first line is the header:
 
-    heavypath, trace    versions of the package and of this format
-    method, verify      the method, and the `method` of `verify_tree` that it verified by
-    target, draft       the models: name, type, layers, parameters; draft is null where there is none
-    filters, draft_filters    how target and draft are sampled
-    shown, draft_shown  the filters of the probabilities in the lines below
-    seed, max_new_tokens, eos_token_ids
-    sequences           for each sequence: id (which names its noise), prompt (its tokens), and text if there is a
-                        tokenizer
+    heavypath       string         version of the package
+    trace           integer        version of this format, 1; other versions are refused
+    method          string         of `METHODS`
+    verify          string         `method` of `verify_tree`, or "own" for a verifier of the user's own
+    target          object         name, type (strings), layers, parameters (integers)
+    draft           object | null  the same; a draft without a model has a name alone; null where there is none
+    filters, draft_filters         objects of temperature, top_k, top_p, min_p: how target and draft are sampled
+    shown, draft_shown             alike: the filters of the probabilities in the lines below
+    seed, max_new_tokens           integers
+    eos_token_ids   [integer]
+    sequences       [object]       for each: id (which names its noise), prompt (tokens, without padding), and text
+                                   (string) where there is a tokenizer
 
-Each other line is one step of one sequence that had not ended, with N nodes of which node 0 is the root:
+Each other line is one step of one sequence that had not ended. N is the number of nodes, which may differ from line to
+line; node 0 is the root, the last token of the text before the step. P is the number of nodes on the accepted path.
 
-    step, sequence, position    counted from 0; position is the root's place in the text
-    tokens, parents, ranks, depths    [N]; a token of -1 is an absent node
-    draft, target       [N], the probabilities of the node's token after the node above it; null where there is none
-    fates               [N], why a node is on the path or not, one of `reasons.FATES`
-    coins, thresholds   [N], for nodes that were tried against a coin; a node is accepted if its coin is below its
-                        threshold. Null for the others
-    path, length        the accepted nodes from the root on, and how many of them were drafted
-    chosen              the nodes by which these were accepted: the same, or siblings with the same tokens
-    next, kind, next_target   the token after them; "recovered", "bonus" or "plain"; the target's probability of it
-    emitted, pieces     the tokens that went into the text, fewer where it ended, and their texts
-    texts               {token: text} for the tokens that occur for the first time
+    step            integer        steps of the batch, counted from 0
+    sequence        integer        place in `sequences`, counted from 0
+    position        integer        place of the root in the text, counted from 0
+    tokens          [N] integer    -1 for an absent node
+    parents         [N] integer    -1 for the root; parents[i] < i
+    ranks           [N] integer    place among the siblings, in the order in which they were drawn
+    depths          [N] integer    0 for the root
+    draft, target   [N] number | null   probability of the node's token after the node above it; null where none
+    fates           [N] string     why a node is on the path or not, one of `reasons.FATES`
+    coins           [N] number | null   the random number that a node was tried against; null where it was not
+    thresholds      [N] number | null   it was accepted if its coin was below this
+    path            [P] integer    accepted nodes from the root on
+    length          integer        P - 1, how many drafted nodes were accepted
+    chosen          [P] integer    the nodes by which these were accepted: the same, or siblings with the same tokens
+    next            integer        the token after them
+    kind            string         of that token: "recovered", "bonus", or "plain" where nothing was drafted
+    next_target     number         the target's probability of it
+    emitted         [integer]      tokens that went into the text: those of the path and the next, fewer where it ended
+    pieces          [string]       with a tokenizer: what each of them adds to the text
+    texts           {string: string}    with a tokenizer: texts of the tokens that occur for the first time in this file
 
-Numbers have four significant digits, or more where a coin could not be told from its threshold otherwise.
+Probabilities, coins and thresholds have four significant digits, or more where a coin could not be told from its
+threshold otherwise. Absent nodes of trees that grew are left out. A step of a chain of two, without a tokenizer:
+
+    {"step":3,"sequence":0,"position":14,"tokens":[295,260,290],"parents":[-1,0,1],"ranks":[0,0,0],"depths":[0,1,2],
+     "draft":[null,0.6442,0.038],"target":[null,0.6666,0.0031],"fates":["root","accepted","rejected"],
+     "coins":[null,0.6474,0.4127],"thresholds":[null,1.0,0.0816],"path":[0,1],"length":1,"chosen":[0,1],"next":360,
+     "kind":"recovered","next_target":0.6957,"emitted":[260,360]}
 """
 
 import importlib.metadata
@@ -42,7 +62,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped
-from heavypath.speculative.drafts import Draft
+from heavypath.speculative.drafts import Draft, OwnDraft, model_of
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.output.reasons import Reasons, VerifiedTree, VerifyOptions, explain, shown
 from heavypath.speculative.output.text_stream import UNFINISHED, TextStream
@@ -86,7 +106,7 @@ class Recorder:
                 "method": method,
                 "verify": self._options.method,
                 "target": _described(target),
-                "draft": None if draft is None else _described(draft.forward),
+                "draft": None if draft is None else _described_draft(draft),
                 "filters": request.filters._asdict(),
                 "draft_filters": self._options.draft_filters._asdict(),
                 "shown": shown(request.filters)._asdict(),
@@ -100,7 +120,7 @@ class Recorder:
 
     def step(self, stepped: Stepped, before: Sequences, after: Sequences) -> None:
         """Write what one step verified and what was committed of it. before, after: the batch around the step."""
-        drafted, logits, verified = stepped
+        drafted, logits, verified = stepped.drafted, stepped.logits, stepped.verified
         parents, ranks, depths = (
             field.expand_as(drafted.tokens) for field in (drafted.parents, drafted.ranks, drafted.depths)
         )
@@ -219,10 +239,16 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     return text or once
 
 
-def _described(model: Forward | None) -> dict[str, Any]:
-    """What a model is; None is the draft without a model."""
-    if model is None:
-        return {"name": "prompt lookup"}
+def _described_draft(draft: Draft) -> dict[str, Any]:
+    """What a draft is; one without a model has a name alone."""
+    model = model_of(draft)
+    if model is not None:
+        return _described(model)
+    return {"name": draft.name if isinstance(draft, OwnDraft) else "prompt lookup"}
+
+
+def _described(model: Forward) -> dict[str, Any]:
+    """What a model is."""
     return {
         "name": Path(str(getattr(model.config, "name_or_path", ""))).name,
         "type": model.config.model_type,

@@ -1,0 +1,97 @@
+"""A user's own `Draft`, checked: what it lacks when a decoder is made, and what it returns whenever it is asked."""
+
+import inspect
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.models.caches import RowCache
+
+_METHODS = {name: [*inspect.signature(getattr(Draft, name)).parameters][1:]
+            for name in ("new_cache", "prefill", "__call__")}  # fmt: skip
+_EXPECTED = "a causal language model of transformers, PromptLookup(), EarlyExit(layers), or a Draft of your own"
+
+
+class OwnDraft:
+    """A draft of the user's own, for a target with this vocabulary on this device.
+
+    Raises TypeError for an object that lacks one of the methods of `Draft`, or has it with other parameters. Raises
+    ValueError or TypeError for a cache or logits of another type, shape, dtype or device, when it returns them.
+    """
+
+    def __init__(self, draft: Draft, vocab_size: int, device: torch.device):
+        self.name = type(draft).__name__
+        self._draft = draft
+        self._vocab_size = vocab_size
+        self._device = device
+        if isinstance(draft, type):
+            raise TypeError(f"draft must be an object, got the class {draft.__name__}; give {draft.__name__}(...)")
+        lacking = [_lacking(draft, name) for name in _METHODS if not callable(getattr(draft, name, None))]
+        if lacking:
+            has = ", ".join(map(_call, _METHODS))
+            raise TypeError(
+                f"draft must be {_EXPECTED}, got {self.name!r}, which lacks {' and '.join(lacking)}; a Draft has {has}"
+            )
+        for name, parameters in _METHODS.items():
+            try:
+                inspect.signature(draft if name == "__call__" else getattr(draft, name)).bind(
+                    *[None for _ in parameters]
+                )
+            except TypeError as error:
+                raise TypeError(f"draft {self.name!r} must be callable as {_call(name)}: {error}") from None
+
+    def new_cache(self, batch: int, rows: int) -> RowCache:
+        """The draft's empty cache of `rows` rows for each of `batch` sequences."""
+        cache = self._draft.new_cache(batch, rows)
+        if not isinstance(cache, RowCache):
+            raise TypeError(f"{self.name}.new_cache must return a RowCache, got {type(cache).__name__}")
+        for name, field in (("keys", cache.keys), ("values", cache.values)):
+            like = cache.keys.shape, cache.keys.dtype
+            fits = field.dim() == 4 and (field.shape[0], field.shape[2]) == (batch, rows)
+            if not fits or (field.shape, field.dtype) != like or field.device != self._device:
+                raise ValueError(
+                    f"{self.name}.new_cache({batch}, {rows}) must return keys and values of one shape "
+                    f"[{batch}, heads, {rows}, D] and one dtype on {self._device}, got {name} {_described(field)}"
+                )
+        return cache
+
+    def prefill(self, tokens: Tensor, cache: RowCache) -> None:
+        """Let the draft take in right-padded texts LongTensor[B, T]."""
+        self._draft.prefill(tokens, cache)
+
+    def __call__(self, feed: Feed, cache: RowCache) -> Tensor:
+        """The draft's logits after each node, fp32 [B, n, V]: a copy, because it may use its own memory again."""
+        logits = self._draft(feed, cache)
+        if not isinstance(logits, Tensor):
+            raise TypeError(f"{self.name} must return logits, a tensor, got {type(logits).__name__}")
+        shape = (*feed.tokens.shape, self._vocab_size)
+        if logits.shape != shape or logits.dtype != torch.float32 or logits.device != self._device:
+            raise ValueError(
+                f"{self.name} must return logits after each node of feed.tokens {[*feed.tokens.shape]} for each of the "
+                f"target's {self._vocab_size} tokens: torch.float32 {[*shape]} on {self._device}, "
+                f"got {_described(logits)}"
+            )
+        return logits.clone(memory_format=torch.contiguous_format)
+
+
+def has_methods(draft: object) -> bool:
+    """Whether an object has a method that drafts have, and models of transformers have not."""
+    return any(callable(getattr(draft, name, None)) for name in ("new_cache", "prefill"))
+
+
+def _call(name: str) -> str:
+    """How a method is called, in words."""
+    return f"{name}({', '.join(_METHODS[name])})"
+
+
+def _lacking(draft: object, name: str) -> str:
+    """A method that is missing, and the names that it may have been given instead."""
+    similar = [one for one in get_close_matches(name, dir(draft)) if not one.startswith("_")]
+    return _call(name) + (f" (it has {', '.join(similar)})" if similar else "")
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {[*tensor.shape]} on {tensor.device}"

@@ -1,0 +1,75 @@
+"""What a model consists of, to notice between two calls of `generate` that it has changed.
+
+A forward pass is chosen, and tried, for the model as it is when a decoder is made. Later somebody may replace a module,
+register a hook, add or switch an adapter, quantise a layer, move the model to another device, or ask for another
+attention. Each of these shows in the structure, which takes some two microseconds a module to look up. Values of
+weights are no part of it: forward passes read them when they are called.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.nn.modules.module as torch_module
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_SETTINGS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of an adapter's layer in PEFT
+_GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+
+Structure = list[tuple[Any, ...]]
+
+
+def structure_of(model: nn.Module) -> Structure:
+    """A list that is equal to an earlier one as long as the model computes the same function of its weights' values.
+
+    It holds the modules, so that none of them can be confused with a later one at the same address.
+    """
+    config = getattr(model, "config", None)
+    attention = getattr(config, "_attn_implementation", None)
+    found: Structure = [(attention, ALL_ATTENTION_FUNCTIONS.get(attention), *map(tuple, _GLOBAL_HOOKS))]
+    for module in _modules(model):
+        own = module.__dict__
+        found.append(
+            (
+                module,
+                type(module).forward,
+                own.get("forward"),
+                module.training,
+                *own["_forward_hooks"],
+                *own["_forward_pre_hooks"],
+                *(str(own[name]) for name in _SETTINGS if name in own),
+                *(_place_of(weight) for weight in own["_parameters"].values() if weight is not None),
+                *((_place_of(buffer), _version(buffer)) for buffer in own["_buffers"].values() if buffer is not None),
+            )
+        )
+    return found
+
+
+def weight_versions(model: nn.Module) -> int:
+    """A number that rises when a weight is changed in place, unless through `.data` or in inference mode."""
+    return sum(_version(weight) for weight in model.parameters())
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module does more, or other, than what its class says."""
+    own = module.__dict__
+    return "forward" in own or any(map(len, (own["_forward_hooks"], own["_forward_pre_hooks"], *_GLOBAL_HOOKS)))
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules, one that is used twice as often; `modules()` takes several times as long."""
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        waiting.extend(child for child in module._modules.values() if child is not None)
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells one tensor from another: its memory if it has one of its own, else the object."""
+    plain = type(tensor) in (nn.Parameter, Tensor)
+    return tensor.data_ptr() if plain else id(tensor), type(tensor), tensor.dtype, tensor.device
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,137 @@
+"""`TextCache`: what models computed of finished texts, for later texts that begin alike.
+
+Row r of a cache belongs to token r of its text and depends on tokens 0 .. r alone. So the rows of the longest common
+prefix serve a later text, whatever comes behind it in either of the two.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import Cache
+
+from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.forward import Forward
+
+
+class ModelRows:
+    """The rows that one model computed: its cache, and what is known of the model, which is not kept alive.
+
+    unsure: how many of a text's last rows may not have been computed
+    """
+
+    def __init__(self, forward: Forward, cache: RowCache, unsure: int = 0):
+        self.cache, self.unsure = cache, unsure
+        self._model, self._layers, self._state = weakref.ref(forward.model), forward.layers, forward.state()
+
+    def are_of(self, forward: Forward) -> bool:
+        """Whether the model of `forward`, as it is now, would compute the same rows."""
+        same_model = self._model() is forward.model and self._layers == forward.layers
+        return same_model and self._state == forward.state()
+
+
+class TextCache(Cache):
+    """The cached texts of one generation: `out.cache`, for `decoder.generate(..., past=out.cache)`.
+
+    A later prompt takes over the rows of its longest common prefix with any of the texts; they are copied, so that one
+    cache serves as many continuations as one likes. `len()` is the number of texts, `nbytes` the memory it takes.
+
+    For transformers it is a `Cache`, so that its own generate takes it as past_key_values for a decoder. No model can
+    be called with it.
+    """
+
+    def __init__(self, texts: Tensor, slots: list[int], models: list[ModelRows]):
+        """texts:  LongTensor[B, L] on the CPU, the tokens whose rows the target computed, -1 behind each text
+        slots:  where text b is in the models' caches
+        models: the rows of the target and, if it is a model, of the draft
+        """
+        super().__init__(layers=[])
+        self._texts, self._slots, self._models = texts, slots, models
+
+    @property
+    def tokens(self) -> list[Tensor]:
+        """The tokens whose rows are cached, a LongTensor[any] on the CPU for each text.
+
+        They are the prompt and the new tokens but for the last; and what was accepted behind the end of a text.
+        """
+        return [text[text >= 0] for text in self._texts]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the models' caches; on a CPU with rows that were allocated and not used."""
+        return sum(model.cache.nbytes for model in self._models)
+
+    def check(self, target: Forward) -> None:
+        """Raise ValueError if the rows were computed by other models than `target`."""
+        if self._rows_of(target) is None:
+            raise ValueError(
+                f"past must come from a decoder with the same {target.name} model, and that model must be as it was; got "
+                "one of another model, or from before its weights, adapters, type or device changed: leave past out to "
+                "compute the text from its beginning"
+            )
+
+    def shared(self, prompts: Tensor, most: list[int]) -> "SharedPrefixes":
+        """What right-padded prompts LongTensor[B, T] have in common with the texts, at most so many tokens of each."""
+        width = min(prompts.shape[1], self._texts.shape[1])
+        texts, lengths = [], []
+        for prompt, limit in zip(prompts.cpu(), most, strict=True):
+            same = (self._texts[:, :width] == prompt[:width]).long().cumprod(1).sum(1)
+            texts.append(int(same.argmax()))
+            lengths.append(min(int(same.max()), limit))
+        return SharedPrefixes(self, texts, lengths, most)
+
+    def copy_rows(self, forward: Forward, cache: RowCache, shared: "SharedPrefixes") -> list[int]:
+        """Copy the first lengths[b] rows of texts[b] to sequence b of another cache; returns how many there were.
+
+        There are none if `forward` is another model than those that computed the rows, or where its rotary embeddings
+        have other factors for a text of the new length.
+        """
+        model = self._rows_of(forward)
+        if model is None:
+            return [0] * len(shared.lengths)
+        have, limit, copied = [len(tokens) for tokens in self.tokens], forward.rope_limit, []
+        for text, length, end in zip(shared.texts, shared.lengths, shared.ends, strict=True):
+            alike = limit is None or (have[text] > limit) == (end >= limit)
+            copied.append(max(0, min(length, have[text] - model.unsure)) if alike else 0)
+        for sequence, (text, rows) in enumerate(zip(shared.texts, copied, strict=True)):
+            cache.take(sequence, model.cache, self._slots[text], rows)
+        return copied
+
+    def _rows_of(self, forward: Forward) -> ModelRows | None:
+        return next((model for model in self._models if model.are_of(forward)), None)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest text."""
+        return self._texts.shape[1]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Raise TypeError: no model can use it."""
+        raise TypeError(
+            "a model cannot be called with a TextCache; give it to SpeculativeDecoder.generate as past=, or to "
+            "transformers' generate as past_key_values= together with custom_generate=decoder"
+        )
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __repr__(self) -> str:
+        lengths = ", ".join(str(len(text)) for text in self.tokens[:8]) + (", ..." if len(self) > 8 else "")
+        return f"TextCache(texts={len(self)}, tokens=[{lengths}], MiB={self.nbytes / 2**20:.1f})"
+
+
+class SharedPrefixes(NamedTuple):
+    """For prompt b: texts[b] of a cache begins like it, and their first lengths[b] tokens are the same.
+
+    ends: how many tokens of each prompt are to be cached
+    """
+
+    cache: TextCache
+    texts: list[int]
+    lengths: list[int]
+    ends: list[int]
+
+    def copy_rows(self, forward: Forward, cache: RowCache) -> list[int]:
+        """Copy the prefixes' rows of a model to another cache of it; returns how many rows of each were there."""
+        return self.cache.copy_rows(forward, cache, self)

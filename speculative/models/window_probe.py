@@ -1,0 +1,82 @@
+"""Does a model see as far as we think? A trial at the edge of its sliding windows, cheap for a window of any size.
+
+How far each layer sees is read from the model's config, and not every model does what its config says. A text longer
+than a window of 4,096 tokens would tell, at the price of that text. This is a trial of three tokens instead, behind a
+prefix that is made up: all keys are zero, so that all rows get equal weight; all values are zero, but for those few
+rows that come into or leave the window of the three tokens, whose values are as large as the window is long. One row
+too many or too few then changes the logits by as much as a token does. All layers share these rows.
+"""
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.forward import Forward, TreeMask
+
+_NODES = 3
+_LARGEST = 1 << 14  # of the made-up values, which must fit into fp16
+
+
+@torch.no_grad()
+def check_windows(forward: Forward, limit: float) -> None:
+    """Raise ValueError if transformers' own forward pass sees farther, or less far, than ours.
+
+    limit: how far logits may be apart, in standard deviations of the logits
+    """
+    for window in forward.windows:
+        if window is None or window >= forward.max_positions:  # no text is longer
+            continue
+        gap = _gap(forward, window)
+        if not gap <= limit:
+            raise ValueError(
+                f"{forward.name} of type {forward.config.model_type!r} has sliding_window={window} in its config, but "
+                f"its own forward pass sees farther or less far: at the window's edge its logits differ by {gap:.2g} "
+                f"standard deviations, expected at most {limit}; correct the config, or set sliding_window=None there"
+            )
+
+
+def _gap(forward: Forward, window: int) -> float:
+    """The distance between both forward passes' logits at the window's edge, in standard deviations."""
+    noise = torch.Generator().manual_seed(0)  # torch's own is the caller's
+    nodes = torch.randint(forward.vocab_size, (1, _NODES), generator=noise).to(forward.device)
+    positions = torch.arange(_NODES, device=forward.device)[None]
+    cache, rows = _edge_cache(forward, window, noise), positions + window
+    visible_rows = window + _NODES
+    expected = forward.model(
+        input_ids=nodes, position_ids=positions, past_key_values=cache.at(rows, visible_rows), use_cache=True
+    ).logits.float()
+    mask = TreeMask(
+        prefix_length=torch.full((), window, device=forward.device),
+        visible_rows=visible_rows,
+        subtree_end=torch.full((_NODES,), _NODES, device=forward.device),
+    )
+    logits = forward(nodes, positions, rows, cache, mask)
+    return float(((logits - expected).square().mean(-1).sqrt() / expected.std(-1)).max())
+
+
+def _edge_cache(forward: Forward, window: int, noise: torch.Generator) -> KeyValueCache:
+    """A cache with a prefix as long as the window, of which the nodes see all rows but the first 1, 2 and 3."""
+    usual = forward.new_cache(1, _NODES)
+    cache = _SharedRows(
+        batch=1,
+        layers=1,
+        kv_heads=usual.keys.shape[1] // forward.layers,
+        rows=window + _NODES,
+        head_dim=usual.keys.shape[3],
+        like=usual.keys,
+        rotary=usual.rotary,
+    )
+    edge = cache.values[:, :, : min(window, _NODES + 1)]
+    signs = torch.randint(2, edge.shape, generator=noise) * 2 - 1
+    edge.copy_(signs.to(edge) * min(window, _LARGEST))
+    return cache
+
+
+class _SharedRows(KeyValueCache):
+    """A cache whose layers share one layer's rows: each layer reads its new rows before the next one writes."""
+
+    def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:
+        super().write(0, key, value, cache_rows)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return super().read(0)

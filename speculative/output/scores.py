@@ -1,0 +1,49 @@
+"""The logits by which each new token was chosen, as transformers' generate returns them.
+
+The token after node i of a step's accepted path was chosen by the target's logits after node i. `logits` are those of
+the model; `scores` are what was sampled from: after repetition penalty and least length and, where the text is sampled,
+divided by the temperature, and -inf where a filter left a token out.
+"""
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.step import Stepped
+
+
+class Chosen:
+    """Collects, step after step, the logits that each new token of a batch of `batch` sequences was chosen by."""
+
+    def __init__(self, batch: int):
+        self._raw: list[list[Tensor]] = [[] for _ in range(batch)]
+        self._processed: list[list[Tensor]] = [[] for _ in range(batch)]
+
+    def step(self, stepped: Stepped, before: Sequences, after: Sequences) -> None:
+        """Take what one step emitted; before, after: the batch around the step."""
+        for slot in (before.left > 0).nonzero()[:, 0].tolist():
+            sequence = int(before.member[slot])
+            emitted = int(after.produced[slot]) - int(before.produced[slot])
+            path = stepped.verified.path[slot, :emitted]
+            for kept, logits in ((self._raw, stepped.raw_logits), (self._processed, stepped.logits)):
+                kept[sequence].append(logits[slot, path].clone())
+
+    def logits(self) -> tuple[Tensor, ...]:
+        """fp32 [B, V] for each new token of the longest sequence; 0 where a sequence has ended before."""
+        return _by_token(self._raw)
+
+    def scores(self, filters: Filters) -> tuple[Tensor, ...]:
+        """The same of what was sampled from; filters: how the target was sampled."""
+        scores = _by_token(self._processed)
+        if filters.temperature == 0:
+            return scores
+        left_out = [filtered_logprobs(each, filters) == -torch.inf for each in scores]
+        scaled = [each / filters.temperature for each in scores]
+        return tuple(each.masked_fill(out, -torch.inf) for each, out in zip(scaled, left_out, strict=True))
+
+
+def _by_token(sequences: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    rows = [torch.cat(pieces) for pieces in sequences]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [B, new, V]
+    return padded.unbind(1)

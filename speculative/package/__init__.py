@@ -1,0 +1,29 @@
+"""Tree speculative decoding: everything of `heavypath.speculative`, by a shorter name.
+
+    from heavypath import SpeculativeDecoder, __version__
+
+This is the package heavypath itself. It imports nothing before a name is asked for, so that `heavypath.kernels` can be
+used without transformers.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from heavypath.speculative import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
+
+__version__ = version("heavypath")
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):  # what Python asks packages for; it must not import anything
+        raise AttributeError(f"module 'heavypath' has no attribute {name!r}")
+    package = import_module("heavypath.speculative")
+    if name not in package.__all__:
+        raise AttributeError(f"module 'heavypath' has no attribute {name!r}")
+    return getattr(package, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({"__version__", "kernels", *import_module("heavypath.speculative").__all__})
