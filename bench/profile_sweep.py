@@ -3,7 +3,8 @@
     python bench/profile_sweep.py [--tokens 96] [--threads 2] [--json bench/results/profile_sweep-cpu.json]
 
 The pair is calibrated first. Then every prompt is decoded with the profile's tree and with the best tree of each size
-from 2 to 32 (of every depth, at the depth that is expected to be fastest), by turns; ratios are taken prompt by prompt.
+from 2 to 32, as far as calibrating timed them (of every depth, at the depth that is expected to be fastest), by turns;
+ratios are taken prompt by prompt.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def sweep(
     target, draft, tokenizer = quiet_demo_pair()
     filters = Filters(temperature)
     plans = {"profile": profile.plan("sequoia", filters).plan} | {
-        size: tree_of(profile, size, filters) for size in SIZES
+        size: tree_of(profile, size, filters) for size in SIZES if size <= max(profile.costs.step)
     }
     decoders = {name: SpeculativeDecoder(target, draft, "sequoia", tree=plan.tree) for name, plan in plans.items()}
     decoders["profile"] = SpeculativeDecoder(target, draft, "sequoia", profile=profile)

@@ -132,7 +132,7 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = 1.0,
+    repetition_penalty: RepetitionPenalty = None,
     stop: Stop = None,
     chat: Chat = False,
     tree_size: TreeSize = None,
@@ -148,7 +148,7 @@ def generate(
     """Continue a text. Without --target and --draft it is continued by the shipped pair, which knows Python source."""
     text = _read_prompt(prompt, file)
     filters = Filters(temperature, top_k, top_p, min_p).check()
-    if not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
+    if repetition_penalty is not None and not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
         raise ValueError(f"--repetition-penalty must be a finite number > 0, got {repetition_penalty:g}")
     if stop and "" in stop:
         raise ValueError("--stop must be a text to end at, got an empty one")

@@ -22,6 +22,7 @@ from heavypath.speculative.cli.support import (
     load,
     print_json,
     progress,
+    say_if_busy,
 )
 from heavypath.speculative.comparison import PLAIN, TIE, Row, as_table
 from heavypath.speculative.comparison import compare as measure
@@ -81,6 +82,7 @@ def compare(
         assert pair.draft is not None
         named = {drafts[0]: pair.draft} | {name: load_draft(name, pair, target) for name in drafts[1:]}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    say_if_busy()
     with progress("comparing") as report:
         rows = measure(
             pair.target,

@@ -60,7 +60,7 @@ Stop = Annotated[
     list[str] | None, typer.Option(help="End the text with this string; repeat it for several. It is part of the text.")
 ]
 RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1, tokens of the text so far, prompt included, become less likely.")
+    float | None, typer.Option(help="Above 1, tokens of the text so far, prompt included, become less likely.")
 ]
 Chat = Annotated[
     bool, typer.Option("--chat", help="The prompt is a user's message: put it into the tokenizer's chat template.")

@@ -73,7 +73,6 @@ class StepRunner:
         if workspace is None:  # outside of the handler, whose traceback holds a part of what was allocated
             self.kept.clear()
             workspace = Workspace(plan, size, graphs)
-        logger.debug("a new workspace: %d bytes of caches, %s", workspace.cache_bytes, size)
         return workspace
 
     def run(self, plan: StepPlan, workspace: Workspace, *, slots: int, levels: int, longest: int, lap: Lap) -> Stepped:

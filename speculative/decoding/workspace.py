@@ -1,5 +1,6 @@
 """The memory that steps work in: the caches and the state of a batch, allocated once, for as many batches as fit."""
 
+import logging
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
+
+logger = logging.getLogger(__name__)
 
 
 class Size(NamedTuple):
@@ -84,6 +87,7 @@ class Workspace:
             count_slots=size.count_slots,
             device=target.device,
         )
+        logger.debug("a workspace: %d bytes of caches, %s", self.cache_bytes, size)
 
     @property
     def cache_bytes(self) -> int:
