@@ -298,7 +298,7 @@ def with_nan(model):
     (lambda t, d: SpeculativeDecoder(t, tiny_llama(0, 9)), "share one vocabulary, got 7 and 9 tokens"),
     (lambda t, d: SpeculativeDecoder(with_nan(tiny_llama(0)), d), "target has NaN .* model.layers.0.mlp.up"),
     (lambda t, d: SpeculativeDecoder(t, with_nan(tiny_llama(0))), "draft has NaN"),
-    (lambda t, d: SpeculativeDecoder(t, d, tree_size=1), "tree_size counts the root and must be at least 2, got 1"),
+    (lambda t, d: SpeculativeDecoder(t, d, tree_size=1), "tree_size counts the root and must be in 2 .. 2048, got 1"),
     (lambda t, d: SpeculativeDecoder(t, d, tree=[-1, 0]), "tree must be a TokenTree, got list"),
     (lambda t, d: SpeculativeDecoder(t, d, draft_top_p=0.0), "draft_top_p must be"),
     (lambda t, d: SpeculativeDecoder(t, d, acceptance=[]), "not empty"),

@@ -195,10 +195,10 @@ GENERATING = ["llama", "mistral", "qwen2", "qwen2, some layers with a window", "
 
 def generated(family, implementation, sequences=2, mask=PADDING, **options):
     """Text and scores behind padded prompts that are longer than any window."""
-    torch.manual_seed(0)
     model = patched(tiny(family), implementation)
     if "num_assistant_tokens" in options:
         options["assistant_model"] = patched(tiny(family, layers=1), implementation)
+    torch.manual_seed(0)  # after a model is made, which takes random numbers the first time
     out = model.generate(
         TEXT[:sequences], attention_mask=mask[:sequences], max_new_tokens=12, pad_token_id=0, eos_token_id=None,
         return_dict_in_generate=True, output_scores=True, **{"do_sample": False, **options},

@@ -114,7 +114,7 @@ def test_tokens_per_step_have_the_error_of_a_ratio(theory, monkeypatch):
         def __init__(self, target, draft, method, *, tree):
             assert method == "ersd"
 
-        def generate(self, *, max_new_tokens, temperature, seed):
+        def generate(self, *, max_new_tokens, temperature, seed, eos_token_id):
             return {5: Generation(9, 3), 6: Generation(6, 3)}[seed]
 
     class Pair:
@@ -201,7 +201,7 @@ def test_the_command_prints_its_tables_and_draws_its_figures(theory, tmp_path, c
         assert (picture.max(-1) - picture.min(-1) > 0.3).mean() > 0.0005, path.name  # colour
 
 
-@pytest.mark.parametrize("wrong", [["--prompts", "1"], ["--temperatures", "0"], ["--plot", "no-such-folder"]])
+@pytest.mark.parametrize("wrong", [["--prompts", "1"], ["--temperatures", "0"], ["--plot", "pyproject.toml"]])
 def test_what_cannot_be_shown_is_refused(theory, wrong, capsys):
     with pytest.raises(SystemExit):
         theory.main(wrong)

@@ -6,6 +6,7 @@ patches and subclasses are part of. Either is tried on a small tree first (`prob
 """
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ def _check(forward: TransformersForward, model: nn.Module) -> None:
         found = gap(forward, model)
     except Exception as error:
         raise forward.refusal(f"{error or type(error).__name__}") from error
+    if math.isnan(found):
+        forward.check_weights()
     if found <= _tolerance(forward):
         return check_windows(forward, _tolerance(forward))
     what = f"a tree's logits differ from those of its paths by {found:.2g} standard deviations"

@@ -66,8 +66,8 @@ class TextCache(Cache):
         if self._rows_of(target) is None:
             raise ValueError(
                 f"past must come from a decoder with the same {target.name} model, and that model must be as it was; "
-                "got one of another model, or from before its weights, adapters, type or device changed: leave past out "
-                "to compute the text from its beginning"
+                "got one of another model, or from before its weights, adapters, type or device changed: leave past "
+                "out to compute the text from its beginning"
             )
 
     def shared(self, prompts: Tensor, most: list[int]) -> "SharedPrefixes":
