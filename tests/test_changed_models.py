@@ -150,7 +150,7 @@ def test_a_changed_model_is_decoded_as_it_is(change, model, draft):
     assert torch.equal(text(SpeculativeDecoder(model, draft, "dyspec")), expected)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", ["a subclass", "another module", "a hook on a layer", "adapters", "a wider type"])
 def test_a_changed_draft_costs_acceptance_alone(change, model, draft):
     decoder = SpeculativeDecoder(model, draft, "ersd")
     options = {"max_new_tokens": 12, "temperature": 0.9, "seed": 3}

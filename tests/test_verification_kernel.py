@@ -167,7 +167,9 @@ def test_defaults_views_and_shallow_walks_agree(method):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("method", VERIFICATION_METHODS)
+@pytest.mark.parametrize(
+    "method", [name if name == "race" else pytest.param(name, marks=pytest.mark.slow) for name in VERIFICATION_METHODS]
+)
 def test_a_seed_in_memory_verifies_as_its_number(method, impl):
     problem = Problem(TREES["ranks"], method, vocab_size=7, noise=3.0)
     seen = set()
