@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addpre
 help:
 	@echo "The first target also makes .venv and installs torch there, which takes some minutes."
 	@echo "make demo         decode real prompts with the shipped pair, then compare all methods"
-	@echo "make test         run the tests (some minutes; TESTS=tests/test_tree.py runs some of them)"
+	@echo "make test         run the tests (about 9 minutes on two cores; TESTS=tests/test_tree.py runs some of them)"
 	@echo "make test-all     run the slow tests, too (several times as long)"
 	@echo "make test-oldest  run the tests that depend on versions, with the oldest versions allowed"
 	@echo "make test-libraries  run the tests of models that other libraries quantise, which it installs"
