@@ -42,6 +42,7 @@ from heavypath.speculative.decoding.stopping import checked_criteria
 from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of
 from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
 from heavypath.speculative.methods import METHODS
+from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.scores import Chosen
@@ -57,7 +58,7 @@ ENOUGH_STEPS = 32  # to tell whether a draft pays
 LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Generation:
     """What `generate` returns.
 
@@ -82,7 +83,9 @@ class Generation:
         The decoder keeps the caches of its last two generations (in each thread that calls it); to have one for longer,
         hold on to out.cache. Raises RuntimeError if it is gone.
         """
-        cache = None if self._cache is None else self._cache()
+        if self._cache is None:
+            raise RuntimeError("a copy of a Generation has no cache; the original's .cache may still be there")
+        cache = self._cache()
         if cache is None:
             raise RuntimeError(
                 f"the cache of this text is gone: a decoder keeps those of its last {KEPT} generations; to have one "
@@ -141,7 +144,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: AnyDraft | None,
+        draft: AnyDraft | None = None,
         method: str = "sequoia",
         *,
         tree_size: int | None = None,
@@ -216,6 +219,7 @@ class SpeculativeDecoder:
 
     def _notice_changes(self) -> None:
         """Choose the forward passes of the models anew if one of them no longer consists of what it did."""
+        check_no_autocast(self._target.device)
         stale = not self._target.is_current()
         if stale:
             self._target = forward_of(self.target, "target")

@@ -359,3 +359,33 @@ def test_a_changed_draft_computes_its_rows_anew(model, draft):
     assert torch.equal(
         out.sequences, SpeculativeDecoder(model, draft, "ersd").generate(PROMPTS, 12, **options).sequences
     )
+
+
+SETTINGS = {
+    "scaling": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.9),
+    "epsilon": lambda model: setattr(model.model.layers[0].post_attention_layernorm, "variance_epsilon", 1e4),
+    "rotary": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 3.0),
+    "window": lambda model: setattr(model.config, "sliding_window", 3),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_that_changes_is_noticed(setting, draft):
+    torch.manual_seed(1)
+    model = MistralForCausalLM(MistralConfig(**TINY, sliding_window=None)).eval()
+    decoder = SpeculativeDecoder(model, draft)
+    out, before = decoder.generate(PROMPTS, 12, eos_token_id=None), greedy(model)
+    assert torch.equal(out.sequences, before)
+    SETTINGS[setting](model)
+    assert not torch.equal(greedy(model), before)
+    assert torch.equal(text(decoder), greedy(model))
+    with pytest.raises(ValueError, match="past must come from"):
+        decoder.generate(PROMPTS, 12, past=out.cache)
+
+
+def test_autocast_is_refused_by_name(model, draft):
+    decoder = SpeculativeDecoder(model, draft)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for refused in (lambda: text(decoder), lambda: SpeculativeDecoder(model, draft)):
+            with pytest.raises(ValueError, match=r"does not run under torch.autocast\('cpu', ...\)"):
+                refused()

@@ -25,7 +25,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from heavypath.speculative import METHODS
+from heavypath.speculative import METHODS, load_demo_pair
 from heavypath.speculative.cli import planning as cli_planning
 from heavypath.speculative.cli import support
 from heavypath.speculative.cli.app import main
@@ -430,3 +430,14 @@ def test_ctrl_c_and_a_closed_pipe_end_it_quietly():
         unread.stdout.close()
         assert (interrupted.wait(60), unread.wait(60)) == (130, 1)
         assert interrupted.stderr.read() == unread.stderr.read() == b""
+
+
+def test_settings_are_those_in_force(tmp_path, heavypath):
+    """What a command is not told comes from the model's generation_config, and is reported."""
+    target, _, tokenizer = load_demo_pair()
+    target.generation_config.update(do_sample=True, top_k=20, repetition_penalty=1.1)
+    target.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    options = ("--target", tmp_path, "--method", "autoregressive", "--max-new-tokens", 2, "--json")
+    settings = json.loads(heavypath("generate", "import os", *map(str, options))[1])["settings"]
+    assert (settings["top_k"], settings["repetition_penalty"], settings["top_p"]) == (20, 1.1, None)

@@ -385,6 +385,8 @@ LONG = {"max_new_tokens": 12, "eos_token_id": EOS, "pad_token_id": 0, "return_di
 def test_scores_and_logits_are_those_of_generate(method, settings, tiny_pair):
     model, _ = tiny_pair
     ids, mask = torch.tensor([[1, 2, 3], [0, 5, 6]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
+    if "repetition_penalty" in settings:
+        mask = torch.ones_like(ids)  # before 5.23 transformers penalises padding
     options = LONG | settings | {"do_sample": False, "output_scores": True, "output_logits": True}
     expected = model.generate(input_ids=ids, attention_mask=mask, **options)
     out = model.generate(

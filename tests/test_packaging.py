@@ -128,6 +128,9 @@ import heavypath.speculative
 assert SpeculativeDecoder is heavypath.speculative.SpeculativeDecoder
 assert {*heavypath.speculative.__all__} < {*dir(heavypath)}
 assert not hasattr(heavypath, "SpeculativeDecorder")
+del SpeculativeDecoder
+from heavypath import *
+assert SpeculativeDecoder is heavypath.speculative.SpeculativeDecoder
 print(__version__)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

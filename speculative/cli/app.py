@@ -49,6 +49,7 @@ from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.generation_defaults import GivenSettings
 from heavypath.speculative.loading import Pair, find_folder
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.output.text_stream import TextStream
@@ -147,7 +148,7 @@ def generate(
 ) -> None:
     """Continue a text. Without --target and --draft it is continued by the shipped pair, which knows Python source."""
     text = _read_prompt(prompt, file)
-    filters = Filters(temperature, top_k, top_p, min_p).check()
+    Filters(temperature, top_k, top_p, min_p).check()
     if repetition_penalty is not None and not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
         raise ValueError(f"--repetition-penalty must be a finite number > 0, got {repetition_penalty:g}")
     if stop and "" in stop:
@@ -184,9 +185,21 @@ def generate(
     )
     if as_json:
         tokens = out.sequences[0, ids.shape[1] :].tolist()
-        settings = {"method": method, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        settings |= {"repetition_penalty": repetition_penalty, "stop": stop or [], "chat": chat, "seed": seed}
-        settings |= {"max_new_tokens": max_new_tokens, "tree_size": len(decoder.tree_for(filters)), "prompt": text}
+        in_force = GivenSettings(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            min_new_tokens=None,
+            eos_token_id=pair.eos_token_ids,
+            pad_token_id=None,
+            stop_strings=stop or None,
+        ).filled_from(pair.target.generation_config, pair.target.config.get_text_config(decoder=True).vocab_size)
+        tree_size = len(decoder.tree_for(in_force.filters))
+        settings = {"method": method, **in_force.filters._asdict(), "repetition_penalty": in_force.repetition_penalty}
+        settings |= {"stop": stop or [], "chat": chat, "seed": seed}
+        settings |= {"max_new_tokens": max_new_tokens, "tree_size": tree_size, "prompt": text}
         answer = {"settings": settings, "text": "".join(pieces), "token_ids": tokens, "stats": _summary(out.stats)}
         print_json(answer)
     else:

@@ -107,6 +107,7 @@ class Forward(ABC):
         config: Any = model.config.get_text_config(decoder=True)
         if model.training:
             raise ValueError(f"{name} is in training mode; call {name}.eval() first")
+        check_no_autocast(model.device)
         devices = sorted({str(weight.device) for weight in model.parameters()})
         if any(type(weight).__name__ == "DTensor" for weight in model.parameters()):
             raise ValueError(f"{name} has weights that are spread over processes (DTensor), expected all in this one")
@@ -229,6 +230,15 @@ class Forward(ABC):
         if self.rope_limit is None:
             return positions
         return positions.where(prefix_length[:, None] >= self.rope_limit, positions.clamp(max=self.rope_limit - 1))
+
+
+def check_no_autocast(device: torch.device) -> None:
+    """Raise ValueError under torch.autocast, where keys and values are of another type than the cache's."""
+    if torch.is_autocast_enabled(device.type):
+        raise ValueError(
+            f"decoding does not run under torch.autocast({device.type!r}, ...); leave that, or convert the models: "
+            "model.to(torch.bfloat16)"
+        )
 
 
 def is_plain(weight: Tensor) -> bool:

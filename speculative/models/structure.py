@@ -1,19 +1,21 @@
 """What a model consists of, to notice between two calls of `generate` that it has changed.
 
 A forward pass is chosen, and tried, for the model as it is when a decoder is made. Later somebody may replace a module,
-register a hook, add or switch an adapter, quantise a layer, move the model to another device, or ask for another
-attention. Each of these shows in the structure, which takes some two microseconds a module to look up. Values of
-weights are no part of it: forward passes read them when they are called.
+register a hook, add or switch an adapter, quantise a layer, move the model to another device, ask for another
+attention, or set a number in its config or in a module. Each of these shows in the structure, which takes a few
+microseconds a module to look up. Values of weights are no part of it: forward passes read them when they are called.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-_SETTINGS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of an adapter's layer in PEFT
+_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of an adapter's layer in PEFT
+_PLAIN = (bool, int, float, str)
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
 Structure = list[tuple[Any, ...]]
@@ -27,6 +29,8 @@ def structure_of(model: nn.Module) -> Structure:
     config = getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", None)
     found: Structure = [(attention, ALL_ATTENTION_FUNCTIONS.get(attention), *map(tuple, _GLOBAL_HOOKS))]
+    if isinstance(config, PreTrainedConfig):
+        found.append(tuple(f"{name}={value}" for name, value in vars(config.get_text_config(decoder=True)).items()))
     for module in _modules(model):
         own = module.__dict__
         found.append(
@@ -34,12 +38,11 @@ def structure_of(model: nn.Module) -> Structure:
                 module,
                 type(module).forward,
                 own.get("forward"),
-                module.training,
+                *_settings(own),
                 *own["_forward_hooks"],
                 *own["_forward_pre_hooks"],
-                *(str(own[name]) for name in _SETTINGS if name in own),
                 *(_place_of(weight) for weight in own["_parameters"].values() if weight is not None),
-                *((_place_of(buffer), _version(buffer)) for buffer in _buffers(own) if buffer is not None),
+                *((_place_of(buffer), _version(buffer)) for buffer in _buffers(own)),
             )
         )
     return found
@@ -65,10 +68,22 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
         waiting.extend(child for child in module._modules.values() if child is not None)
 
 
-def _buffers(own: dict[str, Any]) -> Iterable[Tensor | None]:
-    """A module's buffers, but for those of rotary embeddings that exchange them by the length of each text."""
+def _changes_by_itself(own: dict[str, Any]) -> bool:
+    """Whether a module is a rotary embedding that exchanges its factors by the length of each text."""
     rope_type = str(own.get("rope_type"))
-    return () if "longrope" in rope_type or "dynamic" in rope_type else own["_buffers"].values()
+    return "longrope" in rope_type or "dynamic" in rope_type
+
+
+def _settings(own: dict[str, Any]) -> Iterator[Any]:
+    """A module's attributes that are numbers, words or adapters' names; `training` is one of them."""
+    if not _changes_by_itself(own):
+        yield from (value for value in own.values() if isinstance(value, _PLAIN))
+    yield from (str(own[name]) for name in _ADAPTERS if name in own)
+
+
+def _buffers(own: dict[str, Any]) -> Iterator[Tensor]:
+    if not _changes_by_itself(own):
+        yield from (buffer for buffer in own["_buffers"].values() if buffer is not None)
 
 
 def _place_of(tensor: Tensor) -> tuple[Any, ...]:

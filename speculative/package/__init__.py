@@ -17,7 +17,9 @@ __version__ = version("heavypath")
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):  # what Python asks packages for; it must not import anything
+    if name == "__all__":
+        return ["__version__", *import_module("heavypath.speculative").__all__]
+    if name.startswith("__"):  # what else Python asks packages for; it must not import anything
         raise AttributeError(f"module 'heavypath' has no attribute {name!r}")
     package = import_module("heavypath.speculative")
     if name not in package.__all__:
