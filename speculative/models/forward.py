@@ -107,7 +107,6 @@ class Forward(ABC):
         config: Any = model.config.get_text_config(decoder=True)
         if model.training:
             raise ValueError(f"{name} is in training mode; call {name}.eval() first")
-        check_no_autocast(model.device)
         devices = sorted({str(weight.device) for weight in model.parameters()})
         if any(type(weight).__name__ == "DTensor" for weight in model.parameters()):
             raise ValueError(f"{name} has weights that are spread over processes (DTensor), expected all in this one")
@@ -116,6 +115,7 @@ class Forward(ABC):
         if len(devices) > 1:
             spread = f"{name} must be on one device, got one spread over {', '.join(devices)}"
             raise ValueError(spread + "; load it with device_map={'': device}")
+        check_no_autocast(model.device)
 
         self.name = name
         self.config: Any = model.config
