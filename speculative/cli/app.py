@@ -39,6 +39,7 @@ from heavypath.speculative.cli.support import (
     TopP,
     TreeSize,
     Verbose,
+    check_choice,
     encode,
     load,
     print_json,
@@ -50,7 +51,7 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.generation_defaults import GivenSettings
-from heavypath.speculative.loading import Pair, find_folder
+from heavypath.speculative.loading import Pair
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
@@ -153,12 +154,7 @@ def generate(
         raise ValueError(f"--repetition-penalty must be a finite number > 0, got {repetition_penalty:g}")
     if stop and "" in stop:
         raise ValueError("--stop must be a text to end at, got an empty one")
-    if method not in METHODS:
-        raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
-    if target is not None:
-        find_folder("target", target)
-    if target is not None and draft is None and method != "autoregressive":
-        raise ValueError(f"--method {method} needs a --draft with the --target; only autoregressive works without one")
+    check_choice(method, target, draft)
     if trace is not None and not trace.parent.is_dir():
         raise ValueError(f"--trace must be in a folder that exists, got {str(trace)!r}")
     if profile is not None and tree_size is not None:

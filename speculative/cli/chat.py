@@ -14,9 +14,19 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.cli.support import Draft, MaxNewTokens, Seed, Target, TopK, TopP, TreeSize, load
+from heavypath.speculative.cli.support import (
+    Draft,
+    MaxNewTokens,
+    Seed,
+    Target,
+    TopK,
+    TopP,
+    TreeSize,
+    check_choice,
+    load,
+)
 from heavypath.speculative.decoder import Generation, SpeculativeDecoder
-from heavypath.speculative.loading import Pair, find_folder
+from heavypath.speculative.loading import Pair
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.text_stream import TextStream
@@ -55,12 +65,7 @@ def chat(
 ) -> None:
     """Chat with a model through its tokenizer's chat template. Lines that begin with / are commands; see /help."""
     Filters(temperature or 0.0, top_k, top_p).check()
-    if method not in METHODS:
-        raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
-    if target is not None:
-        find_folder("target", target)
-    if target is not None and draft is None and method != "autoregressive":
-        raise ValueError(f"--method {method} needs a --draft with the --target; only autoregressive works without one")
+    check_choice(method, target, draft)
     own_template = None if template is None else _read(template)
     measured = None if profile is None else Profile.load(profile)
     pair = load(target, draft)

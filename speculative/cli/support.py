@@ -18,7 +18,8 @@ import typer
 from rich.console import Console
 
 from heavypath.kernels.tree_attention_kernel import MAX_NODES
-from heavypath.speculative.loading import Pair, load_pair
+from heavypath.speculative.loading import Pair, find_folder, load_pair
+from heavypath.speculative.methods import METHODS
 from heavypath.speculative.threads import Load, usable_cores
 
 KERNELS = ("tree_attention", "heavy_path_order", "gumbel_topk", "verify_tree", "commit", "compact_cache")
@@ -116,6 +117,16 @@ def say_if_busy() -> None:
 def current_load() -> Load:
     """How busy the machine is now."""
     return Load(os.getloadavg()[0], usable_cores(), torch.get_num_threads())
+
+
+def check_choice(method: str, target: str | None, draft: str | None) -> None:
+    """Raise ValueError or FileNotFoundError, before any model is loaded, for a method or models that cannot be."""
+    if method not in METHODS:
+        raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
+    if target is not None:
+        find_folder("target", target)
+    if target is not None and draft is None and method != "autoregressive":
+        raise ValueError(f"--method {method} needs a --draft with the --target; only autoregressive works without one")
 
 
 def encode(pair: Pair, text: str, *, chat: bool = False) -> torch.Tensor:
