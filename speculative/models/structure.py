@@ -70,8 +70,8 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
 
 def _changes_by_itself(own: dict[str, Any]) -> bool:
     """Whether a module is a rotary embedding that exchanges its factors by the length of each text."""
-    rope_type = str(own.get("rope_type"))
-    return "longrope" in rope_type or "dynamic" in rope_type
+    rope_type = own.get("rope_type")  # a word, or one for each kind of layer
+    return rope_type is not None and any(kind in str(rope_type) for kind in ("longrope", "dynamic"))
 
 
 def _settings(own: dict[str, Any]) -> Iterator[Any]:
