@@ -14,12 +14,13 @@ if is_command(sys.argv, sys.orig_argv):  # before PyTorch is imported, which rea
 from heavypath.kernels.nodes import Verified
 from heavypath.speculative.calibration import calibrate
 from heavypath.speculative.comparison import compare
-from heavypath.speculative.decoder import Generation, SpeculativeDecoder
+from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_pair
 from heavypath.speculative.drafts import Draft, EarlyExit, Feed, PromptLookup
+from heavypath.speculative.generation import Generation
 from heavypath.speculative.methods import METHODS, Method
 from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.models.caches import RowCache

@@ -10,8 +10,6 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,19 +25,19 @@ from transformers import (
 )
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.tree_attention_kernel import MAX_NODES
 from heavypath.speculative.custom_generate import GenerateCall, SpeculativeOutput
 from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE, Growth
-from heavypath.speculative.decoding.loop import Streamer, decode
+from heavypath.speculative.decoding.loop import Streamer, checked_streamers, decode
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
 from heavypath.speculative.decoding.rules import OWN, OwnVerifier, Rules, Verifier
-from heavypath.speculative.decoding.runner import KEPT, StepRunner
+from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
 from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of
+from heavypath.speculative.generation import Generation
 from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import check_no_autocast
@@ -48,53 +46,16 @@ from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
+from heavypath.speculative.roofline import Device, estimated_costs
+from heavypath.speculative.tree_choice import default_tree, tree_of_options
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SIZE = {"cpu": 5, "cuda": 32}  # nodes of a tree; for a CPU measured with the shipped pair
+CPU_SIZE = 5  # nodes of a tree on a CPU, by default; measured with the shipped pair
 ENOUGH_STEPS = 32  # to tell whether a draft pays
 LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
-
-
-@dataclass(frozen=True, eq=False)
-class Generation:
-    """What `generate` returns.
-
-    sequences: LongTensor[B, T + new]: the prompt as it was given, the new tokens, padding
-    stats:     counts, acceptance and times, see `Statistics`
-    scores, logits: where asked for, fp32 [B, V] for each new token, see `output.scores`
-
-    A copy, by the modules copy or pickle, has no cache.
-    """
-
-    sequences: Tensor
-    stats: Statistics
-    scores: tuple[Tensor, ...] | None = field(default=None, repr=False)
-    logits: tuple[Tensor, ...] | None = field(default=None, repr=False)
-    _cache: weakref.ref[TextCache] | None = field(default=None, repr=False, compare=False)
-    _kept: object = field(default=None, repr=False, compare=False)  # who keeps the cache, also without the decoder
-
-    @property
-    def cache(self) -> TextCache:
-        """What the models computed of the texts, for `generate(..., past=out.cache)`.
-
-        The decoder keeps the caches of its last two generations (in each thread that calls it); to have one for longer,
-        hold on to out.cache. Raises RuntimeError if it is gone.
-        """
-        if self._cache is None:
-            raise RuntimeError("a copy of a Generation has no cache; the original's .cache may still be there")
-        cache = self._cache()
-        if cache is None:
-            raise RuntimeError(
-                f"the cache of this text is gone: a decoder keeps those of its last {KEPT} generations; to have one "
-                "for longer, hold on to out.cache itself"
-            )
-        return cache
-
-    def __reduce__(self) -> tuple[type["Generation"], tuple[Any, ...]]:
-        return Generation, (self.sequences, self.stats, self.scores, self.logits)
 
 
 class SpeculativeDecoder:
@@ -106,8 +67,9 @@ class SpeculativeDecoder:
         "autoregressive"
     method: a row of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
         top-k, naive, naive-distinct
-    tree_size: nodes of the drafted tree, root included (default: 5 on a CPU, 32 on a GPU); a method whose trees cannot
-        have that size takes the next smaller one
+    tree_size: nodes of the drafted tree, root included; a method whose trees cannot have that size takes the next
+        smaller one. Default: 5 on a CPU; on a GPU the size and the levels that pay by costs which `roofline` estimates
+        from the device and the models, for one sequence
     tree: a TokenTree to use instead, for methods whose trees do not grow
     profile: instead of both, what `heavypath calibrate` measured, as a file or a `Profile`: each generation takes the
         tree with which it is expected to be fastest
@@ -194,11 +156,8 @@ class SpeculativeDecoder:
         options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
         options |= {"width": width, "threshold": threshold, "confidence": confidence}
         given = {name: value for name, value in options.items() if value is not None}
-        self.tree: TokenTree | Growth | None = None
         self.profile = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
-        if self.profile is None:
-            self.tree = self._checked_tree(given)
-        elif given:
+        if self.profile is not None and given:
             raise ValueError(f"a profile says what trees to take; leave out {', '.join(given)}")
         self._draft: Draft | None = None
         models = [self._target]
@@ -208,6 +167,8 @@ class SpeculativeDecoder:
             self._draft = as_draft(draft, self._target, target)
             drafting = model_of(self._draft)
             models += [] if drafting is None else [drafting]
+        self.tree_from = "by the profile"
+        self.tree = self._chosen_tree(given) if self.profile is None else None
         if self.profile is not None:
             self.profile.check(target, draft)
         for model in models:
@@ -227,33 +188,19 @@ class SpeculativeDecoder:
         if given is not None and self._draft is not None and (stale or (model is not None and not model.is_current())):
             self._draft = as_draft(given, self._target, self.target)
 
-    def _checked_tree(self, given: dict[str, Any]) -> TokenTree | Growth:
-        """The tree that the method makes of the options given, in heavy-path order, or how its trees grow."""
-        tree = given.pop("tree", None)
-        if tree is not None:
-            if not isinstance(tree, TokenTree):
-                raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}")
-            if given:
-                raise ValueError(f"tree says all of the tree's shape; leave out {', '.join(given)}")
-            usual = self._method.tree_of(8)
-            if isinstance(usual, Growth):
-                raise ValueError(f"method {self.method!r} grows its trees; give it tree_size, not tree")
-            if len(usual) == 1 < len(tree):
-                raise ValueError(f"method {self.method!r} drafts nothing, got a tree of {len(tree)} nodes")
+    def _chosen_tree(self, given: dict[str, Any]) -> TokenTree | Growth:
+        """The tree of the options given, or the default, in heavy-path order; or how trees grow. Says which it is."""
+        device, size, default = self._target.device, CPU_SIZE, None
+        if device.type == "cuda" and not {"tree", "tree_size"} & given.keys():
+            costs = estimated_costs(self._target, model_of(self._draft), Device.of(device))
+            default = default_tree(self.method, costs)
+            size = max(2, len(default))
+            self.tree_from = f"by costs estimated for {torch.cuda.get_device_name(device)}"
+        if given or default is None:
+            tree = tree_of_options(self.method, given, size)
+            self.tree_from = "by the options given" if given else "the default of a CPU"
         else:
-            size = given.pop("tree_size", DEFAULT_SIZE.get(self._target.device.type, 8))
-            if not isinstance(size, Integral):
-                raise TypeError(f"tree_size must be an integer, got {size!r}")
-            size = int(size)
-            if not 2 <= size <= MAX_NODES:  # before it is planned, which takes a while for many nodes
-                raise ValueError(f"tree_size counts the root and must be in 2 .. {MAX_NODES}, got {size}")
-            for name in given:
-                if name not in self._method.options:
-                    has = ", ".join(self._method.options) or "none but tree_size"
-                    raise ValueError(f"method {self.method!r} has no option {name!r}; it has {has}")
-            tree = self._method.tree_of(size, **given)
-        if len(tree) > MAX_NODES:
-            raise ValueError(f"a tree may have at most {MAX_NODES} nodes, got {len(tree)}")
+            tree = default
         return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
 
     def tree_for(self, filters: Filters) -> TokenTree | Growth:
@@ -327,33 +274,25 @@ class SpeculativeDecoder:
         """
         begin = self.clock()
         self._notice_changes()
-        settings = GivenSettings(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            min_new_tokens=min_new_tokens,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            stop_strings=stop_strings,
-        ).filled_from(self.target.generation_config, self._target.vocab_size)
-        request = checked_request(
-            self._target,
-            model_of(self._draft),
+        request = self._request(
             Prompts(input_ids=input_ids, attention_mask=attention_mask, sequence_ids=sequence_ids, past=past),
-            Ending(
-                max_new_tokens=max_new_tokens,
-                min_new_tokens=settings.min_new_tokens,
-                eos_token_id=settings.eos_token_id,
-                pad_token_id=settings.pad_token_id,
-                criteria=checked_criteria(settings.stop_strings, tokenizer, stopping_criteria),
+            GivenSettings(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                min_new_tokens=min_new_tokens,
+                eos_token_id=eos_token_id,
+                pad_token_id=pad_token_id,
+                stop_strings=stop_strings,
             ),
-            filters=settings.filters,
+            max_new_tokens=max_new_tokens,
             seed=seed,
-            repetition_penalty=settings.repetition_penalty,
+            tokenizer=tokenizer,
+            stopping_criteria=stopping_criteria,
         )
-        streamers = _checked_streamers(streamer, len(input_ids))
+        streamers = checked_streamers(streamer, len(input_ids))
         plan = self._plan(request)
         for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
             each.put(prompt[None, :length].cpu())
@@ -362,6 +301,7 @@ class SpeculativeDecoder:
             self.method, len(input_ids), request.max_new_tokens, len(plan.tree), plan.tree.depth,
         )  # fmt: skip
         stats = Statistics(plan.tree.depth, plan.tree.branching, clock=self.clock, begin=begin)
+        stats.tree = f"{len(plan.tree)} nodes, {plan.tree.depth} levels, {self.tree_from}"
         with (
             torch.inference_mode(),
             recording(
@@ -406,6 +346,76 @@ class SpeculativeDecoder:
             logits=chosen.logits() if chosen is not None and output_logits else None,
             _cache=weakref.ref(cache),
             _kept=kept,
+        )
+
+    def warm_up(
+        self,
+        *,
+        batch_size: int = 1,
+        prompt_tokens: int = 512,
+        max_new_tokens: int = 128,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+    ) -> float:
+        """Do now what the first generation would do besides decoding; returns the seconds that it took.
+
+        On a GPU that is to compile kernels, to allocate the caches and to capture a CUDA graph for each number of
+        sequences that a batch may close up to. A server calls it before its first request, once for each way to sample.
+
+        batch_size, prompt_tokens, max_new_tokens: the most that is to come. Generations of that size or less use what
+            was made here; a larger one makes its own.
+        The other arguments are those of `generate`. Raises ValueError for arguments that do not fit.
+        """
+        begin = time.perf_counter()
+        self._notice_changes()
+        settings = GivenSettings(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        )  # fmt: skip
+        prompts = torch.zeros(batch_size, prompt_tokens, dtype=torch.long, device=self._target.device)
+        request = self._request(Prompts(prompts), settings, max_new_tokens=max_new_tokens)
+        plan = self._plan(request)
+        with torch.inference_mode(), self.runner.workspace(request, plan) as workspace:
+            workspace.begin(request, plan)
+            smaller = [1 << power for power in reversed(range((batch_size - 1).bit_length()))]
+            for slots in (batch_size, *smaller):
+                for _ in range(2):  # a step is run once before it is captured
+                    self.runner.run(
+                        plan, workspace, slots=slots, levels=plan.tree.depth, longest=prompt_tokens, lap=lambda _: None
+                    )
+            workspace.state.numbers.cpu()  # waits for the device
+        seconds = time.perf_counter() - begin
+        logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)
+        return seconds
+
+    def _request(
+        self,
+        prompts: Prompts,
+        given: GivenSettings,
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        stopping_criteria: Sequence[StoppingCriteria] | None = None,
+    ) -> Request:
+        """What `generate` was asked for, with what the model's generation config adds to it."""
+        settings = given.filled_from(self.target.generation_config, self._target.vocab_size)
+        return checked_request(
+            self._target,
+            model_of(self._draft),
+            prompts,
+            Ending(
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=settings.min_new_tokens,
+                eos_token_id=settings.eos_token_id,
+                pad_token_id=settings.pad_token_id,
+                criteria=checked_criteria(settings.stop_strings, tokenizer, stopping_criteria),
+            ),
+            filters=settings.filters,
+            seed=seed,
+            repetition_penalty=settings.repetition_penalty,
         )
 
     def _remark(self, stats: Statistics) -> None:
@@ -488,12 +498,3 @@ class SpeculativeDecoder:
         arguments = call.arguments(self._target.model)
         out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer, trace=trace)
         return call.answer(out.sequences, out.cache, out.stats, out.scores, out.logits)
-
-
-def _checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -> list[Streamer]:
-    """A streamer for each sequence, or none."""
-    streamers = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
-    if given is not None and len(streamers) != batch:
-        many = f"{len(streamers)} streamers" if isinstance(given, Sequence) else "one streamer"
-        raise ValueError(f"streamer must be one for each sequence, got {many} for a batch of {batch}")
-    return streamers

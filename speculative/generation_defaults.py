@@ -72,15 +72,15 @@ class Settings(NamedTuple):
 class GivenSettings:
     """What `generate` was given; None, and "model" for the end of sequence, where it was left out."""
 
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    min_new_tokens: int | None
-    eos_token_id: EosTokens
-    pad_token_id: int | None
-    stop_strings: str | Sequence[str] | None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int | None = None
+    eos_token_id: EosTokens = "model"
+    pad_token_id: int | None = None
+    stop_strings: str | Sequence[str] | None = None
 
     def filled_from(self, config: GenerationConfig | None, vocab_size: int) -> Settings:
         """These settings, with what was left out taken from a model's config.

@@ -12,7 +12,6 @@ trees of their kind for the others.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,8 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.drafts import AnyDraft, EarlyExit, PromptLookup, is_own
 from heavypath.speculative.methods import METHODS, Kind
-from heavypath.speculative.trees.planning import Plan, expected_tokens, node_probabilities, select_tree
+from heavypath.speculative.tree_choice import as_drafted, best_plan
+from heavypath.speculative.trees.planning import Plan, node_probabilities
 from heavypath.speculative.trees.tree import TokenTree
 
 VERSION = 3  # of the file; 2 did not say how sure its figures are, 1 had no numbers of parameters
@@ -215,12 +215,10 @@ class Profile:
         """
         sizes = range(1, max(self.costs.step) + 1)
         costs, level = self.costs.steps_of(sizes), self.costs.level / self.costs.step[1]
-        plans = []
-        for entry in self.measured(method, filters):
-            rates = entry.rates()
-            trees = _trees(method, max(sizes), rates, entry.sequence_count)
-            found = select_tree(rates, costs, level) if trees is None else _best(trees, rates, costs, level)
-            plans.append(Planned(found, entry))
+        plans = [
+            Planned(best_plan(method, entry.rates(), costs, level, entry.sequence_count), entry)
+            for entry in self.measured(method, filters)
+        ]
         return max(plans, key=lambda planned: planned.plan.speedup)
 
     def speedup_error(self, planned: Planned) -> float:
@@ -230,18 +228,9 @@ class Profile:
         return plan.speedup * math.hypot(planned.tokens_error / plan.expected_tokens, cost)
 
     def tree_for(self, method: str, filters: Filters) -> TokenTree | Growth:
-        """The tree that `SpeculativeDecoder` drafts with a method under some sampling, or how its trees grow.
-
-        Trees that grow have the nodes and the levels of the best static tree, and at most twice its widest level.
-        """
+        """The tree that `SpeculativeDecoder` drafts with a method under some sampling, or how its trees grow."""
         plan, entry = self.plan(method, filters)
-        tree = plan.tree
-        usual = METHODS[method].tree_of(8) if len(tree) > 1 else tree
-        if not isinstance(usual, Growth):
-            return tree
-        width = min(len(tree) - 1, 2 * int(torch.bincount(tree.depths)[1:].max()))
-        known = entry.confidence() if filters.temperature > 0 and usual.by == "slot" else None
-        return Growth(usual.by, len(tree), width, tree.depth, confidence=known)
+        return as_drafted(method, plan.tree, entry.confidence() if filters.temperature > 0 else None)
 
     def mbsu(self, plan: Plan) -> float:
         """The memory-bound speed-up of a plan: as if a forward pass took as long as its parameters take to be read.
@@ -282,28 +271,3 @@ def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
         left_out = decoder.layers[draft.layers :]
         return parameter_count(target) - sum(weight.numel() for weight in left_out.parameters())
     return parameter_count(draft)
-
-
-def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float], level: float) -> Plan:
-    """The one of some trees that is expected to decode fastest."""
-    plans = []
-    for tree in trees:
-        tokens = expected_tokens(tree, rates)
-        plans.append(Plan(tree, tokens, tokens / (costs[len(tree)] + tree.depth * level)))
-    return max(plans, key=lambda plan: plan.speedup)
-
-
-def _trees(method: str, size: int, rates: Tensor, sequence_count: int | None) -> Iterator[TokenTree] | None:
-    """The trees of at most `size` nodes that a method may have, the root alone among them; None if it may have any."""
-    depth = len(rates)
-    if sequence_count is not None:
-        lengths = range(min(depth, (size - 1) // sequence_count) + 1)
-        return (TokenTree.independent(sequence_count, length) for length in lengths)
-    if method == "chain":
-        return (TokenTree.chain(length) for length in range(min(size - 1, depth) + 1))
-    if method == "rsd-c":  # of its trees, those in which every node above the leaves has equally many children
-        shapes = [(1, 0)]
-        shapes += [(width, levels) for width in range(1, rates.shape[1] + 1) for levels in range(1, depth + 1)]
-        fitting = [(width, levels) for width, levels in shapes if sum(width**d for d in range(levels + 1)) <= size]
-        return (TokenTree.k_ary(width, levels) for width, levels in fitting)
-    return None

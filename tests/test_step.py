@@ -6,7 +6,7 @@ test below, for machines that have a GPU.
 """
 
 import importlib
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -39,11 +39,24 @@ class Tape(TorchDispatchMode):
     CUDA only notes what it captures; a tape does it, too, and so has nothing to do when it is first replayed.
     """
 
-    replays = 0
+    replays, underway = 0, None
 
     def __init__(self):
         super().__init__()
         self.notes, self.within, self.done = [], False, True
+
+    def capture_begin(self, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        assert Tape.underway is None, "one capture may be underway in a process"
+        Tape.underway = self
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: self.launch(*args, **kwargs))
+        self.__enter__()
+
+    def capture_end(self):
+        self.__exit__(None, None, None)
+        self.patch.undo()
+        Tape.underway = None
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         within, self.within = self.within, True
@@ -74,14 +87,6 @@ class Tape(TorchDispatchMode):
 launched = GridExecutor.__call__
 
 
-@contextmanager
-def capture(tape, pool, capture_error_mode):
-    """`torch.cuda.graph`'s part."""
-    with pytest.MonkeyPatch.context() as patch, tape:
-        patch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: tape.launch(*args, **kwargs))
-        yield
-
-
 class Event:
     """A CUDA event, of a device that has always done what it was given."""
 
@@ -90,6 +95,31 @@ class Event:
 
     def synchronize(self):
         pass
+
+
+class Stream:
+    """A CUDA stream that does what it is given at once."""
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def record_event(self):
+        return Event()
+
+
+STREAM = Stream()
+CUDA = {
+    "CUDAGraph": Tape,
+    "Event": Event,
+    "Stream": Stream,
+    "stream": nullcontext,
+    "current_stream": lambda: STREAM,
+    "device": nullcontext,
+    "graph_pool_handle": object,
+}
 
 
 @pytest.fixture
@@ -103,7 +133,7 @@ def as_on_a_gpu(monkeypatch):
         for name in HOST:
             module = importlib.import_module(f"heavypath.speculative.{name}")
             monkeypatch.setattr(module, "host_can_read", lambda device: False)
-        for name, part in {"CUDAGraph": Tape, "graph": capture, "graph_pool_handle": object, "Event": Event}.items():
+        for name, part in CUDA.items():
             monkeypatch.setattr(torch.cuda, name, part)
         monkeypatch.setattr("heavypath.kernels.cache_compaction._check_rows", lambda *rows: None)  # of CPU tensors
         Tape.replays = 0

@@ -25,7 +25,8 @@ from heavypath.speculative.cli.support import (
     check_choice,
     load,
 )
-from heavypath.speculative.decoder import Generation, SpeculativeDecoder
+from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.generation import Generation
 from heavypath.speculative.loading import Pair
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.text_cache import TextCache

@@ -2,11 +2,15 @@
 
 A graph is bound to the memory that it was captured with, so it lives as long as its workspace. All graphs of a
 workspace share one pool for what a step needs between its own operations, since no two of them run at the same time.
+
+torch.cuda.graph is not used, because it empties torch's caches of memory before each capture, which takes longer than
+the capture; because its stream belongs to the device that was current when it was first used; and because it does not
+leave that stream where a capture fails.
 """
 
+import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,14 +19,17 @@ MOST = 16  # graphs kept: those used last
 
 Result = TypeVar("Result")
 
+_capturing = threading.Lock()  # one capture may be underway in a process
+
 
 class Graph(Generic[Result]):
     """One function's graph. It has no `result` until it is captured; replaying overwrites the result's tensors."""
 
-    def __init__(self, pool: Any):
-        self._pool = pool
+    def __init__(self, pool: Any, stream: torch.cuda.Stream):
+        self._pool, self._stream = pool, stream
         self._graph: torch.cuda.CUDAGraph | None = None
         self.is_warm = False  # whether the function ran once, which compiles kernels and fills tables
+        self.fails = False  # whether the function cannot be captured
         self.result: Result | None = None
 
     @property
@@ -30,13 +37,21 @@ class Graph(Generic[Result]):
         """Whether `replay` can run."""
         return self._graph is not None
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Capture what the block launches, instead of running it."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            yield
-        self._graph = graph
+    def capture(self, function: Callable[[], Result]) -> None:
+        """Capture what the function launches, instead of running it.
+
+        Raises RuntimeError for a function that cannot be captured, such as one that asks the host for a value. Then
+        nothing has run, and the current stream is the one that it was before.
+        """
+        graph, self.fails = torch.cuda.CUDAGraph(), True
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with _capturing, torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+            finally:
+                graph.capture_end()  # of a capture that has failed, it raises a RuntimeError, too
+        self._graph, self.result, self.fails = graph, result, False
 
     def replay(self) -> None:
         """Launch what was captured."""
@@ -45,10 +60,11 @@ class Graph(Generic[Result]):
 
 
 class Graphs(Generic[Result]):
-    """The graphs of functions that change device memory in place and return tensors there."""
+    """The graphs of functions that change memory of the current CUDA device in place and return tensors there."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # to capture on; a graph is replayed on any stream
         self._graphs: OrderedDict[object, Graph[Result]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -57,7 +73,7 @@ class Graphs(Generic[Result]):
     def of(self, key: object) -> Graph[Result]:
         """The graph of a function, known by its key; a new one if there is none, and the oldest one is dropped."""
         if key not in self._graphs:
-            self._graphs[key] = Graph(self._pool)
+            self._graphs[key] = Graph(self._pool, self._stream)
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)

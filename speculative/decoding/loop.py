@@ -33,6 +33,15 @@ class Streamer(Protocol):
     def end(self) -> None: ...  # noqa: D102
 
 
+def checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -> list[Streamer]:
+    """A streamer for each sequence, or none."""
+    streamers = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
+    if given is not None and len(streamers) != batch:
+        many = f"{len(streamers)} streamers" if isinstance(given, Sequence) else "one streamer"
+        raise ValueError(f"streamer must be one for each sequence, got {many} for a batch of {batch}")
+    return streamers
+
+
 class _Ended(NamedTuple):
     """What became of a sequence: its new tokens, the steps it took, and the nodes that were scored in them."""
 

@@ -7,8 +7,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache, partial
 
 import torch
 
@@ -18,6 +18,7 @@ from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
+from heavypath.speculative.drafts import model_of
 from heavypath.speculative.models.text_cache import TextCache
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class StepRunner:
     def __init__(self, cuda_graphs: bool):
         self.cuda_graphs = cuda_graphs
         self.idle: Workspace | None = None  # kept for the next generation
+        self._warned = False  # that steps cannot be captured
         self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._step = lru_cache(MOST_STEPS)(new_step)
@@ -49,18 +51,29 @@ class StepRunner:
 
     @contextmanager
     def workspace(self, request: Request, plan: StepPlan) -> Iterator[Workspace]:
-        """A workspace for one generation, for the block: the idle one if it fits and has graphs, else a new one."""
-        size = Size.of(request, plan)
-        if not self.cuda_graphs:
-            yield self._new_workspace(plan, size)
-            return
+        """A workspace for one generation, for the block: the idle one if it fits and has graphs, else a new one.
+
+        In the block a GPU that the models are on is the current one: streams, events and graphs belong to that.
+        """
+        size, device = Size.of(request, plan), plan.target.device
+        with nullcontext() if host_can_read(device) else torch.cuda.device(device):
+            if self.cuda_graphs:
+                with self._idle_workspace(plan, size) as workspace:
+                    yield workspace
+            else:
+                yield self._new_workspace(plan, size)
+
+    @contextmanager
+    def _idle_workspace(self, plan: StepPlan, size: Size) -> Iterator[Workspace]:
+        """The idle workspace, or a new one, which is idle again after the block."""
         with self._lock:
             workspace, self.idle = self.idle, None
         if workspace is None or not workspace.fits(size, plan):
             del workspace  # before memory is taken for another one
             workspace = self._new_workspace(plan, size.rounded(), Graphs())
-        yield workspace  # after an exception it is not kept: what it holds may be half done
-        self.idle = workspace
+        with workspace.in_turn():
+            yield workspace
+        self.idle = workspace  # not after an exception: what it holds may be half done
 
     def _new_workspace(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None) -> Workspace:
         """A new workspace; where memory is short, the texts kept for later give theirs."""
@@ -91,18 +104,34 @@ class StepRunner:
         if workspace.graphs is None:
             return step(state, target_cache, draft_cache, visible_rows, lap)
         graph = workspace.graphs.of((step, slots))
-        if not graph.is_warm:
-            stepped, graph.is_warm = step(state, target_cache, draft_cache, visible_rows, _no_lap), True
-        else:
-            if not graph.is_captured:
-                logger.debug("capturing a CUDA graph: %d slots, a tree of %d nodes", slots, len(plan.tree))
-                with graph.capturing():
-                    graph.result = step(state, target_cache, draft_cache, visible_rows, _no_lap)
+        launch = partial(step, state, target_cache, draft_cache, visible_rows, _no_lap)
+        if graph.is_warm and not graph.is_captured and not graph.fails:
+            logger.debug("capturing a CUDA graph: %d slots, a tree of %d nodes", slots, len(plan.tree))
+            try:
+                graph.capture(launch)
+            except RuntimeError as error:
+                self._warn(plan, error)
+        if graph.is_captured:
             graph.replay()
             stepped = graph.result
+        else:
+            stepped, graph.is_warm = launch(), True
         assert stepped is not None
         lap("step")
         return stepped
+
+    def _warn(self, plan: StepPlan, error: RuntimeError) -> None:
+        """Say once that steps are not captured, and why. Nothing has run: the same step follows, launch by launch."""
+        if not self._warned:
+            models = [plan.target.model, *([] if plan.draft is None else [model_of(plan.draft) or plan.draft])]
+            names = " and ".join(type(getattr(model, "model", model)).__name__ for model in models)
+            reason = str(error.__context__ or error).strip().splitlines()[0]
+            logger.warning(
+                "a step of %s cannot be captured as a CUDA graph, so its kernels are launched one by one, which is "
+                "slower: %s",
+                names, reason,
+            )  # fmt: skip
+        self._warned = True
 
 
 def _no_lap(phase: str) -> None:

@@ -15,6 +15,7 @@ class Statistics:
     """Sums over the batch. `str()` is a small table.
 
     depth, branching: levels of the largest tree drafted, and the most children of a node
+    tree:          its size in words, and what it was chosen by
     steps:         target forwards over a tree; the prompt's forward pass does not count
     new_tokens:    tokens generated, end-of-sequence tokens included, padding not
     seconds:       wall time by phase. "prefill"; "draft", its forward passes; "sampling" of its tokens; "target", its
@@ -34,6 +35,7 @@ class Statistics:
 
     depth: int
     branching: int
+    tree: str = ""
     steps: int = 0
     new_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -118,6 +120,7 @@ class Statistics:
         rows = [
             ("new tokens", f"{self.new_tokens}"),
             ("steps", f"{self.steps}"),
+            ("tree", self.tree),
             ("tokens per step", f"{self.tokens_per_step:.2f}"),
             ("tokens per second", f"{self.tokens_per_second:.1f}"),
             *self._rows_of_sequences(),

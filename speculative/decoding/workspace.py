@@ -1,7 +1,9 @@
 """The memory that steps work in: the caches and the state of a batch, allocated once, for as many batches as fit."""
 
 import logging
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +77,9 @@ class Workspace:
     def __init__(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None):
         target, draft = plan.target, plan.draft
         self.size, self.graphs = size, graphs
+        if graphs is not None:
+            self._home = torch.cuda.current_stream()
+            self._left: Any = None  # the event at which the last generation ends
         self._target, self._draft = target, draft
         self._views = dict[int, tuple[Sequences, KeyValueCache, RowCache | None]]()
         self.target_cache = target.new_cache(size.sequences, size.cache_rows)
@@ -88,6 +93,22 @@ class Workspace:
             device=target.device,
         )
         logger.debug("a workspace: %d bytes of caches, %s", self.cache_bytes, size)
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Use the workspace on the current stream, for the block, behind whoever used it before on another one.
+
+        A generation ends while its last step is still running. So the stream that takes the workspace next waits for
+        that step, and so does the stream that the memory was allocated on, which may get it back.
+        """
+        stream = torch.cuda.current_stream()
+        if self._left is not None:
+            stream.wait_event(self._left)
+        try:
+            yield
+        finally:
+            self._left = stream.record_event()
+            self._home.wait_event(self._left)
 
     @property
     def cache_bytes(self) -> int:

@@ -1,0 +1,95 @@
+"""What a step costs on a GPU, estimated from the device and the models, for the trees of a decoder without a profile.
+
+A forward pass over n tokens reads all weights once and multiplies them with n rows. The longer of the two decides, and
+the other one delays it where they are alike, for which the root of their squares stands. Besides, kernels follow each
+other one by one:
+
+    t(n) = hypot(bytes / bandwidth, 2 n parameters / peak) + layers * small kernels of a layer * the time of one
+
+A step adds the time of verifying, in which the logits of n nodes are read a few times, and of its own small kernels. A
+level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them.
+
+An estimate, and no measurement: so the tree follows from the models and the kind of GPU alone, and the same seed gives
+the same text on every run. `heavypath calibrate` measures.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from heavypath.speculative.costs import Costs
+from heavypath.speculative.models.forward import Forward
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose costs are estimated
+LEVEL_NODES = 8  # that a level has, about
+REACHED = 0.85  # of the bandwidth, by products of few rows
+REACHED_PEAK = 0.6  # of the tensor cores' peak
+SMALL_KERNEL = 2e-6  # seconds of one that does little, behind another one in a CUDA graph
+LAYER_KERNELS = 6  # of a layer, beside the four products of its weights
+STEP_KERNELS = 30  # of a step, beside the models and its levels
+LEVEL_KERNELS = 6
+DRAW = 10e-6  # seconds of a draw from a few rows
+LOGIT_PASSES = 3  # over a step's logits
+# Operations of a multiprocessor in a cycle, in fp16 and bf16 by compute capability, and those of fp32.
+TENSOR_CORES = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192}
+OTHER_TENSOR_CORES, PLAIN_CORES = 512, 256
+
+
+class Device(NamedTuple):
+    """A GPU's bytes in a second, and operations of its tensor cores and of its other cores in a second."""
+
+    bandwidth: float
+    tensor_peak: float
+    plain_peak: float
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Device":
+        """What CUDA says of a device."""
+        facts: Any = torch.cuda.get_device_properties(device)
+        cycles = facts.multi_processor_count * facts.clock_rate * 1e3  # of all multiprocessors in a second
+        tensor = TENSOR_CORES.get((facts.major, facts.minor), OTHER_TENSOR_CORES)
+        # Memory moves data twice in a cycle.
+        return cls(
+            2 * facts.memory_clock_rate * 1e3 * facts.memory_bus_width / 8, cycles * tensor, cycles * PLAIN_CORES
+        )
+
+
+class Work(NamedTuple):
+    """What a forward pass reads and computes: bytes and elements of its weights, its layers, bytes of an activation."""
+
+    weight_bytes: int
+    weights: int
+    layers: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, model: Forward) -> "Work":
+        """That of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too."""
+        head: Any = model.model.get_output_embeddings()
+        own_head = getattr(head, "weight", None) is not model.embedding.weight
+        passed = [weight for _, weight in model.weights() if not (own_head and weight is model.embedding.weight)]
+        weight_bytes, weights = sum(weight.nbytes for weight in passed), sum(weight.numel() for weight in passed)
+        every = model.config.get_text_config(decoder=True).num_hidden_layers
+        share = model.layers / every  # of an early exit
+        return cls(int(weight_bytes * share), int(weights * share), model.layers, model.dtype.itemsize)
+
+    def seconds(self, tokens: int, device: Device) -> float:
+        """Of a pass over so many tokens."""
+        peak = REACHED_PEAK * (device.tensor_peak if self.itemsize <= 2 else device.plain_peak)
+        products = math.hypot(self.weight_bytes / (REACHED * device.bandwidth), 2 * tokens * self.weights / peak)
+        return products + self.layers * LAYER_KERNELS * SMALL_KERNEL
+
+
+def estimated_costs(target: Forward, draft: Forward | None, device: Device, sizes: Sequence[int] = SIZES) -> Costs:
+    """The costs of steps and levels. A draft that is no model, as None, costs nothing but the kernels of a level."""
+    work = Work.of(target)
+    logits = target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read those of a node once
+    step = {
+        size: work.seconds(size, device) + size * LOGIT_PASSES * logits + STEP_KERNELS * SMALL_KERNEL for size in sizes
+    }
+    level = LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits
+    if draft is not None:
+        level += Work.of(draft).seconds(LEVEL_NODES, device)
+    return Costs(step, level)

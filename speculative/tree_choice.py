@@ -1,0 +1,128 @@
+"""Which tree a decoder drafts: the one that it was given, the one of the options given, or the best one by costs.
+
+The best one has the largest
+
+    expected tokens(tree, acceptance) / (t(nodes) + depth * c),        t, c in steps of plain decoding
+
+(Sequoia, Chen et al. 2024, section 4.1). It is chosen among all trees for the methods that may have any, and among the
+trees of their kind for the others.
+"""
+
+from collections.abc import Iterator, Mapping
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.tree_attention_kernel import MAX_NODES
+from heavypath.speculative.costs import Costs
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
+from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
+from heavypath.speculative.trees.planning import Plan, expected_tokens, select_tree
+from heavypath.speculative.trees.tree import TokenTree
+
+DEPTH = 8  # levels of trees of a kind, where the acceptance says nothing about levels
+SEQUENCES = 3  # independent ones, by default
+
+
+def best_plan(method: str, rates: Tensor, costs: Mapping[int, float], level: float, sequence_count: int | None) -> Plan:
+    """The tree of a method with which decoding is expected to be fastest.
+
+    rates: acceptance fp64 [depth, child]; costs: {nodes: a step}, for 1, 2, ... nodes; level: of drafting a level, both
+    in steps of plain decoding; sequence_count: of independent sequences, None for trees that may branch everywhere
+
+    For methods whose trees grow it is the best static tree, since how many tokens a grown tree yields depends on the
+    draft of each step.
+    """
+    trees = _trees(method, max(costs), rates, sequence_count)
+    return select_tree(rates, costs, level) if trees is None else _best(trees, rates, costs, level)
+
+
+def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> TokenTree | Growth:
+    """A planned tree as a method drafts it.
+
+    Trees that grow have its nodes and its levels, and at most twice its widest level. confidence: of DySpec's values.
+    """
+    usual = METHODS[method].tree_of(8) if len(tree) > 1 else tree
+    if not isinstance(usual, Growth):
+        return tree
+    width = min(len(tree) - 1, 2 * int(torch.bincount(tree.depths)[1:].max()))
+    return Growth(usual.by, len(tree), width, tree.depth, confidence=confidence if usual.by == "slot" else None)
+
+
+def default_tree(method: str, costs: Costs) -> TokenTree | Growth:
+    """The tree of a method by these costs and the acceptance of the shipped pair, for models that nobody measured."""
+    steps = costs.steps_of(range(1, max(costs.step) + 1))
+    rates = torch.tensor(DEFAULT_ACCEPTANCE, dtype=torch.float64).expand(DEPTH, -1)
+    sequences = SEQUENCES if METHODS[method].independent_sequences else None
+    if method == "autoregressive":
+        return TokenTree([-1])
+    plan = best_plan(method, rates, steps, costs.level / costs.step[1], sequences)
+    return as_drafted(method, plan.tree, DEFAULT_CONFIDENCE)
+
+
+def tree_of_options(method: str, given: Mapping[str, Any], size: int) -> TokenTree | Growth:
+    """The tree that a method makes of the options of a decoder, or how its trees grow.
+
+    given: the options that are not None; size: nodes where `tree_size` is not among them
+
+    Raises TypeError or ValueError for options that the method does not have, or that do not fit each other.
+    """
+    options, tree = dict(given), given.get("tree")
+    if tree is None:
+        nodes = options.pop("tree_size", size)
+        if not isinstance(nodes, Integral):
+            raise TypeError(f"tree_size must be an integer, got {nodes!r}")
+        nodes = int(nodes)
+        if not 2 <= nodes <= MAX_NODES:  # before it is planned, which takes a while for many nodes
+            raise ValueError(f"tree_size counts the root and must be in 2 .. {MAX_NODES}, got {nodes}")
+        for name in options:
+            if name not in METHODS[method].options:
+                has = ", ".join(METHODS[method].options) or "none but tree_size"
+                raise ValueError(f"method {method!r} has no option {name!r}; it has {has}")
+        tree = METHODS[method].tree_of(nodes, **options)
+    else:
+        _check_given(method, tree, [name for name in options if name != "tree"])
+    if len(tree) > MAX_NODES:
+        raise ValueError(f"a tree may have at most {MAX_NODES} nodes, got {len(tree)}")
+    return tree
+
+
+def _check_given(method: str, tree: object, others: list[str]) -> None:
+    """Raise TypeError or ValueError if a method cannot have this tree, or other options say something about it."""
+    if not isinstance(tree, TokenTree):
+        raise TypeError(f"tree must be a TokenTree, got {type(tree).__name__}")
+    if others:
+        raise ValueError(f"tree says all of the tree's shape; leave out {', '.join(others)}")
+    usual = METHODS[method].tree_of(8)
+    if isinstance(usual, Growth):
+        raise ValueError(f"method {method!r} grows its trees; give it tree_size, not tree")
+    if len(usual) == 1 < len(tree):
+        raise ValueError(f"method {method!r} drafts nothing, got a tree of {len(tree)} nodes")
+
+
+def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float], level: float) -> Plan:
+    """The one of some trees that is expected to decode fastest."""
+    plans = []
+    for tree in trees:
+        tokens = expected_tokens(tree, rates)
+        plans.append(Plan(tree, tokens, tokens / (costs[len(tree)] + tree.depth * level)))
+    return max(plans, key=lambda plan: plan.speedup)
+
+
+def _trees(method: str, size: int, rates: Tensor, sequence_count: int | None) -> Iterator[TokenTree] | None:
+    """The trees of at most `size` nodes that a method may have, the root alone among them; None if it may have any."""
+    depth = len(rates)
+    if sequence_count is not None:
+        lengths = range(min(depth, (size - 1) // sequence_count) + 1)
+        return (TokenTree.independent(sequence_count, length) for length in lengths)
+    if method == "chain":
+        return (TokenTree.chain(length) for length in range(min(size - 1, depth) + 1))
+    if method == "rsd-c":  # of its trees, those in which every node above the leaves has equally many children
+        shapes = [(1, 0)]
+        shapes += [(width, levels) for width in range(1, rates.shape[1] + 1) for levels in range(1, depth + 1)]
+        fitting = [(width, levels) for width, levels in shapes if sum(width**d for d in range(levels + 1)) <= size]
+        return (TokenTree.k_ary(width, levels) for width, levels in fitting)
+    return None
