@@ -380,11 +380,9 @@ class SpeculativeDecoder:
         with torch.inference_mode(), self.runner.workspace(request, plan) as workspace:
             workspace.begin(request, plan)
             smaller = [1 << power for power in reversed(range((batch_size - 1).bit_length()))]
-            for slots in (batch_size, *smaller):
-                for _ in range(2):  # a step is run once before it is captured
-                    self.runner.run(
-                        plan, workspace, slots=slots, levels=plan.tree.depth, longest=prompt_tokens, lap=lambda _: None
-                    )
+            levels, longest = plan.tree.depth, prompt_tokens + max_new_tokens
+            for slots in (batch_size, *smaller) * 2:  # a step is run once before it is captured
+                self.runner.run(plan, workspace, slots=slots, levels=levels, longest=longest, lap=lambda phase: None)
             workspace.state.numbers.cpu()  # waits for the device
         seconds = time.perf_counter() - begin
         logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)

@@ -8,6 +8,7 @@ The best one has the largest
 trees of their kind for the others.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import Any
@@ -22,6 +23,8 @@ from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confi
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
 from heavypath.speculative.trees.planning import Plan, expected_tokens, select_tree
 from heavypath.speculative.trees.tree import TokenTree
+
+logger = logging.getLogger(__name__)
 
 DEPTH = 8  # levels of trees of a kind, where the acceptance says nothing about levels
 SEQUENCES = 3  # independent ones, by default
@@ -53,13 +56,23 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
 
 
 def default_tree(method: str, costs: Costs) -> TokenTree | Growth:
-    """The tree of a method by these costs and the acceptance of the shipped pair, for models that nobody measured."""
+    """The tree of a method by these costs and the acceptance of the shipped pair, for models that nobody measured.
+
+    Where no tree is expected to pay it drafts one token all the same: how well these models agree is not known.
+    """
+    if method == "autoregressive":
+        return TokenTree([-1])
     steps = costs.steps_of(range(1, max(costs.step) + 1))
     rates = torch.tensor(DEFAULT_ACCEPTANCE, dtype=torch.float64).expand(DEPTH, -1)
     sequences = SEQUENCES if METHODS[method].independent_sequences else None
-    if method == "autoregressive":
-        return TokenTree([-1])
     plan = best_plan(method, rates, steps, costs.level / costs.step[1], sequences)
+    if len(plan.tree) == 1:
+        logger.warning(
+            "by the costs estimated for these models no tree is expected to pay: a level costs %.2f of a step; "
+            "drafting one token a step; `heavypath calibrate` measures",
+            costs.level / costs.step[1],
+        )
+        return METHODS[method].tree_of(2)
     return as_drafted(method, plan.tree, DEFAULT_CONFIDENCE)
 
 

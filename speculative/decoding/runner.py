@@ -18,7 +18,7 @@ from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
-from heavypath.speculative.drafts import model_of
+from heavypath.speculative.drafts import OwnDraft, model_of
 from heavypath.speculative.models.text_cache import TextCache
 
 logger = logging.getLogger(__name__)
@@ -123,8 +123,11 @@ class StepRunner:
     def _warn(self, plan: StepPlan, error: RuntimeError) -> None:
         """Say once that steps are not captured, and why. Nothing has run: the same step follows, launch by launch."""
         if not self._warned:
-            models = [plan.target.model, *([] if plan.draft is None else [model_of(plan.draft) or plan.draft])]
-            names = " and ".join(type(getattr(model, "model", model)).__name__ for model in models)
+            drafting, names = model_of(plan.draft), type(plan.target.model).__name__
+            if drafting is not None:
+                names += f" and {type(drafting.model).__name__}"
+            elif isinstance(plan.draft, OwnDraft):
+                names += f" and {plan.draft.name}"
             reason = str(error.__context__ or error).strip().splitlines()[0]
             logger.warning(
                 "a step of %s cannot be captured as a CUDA graph, so its kernels are launched one by one, which is "
