@@ -3,11 +3,11 @@
     PYTHONPATH=tests python -m pytest -p stand_in_gpu       # the tests; subprocesses that they start see no GPU
     PYTHONPATH=tests:tests/stand_in bash bench/gpu.sh OUT   # every Python that is started
 
-What is played: torch.cuda says that there is one GPU. A tensor is on it if its memory was asked for there, or comes from
-what is there; it says so (`device`, `is_cuda`), is copied by `.to`, `.cuda` and `.cpu`, and may neither become a NumPy
-array nor meet a CPU tensor in an operation. A kernel that is given a CPU tensor is refused, as by Triton on a GPU. A CUDA
-graph notes operations and launches, and does them again without any of our Python; while it notes, nothing may ask for a
-value. TRITON_INTERPRET is not set, for who looks.
+What is played: torch.cuda says that there is one GPU. A tensor is on it if its memory was asked for there, or comes
+from what is there; it says so (`device`, `is_cuda`), is copied by `.to`, `.cuda` and `.cpu`, and may neither become a
+NumPy array nor meet a CPU tensor in an operation. A kernel that is given a CPU tensor is refused, as by Triton on a GPU.
+A CUDA graph notes operations and launches, and does them again without any of our Python; while it notes, nothing may
+ask for a value. TRITON_INTERPRET is not set, for who looks.
 
 What is not: kernels run in Triton's interpreter, with the constants that it needs (INTERPRETED, UPCAST); nothing is
 asynchronous, streams and events are empty, a graph runs when it is captured and not when it is first replayed; there is
@@ -37,9 +37,7 @@ from torch.utils._pytree import tree_leaves
 NAME = "a GPU that is only played"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
-_there: dict[
-    int, StorageWeakRef
-] = {}  # the memory that is "on the GPU", by address; a weak reference keeps the address
+_there: dict[int, StorageWeakRef] = {}  # memory "on the GPU"; a weak reference keeps the address
 _most = 1000  # entries before those of freed memory are looked for
 _capturing: list["Graph"] = []
 
@@ -88,8 +86,9 @@ def refuse_while_capturing() -> None:
 
 # What takes tensors of both devices, by name.
 MEETING = {
-    "copy_", "__setitem__", "__getitem__", "to", "_to_copy", "type_as", "expand_as", "view_as", "reshape_as", "__set__", "__get__",
-    "_has_compatible_shallow_copy_type", "is_same_size", "tensor", "as_tensor", "asarray", "isinstance", "__deepcopy__", "__repr__", "__format__",
+    "copy_", "_to_copy", "__setitem__", "__getitem__", "to", "type_as", "expand_as", "view_as", "reshape_as", "__set__",
+    "__get__", "_has_compatible_shallow_copy_type", "is_same_size", "tensor", "as_tensor", "asarray", "__deepcopy__",
+    "__repr__", "__format__",
 }  # fmt: skip
 ASKING = {"item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "equal", "unique"}
 MOVING = {"to", "as_tensor", "asarray", "cpu", "cuda"}  # which give the same tensor where it is there already
@@ -172,9 +171,8 @@ class Placing(TorchFunctionMode):
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
         large = {there for tensor, there in zip(given, places, strict=True) if tensor.dim() or tensor.numel() != 1}
         if len(large) > 1 and name not in MEETING:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({name})"
-            )
+            found = "found at least two devices, cuda:0 and cpu!"
+            raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but {found}")
 
 
 def shares(one: Tensor, other: Tensor) -> bool:
