@@ -53,7 +53,7 @@ def until_stopped() -> Iterator[None]:
 
 
 def clock_of(device: str) -> Callable[[], float]:
-    """A clock in seconds. For a GPU it waits until that has done what it was given, so that phases can be told apart."""
+    """A clock in seconds. For a GPU it waits until that has done all it was given: phases can be told apart."""
 
     def when_done() -> float:
         torch.cuda.synchronize()

@@ -56,7 +56,9 @@ def on_the_host(nodes: int = NODES) -> Iterator[dict]:
 
 def cases(miniature: bool) -> list[tuple[int, bool]]:
     """Nodes, and whether the children have ranks: what differs in what is compiled."""
-    return [(5, True)] if miniature else [(nodes, ranked) for nodes in (64, 256, 1024, 2048) for ranked in (True, False)]
+    return (
+        [(5, True)] if miniature else [(nodes, ranked) for nodes in (64, 256, 1024, 2048) for ranked in (True, False)]
+    )
 
 
 def warm_up(case: tuple[int, bool]) -> None:

@@ -2,8 +2,8 @@
 
     python bench/warm_up.py [--processes 14] [--miniature]
 
-A variant compiles for 2 to 14 seconds, and there are about a hundred. Each process takes one case after another of those
-scripts that have `cases` and `warm_up`; a case that fails is named, and does not stop the others.
+A variant compiles for 2 to 14 seconds, and there are about a hundred. Each process takes one case after another of
+those scripts that have `cases` and `warm_up`; a case that fails is named, and does not stop the others.
 """
 
 import importlib
