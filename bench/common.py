@@ -4,7 +4,10 @@ import argparse
 import json
 import platform
 import re
-from collections.abc import Sequence
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -33,9 +36,30 @@ def argument_parser(
     if device:
         parser.add_argument("--device", default=DEVICE)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    parser.add_argument("--miniature", action="store_true", help="the least that runs every line, to try the script")
     if plot is not None:
         parser.add_argument("--plot", type=Path, metavar="PATH", help=plot)
     return parser
+
+
+@contextmanager
+def until_stopped() -> Iterator[None]:
+    """SIGINT and SIGTERM end the block, and no more: what has been measured until then is printed behind it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped before the end; this is what there is:", flush=True)
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """A clock in seconds. For a GPU it waits until that has done all it was given: phases can be told apart."""
+
+    def when_done() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return when_done if torch.device(device).type == "cuda" else time.perf_counter
 
 
 def environment(device: str = DEVICE) -> dict:

@@ -9,9 +9,10 @@ printed is the median of these ratios and their quartiles, at temperature 0 and 
 from dataclasses import asdict
 
 import torch
-from common import argument_parser, environment, quiet_demo_pair, token_ids, write_results
+from common import argument_parser, environment, quiet_demo_pair, token_ids, until_stopped, write_results
 from rich.console import Console
 
+from heavypath.speculative import METHODS
 from heavypath.speculative.comparison import as_table, compare
 from heavypath.speculative.demo import demo_prompts
 
@@ -28,23 +29,26 @@ def main() -> None:
     prompts = token_ids(tokenizer, demo_prompts()[: arguments.prompts], arguments.device)
     console = Console(highlight=False)
     options = {} if arguments.tree_size is None else {"tree_size": arguments.tree_size}
-    results = {}
-    for temperature in (0.0, 0.6):
-        with console.status("") as status:
-            rows = compare(
-                target,
-                draft,
-                prompts,
-                max_new_tokens=arguments.max_new_tokens,
-                temperature=temperature,
-                on_progress=lambda line, status=status: status.update(line),
-                **options,
-            )
-        console.print(f"temperature {temperature}")
-        console.print(as_table(rows))
-        results[str(temperature)] = [asdict(row) for row in rows]
+    methods, temperatures = (("sequoia",), (0.6,)) if arguments.miniature else (tuple(METHODS), (0.0, 0.6))
     facts = environment(arguments.device) | {"prompts": len(prompts), "max_new_tokens": arguments.max_new_tokens}
-    write_results(arguments.json, facts, temperature=results)
+    results = {}
+    with until_stopped():
+        for temperature in temperatures:
+            with console.status("") as status:
+                rows = compare(
+                    target,
+                    draft,
+                    prompts,
+                    methods=methods,
+                    max_new_tokens=arguments.max_new_tokens,
+                    temperature=temperature,
+                    on_progress=lambda line, status=status: status.update(line),
+                    **options,
+                )
+            console.print(f"temperature {temperature}")
+            console.print(as_table(rows))
+            results[str(temperature)] = [asdict(row) for row in rows]
+            write_results(arguments.json, facts, temperature=results)
 
 
 if __name__ == "__main__":

@@ -1,79 +1,145 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in four parts of less than 9 minutes each, with what is installed: it needs no network.
+# Everything that needs a GPU, in parts of less than 9 minutes each, most valuable first, with what is installed: it needs
+# no network.
 #
-#   bash bench/gpu.sh OUTDIR [tests | benchmarks | decoding | large | all] [PYTHON]
+#   bash bench/gpu.sh OUTDIR [PART | all] [PYTHON]
 #
-#   tests        the tests of the kernels and of the drop-in, and those of decoding that need a GPU
-#   benchmarks   kernel_*.py
-#   decoding     the shipped pair: calibrate, plan, decoding.py
-#   large        large.py: decoding at the shapes of Llama-2-7B
+#   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of each kernel
+#   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted
+#   kernels    kernel_*.py: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
+#   more       calibrate, plan, decoding.py and phases.py with the shipped pair; soak; compute-sanitizer, where it is there
+#   tiles      tiles.py: what if a kernel had other tiles
 #
-# Installs this checkout without its dependencies first. Leaves logs, JSON and pictures in OUTDIR, and prints a summary
-# of at most 60 lines for each part last. Without a GPU it says so and runs what it can.
+# Logs, JSON and pictures are in OUTDIR; tables are printed as they come. A step that takes too long gets SIGINT, and
+# prints what it has. If this script is told to stop (SIGINT or SIGTERM), it stops the present step so, and ends.
+# Installs this checkout without its dependencies where the Python does not import it yet. Without a GPU, or with
+# MINIATURE=1, each script does the least that runs all its lines.
 set -uo pipefail
-[ $# -ge 1 ] || { echo "usage: bash bench/gpu.sh OUTDIR [tests | benchmarks | decoding | large | all] [PYTHON]" >&2; exit 2; }
+parts=(tests large kernels more tiles)
+usage() { echo "usage: bash bench/gpu.sh OUTDIR [$(IFS='|'; echo "${parts[*]}") | all] [PYTHON]" >&2; exit 2; }
+[ $# -ge 1 ] || usage
+part=${2:-all}
+[[ " ${parts[*]} all " == *" $part "* ]] || usage
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
-part=${2:-all}
 python=${3:-python3}
 cd "$(dirname "$0")/.."
-export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-failed=()
+export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} LC_ALL=C.UTF-8
+failed=() stopped="" running="" deadline=0
+set -m # each step is a process group of its own, which signals can be sent to
 
-wants() { [ "$part" = all ] || [ "$part" = "$1" ]; }
+stop() {
+    stopped=yes
+    [ -z "$running" ] || kill -INT -- "-$running" 2>/dev/null
+}
+trap stop INT TERM
 
-step() { # step NAME SECONDS COMMAND...: run it, stop it after SECONDS, and write what it prints to OUTDIR/NAME.log
-    local name=$1 seconds=$2 begin=$SECONDS
+step() { # step NAME SECONDS COMMAND...: run it, stop it after SECONDS or at the part's end, show the end of its log
+    local name=$1 seconds=$2 begin=$SECONDS left=$((deadline - SECONDS)) code=0
     shift 2
-    echo "$name ..."
-    timeout "$seconds" "$@" >"$out/$name.log" 2>&1 || failed+=("$name (exit $?)")
-    echo "$name: $((SECONDS - begin)) s"
+    [ -z "$stopped" ] || return 0
+    [ "$left" -ge "$seconds" ] || seconds=$left
+    [ "$seconds" -gt 5 ] || { failed+=("$name (no time left)"); return 0; }
+    timeout --foreground --signal=INT --kill-after=20 "$seconds" "$@" >"$out/$name.log" 2>&1 &
+    running=$!
+    wait "$running" || code=$?
+    while kill -0 "$running" 2>/dev/null; do wait "$running" || code=$?; done # a signal ends wait before the step
+    running=""
+    [ "$code" = 0 ] || failed+=("$name ($([ "$code" = 124 ] && echo "cut after $seconds s" || echo "exit $code"))")
+    echo "--- $name: $((SECONDS - begin)) s$([ "$code" = 0 ] || echo ", exit $code")"
+    grep -v "^\[ *[0-9]* s\]\|^Loading weights\|^USDT" "$out/$name.log" | tail -40 | sed -E 's/^(.{180}).*/\1/'
 }
 
-"$python" -m pip install --quiet --no-deps --no-build-isolation --no-index -e . >"$out/install.log" 2>&1 ||
-    { cat "$out/install.log"; exit 1; }
-rm "$out/install.log"
-"$python" - <<'PYTHON' | tee "$out/environment.log"
-import platform, torch, transformers, triton
-gpu = torch.cuda.is_available()
-print("device", torch.cuda.get_device_name() if gpu else "none: no GPU was found, kernels run in Triton's interpreter")
-print("python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__,
-      "transformers", transformers.__version__)
+predictions() { # predictions FILE...: what these measured beside what was predicted
+    for file in "$@"; do
+        [ -f "$out/$file.json" ] && "$python" bench/against_predictions.py "$out" --only "$file" | tee "$out/$file.predictions"
+    done
+}
+
+"$python" - <<'PYTHON' 2>/dev/null || "$python" -m pip install --quiet --no-deps --no-build-isolation --no-index -e . || exit 1
+import pathlib, sys
+import heavypath.kernels.noise as module
+sys.exit(pathlib.Path(module.__file__).resolve().parent.parent != pathlib.Path.cwd())
 PYTHON
-gpu=$("$python" -c 'import torch; print(int(torch.cuda.is_available()))')
-workers=$("$python" -c 'import importlib.util as u; print("-n8" if u.find_spec("xdist") else "")')
+"$python" - <<'PYTHON' >"$out/environment.log"
+import importlib.util, platform, torch, transformers, triton
+gpu = torch.cuda.is_available()
+has = {name: importlib.util.find_spec(name) is not None for name in ("xdist", "flashinfer", "matplotlib", "peft")}
+print(int(gpu), int(has["xdist"]), int(has["matplotlib"]))
+print("device", torch.cuda.get_device_name() if gpu else "none: no GPU was found")
+print("python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__,
+      "transformers", transformers.__version__, *(f"{name} {'yes' if there else 'no'}" for name, there in has.items()))
+PYTHON
+read -r gpu xdist matplotlib <"$out/environment.log"
+tail -2 "$out/environment.log"
+[ "$gpu" = 1 ] && small=${MINIATURE:-} || small=1
+mini=(${small:+--miniature})
+workers=() plot=()
+[ "$xdist" = 1 ] && workers=(-n "$([ -n "$small" ] && echo 0 || echo 12)")
+[ "$matplotlib" = 1 ] && plot=(--plot "$out/kernel_attention.png")
+# Warnings are no errors here: the project does not pin the versions on such a machine. A test file may be cut: -rfE.
+pytest=("$python" -m pytest -q -rfE -W default --durations=8 -p no:cacheprovider "${workers[@]}")
 
-# Kernels are compiled once for each shape, so the tests are spread over processes where pytest-xdist is installed.
-# Warnings are no errors here: the project does not pin the versions on such a machine.
-tests=(tests/test_tree_attention.py tests/test_ordering.py tests/test_huggingface.py
-    tests/test_sampling.py tests/test_verification_kernel.py tests/test_cache_compaction.py tests/test_commit.py)
-wants tests && OMP_NUM_THREADS=2 step tests 400 "$python" -m pytest -q -W default $workers "${tests[@]}"
-[ "$gpu" = 1 ] && wants tests && OMP_NUM_THREADS=2 step tests-gpu 130 "$python" -m pytest -q -W default $workers -m gpu \
-    tests/test_decoder.py tests/test_step.py
-if wants benchmarks; then
-    step kernel_attention 150 "$python" bench/kernel_attention.py \
-        --json "$out/kernel_attention.json" --plot "$out/kernel_attention.png"
-    step kernel_sampling 100 "$python" bench/kernel_sampling.py --json "$out/kernel_sampling.json"
-    step kernel_verification 100 "$python" bench/kernel_verification.py --json "$out/kernel_verification.json"
-    step kernel_ordering 80 "$python" bench/kernel_ordering.py --json "$out/kernel_ordering.json"
-    step kernel_compaction 60 "$python" bench/kernel_compaction.py --json "$out/kernel_compaction.json"
-fi
-if wants decoding; then
-    step calibrate 180 "$python" -m heavypath.speculative calibrate --out "$out/profile.json"
-    step plan 30 "$python" -m heavypath.speculative plan "$out/profile.json" --svg "$out/tree.svg"
-    step decoding 300 "$python" bench/decoding.py --prompts 8 --max-new-tokens 64 --json "$out/decoding.json"
-fi
-small=(--target 8 512 16 1024 --draft 2 384 12 512 --vocabulary 1500 --new-tokens 32 --prompts 2 --batches 1)
-[ "$gpu" = 1 ] && small=()
-wants large && step large 525 "$python" bench/large.py "${small[@]}" --json "$out/large.json"
+run_tests() {
+    local kernels=(test_sampling test_commit test_cache_compaction test_ordering test_verification_kernel
+        test_tree_attention test_windows test_huggingface)
+    local files=("${kernels[@]/#/tests/}")
+    files=("${files[@]/%/.py}")
+    [ -n "$small" ] && few=(-k "by_hand or nothing_to_do or equal_siblings") || few=()
+    step tests-gpu 250 "${pytest[@]}" -m gpu tests/test_step.py tests/test_on_gpu.py tests/test_decoder.py
+    step tests-kernels 280 "${pytest[@]}" "${few[@]}" "${files[@]}"
+}
 
-echo
-echo "=== summary"
-head -1 "$out/environment.log"
-for log in tests tests-gpu; do [ -f "$out/$log.log" ] && echo "$log: $(tail -1 "$out/$log.log")"; done
-grep -hs "^FAILED\|^ERROR" "$out"/tests*.log | cut -c1-140 | head -8
-for log in kernel_attention kernel_sampling kernel_verification plan decoding large; do
-    [ -f "$out/$log.log" ] && grep -v "^demo\|^\[" "$out/$log.log" | cut -c1-140 | head -30
+run_large() {
+    # Seven of eight layers fewer compile the same kernels; one process a method.
+    if [ -z "$small" ]; then
+        step large-warm-up 120 bash -c 'for method in sequoia dyspec ersd; do
+            "$0" bench/large.py --target 8 4096 32 11008 --methods $method --new-tokens 12 --prompts 1 --minutes 1.7 & done
+            wait' "$python"
+        step large 400 "$python" bench/large.py --minutes 5.5 --json "$out/large.json"
+    else
+        step large 90 "$python" bench/large.py --miniature --target 8 384 12 896 --draft 2 384 12 512 --vocabulary 1100 \
+            --methods sequoia --sizes 4 --batches 1 --temperatures 0.6 --prompts 1 --new-tokens 8 --json "$out/large.json"
+    fi
+    predictions large
+}
+
+run_kernels() {
+    step warm-up 150 "$python" bench/warm_up.py "${mini[@]}" --processes "$([ -n "$small" ] && echo 1 || echo 14)"
+    step kernel_attention 150 "$python" bench/kernel_attention.py "${mini[@]}" --json "$out/kernel_attention.json" "${plot[@]}"
+    step kernel_sampling 90 "$python" bench/kernel_sampling.py "${mini[@]}" --json "$out/kernel_sampling.json"
+    step kernel_verification 120 "$python" bench/kernel_verification.py "${mini[@]}" --json "$out/kernel_verification.json"
+    step kernel_compaction 30 "$python" bench/kernel_compaction.py "${mini[@]}" --json "$out/kernel_compaction.json"
+    step kernel_ordering 40 "$python" bench/kernel_ordering.py "${mini[@]}" --json "$out/kernel_ordering.json"
+    predictions kernel_attention kernel_sampling kernel_verification kernel_compaction kernel_ordering
+}
+
+run_more() {
+    local prompts=(--prompts 8 --max-new-tokens 64)
+    [ -n "$small" ] && prompts=(--prompts 1 --max-new-tokens 4)
+    # There is no small calibration: tests/test_cli.py has these two commands.
+    [ -n "$small" ] || step calibrate 150 "$python" -m heavypath.speculative calibrate --limit 100 --out "$out/profile.json"
+    [ ! -f "$out/profile.json" ] ||
+        step plan 30 "$python" -m heavypath.speculative plan "$out/profile.json" --svg "$out/tree.svg"
+    step decoding 150 "$python" bench/decoding.py "${mini[@]}" "${prompts[@]}" --json "$out/decoding.json"
+    step phases 60 "$python" bench/phases.py "${mini[@]}" --json "$out/phases.json"
+    [ -n "$small" ] || step soak 100 "${pytest[@]}" -m "" tests/test_soak.py
+    if [ "$gpu" = 1 ] && [ -z "$small" ] && command -v compute-sanitizer >/dev/null; then
+        for tool in memcheck racecheck; do
+            step "$tool" 80 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
+                "$python" -m pytest -q -W default -p no:cacheprovider -m gpu tests/test_on_gpu.py -k one_launch_of_each_kernel
+        done
+    fi
+}
+
+run_tiles() { step tiles 500 "$python" bench/tiles.py "${mini[@]}" --json "$out/tiles.json"; }
+
+for each in "${parts[@]}"; do
+    if [ "$part" = all ] || [ "$part" = "$each" ]; then
+        echo "=== $each"
+        deadline=$((SECONDS + 530))
+        "run_$each"
+    fi
 done
-echo "in $SECONDS s; failed: ${failed[*]:-none}"
-[ ${#failed[@]} -eq 0 ]
+echo "=== in $SECONDS s; ${stopped:+stopped; }failed: ${failed[*]:-none}"
+[ ${#failed[@]} -eq 0 ] && [ -z "$stopped" ]

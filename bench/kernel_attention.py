@@ -71,6 +71,23 @@ CASES = [
 ]
 
 
+MINIATURE = [Case("order", 8, 0, (2, 1), 16, torch.float32), Case("demo", 4, 32, (2, 1), 16, torch.float32)]
+
+
+def cases(miniature: bool) -> list[Case]:
+    """Those that run on this machine."""
+    return MINIATURE if miniature else [case for case in CASES if case.runs_here()]
+
+
+def warm_up(case: Case) -> None:
+    """Compile what our kernel needs for a case."""
+    with torch.inference_mode():
+        problem = Problem(case)
+        problem.heavypath()()
+        if (general := problem.general_mask()) is not None:
+            general()
+
+
 class Problem:
     """The tensors of a case, and the ways to solve it."""
 
@@ -240,10 +257,12 @@ def main() -> None:
     if DEVICE == "cpu":
         print("No GPU here: the shapes of `demo` are timed, and the blocks of `order` are counted.")
     facts = environment() | {
-        "bytes_a_second": copy_bandwidth(),
-        "flops_a_second": {name: matrix_flops(getattr(torch, name)) for name in ("bfloat16", "float32")},
+        "bytes_a_second": copy_bandwidth(arguments.miniature),
+        "flops_a_second": {
+            name: matrix_flops(getattr(torch, name), arguments.miniature) for name in ("bfloat16", "float32")
+        },
     }
-    measure_cases([case for case in CASES if case.runs_here()], measured, as_table, facts, arguments)
+    measure_cases(cases(arguments.miniature), measured, as_table, facts, arguments)
 
 
 if __name__ == "__main__":

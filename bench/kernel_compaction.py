@@ -12,10 +12,10 @@ GB/s are the bytes that must move, each read once and written once, over that ti
 from itertools import product
 
 import torch
-from common import DEVICE, argument_parser, environment, write_results
+from common import DEVICE, argument_parser, environment
 from rich.console import Console
 from rich.table import Table
-from timing import captured, gpu_milliseconds, microseconds
+from timing import captured, gpu_milliseconds, kept, microseconds
 from torch import Tensor
 
 from heavypath.kernels.cache_compaction import compact_cache
@@ -69,8 +69,10 @@ def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
     torch.set_num_threads(arguments.threads)
     impls = ("triton", "torch") if DEVICE == "cuda" else ("torch",)
-    cases = product(impls, HEADS, BATCHES, ACCEPTED)
-    rows = [measured(heads, batch, accepted, impl) for impl, heads, batch, accepted in cases]
+    cases = [*product(HEADS, BATCHES, ACCEPTED, impls)]
+    if arguments.miniature:
+        cases = [(2, 1, 4, impl) for impl in impls]
+    rows = kept((measured(*case) for case in cases), environment(), arguments)
     table = Table(*("case", "MB", "us", "quartiles", "rounds", "device, us", "GB/s"), box=None, pad_edge=False)
     for row in rows:
         low, high = row["quartiles"]
@@ -84,7 +86,6 @@ def main() -> None:
             f"{row['gigabytes_a_second']:.0f}" if "gigabytes_a_second" in row else "",
         )
     Console(highlight=False, width=120).print(table)
-    write_results(arguments.json, environment(), rows=rows)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,20 @@ the rounds.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
-from common import DEVICE, argument_parser, environment, write_results
+from common import DEVICE, argument_parser, environment
 from rich.console import Console
 from rich.table import Table
-from timing import gpu_milliseconds, microseconds
+from timing import gpu_milliseconds, kept, microseconds
 
 from heavypath.kernels.ordering import heavy_path_order
 from heavypath.speculative import TokenTree
 
 SHAPES = ("random", "chain", "star")
 NODES = 1024
+ON_A_GPU = ((1, 64), (1, 256), (1, 1024), (1, 2048), (64, 256))  # batch and nodes
 WORK = {
     "breadth_first": lambda tree: tree.reordered("breadth_first"),
     "depth_first": lambda tree: tree.reordered("depth_first"),
@@ -41,9 +43,9 @@ def parents_of(shape: str, nodes: int) -> torch.Tensor:
     return above.where(node > 0, -1)
 
 
-def on_the_host() -> Iterator[dict]:
+def on_the_host(nodes: int = NODES) -> Iterator[dict]:
     for shape in SHAPES:
-        parents = parents_of(shape, NODES)
+        parents = parents_of(shape, nodes)
         for given, values in (("a list", parents.tolist()), ("a tensor", parents)):
             yield {"case": f"{shape}: made from {given}"} | microseconds(TokenTree, lambda values=values: (values,))
         ordered = TokenTree(parents).reordered("heavy_path")[0]
@@ -52,9 +54,23 @@ def on_the_host() -> Iterator[dict]:
             yield {"case": f"{shape}: {name}"} | microseconds(work, fresh)
 
 
-def on_a_gpu() -> Iterator[dict]:
+def cases(miniature: bool) -> list[tuple[int, bool]]:
+    """Nodes, and whether the children have ranks: what differs in what is compiled."""
+    return (
+        [(5, True)] if miniature else [(nodes, ranked) for nodes in (64, 256, 1024, 2048) for ranked in (True, False)]
+    )
+
+
+def warm_up(case: tuple[int, bool]) -> None:
+    """Compile the kernel for a case."""
+    nodes, ranked = case
+    parents = parents_of("chain", nodes).to(DEVICE)
+    heavy_path_order(parents, torch.zeros_like(parents) if ranked else None)
+
+
+def on_a_gpu(shapes: tuple[tuple[int, int], ...] = ON_A_GPU) -> Iterator[dict]:
     for impl in ("triton", "torch"):
-        for batch, nodes in ((1, 64), (1, 256), (1, 1024), (1, 2048), (64, 256)):
+        for batch, nodes in shapes:
             for shape in SHAPES:
                 tree = TokenTree(parents_of(shape, nodes))
                 expected = tree.reordered("heavy_path")[1].expand(batch, nodes)
@@ -83,14 +99,14 @@ def timed(parents: torch.Tensor, ranks: torch.Tensor | None, impl: str, expected
 def main() -> None:
     arguments = argument_parser(__doc__).parse_args()
     torch.set_num_threads(arguments.threads)
-    rows = [*on_the_host(), *(on_a_gpu() if DEVICE == "cuda" else ())]
+    on_host, shapes = (on_the_host(5), ((2, 5),)) if arguments.miniature else (on_the_host(), ON_A_GPU)
+    rows = kept(chain(on_a_gpu(shapes) if DEVICE == "cuda" else (), on_host), environment(), arguments)
     table = Table("case", "us", "quartiles", "rounds", "kernel, us", box=None, pad_edge=False)
     for row in rows:
         low, high = row["quartiles"]
         kernel = f"{row['kernel_microseconds']:.1f}" if "kernel_microseconds" in row else ""
         table.add_row(row["case"], f"{row['microseconds']:.1f}", f"{low:.1f} - {high:.1f}", str(row["rounds"]), kernel)
     Console(highlight=False, width=120).print(table)
-    write_results(arguments.json, environment(), rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Decoding at the shapes of Llama-2-7B and its 68M draft, on one GPU, with the acceptance of a trained pair.
 
-    python bench/large.py [--json FILE] [--minutes 7.5] [--sizes 16 32 64] [--batches 1 4] [--bandwidth 4.3e12]
+    python bench/large.py [--json FILE] [--minutes 7.5] [--sizes 32 16 64] [--batches 1 4] [--bandwidth 4.3e12]
     python bench/large.py --target 8 512 16 1024 --draft 2 384 12 512 --vocabulary 1500 --new-tokens 16 --prompts 2
 
 The second line is something for a CPU. The models are the shipped pair, enlarged without a change of what they compute
@@ -21,7 +21,9 @@ x limit     a step as it runs over the time to read the target's weights, but it
             copy, which is time per token over its limit; (of the whole call, prefill included). Bar: 1.25
 GiB         of weights, and the most that the first text of this line took besides; graph: seconds to record it
 
-Printed is the size of tree with the most tok/s of each method; the JSON has all.
+Printed is the size of tree with the most tok/s of each method; the JSON has all, and is written after every prompt.
+Behind the table come the kernels of one step, as a profiler sees it replayed, and its phases, run eagerly with a host
+that waits for the GPU after each. SIGINT and SIGTERM end the measurement, and what there is is printed.
 """
 
 import argparse
@@ -30,16 +32,18 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import transformers
-from common import made, processor
+from common import clock_of, made, processor, until_stopped
 from enlarging import LLAMA_7B, LLAMA_68M, Widths, enlarged
+from large_table import Ratio, Row, lines
+from profiled import kernels_of
 from timing import captured, copy_bandwidth
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
@@ -57,53 +61,7 @@ from heavypath.speculative.models.forward import Forward
 METHODS = ("sequoia", "dyspec", "ersd")
 PROMPT = 128  # tokens
 OBSERVED, OBSERVED_TEXT = 4, 64  # the step that is taken apart, of a text of so many tokens
-NO_GPU = "not measured: no GPU: steps as CUDA graphs beside eager ones, GiB, seconds to record a graph"
-
-
-class Ratio(NamedTuple):
-    """Median, least and largest over the prompts."""
-
-    median: float
-    least: float
-    largest: float
-
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> "Ratio":
-        return cls(median(numbers), min(numbers), max(numbers))
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.least:.2f}-{self.largest:.2f})"
-
-
-@dataclass
-class Row:
-    """A line of the table; None is what was not measured."""
-
-    batch: int
-    temperature: float
-    method: str
-    nodes: int | None = None
-    tokens_per_forward: float | None = None
-    tokens_per_second: float | None = None
-    over_plain: Ratio | None = None
-    over_assisted: Ratio | None = None
-    step_ms: float | None = None
-    eager_step_ms: float | None = None
-    alone_ms: float | None = None
-    models_ms: float | None = None
-    rest_alone: float | None = None
-    rest: float | None = None
-    over_limit: float | None = None
-    over_limit_of_call: float | None = None
-    peak_bytes: int | None = None
-    record_seconds: float | None = None
-    first_step_seconds: float | None = None  # which compiles kernels that no line before needed
-    texts_equal_to_plain: int | None = None  # of greedy texts; in bfloat16 rounding may part them
-    failed: str | None = None
-
-    def __str__(self) -> str:
-        nodes = "" if self.nodes is None else f" {self.nodes}"
-        return f"batch {self.batch}, temperature {self.temperature:g}: {self.method}{nodes}"
+MOST_KERNELS = 30  # of a step, in the JSON
 
 
 @dataclass(frozen=True)
@@ -148,13 +106,14 @@ class Observer:
         self._bench, self._runner = bench, runner
         self.laps: list[float] = []
         self.alone_and_models = [math.nan, math.nan]
+        self.kernels: list[dict[str, Any]] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def run(self, plan: StepPlan, workspace: Workspace, **where: Any) -> Stepped:
         if len(self.laps) == OBSERVED:
-            self.alone_and_models = self._bench.parts(self._runner, plan, workspace, where)
+            self.alone_and_models, self.kernels = self._bench.parts(self._runner, plan, workspace, where)
         begin = self._bench.clock()
         stepped = self._runner.run(plan, workspace, **where)
         self.laps.append(self._bench.clock() - begin)
@@ -166,6 +125,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace):
         self.begin = time.perf_counter()
+        self.rows: list[Row] = []
         self.given = arguments
         self.gpu = torch.device(arguments.device).type == "cuda"
         self.dtype: torch.dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.gpu else "float32"))
@@ -179,7 +139,7 @@ class Bench:
         self.weight_bytes = [sum(w.nbytes for w in model.parameters()) for model in (self.target, self.draft)]
         self.bytes_read = self.weight_bytes[0] - self.target.model.embed_tokens.weight.nbytes
         self.say("measuring the bandwidth")
-        self.bandwidth = arguments.bandwidth or copy_bandwidth()
+        self.bandwidth = arguments.bandwidth or copy_bandwidth(arguments.miniature)
         self.read_seconds = self.bytes_read / self.bandwidth
 
     def say(self, what: object) -> None:
@@ -193,13 +153,21 @@ class Bench:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def section(self, batch: int, temperature: float) -> list[Row]:
+    def keep(self) -> None:
+        """Write what there is, should the rest not come to an end."""
+        if self.given.json is not None:
+            found = {"environment": self.facts(), "rows": [asdict(row) for row in self.rows]}
+            made(self.given.json).write_text(json.dumps(found, indent=1) + "\n")
+
+    def section(self, batch: int, temperature: float) -> None:
         """The lines of a batch size and a temperature: each on its own first, then all of them prompt by prompt."""
         sampling = {"temperature": temperature, "top_k": None, "top_p": None}
         prompts = self.prompts[: batch * self.given.prompts].split(batch)
         lines = [(PLAIN, None), (ASSISTED, None)][: 2 if batch == 1 else 1]  # assisted generation refuses more
-        lines += [("autoregressive", 1), *((method, size) for method in METHODS for size in self.given.sizes)]
+        methods = self.given.methods
+        lines += [("autoregressive", 1), *((method, size) for size in self.given.sizes for method in methods)]
         rows = [Row(batch, temperature, *line) for line in lines]
+        self.rows += rows
         writers: list[tuple[Row, Writer, list[Text]]] = []
         for row in rows:
             if self.late():
@@ -211,16 +179,17 @@ class Bench:
             except Exception as error:  # the other lines are still worth their time
                 row.failed = f"{type(error).__name__}: {error}"
                 self.say(row.failed)
+            self.keep()
         for number, given in enumerate(prompts, start=1):
             if number > 1 and self.late():
                 break
             self.say(f"batch {batch}, temperature {temperature:g}: prompt {number} of {len(prompts)}")
             for _, writer, texts in writers:
                 texts.append(writer(given))
-        found = {row.method: texts for row, _, texts in writers}
-        for row, _, texts in writers:
-            self.fill(row, texts, found)
-        return rows
+            found = {row.method: texts for row, _, texts in writers}
+            for row, _, texts in writers:
+                self.fill(row, texts, found)
+            self.keep()
 
     def prepared(self, row: Row, given: Tensor, sampling: dict[str, Any]) -> Writer:
         """What writes the texts of a line, warmed up; with all that is measured of it alone."""
@@ -237,6 +206,10 @@ class Bench:
             slowly = self.speculative(eager, sampling, min(48, self.given.new_tokens))
             seconds = [text.step_seconds or math.nan for text in (slowly(given) for _ in range(4))]
             row.eager_step_ms = median(seconds[1:]) * 1e3
+            eager.clock = clock_of(self.given.device)
+            stats = eager.generate(given, min(48, self.given.new_tokens), eos_token_id=None, **sampling).stats
+            steps = len(given) * 1e3 / stats.steps
+            row.phases_ms = {phase: each * steps for phase, each in stats.seconds.items() if phase != "prefill"}
         write(given)
         return write
 
@@ -295,16 +268,21 @@ class Bench:
         observer = Observer(self, runner)
         decoder.runner = cast(StepRunner, observer)
         try:
-            decoder.generate(given, OBSERVED_TEXT, eos_token_id=None, **sampling)
+            decoder.generate(given, 20 if self.given.miniature else OBSERVED_TEXT, eos_token_id=None, **sampling)
         finally:
             decoder.runner = runner
         alone, models = observer.alone_and_models
         row.alone_ms, row.models_ms, row.rest_alone = alone * 1e3, models * 1e3, 1 - models / alone
+        row.kernels = observer.kernels
         if self.gpu:
             row.first_step_seconds, row.record_seconds = observer.laps[0], observer.laps[1] - median(observer.laps[2:])
 
-    def parts(self, runner: StepRunner, plan: StepPlan, workspace: Workspace, where: dict[str, Any]) -> list[float]:
+    def parts(
+        self, runner: StepRunner, plan: StepPlan, workspace: Workspace, where: dict[str, Any]
+    ) -> tuple[list[float], list[dict[str, Any]]]:
         """Seconds of a step that is run again and again, and of only the two models' forward passes in it, in turn.
+
+        Besides, the kernels of such a step.
 
         where: the keyword arguments of `StepRunner.run`. A step changes, and depends on, the state's numbers, besides
         rows of the caches that it writes before it reads them: with the numbers of before it does the same again.
@@ -322,14 +300,16 @@ class Bench:
 
         state.copy_(numbers)
         only_models = captured(models) if self.gpu else models
-        seconds = self.in_turn(again(lambda: runner.run(plan, workspace, **where)), again(only_models))
+        step = again(lambda: runner.run(plan, workspace, **where))
+        seconds = self.in_turn(step, again(only_models))
+        kernels = kernels_of(step, repeats=10 if self.gpu else 2)[:MOST_KERNELS]
         state.copy_(numbers)
-        return seconds
+        return seconds, kernels
 
     def in_turn(self, *runs: Callable[[], object]) -> list[float]:
         """Seconds that each takes: medians of rounds."""
         times: list[list[float]] = [[] for _ in runs]
-        repeats = 20 if self.gpu else 1
+        repeats = 20 if self.gpu and not self.given.miniature else 1
         for _ in range(6):
             for run, own in zip(runs, times, strict=True):
                 begin = self.clock()
@@ -387,71 +367,16 @@ def prompt(tokenizer: PreTrainedTokenizerBase, number: int) -> Tensor:
     return torch.tensor(tokens[-PROMPT:])
 
 
-def lines(facts: dict[str, Any], rows: list[Row]) -> list[str]:
-    """What is printed: of each method the size with the most tokens a second."""
-    target, draft = (f"{facts[name]['layers']} x {facts[name]['hidden']}" for name in ("target", "draft"))
-    best: dict[tuple[int, float, str], Row] = {}
-    for row in rows:
-        if row.tokens_per_second is not None:
-            key = row.batch, row.temperature, row.method
-            best[key] = max(best.get(key, row), row, key=lambda row: row.tokens_per_second or 0)
-    failed = [f"{row}: {row.failed}"[:138] for row in rows if row.failed is not None]
-    return [
-        f"{facts['device']}, {facts['dtype']}: {target} and {draft}; {facts['prompts']} prompts, {facts['new_tokens']} "
-        f"new; copy {facts['bandwidth'] / 1e12:.2f} TB/s: {facts['read_ms']:.2f} ms to read the target",
-        line(COLUMNS),
-        *(line(cells(row)) for row in best.values()),
-        *failed[:3],
-        *[f"and {len(failed) - 3} more lines failed"] * (len(failed) > 3),
-        *[NO_GPU] * (facts["gpu"] is False),
-    ]
-
-
-COLUMNS = {"b": 1, "T": -3, "method": -14, "nodes": 5, "tok/fwd": 7, "tok/s": 5, "x plain": 16, "x assist": 8}
-COLUMNS |= {"ms/step (eager)": 15, "alone": 6, "models": 6, "rest (as run)": 14, "x limit (call)": 14}
-COLUMNS |= {"GiB": 4, "graph": 5}  # how wide; negative: to the left
-
-
-def line(entries: Iterable[str]) -> str:
-    pairs = zip(entries, COLUMNS.values(), strict=True)
-    return " ".join(entry.rjust(width) if width > 0 else entry.ljust(-width) for entry, width in pairs).rstrip()
-
-
-def cells(row: Row) -> list[str]:
-    """The entries of a line; "-" for what was not measured."""
-
-    def number(value: float | None, spec: str, beside: float | None = None) -> str:
-        shown = "-" if value is None else format(value, spec)
-        return shown if beside is None else f"{shown} ({beside:{spec}})"
-
-    return [
-        str(row.batch),
-        f"{row.temperature:g}",
-        row.method.removeprefix("transformers "),
-        str(row.nodes or "-"),
-        number(row.tokens_per_forward, ".2f"),
-        number(row.tokens_per_second, ".0f"),
-        str(row.over_plain or "-"),
-        number(None if row.over_assisted is None else row.over_assisted.median, ".2f"),
-        number(row.step_ms, ".2f", row.eager_step_ms),
-        number(row.alone_ms, ".2f"),
-        number(row.models_ms, ".2f"),
-        number(row.rest_alone, ".1%", row.rest),
-        number(row.over_limit, ".2f", row.over_limit_of_call),
-        number(None if row.peak_bytes is None else row.peak_bytes / 2**30, ".1f"),
-        number(row.record_seconds, ".2f"),
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     widths = {"type": int, "nargs": 4, "metavar": tuple(name.upper() for name in Widths._fields)}
     parser.add_argument("--target", default=LLAMA_7B, **widths)
     parser.add_argument("--draft", default=LLAMA_68M, **widths)
     parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64], help="nodes of the trees")
+    parser.add_argument("--methods", nargs="*", default=METHODS, help="with a tree")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 16, 64], help="nodes of the trees")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.6, 0.0])
     parser.add_argument("--prompts", type=int, default=4, help="of each sequence of a batch")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--minutes", type=float, default=7.5, help="start nothing after so many")
@@ -459,19 +384,18 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--miniature", action="store_true", help="measure each thing as seldom as can be")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
     bench = Bench(arguments)
-    rows: list[Row] = []
-    for batch in arguments.batches:
-        for temperature in arguments.temperatures:
-            rows += bench.section(batch, temperature)
-            if arguments.json is not None:  # what there is, should the rest not come to an end
-                found = {"environment": bench.facts(), "rows": [asdict(row) for row in rows]}
-                made(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
-    print("\n".join(lines(bench.facts(), rows)))
+    with until_stopped():
+        for batch in arguments.batches:
+            for temperature in arguments.temperatures:
+                bench.section(batch, temperature)
+    bench.keep()
+    print("\n".join(lines(bench.facts(), bench.rows)))
 
 
 if __name__ == "__main__":

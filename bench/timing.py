@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from common import DEVICE, made, write_results
+from common import DEVICE, made, until_stopped, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -110,16 +110,17 @@ def in_graphs(
     return times, failed
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(miniature: bool = False) -> float:
     """Bytes a second, read and written, of a large copy on this device."""
-    source = torch.zeros(1 << 29 if DEVICE == "cuda" else 1 << 25, dtype=torch.bfloat16, device=DEVICE)
+    bits = 10 if miniature else 29 if DEVICE == "cuda" else 25
+    source = torch.zeros(1 << bits, dtype=torch.bfloat16, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _roof_milliseconds(lambda: target.copy_(source)) * 1e3
 
 
-def matrix_flops(dtype: torch.dtype) -> float:
+def matrix_flops(dtype: torch.dtype, miniature: bool = False) -> float:
     """Floating-point operations a second of a large matrix product on this device."""
-    side = 8192 if DEVICE == "cuda" else 1024
+    side = 64 if miniature else 8192 if DEVICE == "cuda" else 1024
     left = torch.randn(side, side, device=DEVICE).to(dtype)
     return 2 * side**3 / _roof_milliseconds(lambda: left @ left) * 1e3
 
@@ -137,19 +138,24 @@ def measure_cases(
 ) -> list[dict]:
     """Measure the cases of --only, print their table, write them to --json and draw them to --plot.
 
-    measure(case, facts) gives a row; a case has the name of its table in `table`.
+    measure(case, facts) gives a row; a case has the name of its table in `table`. When it is stopped it prints what it
+    has.
     """
-    console, rows = Console(highlight=False, width=180), []
-    with console.status("") as status:
-        for case in cases:
-            if arguments.only not in (None, case.table):
-                continue
-            status.update(str(case))
-            rows.append(measure(case, facts))
-            write_results(arguments.json, facts, rows=rows)  # after every case: nothing is lost if it is stopped
-    console.print(as_table(rows))
+    chosen = (case for case in cases if arguments.only in (None, case.table))
+    rows = kept((measure(case, facts) for case in chosen), facts, arguments)
+    Console(highlight=False, width=180).print(as_table(rows))
     if arguments.plot is not None:
         draw_plot(rows, arguments.plot)
+    return rows
+
+
+def kept(measured: Iterable[dict], facts: dict, arguments: Namespace) -> list[dict]:
+    """All rows, which are measured as they are asked for, or those until it is stopped. --json always has them all."""
+    rows: list[dict] = []
+    with until_stopped():
+        for row in measured:
+            rows.append(row)
+            write_results(arguments.json, facts, rows=rows)
     return rows
 
 

@@ -44,6 +44,13 @@ def _adversary(seed):
 
 
 @pytest.fixture
+def interpreter():
+    """For a test that has Triton's interpreter run kernels on CPU tensors, which it does not where there is a GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter, which is off where there is a GPU")
+
+
+@pytest.fixture
 def any_noise(monkeypatch):
     """Real timings count, however busy the machine is. What noise does is tested with made-up ones in test_costs."""
     from heavypath.speculative import costs

@@ -156,7 +156,7 @@ def test_no_distribution_ends_a_sequence_with_minus_one(impl):
     ("if active:", "if length >= 0:"),
     ("tl.load(path_ptr + length)", "length"),
 ])  # fmt: skip
-@pytest.mark.skipif(DEVICE == "cuda", reason="mutates what the interpreter runs")
+@pytest.mark.usefixtures("interpreter")
 def test_a_mutation_of_the_kernel_is_found(original, replacement, tmp_path):
     source = inspect.getsource(module)
     harmless = original == replacement

@@ -77,7 +77,7 @@ def test_greedy_text_is_that_of_transformers_generate(method, demo_pair, greedy_
         assert method == "autoregressive" or out.stats.tokens_per_step > 1.2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="decoding on the GPU is a test of its own")
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("sequoia", 1.0), ("dyspec", 1.0)])
 def test_decoding_through_the_kernel(method, temperature, monkeypatch):
     target, draft = (tiny_llama(seed, hidden_size=32, num_key_value_heads=1) for seed in (1, 2))
@@ -100,10 +100,12 @@ def test_decoding_through_the_kernel(method, temperature, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_text_on_a_gpu_is_the_text_on_a_cpu(method, demo_pair, greedy_texts):
     target, draft, _ = demo_pair
-    on_gpu = SpeculativeDecoder(*load_demo_pair(device="cuda")[:2], method)
+    size = None if method == "autoregressive" else 8  # the default is another one on a GPU
+    on_gpu = SpeculativeDecoder(*load_demo_pair(device="cuda")[:2], method, tree_size=size)
+    on_cpu = SpeculativeDecoder(target, draft, method, tree_size=size)
     for ids, expected in zip(*greedy_texts, strict=True):
         assert_same_text(target, on_gpu.generate(ids.cuda(), max_new_tokens=64).sequences.cpu(), expected)
-    ids, on_cpu = greedy_texts[0][0], SpeculativeDecoder(target, draft, method)
+    ids = greedy_texts[0][0]
     sampled = [each.generate(ids.to(device), max_new_tokens=24, temperature=0.6, seed=3).sequences.cpu()
                for each, device in ((on_gpu, "cuda"), (on_cpu, "cpu"))]  # fmt: skip
     assert torch.equal(*sampled)

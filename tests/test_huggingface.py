@@ -158,6 +158,7 @@ def test_prompts_longer_than_the_kernel_takes_are_cut(model, kind, padding, monk
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton 3.6's interpreter
+@pytest.mark.usefixtures("interpreter")
 def test_logits_through_the_kernel(monkeypatch):
     model = Gemma2ForCausalLM(
         Gemma2Config(**{**TINY, "num_hidden_layers": 2}, head_dim=16, sliding_window=WINDOW)

@@ -4,6 +4,7 @@ from itertools import permutations
 
 import pytest
 import torch
+from devices import PLACES, run_on
 from statistical import SIGNIFICANCE, chi_square_p_value
 
 from heavypath.kernels import sampling_kernel
@@ -11,6 +12,11 @@ from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.sampling import gumbel_topk, stable_topk, stochastic_beam
 
 ROWS = 200_000
+
+
+def drawn_by(impl, logits, k, **options):
+    """gumbel_topk where the implementation runs; what was drawn is on the CPU."""
+    return run_on(PLACES[impl], gumbel_topk, logits, k, impl=impl, **options)
 
 
 @pytest.mark.parametrize("filters", [Filters(), Filters(0.5), Filters(1.5, top_k=3), Filters(top_p=0.8)])
@@ -150,7 +156,7 @@ def test_bad_input_is_refused(change, message):
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"uniform_fill": True}])
 def test_a_row_without_numbers_is_flagged_and_never_gives_a_token(row, options, impl):
-    drawn = gumbel_topk(torch.tensor([[0.0, 1.0, 2.0], row]), 2, impl=impl, **options)
+    drawn = drawn_by(impl, torch.tensor([[0.0, 1.0, 2.0], row]), 2, **options)
     assert (drawn.tokens[1] == -1).all()
     assert drawn.keys[1].isnan().all()
     assert drawn.logprobs[1].isnan().all()
@@ -182,7 +188,7 @@ def test_the_kernel_draws_what_the_reference_draws(options, vocab_size, k, dtype
     rows = torch.tensor([5, 1 << 33])
     k = min(k, 3) if "replacement" in options else k
     settings = {"rows": rows, "seed": -3} | options
-    assert same(gumbel_topk(logits, k, impl="triton", **settings), gumbel_topk(logits, k, impl="torch", **settings))
+    assert same(drawn_by("triton", logits, k, **settings), drawn_by("torch", logits, k, **settings))
 
 
 SEEDS = [0, 2**32 - 1, 2**32 + 5, 2**63 - 1, -1, -(2**40) - 3, -(2**63)]
@@ -191,13 +197,16 @@ SEEDS = [0, 2**32 - 1, 2**32 + 5, 2**63 - 1, -1, -(2**40) - 3, -(2**63)]
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_seed_in_memory_draws_what_its_number_draws(seed, impl):
-    logits, options = torch.randn(2, 100), {"impl": impl, "uniform_fill": True, "top_k": 2}
-    drawn = gumbel_topk(logits, 4, seed=torch.tensor(seed), **options)
-    for field, expected in zip(drawn, gumbel_topk(logits, 4, seed=seed, **options), strict=True):
+    logits, options = torch.randn(2, 100), {"uniform_fill": True, "top_k": 2}
+    drawn = drawn_by(impl, logits, 4, seed=torch.tensor(seed), **options)
+    for field, expected in zip(drawn, drawn_by(impl, logits, 4, seed=seed, **options), strict=True):
         assert torch.equal(field, expected)
     zero = torch.zeros(2)
-    beam = stochastic_beam(logits, zero, zero, 3, seed=torch.tensor(seed), impl=impl)
-    for field, expected in zip(beam, stochastic_beam(logits, zero, zero, 3, seed=seed, impl=impl), strict=True):
+    beam, as_number = (
+        run_on(PLACES[impl], stochastic_beam, logits, zero, zero, 3, seed=given, impl=impl)
+        for given in (torch.tensor(seed), seed)
+    )
+    for field, expected in zip(beam, as_number, strict=True):
         assert torch.equal(field, expected)
 
 
@@ -219,7 +228,7 @@ def test_the_kernel_has_the_references_edges(k, temperature):
     logits = torch.stack(rows)
     for options in ({}, {"uniform_fill": True}, {"top_k": 2}):
         options = options | {"temperature": temperature}
-        kernel, reference = (gumbel_topk(logits, k, impl=impl, **options) for impl in ("triton", "torch"))
+        kernel, reference = (drawn_by(impl, logits, k, **options) for impl in ("triton", "torch"))
         assert torch.equal(kernel.tokens, reference.tokens)
 
 
@@ -227,14 +236,14 @@ def test_a_padded_vocabulary_is_left_out_by_slicing():
     whole = torch.randn(3, 64)
     whole[:, 50:] = 100
     for impl in ("torch", "triton"):
-        drawn = gumbel_topk(whole[:, :50], 60, impl=impl).tokens
+        drawn = run_on(PLACES[impl], lambda whole, impl=impl: gumbel_topk(whole[:, :50], 60, impl=impl), whole).tokens
         assert drawn.max() == 49
         assert (drawn[:, 50:] == -1).all()
 
 
 def test_top_p_keeps_the_first_of_equal_tokens():
     for impl in ("torch", "triton"):
-        drawn = gumbel_topk(torch.zeros(1, 40), 40, top_p=0.25, impl=impl).tokens
+        drawn = drawn_by(impl, torch.zeros(1, 40), 40, top_p=0.25).tokens
         assert sorted(drawn[0, :10].tolist()) == list(range(10))
         assert (drawn[0, 10:] == -1).all()
 
@@ -308,7 +317,7 @@ def test_a_beam_passes_absent_parents_over_and_says_what_is_missing():
 def test_a_kernel_leaves_its_counters_at_zero(monkeypatch):
     drawn_from, original = [], sampling_kernel.tickets
     monkeypatch.setattr(sampling_kernel, "tickets", lambda *size: drawn_from.append(original(*size)) or drawn_from[-1])
-    gumbel_topk(torch.randn(2, 20_000), 2, impl="triton")
+    drawn_by("triton", torch.randn(2, 20_000), 2)
     (counters,) = drawn_from
     assert len(counters) >= 2
     assert not counters.any()

@@ -123,7 +123,7 @@ CUDA = {
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch):
+def as_on_a_gpu(monkeypatch, interpreter):
     """Kernels for everything, steps on tape, and a host that sees each step only after the next one."""
 
     def apply():
@@ -156,7 +156,6 @@ CASES = [
 ]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="real graphs are a test of their own")
 @pytest.mark.parametrize(("method", "shape", "sampling"), CASES)
 def test_steps_done_by_rote_write_the_same_text(method, shape, sampling, as_on_a_gpu):
     pair = [tiny_llama(seed, layers=1, hidden_size=32, num_attention_heads=2) for seed in (1, 2)]

@@ -104,7 +104,7 @@ def test_sampled_text_does_not_depend_on_a_races_tree(llama):
     assert torch.equal(SpeculativeDecoder(model, llama, "ersd").generate(PROMPTS, **options).sequences, plain.sequences)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.usefixtures("interpreter")
 def test_decoding_through_the_kernel(monkeypatch):
     model = tiny("granite", head_dim=16, hidden_size=64, attn_implementation="heavypath")
     decoder = SpeculativeDecoder(model, model, "sequoia", tree=TokenTree.from_branching([2, 1]))

@@ -396,7 +396,7 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter finds them, without compiling each")
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_bug_of_the_kernel_is_found(name, tmp_path, monkeypatch):
     (nodes, length, options), original, replacement = MUTATIONS[name]

@@ -262,6 +262,7 @@ def mutant(tmp_path, module, original: str, replacement: str, name: str):
     return copy
 
 
+@pytest.mark.usefixtures("interpreter")  # which needs no compiler for each bug, and ends
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
     module, original, replacement = MUTATIONS[name]

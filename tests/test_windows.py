@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from devices import PLACES, run_on
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from test_decoder import assert_same_text, exact_law, tiny_llama
 from test_transformers_forward import EXPERTS, tiny
@@ -89,15 +90,15 @@ def test_any_nodes_of_a_tree_see_their_windows(who, window, impl):
         )
         return torch.stack([*each])
 
-    tree_attend = partial(tree_attention, *tensors, prefix_length=lengths, window=window, impl=impl)
+    on_device = partial(run_on, PLACES[impl])
+    tree_attend = partial(on_device, tree_attention, *tensors, prefix_length=lengths, window=window, impl=impl)
     said = [mask, pack_ancestors(mask), pack_ancestors(mask, window), pack_ancestors(mask.expand(2, -1, -1), window)]
     for ancestors in said if impl == "torch" else said[1::2]:
         out = tree_attend(ancestor_mask=ancestors, first_row=padding)
         torch.testing.assert_close(out.double(), expected(padding), atol=1e-5, rtol=0)
-    attend = prepared_attention(
-        prefix_length=lengths, rows=79, dtype=torch.float32, ancestor_mask=mask, window=window, impl=impl
-    )
-    torch.testing.assert_close(attend(*tensors, 0.25).double(), expected([0, 0]), atol=1e-5, rtol=0)
+    said = {"ancestor_mask": mask, "window": window, "impl": impl}
+    attend = on_device(prepared_attention, prefix_length=lengths, rows=79, dtype=torch.float32, **said)
+    torch.testing.assert_close(on_device(attend, *tensors, 0.25).double(), expected([0, 0]), atol=1e-5, rtol=0)
 
 
 @IMPLS
@@ -108,7 +109,8 @@ def test_the_row_before_the_root_sees_one_row_more_than_the_root(length, impl):
     for window in (1, 2, 7, 8):
         asking = [-1, 0] if length else [0, 0]
         said = {"ancestor_mask": ancestor_mask(asking), "window": window}
-        out = tree_attention(query.half(), key.half(), value.half(), prefix_length=length, **said, impl=impl)
+        tensors = query.half(), key.half(), value.half()
+        out = run_on(PLACES[impl], tree_attention, *tensors, prefix_length=length, **said, impl=impl)
         exact = by_loops(query[0].half(), key[0].half(), value[0].half(), length, asking, window)
         torch.testing.assert_close(out[0].double(), exact, atol=5e-3, rtol=0)
 
@@ -119,13 +121,13 @@ def test_rows_before_every_window_are_not_read(impl):
     query, key, value = problem([300, 400], 9)
     earliest = 300 - 5  # of the row before the root
     untouched = earliest if impl == "torch" else earliest // 64 * 64  # a kernel reads whole blocks
-    clean = prepared_attention(
-        prefix_length=torch.tensor([300, 400]), rows=409, dtype=torch.float32,
+    clean = run_on(
+        PLACES[impl], prepared_attention, prefix_length=torch.tensor([300, 400]), rows=409, dtype=torch.float32,
         subtree_end=TokenTree.chain(8).subtree_end, window=5, impl=impl,
     )  # fmt: skip
-    expected = clean(query, key, value, 0.25)
+    expected = run_on(PLACES[impl], clean, query, key, value, 0.25)
     key[:, :, :untouched] = value[:, :, :untouched] = NAN
-    assert torch.equal(clean(query, key, value, 0.25), expected)
+    assert torch.equal(run_on(PLACES[impl], clean, query, key, value, 0.25), expected)
 
 
 def test_a_narrowed_mask_by_hand():
@@ -220,7 +222,7 @@ def test_windows_under_every_attention(kind, attention):
     assert_same_text(model, out.sequences, expected)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("cohere2", marks=slow)])
 def test_windows_through_the_kernel(kind, monkeypatch):
     """A growing tree, of which a part asks, and a finished one; two kinds of layers."""

@@ -1,0 +1,406 @@
+"""A machine with a GPU, played on one without: so that no test and no benchmark fails for being on a GPU machine.
+
+    PYTHONPATH=tests python -m pytest -p stand_in_gpu       # the tests; subprocesses that they start see no GPU
+    PYTHONPATH=tests:tests/stand_in bash bench/gpu.sh OUT   # every Python that is started
+
+What is played: torch.cuda says that there is one GPU. A tensor is on it if its memory was asked for there, or comes
+from what is there; it says so (`device`, `is_cuda`), is copied by `.to`, `.cuda` and `.cpu`, and may neither become a
+NumPy array nor meet a CPU tensor in an operation. A kernel that is given a CPU tensor is refused, as by Triton on a GPU.
+A CUDA graph notes operations and launches, and does them again without any of our Python; while it notes, nothing may
+ask for a value. TRITON_INTERPRET is not set, for who looks.
+
+What is not: kernels run in Triton's interpreter, with the constants that it needs (INTERPRETED, UPCAST); nothing is
+asynchronous, streams and events are empty, a graph runs when it is captured and not when it is first replayed; there is
+one GPU without limits of memory, whose allocator counts nothing; gradients forget where they are; the numbers are those
+of a CPU. So it says nothing of compilers, races, rounding or speed.
+"""
+
+import inspect
+import os
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from types import SimpleNamespace
+
+os.environ["TRITON_INTERPRET"] = "1"  # Triton's own functions look when they are imported
+
+import torch
+import triton
+import triton.language
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+NAME = "a GPU that is only played"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+_there: dict[int, StorageWeakRef] = {}  # memory "on the GPU"; a weak reference keeps the address
+_most = 1000  # entries before those of freed memory are looked for
+_capturing: list["Graph"] = []
+
+
+def is_there(tensor: Tensor) -> bool:
+    """Whether a tensor is on the GPU."""
+    try:
+        return tensor.untyped_storage()._cdata in _there
+    except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
+        return False
+
+
+def bring(tensor: Tensor) -> None:
+    """Have a tensor's memory be on the GPU."""
+    global _most
+    storage = tensor.untyped_storage()
+    if tensor.device.type == "cpu" and storage._cdata not in _there:
+        _there[storage._cdata] = StorageWeakRef(storage)
+        if len(_there) > _most:
+            for address in [address for address, memory in _there.items() if memory.expired()]:
+                del _there[address]
+            _most = max(1000, 2 * len(_there))
+
+
+def is_cuda(value: object) -> bool:
+    """Whether an argument names the GPU."""
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+
+
+def tensors_in(values: object) -> list[Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
+
+
+def refuse_while_capturing() -> None:
+    if _capturing:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+# What takes tensors of both devices, by name.
+MEETING = {
+    "copy_", "_to_copy", "__setitem__", "__getitem__", "to", "type_as", "expand_as", "view_as", "reshape_as", "__set__",
+    "__get__", "_has_compatible_shallow_copy_type", "is_same_size", "tensor", "as_tensor", "asarray", "__deepcopy__",
+    "__repr__", "__format__",
+}  # fmt: skip
+ASKING = {"item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "equal", "unique"}
+MOVING = {"to", "as_tensor", "asarray", "cpu", "cuda"}  # which give the same tensor where it is there already
+
+
+class Placing(TorchFunctionMode):
+    """Knows for each operation where its tensors are and where its results must be."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        if fake or function in (torch.device, torch._C._nn._parse_to):  # fake tensors know of devices themselves
+            return function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        if name == "__get__" and isinstance(args[0], Tensor):
+            answer = self.property(getattr(function.__self__, "__name__", ""), args[0])
+            if answer is not None:
+                return answer
+        kwargs.pop("pin_memory", None)
+        where = self.asked_for(name, args, kwargs)
+        if where is not None:
+            args = tuple(CPU if is_cuda(value) else value for value in args)
+            kwargs = {key: CPU if is_cuda(value) else value for key, value in kwargs.items()}
+            if name == "cuda":
+                function, args, kwargs = Tensor.to, (args[0], CPU), {}
+        if not _there and where != CUDA:
+            return function(*args, **kwargs)
+        given = tensors_in(args) + tensors_in(kwargs.values())
+        places = [is_there(tensor) for tensor in given]
+        self.check(name, args, given, places)
+        out = function(*args, **kwargs)
+        if name in MOVING and isinstance(out, Tensor):
+            target = where or (CUDA if any(places) else CPU)
+            if given and places[0] != (target == CUDA) and shares(out, given[0]):
+                out = out.clone()
+            if target == CUDA:
+                bring(out)
+            return out
+        if where == CPU or (where is None and not any(places)) or name in ("copy_", "__setitem__", "__set__"):
+            return out
+        if name == "tensor" and where is None and not isinstance(args[0], Tensor):
+            return out
+        at_home = [tensor for tensor, there in zip(given, places, strict=True) if not there]
+        for tensor in tensors_in([out] if isinstance(out, Tensor) else out if isinstance(out, list | tuple) else ()):
+            if not any(shares(tensor, other) for other in at_home):
+                bring(tensor)
+        return out
+
+    def property(self, name: str, tensor: Tensor) -> object:
+        """What a tensor on the GPU says of itself; None for what is as on a CPU."""
+        if name not in ("device", "is_cuda", "is_cpu") or not _there or not is_there(tensor):
+            return None
+        return {"device": CUDA, "is_cuda": True, "is_cpu": False}[name]
+
+    def asked_for(self, name: str, args: tuple, kwargs: dict) -> torch.device | None:
+        """The device that a call names."""
+        if name in ("cpu", "cuda"):
+            return CPU if name == "cpu" else CUDA
+        named = [value for value in (*args, *kwargs.values()) if is_cuda(value)]
+        if named:
+            return CUDA
+        if name == "to" and len(args) > 1 and isinstance(args[1], Tensor):
+            return CUDA if is_there(args[1]) else CPU
+        devices = [kwargs.get("device"), *args[1:2]] if name == "to" else [kwargs.get("device")]
+        for device in devices:
+            if device == "cpu" or (isinstance(device, torch.device) and device.type == "cpu"):
+                return CPU
+        return None
+
+    def check(self, name: str, args: tuple, given: list[Tensor], places: list[bool]) -> None:
+        """Raise what CUDA raises."""
+        if not any(places):
+            return
+        name = name.split(".")[0]
+        if name in ("numpy", "__array__"):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+        if name in ASKING or (name == "__getitem__" and any(t.dtype == torch.bool for t in given[1:])):
+            refuse_while_capturing()
+        if name == "__getitem__" and not places[0]:
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+        large = {there for tensor, there in zip(given, places, strict=True) if tensor.dim() or tensor.numel() != 1}
+        if len(large) > 1 and name not in MEETING:
+            found = "found at least two devices, cuda:0 and cpu!"
+            raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but {found}")
+
+
+def shares(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same memory."""
+    try:
+        return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+class Graph(TorchDispatchMode):
+    """A CUDA graph's part: notes operations on tensors and kernel launches, to do them again on the same memory.
+
+    CUDA only notes what it captures. This does it, too, and so has nothing to do when it is first replayed.
+    """
+
+    def __init__(self, keep_graph: bool = False):
+        super().__init__()
+        self.notes, self.within, self.done = [], False, True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        within, self.within = self.within, True
+        try:
+            out = function(*args, **(kwargs or {}))
+        finally:
+            self.within = within
+        self.notes.append((function, args, kwargs or {}, out))
+        return out
+
+    def launch(self, executor, *args, **kwargs):
+        with _disable_current_modes():
+            _launch(executor, *args, **kwargs)
+        if not self.within:  # an operation of our own, which is noted itself
+            self.notes.append((_launch, (executor, *args), kwargs, None))
+
+    def replay(self):
+        if self.done:
+            self.done = False
+            return
+        for function, args, kwargs, before in self.notes:
+            after = function(*args, **kwargs)
+            for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    assert old.shape == new.shape, f"{function} gives another shape: {args}"
+                    old.copy_(new)
+
+    def reset(self):
+        self.notes.clear()
+
+
+@contextmanager
+def capture(graph, pool=None, stream=None, capture_error_mode="global"):
+    """`torch.cuda.graph`'s part."""
+    assert not _capturing, "one capture may be underway in a process"
+    _capturing.append(graph)
+    try:
+        with graph:
+            yield
+    finally:
+        _capturing.remove(graph)
+
+
+class Event:
+    """A CUDA event, of a device that has always done what it was given."""
+
+    def __init__(self, enable_timing=False, blocking=False, interprocess=False):
+        self.at = 0.0
+
+    def record(self, stream=None):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        refuse_while_capturing()
+
+    def query(self):
+        return True
+
+    def wait(self, stream=None):
+        pass
+
+    def elapsed_time(self, end):
+        return 1e3 * max(end.at - self.at, 1e-9)
+
+
+class Stream:
+    """A CUDA stream."""
+
+    def __init__(self, device=None, priority=0, number=1):
+        self.device, self.cuda_stream = CUDA, number
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def record_event(self, event=None):
+        return event or Event()
+
+    def synchronize(self):
+        refuse_while_capturing()
+
+    def query(self):
+        return True
+
+
+class Generator(torch.Generator):
+    """A random number generator of any device."""
+
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls, "cpu" if is_cuda(device) else device)
+
+
+class Driver:
+    """Triton's driver: what its benchmarks ask for."""
+
+    def __init__(self):
+        facts = {"multiprocessor_count": 132, "sm_clock_rate": 1_980_000, "max_shared_mem": 232_448}
+        self.utils = SimpleNamespace(get_device_properties=lambda device: facts)
+
+    def get_current_target(self):
+        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_active_torch_device(self):
+        return CUDA
+
+    def get_device_interface(self):
+        return torch.cuda
+
+    def get_empty_cache_for_benchmark(self):
+        return torch.empty(1, device=CUDA)
+
+    def clear_cache(self, cache):
+        cache.zero_()
+
+
+def launch(executor, *args, **kwargs):
+    """A kernel's launch: refused for tensors of the host, and noted where a graph is captured."""
+    named = zip(executor.arg_names, args, strict=False)
+    for name, tensor in [*named, *kwargs.items()]:
+        if isinstance(tensor, Tensor) and not is_there(tensor) and not tensor.is_meta:
+            raise ValueError(f"Pointer argument {name} cannot be accessed from Triton (cpu tensor?)")
+    for name in ("INTERPRETED", "UPCAST"):
+        if name in executor.arg_names:
+            kwargs[name] = True
+    (_capturing[-1].launch if _capturing else _launch)(executor, *args, **kwargs)
+
+
+def _launch(executor, *args, **kwargs):
+    with torch._C.DisableTorchFunction():
+        _run(executor, *args, **kwargs)
+
+
+def _run(executor, *args, **kwargs):
+    raise AssertionError("install() puts the interpreter's own launch here")
+
+
+def placed(function):
+    """A function that knows where tensors are though its caller does not: in a thread, or within an operation."""
+
+    @wraps(function)
+    def wrapped(*args, **kwargs):
+        with Placing():
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+def install() -> None:
+    """From now on this process is on a machine with a GPU. Before any kernel is imported."""
+    global _run
+    triton.knobs.propagate_env = False
+    os.environ.pop("TRITON_INTERPRET", None)
+    triton.knobs.runtime.interpret = True
+    from triton.runtime.interpreter import GridExecutor
+
+    from heavypath.kernels import implementation
+
+    _run = GridExecutor.__call__
+    GridExecutor.__call__ = launch
+    implementation.knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
+    triton.runtime.driver.set_active(Driver())
+    properties = SimpleNamespace(
+        name=NAME, multi_processor_count=132, major=9, minor=0, total_memory=80 << 30, L2_cache_size=50 << 20,
+        shared_memory_per_block_optin=232_448, warp_size=32, regs_per_multiprocessor=65536, uuid="played",
+    )  # fmt: skip
+    constant = {
+        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "get_device_name": NAME,
+        "get_device_capability": (9, 0), "get_device_properties": properties, "is_bf16_supported": True,
+        "memory_allocated": 0, "memory_reserved": 0, "max_memory_allocated": 0, "max_memory_reserved": 0,
+        "mem_get_info": (79 << 30, 80 << 30), "get_arch_list": ["sm_90"], "graph_pool_handle": (0, 1),
+    }  # fmt: skip
+    nothing = ("init", "_lazy_init", "empty_cache", "manual_seed", "manual_seed_all", "reset_peak_memory_stats")
+    nothing += ("set_sync_debug_mode", "set_device", "ipc_collect", "seed_all")
+    parts = {name: (lambda *args, value=value, **kwargs: value) for name, value in constant.items()}
+    parts |= {name: (lambda *args, **kwargs: None) for name in nothing}
+    parts |= {
+        "synchronize": lambda device=None: refuse_while_capturing(),
+        "is_current_stream_capturing": lambda: bool(_capturing),
+        "current_stream": lambda device=None: Stream(number=0),
+        "default_stream": lambda device=None: Stream(number=0),
+        "stream": lambda stream: nullcontext(),
+        "device": lambda device=None: nullcontext(),
+        "device_of": lambda tensor: nullcontext(),
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": capture,
+    }
+    for name, part in parts.items():
+        assert hasattr(torch.cuda, name), f"torch.cuda has no {name} any more"
+        setattr(torch.cuda, name, part)
+    torch.Generator = Generator
+    threading.Thread.run = placed(threading.Thread.run)
+    custom_op = torch.library.custom_op
+    torch.library.custom_op = lambda name, function=None, /, **kwargs: custom_op(
+        name, None if function is None else placed(function), **kwargs
+    )
+    Placing().__enter__()
+
+
+def pytest_load_initial_conftests() -> None:
+    """As a plugin of pytest: before tests/conftest.py looks for a GPU."""
+    if inspect.getmodule(torch.cuda.is_available) is torch.cuda:
+        install()
