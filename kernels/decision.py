@@ -1,13 +1,14 @@
 """Decide on a GPU, for every node of a tree at once, which of its children is accepted if the walk reaches the node.
 
 `residual` and `k_seq` have the formulas and the references of what is decided at one node. Several programs share a
-node's rows of logits in the one pass that normalises them, and the last of them to finish tries the children. It stores
-the accepted child and, for the case that there is none, what the recovered token is drawn by: a few numbers that stand
-for
+node's rows of logits in the one pass that normalises them, and the last of them to finish tries the children. It leads
+the passes that this takes, which programs at the end of the grid share with it (see `sharing`). It stores the accepted
+child and, for the case that there is none, what the recovered token is drawn by: a few numbers that stand for
 
     P(v) - share * min(P(v), l Q(v))
 
-where P and Q may be restricted to the tokens that no rejected child carries.
+where P and Q may be restricted to the tokens that no rejected child carries. A pass sums the part of P that these
+numbers stand for, so whoever shares it reads them where the draw of the token finds them later (see `distributions`).
 """
 
 # A type checker does not understand Triton kernels.
@@ -21,25 +22,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.distributions import CHUNK, LANES, NONE, log_prob, normalized, softmax_part
+from heavypath.kernels.distributions import (
+    CHUNK,
+    FACTS,
+    LANES,
+    NONE,
+    PIECE,
+    log_prob,
+    normalized,
+    offset,
+    softmax_part,
+    store_sides,
+    stored_sides,
+    sum_pieces,
+)
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of
 from heavypath.kernels.k_seq import try_k_seq
 from heavypath.kernels.nodes import Nodes
 from heavypath.kernels.noise import Noise, Stream, philox_words, seed_arguments, seed_words
 from heavypath.kernels.residual import try_chain
+from heavypath.kernels.sharing import LOOKS, OVER, counters, find_open, helpers, leave, take_chunk
 from heavypath.kernels.tickets import is_last, tickets
 
-# What is stored about a node, by index:
-#
-#     facts, fp32    0  the target's largest logit      2  the draft's      4  log2 l    6  share, 1 unless K-SEQ
-#                    1  the target's log_total          3  the draft's      5  uniform   7  p_offset
-#     marks, int32   0  the target's cut_key, its bits  2  the draft's      4  the node whose draft row is Q
-#                    1  the target's cut_end            3  the draft's      5, 6, 7  unused
-#
-# For K-SEQ l is its g. Otherwise l is 0, and the token is drawn by P, where no child was rejected, or none since the
-# chain restarted (see `residual`). After a restart, uniform is log2 Q of each token left, and p_offset is log2 of the
-# sum of P over these tokens. Without a restart uniform is 1, which no such logarithm can be, and p_offset is 0.
-FACTS = tl.constexpr(8)
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 
 
@@ -84,7 +88,8 @@ def _decide_kernel(
     facts_ptr,  # fp32 [B, N, FACTS]
     marks_ptr,  # int32 [B, N, FACTS]
     parts_ptr,  # fp32 [B, N, 4, CHUNKS]: the target's largest logit and sum of exponentials, then the draft's
-    tickets_ptr,  # [B, N]
+    sums_ptr,  # fp32 [B, N, PIECES]
+    tickets_ptr,  # [B, N], and behind them the counters of `sharing`
     N,
     V,
     parents_stride,
@@ -119,17 +124,53 @@ def _decide_kernel(
     HIDDEN: tl.constexpr,
     DRAFT_HIDDEN: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PIECES: tl.constexpr,
+    HELPERS: tl.constexpr,  # programs that take part in others' passes only; 0 if there are no passes
     BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
 ):
+    rows = (tl.num_programs(0) - HELPERS) // CHUNKS
+    counters_ptr = tickets_ptr + rows
+    leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
+    index = tl.arange(0, BLOCK)
+    if tl.program_id(0) >= rows * CHUNKS:
+        look = tl.full([], 0, tl.int32)
+        while look < LOOKS:
+            place = find_open(counters_ptr, rows, (tl.program_id(0) - rows * CHUNKS) % rows)
+            look = tl.where(place == OVER, LOOKS, look + 1)
+            if place >= 0:
+                piece = take_chunk(counters_ptr, place)
+                if piece >= 0:
+                    batch, node = (place // N).to(tl.int64), place % N
+                    target, draft = stored_sides(
+                        facts_ptr + place * FACTS, marks_ptr + place * FACTS,
+                        target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride,
+                        draft_ptr + batch * draft_batch_stride, draft_stride,
+                        temperature, log_min_p, draft_temperature, draft_log_min_p,
+                    )  # fmt: skip
+                    log_multiple = tl.load(facts_ptr + place * FACTS + 4, cache_modifier=".cg")
+                    p_offset = tl.load(facts_ptr + place * FACTS + 7, cache_modifier=".cg")
+                    uniform, token, left_out = 1.0, index, index < 0
+                    if leaves_out:
+                        uniform = tl.load(facts_ptr + place * FACTS + 5, cache_modifier=".cg")
+                        parent = tl.load(parents_ptr + batch * parents_stride + index, mask=index < N, other=-1)
+                        token = tl.load(tokens_ptr + batch * N + index, mask=index < N, other=-1).to(tl.int32)
+                        child = (parent == node) & (parent < index) & (token >= 0) & (token < V) & (uniform <= 0)
+                        out_ptr = left_out_ptr + batch * N + index
+                        left_out = tl.load(out_ptr, mask=child, other=0, cache_modifier=".cg") > 0
+                    sum_pieces(
+                        (counters_ptr, rows, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES), piece,
+                        offset(target, p_offset), draft, log_multiple, uniform, V, token, left_out,
+                        K_SEQ, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+                    )  # fmt: skip
+        leave(counters_ptr, rows, HELPERS)
+        return
+
     chunk = tl.program_id(0) % CHUNKS
     batch = tl.program_id(0) // CHUNKS // N
     node = tl.program_id(0) // CHUNKS % N
     place = batch.to(tl.int64) * N + node
     tokens_ptr += batch.to(tl.int64) * N
     parents_ptr += batch.to(tl.int64) * parents_stride
-    leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
-
-    index = tl.arange(0, BLOCK)
     parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
     token = tl.load(tokens_ptr + index, mask=index < N, other=-1).to(tl.int32)
     child = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
@@ -197,39 +238,35 @@ def _decide_kernel(
                 choice = tl.where(draft_usable, choice, -2)
             x = tl.load(target_row + token, mask=child, other=float("-inf")).to(tl.float32)
             log_p = log_prob(target, x, token, FILTERED, HIDDEN)
+            store_sides(facts_ptr + place * FACTS, marks_ptr + place * FACTS, target, draft, source)
+            job = (counters_ptr, rows, place, facts_ptr + place * FACTS, sums_ptr + place * PIECES)
             log_q = tl.full([BLOCK], float("-inf"), tl.float32)
             if not POINT_MASSES:
                 y = tl.load(draft_row + token, mask=child, other=float("-inf")).to(tl.float32)
                 log_q = log_prob(draft, y, token, DRAFT_FILTERED, DRAFT_HIDDEN)
             if K_SEQ:
                 choice, log_multiple, share = try_k_seq(
-                    target, draft, V, token, order, coin, log_p, log_q, choice,
-                    FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+                    job, target, draft, V, token, order, coin, log_p, log_q, choice,
+                    FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, PIECES,
                 )  # fmt: skip
             else:
                 choice, log_multiple, p_offset, uniform, restricted = try_chain(
-                    target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q, choice,
-                    REPLACEMENT, POINT_MASSES, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+                    job, left_out_ptr + batch.to(tl.int64) * N, target, draft, target_outside, draft_outside, V, N,
+                    token, index, order, coin, log_p, log_q, choice,
+                    REPLACEMENT, POINT_MASSES, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, PIECES,
                 )  # fmt: skip
 
         tl.store(choice_ptr + place, choice)
         if leaves_out:
             tl.store(left_out_ptr + batch.to(tl.int64) * N + index, restricted, mask=child)
         facts_ptr += place * FACTS
-        tl.store(facts_ptr, target[1])
-        tl.store(facts_ptr + 1, target[2])
-        tl.store(facts_ptr + 2, draft[1])
-        tl.store(facts_ptr + 3, draft[2])
+        store_sides(facts_ptr, marks_ptr + place * FACTS, target, draft, source)
         tl.store(facts_ptr + 4, log_multiple)
         tl.store(facts_ptr + 5, uniform)
         tl.store(facts_ptr + 6, share)
         tl.store(facts_ptr + 7, p_offset)
-        marks_ptr += place * FACTS
-        tl.store(marks_ptr, target[4].to(tl.int32, bitcast=True))
-        tl.store(marks_ptr + 1, target[5])
-        tl.store(marks_ptr + 2, draft[4].to(tl.int32, bitcast=True))
-        tl.store(marks_ptr + 3, draft[5])
-        tl.store(marks_ptr + 4, source)
+        if HELPERS > 0:
+            leave(counters_ptr, rows, HELPERS)
 
 
 class Decided(NamedTuple):
@@ -267,17 +304,20 @@ def decide(
     batch, count = tokens.shape
     device, vocab_size = tokens.device, target.shape[-1]
     cut, draft_cut = cut_of(target_filters, vocab_size), cut_of(draft_filters, vocab_size)
-    chunks = triton.cdiv(vocab_size, CHUNK.value)
+    chunks, pieces = triton.cdiv(vocab_size, CHUNK.value), triton.cdiv(vocab_size, PIECE.value)
+    passes = draft is not None and draft_filters.temperature > 0
+    helping = helpers(device) if passes else 0
     ints = torch.empty(batch * count * (2 + FACTS.value), dtype=torch.int32, device=device)
-    numbers = torch.empty(batch * count * (FACTS.value + 4 * chunks), device=device)
+    numbers = torch.empty(batch * count * (FACTS.value + 4 * chunks + pieces), device=device)
     choice, left_out, marks = ints.split([batch * count, batch * count, batch * count * FACTS.value])
-    facts, parts = numbers.split([batch * count * FACTS.value, batch * count * 4 * chunks])
+    facts, parts, sums = numbers.split([batch * count * size for size in (FACTS.value, 4 * chunks, pieces)])
     source = target if draft is None else draft
     with torch.cuda.device_of(tokens):
-        _decide_kernel[(batch * count * chunks,)](
+        _decide_kernel[(batch * count * chunks + helping,)](
             tokens_ptr=tokens, parents_ptr=parents, ranks_ptr=ranks, rows_ptr=noise.rows,
             target_ptr=target, draft_ptr=source, choice_ptr=choice, left_out_ptr=left_out,
-            facts_ptr=facts, marks_ptr=marks, parts_ptr=parts, tickets_ptr=tickets(batch * count, device),
+            facts_ptr=facts, marks_ptr=marks, parts_ptr=parts, sums_ptr=sums,
+            tickets_ptr=tickets(batch * count + counters(batch * count), device),
             N=count, V=vocab_size,
             parents_stride=parents.stride(0), ranks_stride=0 if ranks is None else ranks.stride(0),
             target_batch_stride=target.stride(0), target_stride=target.stride(1),
@@ -290,7 +330,8 @@ def decide(
             HAS_ROWS=noise.rows is not None, FILTERED=cut.filtered, HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p,
             DRAFT_FILTERED=draft_cut.filtered, DRAFT_HAS_TOP_K=draft_cut.has_top_k,
             DRAFT_HAS_TOP_P=draft_cut.has_top_p, HIDDEN=HIDDEN_BITS[target.dtype],
-            DRAFT_HIDDEN=HIDDEN_BITS[source.dtype], CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(count)),
+            DRAFT_HIDDEN=HIDDEN_BITS[source.dtype], CHUNKS=chunks, PIECES=pieces, HELPERS=helping,
+            BLOCK=max(16, triton.next_power_of_2(count)),
             num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,  # without maxnreg ptxas spills
         )  # fmt: skip
     leaves_out = method == "without_replacement" or (method == "with_replacement" and draft_filters.temperature == 0)

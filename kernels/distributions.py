@@ -31,6 +31,7 @@ from heavypath.kernels.filtering import (
     is_kept,
     softmax_scale,
 )
+from heavypath.kernels.sharing import finish_chunks, open_pass, take_chunk, wait_for_all
 
 
 def log_probs(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.ndarray:
@@ -46,6 +47,8 @@ def log_probs(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.n
 LANES = tl.constexpr(256)  # threads of a program; each holds eight neighbouring tokens of a tile
 TILE = tl.constexpr(8 * 256)
 CHUNK = tl.constexpr(4 * 8 * 256)
+PIECE = tl.constexpr(2 * 8 * 256)  # tokens of a chunk of a shared pass
+FACTS = tl.constexpr(8)  # numbers that are stored about a node, and as many integers
 NONE = tl.constexpr(2**31 - 1)  # above every child's place in draw order: there is no child
 
 
@@ -157,18 +160,102 @@ def shares(
     return p, tl.minimum(p, tl.exp2(log_q + log_multiple))
 
 
+# What is stored about a node, by index:
+#
+#     facts, fp32    0  the target's largest logit      2  the draft's      4  log2 l    6  share, 1 unless K-SEQ
+#                    1  the target's log_total          3  the draft's      5  uniform   7  p_offset
+#     marks, int32   0  the target's cut_key, its bits  2  the draft's      4  the node whose draft row is Q
+#                    1  the target's cut_end            3  the draft's      5, 6, 7  unused
+#
+# For K-SEQ l is its g. Otherwise l is 0, and a token is drawn by P, where no child was rejected, or none since the
+# chain restarted (see `residual`). After a restart, uniform is log2 Q of each token left, and p_offset is log2 of the
+# sum of P over these tokens. Without a restart uniform is 1, which no such logarithm can be, and p_offset is 0.
+
+
 @triton.jit
-def sums_of_shares(
-    target, draft, log_multiple, uniform, V, child_token, left_out,
+def store_sides(facts_ptr, marks_ptr, target, draft, source):
+    """Store what does not change any more once both rows are normalised. source: the node whose draft row is Q."""
+    tl.store(facts_ptr, target[1])
+    tl.store(facts_ptr + 1, target[2])
+    tl.store(facts_ptr + 2, draft[1])
+    tl.store(facts_ptr + 3, draft[2])
+    tl.store(marks_ptr, target[4].to(tl.int32, bitcast=True))
+    tl.store(marks_ptr + 1, target[5])
+    tl.store(marks_ptr + 2, draft[4].to(tl.int32, bitcast=True))
+    tl.store(marks_ptr + 3, draft[5])
+    tl.store(marks_ptr + 4, source)
+
+
+@triton.jit
+def stored_sides(
+    facts_ptr, marks_ptr, target_row, draft_ptr, draft_stride, temperature, log_min_p, draft_temperature,
+    draft_log_min_p,
+):  # fmt: skip
+    """Both sides of a node as they were stored. draft_ptr: row 0 of the node's tree."""
+    target = (
+        target_row, tl.load(facts_ptr, cache_modifier=".cg"), tl.load(facts_ptr + 1, cache_modifier=".cg"), temperature,
+        tl.load(marks_ptr, cache_modifier=".cg").to(tl.uint32, bitcast=True),
+        tl.load(marks_ptr + 1, cache_modifier=".cg"), log_min_p,
+    )  # fmt: skip
+    source = tl.load(marks_ptr + 4, cache_modifier=".cg").to(tl.int64)
+    draft = (
+        draft_ptr + source * draft_stride, tl.load(facts_ptr + 2, cache_modifier=".cg"),
+        tl.load(facts_ptr + 3, cache_modifier=".cg"), draft_temperature,
+        tl.load(marks_ptr + 2, cache_modifier=".cg").to(tl.uint32, bitcast=True),
+        tl.load(marks_ptr + 3, cache_modifier=".cg"), draft_log_min_p,
+    )  # fmt: skip
+    return target, draft
+
+
+@triton.jit
+def offset(side, p_offset):
+    """The side with its distribution divided by 2^p_offset."""
+    return (side[0], side[1], side[2] + p_offset, side[3], side[4], side[5], side[6])
+
+
+# One node's pass over both rows, which free programs share (see `sharing`):
+#     job = (counters_ptr, rows, row, facts_ptr, sums_ptr)
+# rows are all nodes of the launch, row is this one; facts_ptr and sums_ptr, fp32 [PIECES], are this node's.
+
+
+@triton.jit
+def sum_pieces(
+    job, piece, target, draft, log_multiple, uniform, V, child_token, left_out, COVERED: tl.constexpr,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """F(l) and C(l)."""
-    over, covered = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
-    for start in range(0, V, TILE):
+    """Store C(l) if COVERED, else F(l), of this piece of the rows, and of each that nobody has taken yet."""
+    counters_ptr, rows, row, _, sums_ptr = job
+    count = tl.full([], 0, tl.int32)
+    while piece >= 0:
+        start = piece * PIECE
         p, cover = shares(
-            target, draft, log_multiple, uniform, start + tl.arange(0, TILE), start, tl.minimum(start + TILE, V), V,
+            target, draft, log_multiple, uniform, start + tl.arange(0, PIECE), start, tl.minimum(start + PIECE, V), V,
             child_token, left_out, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
         )  # fmt: skip
-        over += p - cover
-        covered += cover
-    return tl.sum(over), tl.sum(covered)
+        tl.store(sums_ptr + piece, tl.sum(cover if COVERED else p - cover))
+        count += 1
+        piece = take_chunk(counters_ptr, row)
+    finish_chunks(counters_ptr, rows, row, count)
+
+
+@triton.jit
+def shared_sum(
+    job, target, draft, log_multiple, uniform, p_offset, V, child_token, left_out,
+    COVERED: tl.constexpr, FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr,
+    DRAFT_HIDDEN: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """C(l) if COVERED, else F(l), of a node whose sides and left_out children are stored."""
+    counters_ptr, rows, row, facts_ptr, sums_ptr = job
+    tl.store(facts_ptr + 4, log_multiple)
+    tl.store(facts_ptr + 5, uniform)
+    tl.store(facts_ptr + 7, p_offset)
+    open_pass(counters_ptr, row, PIECES)
+    piece = take_chunk(counters_ptr, row)
+    if piece >= 0:
+        sum_pieces(
+            job, piece, offset(target, p_offset), draft, log_multiple, uniform, V, child_token, left_out, COVERED,
+            FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+        )  # fmt: skip
+    wait_for_all(counters_ptr, rows, row, PIECES)
+    pieces = tl.arange(0, triton.next_power_of_2(PIECES))
+    return tl.sum(tl.load(sums_ptr + pieces, mask=pieces < PIECES, other=0.0, cache_modifier=".cg"))

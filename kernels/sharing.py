@@ -1,7 +1,7 @@
 """A pass over a row that is shared by whatever programs of a launch are free.
 
-Some results take several passes over a row, each of which depends on the one before. One program, the row's leader, knows
-what is next. It publishes a pass, takes part in it as others do, and goes on when all chunks of the row are done:
+Some results take several passes over a row, each of which depends on the one before. One program, the row's leader,
+knows what is next. It publishes a pass, takes part in it as others do, and goes on when all chunks of the row are done:
 
     leader  store what the pass needs; open_pass; work; wait_for_all; combine the chunks' results; ...; leave
     helper  while there is a row: row = find_open; work;                                          ...; leave
@@ -22,8 +22,8 @@ combines them in a fixed order.
 Who sees what, and when:
 
     open_pass      release  what the leader stored before is there for everyone who takes a chunk of this pass
-    take_chunk     acquire  so parameters are loaded after a chunk was taken. They change when all chunks are done, so
-                            those of one call of `work` are of one pass, even if the row was found open in an earlier one
+    take_chunk     acquire  so parameters are loaded after a chunk was taken. They change only when all chunks are done,
+                            so one call of `work` serves one pass, even if its row was found open in an earlier pass
     finish_chunks  release  results are there ...
     wait_for_all   acquire  ... for the leader, which loads them past the first cache, with cache_modifier=".cg"
 
@@ -84,7 +84,7 @@ def finish_chunks(counters_ptr, rows, row, count):
 
 @triton.jit
 def wait_for_all(counters_ptr, rows, row, CHUNKS):
-    """Return when the results of all chunks of this pass are stored. The row's leader calls this, after its own work."""
+    """Return when the results of all chunks of this pass are stored. The row's leader calls this after its work."""
     done_ptr = counters_ptr + 1 + rows + row
     done = tl.atomic_add(done_ptr, 0, sem="acquire")
     while done < CHUNKS:

@@ -21,8 +21,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.decision import FACTS, Decided, ranks_of
-from heavypath.kernels.distributions import CHUNK, LANES, NONE, TILE, log_prob, shares, without
+from heavypath.kernels.decision import Decided, ranks_of
+from heavypath.kernels.distributions import (
+    CHUNK,
+    FACTS,
+    LANES,
+    NONE,
+    TILE,
+    log_prob,
+    offset,
+    shares,
+    stored_sides,
+    without,
+)
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
@@ -169,16 +180,10 @@ def _walk_kernel(
     else:
         facts_ptr += (batch * N + last) * FACTS
         marks_ptr += (batch * N + last) * FACTS
-        source = tl.load(marks_ptr + 4)
-        target = (
-            target_ptr + batch * target_batch_stride + last.to(tl.int64) * target_stride,
-            tl.load(facts_ptr), tl.load(facts_ptr + 1), temperature,
-            tl.load(marks_ptr).to(tl.uint32, bitcast=True), tl.load(marks_ptr + 1), log_min_p,
-        )  # fmt: skip
-        draft = (
-            draft_ptr + batch * draft_batch_stride + source.to(tl.int64) * draft_stride,
-            tl.load(facts_ptr + 2), tl.load(facts_ptr + 3), draft_temperature,
-            tl.load(marks_ptr + 2).to(tl.uint32, bitcast=True), tl.load(marks_ptr + 3), draft_log_min_p,
+        target, draft = stored_sides(
+            facts_ptr, marks_ptr, target_ptr + batch * target_batch_stride + last.to(tl.int64) * target_stride,
+            draft_ptr + batch * draft_batch_stride, draft_stride,
+            temperature, log_min_p, draft_temperature, draft_log_min_p,
         )  # fmt: skip
         log_multiple, uniform = tl.load(facts_ptr + 4), tl.load(facts_ptr + 5)
         share, p_offset = tl.load(facts_ptr + 6), tl.load(facts_ptr + 7)
@@ -194,11 +199,11 @@ def _walk_kernel(
             left_out &= tl.load(left_out_ptr + batch * N + index, mask=left_out, other=0) > 0
         else:
             left_out = index < 0
-        restricted = (target[0], target[1], target[2] + p_offset, target[3], target[4], target[5], target[6])
         begin = chunk * CHUNK
         best = _best(
-            restricted, draft, log_multiple, uniform, share, begin, tl.minimum(begin + CHUNK, V), V, token, left_out,
-            noise_row, seed_low, seed_high, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, INTERPRETED,
+            offset(target, p_offset), draft, log_multiple, uniform, share, begin, tl.minimum(begin + CHUNK, V), V,
+            token, left_out, noise_row, seed_low, seed_high,
+            FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, INTERPRETED,
         )  # fmt: skip
         tl.store(best_ptr + batch * CHUNKS + chunk, best)
         if is_last(tickets_ptr + batch, CHUNKS):

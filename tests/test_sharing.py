@@ -1,5 +1,7 @@
 """Shared passes over rows: a small kernel whose rows need several passes, alone, with helpers, and in any order."""
 
+# ruff: noqa: N803
+
 import pytest
 import torch
 import triton
@@ -177,5 +179,5 @@ def test_more_rows_than_a_helper_loads_at_once_are_all_looked_at():
 
 
 def test_helpers_are_few_in_the_interpreter_and_look_a_bounded_time():
-    assert 1 <= helpers(DEVICE)
+    assert helpers(DEVICE) >= 1
     assert 1 <= LOOKS.value <= 2**16
