@@ -19,6 +19,7 @@ The programs of a launch share each pass (see `sharing`). What is summed, and in
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.filtering import HIDDEN_BITS, LOWEST, Filters, cut_of, score, softmax_scale
+from heavypath.kernels.filtering import HIDDEN_BITS, LOWEST, Filters, raised, score, softmax_scale
 from heavypath.kernels.sharing import (
     LOOKS,
     OVER,
@@ -51,8 +52,8 @@ _BRANCHES = tl.constexpr(256)  # of the search for min-p's cut, which looks at n
 class Cuts(NamedTuple):
     """Where filters cut rows of logits off.
 
-    cut: fp32, one number for each row
-    end: int32, one index for each row
+    cut: fp32, a number for each row; NaN for a row that is no distribution, of which nothing is dropped
+    end: int32, an index for each row
     """
 
     cut: Tensor
@@ -92,7 +93,7 @@ def _reaching(x, weight, thresholds_ptr):
     """Each token's weight for each threshold that it reaches, and 0 for the others: [LANES, 8, THRESHOLDS]."""
     above = ()
     for i in tl.static_range(THRESHOLDS):
-        above = above + ((x >= tl.load(thresholds_ptr + i, cache_modifier=".cg")).to(tl.float32) * weight,)
+        above += ((x >= tl.load(thresholds_ptr + i, cache_modifier=".cg")).to(tl.float32) * weight,)
     # Each join adds an axis of size 2, a bit of a threshold's index: the innermost join the highest bit.
     even = tl.join(tl.join(above[0], above[4]), tl.join(above[2], above[6]))
     odd = tl.join(tl.join(above[1], above[5]), tl.join(above[3], above[7]))
@@ -129,7 +130,7 @@ def _work(memory, row, row_ptr, V, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _pass(memory, row, row_ptr, V, thresholds, largest, scale, CHUNKS: tl.constexpr):
-    """Each chunk's sums over the tokens that reach each threshold, [CHUNKS rounded up to a power of two, THRESHOLDS]."""
+    """Each chunk's sums over the tokens that reach each threshold, [CHUNKS or a few more, THRESHOLDS]."""
     counters_ptr, rows, passes_ptr, sums_ptr = memory
     place = tl.arange(0, THRESHOLDS)
     pass_ptr = passes_ptr + row * (2 + THRESHOLDS)
@@ -220,8 +221,9 @@ def _lead(
     totals = tl.load(part_ptr + CHUNKS, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
     largest = tl.max(parts)
     total = tl.sum(totals * tl.exp2((parts - largest) * scale))
-    cut, end = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
-    if total > 0:  # false for a row of -inf alone, and for one with NaN or +inf: nothing is cut off
+    cut, end = tl.full([], float("nan"), tl.float32), V + tl.full([], 0, tl.int32)
+    if total > 0:  # false for a row of -inf alone, and for one with NaN or +inf
+        cut = tl.full([], LOWEST, tl.float32)
         low = _key(tl.full([], LOWEST, tl.float32), HIDDEN)
         if HAS_TOP_K:
             # The chunks' largest logits are some of the row's largest; the cut is somewhere below them.
@@ -315,10 +317,12 @@ def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
     temperature > 0.
     """
     batch, count, vocab_size = logits.shape
-    rows, device = batch * count, logits.device
-    given = cut_of(filters, vocab_size)
-    if not given.filtered:
+    if not filters.drop(vocab_size):
         return None
+    rows, device = batch * count, logits.device
+    top_k = min(int(filters.top_k or vocab_size), vocab_size)
+    top_p = 1.0 if filters.top_p is None else float(filters.top_p)
+    log_min_p = math.log(filters.min_p) if filters.min_p else -math.inf
     chunks = triton.cdiv(vocab_size, CHUNK.value)
     cuts = Cuts(torch.empty(rows, device=device), torch.empty(rows, dtype=torch.int32, device=device))
     if rows == 0:
@@ -331,8 +335,8 @@ def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
             logits_ptr=logits, cut_ptr=cuts.cut, end_ptr=cuts.end, parts_ptr=parts, passes_ptr=passes, sums_ptr=sums,
             tickets_ptr=tickets(rows + counters(rows), device), N=count, V=vocab_size,
             batch_stride=logits.stride(0), row_stride=logits.stride(1),
-            temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, log_min_p=given.log_min_p,
-            HAS_TOP_K=given.has_top_k, HAS_TOP_P=given.has_top_p, HIDDEN=HIDDEN_BITS[logits.dtype], CHUNKS=chunks,
+            temperature=raised(filters.temperature), top_k=top_k, top_p=top_p, log_min_p=log_min_p,
+            HAS_TOP_K=top_k < vocab_size, HAS_TOP_P=top_p < 1, HIDDEN=HIDDEN_BITS[logits.dtype], CHUNKS=chunks,
             HELPERS=helping, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=128,
         )  # fmt: skip
     return cuts

@@ -96,7 +96,7 @@ def _accepting(g, covered, children):
 @triton.jit
 def try_k_seq(
     job, target, draft, V, token, order, coin, log_p, log_q, choice,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
     """`k_seq` at one node, in a kernel: the accepted child (`choice` where there is none), log2 g, and A(g) / C(g).
@@ -118,7 +118,7 @@ def try_k_seq(
         middle = tl.where(step == 0, low, tl.where(step == 1, high, middle))  # the first two steps are at both ends
         cover = shared_sum(
             job, target, draft, tl.log2(middle.to(tl.float32)), 1.0, 0.0, V, token, order < 0,
-            True, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, PIECES,
+            True, FILTERED, DRAFT_FILTERED, PIECES,
         )  # fmt: skip
         gap = cover.to(tl.float64) - _accepting(middle, cover, children)
         enough = gap >= 0

@@ -128,7 +128,7 @@ def _log_sum(logs, where, also):
 def try_chain(
     job, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q,
     choice, REPLACEMENT: tl.constexpr, POINT_MASSES: tl.constexpr,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
     """`residual_chain` at one node, in a kernel.
@@ -191,6 +191,6 @@ def try_chain(
                 if next_order < NONE:
                     over = shared_sum(
                         job, target, draft, log_multiple, uniform, left, V, token, restricted > 0,
-                        False, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, PIECES,
+                        False, FILTERED, DRAFT_FILTERED, PIECES,
                     )  # fmt: skip
     return choice, log_multiple, left, uniform, restricted
