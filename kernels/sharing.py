@@ -96,6 +96,7 @@ def wait_for_all(counters_ptr, rows, row, CHUNKS):
 @triton.jit
 def find_open(counters_ptr, rows, start):
     """A row with chunks to take: the first one from row `start` on, in a circle. NOTHING if there is none; or OVER."""
+    tl.debug_barrier()
     nearest = tl.full([], 2**31 - 1, tl.int32)
     for base in range(0, rows + 1, LOOK):
         place = base + tl.arange(0, LOOK)
@@ -104,6 +105,7 @@ def find_open(counters_ptr, rows, start):
         distance = tl.where(count > 0, distance, 2**31 - 1)
         distance = tl.where(place == 0, tl.where(count >= rows, -1, 2**31 - 1), distance)
         nearest = tl.minimum(nearest, tl.min(distance))
+    tl.debug_barrier()
     row = (start + nearest) % rows
     return tl.where(nearest < 0, OVER, tl.where(nearest < 2**31 - 1, row, NOTHING))
 
@@ -113,6 +115,7 @@ def leave(counters_ptr, rows, HELPERS):
     """The last thing that each of the leaders, one for each row, and of the helpers does with the counters."""
     tl.debug_barrier()
     if tl.atomic_add(counters_ptr, 1, sem="acq_rel") == rows + HELPERS - 1:
+        tl.debug_barrier()
         for base in range(0, rows + 1, LOOK):
             place = base + tl.arange(0, LOOK)
             tl.store(counters_ptr + place, tl.zeros_like(place), mask=place <= rows)

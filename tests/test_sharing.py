@@ -173,8 +173,8 @@ def test_more_rows_than_a_helper_loads_at_once_are_all_looked_at():
         assert [given.step("find", start) for start in (0, row, 2499)] == [row] * 3
         given.step("work", row)
         given.step("wait", row)
-    for _ in range(2501):
-        given.step("leave", 0)
+    given.counters[0] = 2500  # all but one have left
+    given.step("leave", 0)
     assert not given.counters.any()
 
 
