@@ -329,7 +329,8 @@ def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
         return cuts
     sizes = [rows * 2 * chunks, rows * (2 + THRESHOLDS.value), rows * chunks * THRESHOLDS.value]
     parts, passes, sums = torch.empty(sum(sizes), device=device).split(sizes)
-    helping = min(4 * helpers(device), rows * chunks)
+    searched = top_k < vocab_size or top_p < 1  # min-p's cut takes no pass
+    helping = min(4 * helpers(device), rows * chunks) if searched else 0
     with torch.cuda.device_of(logits):
         _cuts_kernel[(rows * chunks + helping,)](
             logits_ptr=logits, cut_ptr=cuts.cut, end_ptr=cuts.end, parts_ptr=parts, passes_ptr=passes, sums_ptr=sums,
