@@ -1,13 +1,14 @@
 """Decide on a GPU, for every node of a tree at once, which of its children is accepted if the walk reaches the node.
 
 `residual` and `k_seq` have the formulas and the references of what is decided at one node. Several programs share a
-node's rows of logits in the one pass that normalises them, and the last of them to finish tries the children. It stores
-the accepted child and, for the case that there is none, what the recovered token is drawn by: a few numbers that stand
-for
+node's rows of logits in the one pass that normalises them, and the last of them to finish tries the children. It leads
+the passes that this takes, which programs at the end of the grid share with it (see `sharing`). It stores the accepted
+child and, for the case that there is none, what the recovered token is drawn by: a few numbers that stand for
 
     P(v) - share * min(P(v), l Q(v))
 
-where P and Q may be restricted to the tokens that no rejected child carries.
+where P and Q may be restricted to the tokens that no rejected child carries. A pass sums the part of P that these
+numbers stand for, so whoever shares it reads them where the draw of the token finds them later (see `distributions`).
 """
 
 # A type checker does not understand Triton kernels.
@@ -21,25 +22,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.distributions import CHUNK, LANES, NONE, log_prob, normalized, softmax_part
-from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of
+from heavypath.kernels.distributions import (
+    CHUNK,
+    FACTS,
+    LANES,
+    NONE,
+    PIECE,
+    log_prob,
+    normalized,
+    offset,
+    softmax_part,
+    store_sides,
+    stored_sides,
+    sum_pieces,
+)
+from heavypath.kernels.filter_cuts import filter_cuts
+from heavypath.kernels.filtering import Filters, raised
 from heavypath.kernels.k_seq import try_k_seq
 from heavypath.kernels.nodes import Nodes
 from heavypath.kernels.noise import Noise, Stream, philox_words, seed_arguments, seed_words
 from heavypath.kernels.residual import try_chain
+from heavypath.kernels.sharing import LOOKS, OVER, counters, find_open, helpers, leave, take_chunk
 from heavypath.kernels.tickets import is_last, tickets
 
-# What is stored about a node, by index:
-#
-#     facts, fp32    0  the target's largest logit      2  the draft's      4  log2 l    6  share, 1 unless K-SEQ
-#                    1  the target's log_total          3  the draft's      5  uniform   7  p_offset
-#     marks, int32   0  the target's cut_key, its bits  2  the draft's      4  the node whose draft row is Q
-#                    1  the target's cut_end            3  the draft's      5, 6, 7  unused
-#
-# For K-SEQ l is its g. Otherwise l is 0, and the token is drawn by P, where no child was rejected, or none since the
-# chain restarted (see `residual`). After a restart, uniform is log2 Q of each token left, and p_offset is log2 of the
-# sum of P over these tokens. Without a restart uniform is 1, which no such logarithm can be, and p_offset is 0.
-FACTS = tl.constexpr(8)
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 
 
@@ -67,11 +72,7 @@ def _equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
     return equal & (parent == node)
 
 
-_NUMBERS = ["seed_ptr", "seed_low", "seed_high", "temperature", "top_k", "top_p", "log_min_p"]
-_NUMBERS += ["draft_temperature", "draft_top_k", "draft_top_p", "draft_log_min_p"]
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=["seed_ptr", "seed_low", "seed_high", "temperature", "draft_temperature"])
 def _decide_kernel(
     tokens_ptr,  # [B, N]
     parents_ptr,  # [B, N], rows parents_stride apart
@@ -79,12 +80,17 @@ def _decide_kernel(
     rows_ptr,  # [B, N] if HAS_ROWS
     target_ptr,  # [B, N, V]
     draft_ptr,  # [B, N, V]
+    cut_ptr,  # [B, N] if FILTERED, as end_ptr: where the target's rows are cut off, see `filter_cuts`
+    end_ptr,
+    draft_cut_ptr,  # the same of the draft's rows, if DRAFT_FILTERED
+    draft_end_ptr,
     choice_ptr,  # int32 [B, N]: the accepted child, -1 for none, -2 if a row has no distribution
     left_out_ptr,  # int32 [B, N]: 1 for a rejected child whose token is no longer part of P
     facts_ptr,  # fp32 [B, N, FACTS]
     marks_ptr,  # int32 [B, N, FACTS]
     parts_ptr,  # fp32 [B, N, 4, CHUNKS]: the target's largest logit and sum of exponentials, then the draft's
-    tickets_ptr,  # [B, N]
+    sums_ptr,  # fp32 [B, N, PIECES]
+    tickets_ptr,  # [B, N], and behind them the counters of `sharing`
     N,
     V,
     parents_stride,
@@ -97,13 +103,7 @@ def _decide_kernel(
     seed_low,
     seed_high,
     temperature,
-    top_k,
-    top_p,
-    log_min_p,
     draft_temperature,
-    draft_top_k,
-    draft_top_p,
-    draft_log_min_p,
     REPLACEMENT: tl.constexpr,
     K_SEQ: tl.constexpr,
     POINT_MASSES: tl.constexpr,
@@ -111,25 +111,55 @@ def _decide_kernel(
     HAS_RANKS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     FILTERED: tl.constexpr,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
     DRAFT_FILTERED: tl.constexpr,
-    DRAFT_HAS_TOP_K: tl.constexpr,
-    DRAFT_HAS_TOP_P: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    DRAFT_HIDDEN: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PIECES: tl.constexpr,
+    HELPERS: tl.constexpr,  # programs that take part in others' passes only; 0 if there are no passes
     BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
 ):
+    rows = (tl.num_programs(0) - HELPERS) // CHUNKS
+    counters_ptr = tickets_ptr + rows
+    leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
+    index = tl.arange(0, BLOCK)
+    if tl.program_id(0) >= rows * CHUNKS:
+        look = tl.full([], 0, tl.int32)
+        while look < LOOKS:
+            place = find_open(counters_ptr, rows, (tl.program_id(0) - rows * CHUNKS) % rows)
+            look = tl.where(place == OVER, LOOKS, look + 1)
+            if place >= 0:
+                piece = take_chunk(counters_ptr, place)
+                if piece >= 0:
+                    batch, node = (place // N).to(tl.int64), place % N
+                    target, draft = stored_sides(
+                        facts_ptr + place * FACTS, marks_ptr + place * FACTS,
+                        target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride,
+                        draft_ptr + batch * draft_batch_stride, draft_stride,
+                        temperature, draft_temperature,
+                    )  # fmt: skip
+                    log_multiple = tl.load(facts_ptr + place * FACTS + 4, cache_modifier=".cg")
+                    p_offset = tl.load(facts_ptr + place * FACTS + 7, cache_modifier=".cg")
+                    uniform, token, left_out = 1.0, index, index < 0
+                    if leaves_out:
+                        uniform = tl.load(facts_ptr + place * FACTS + 5, cache_modifier=".cg")
+                        parent = tl.load(parents_ptr + batch * parents_stride + index, mask=index < N, other=-1)
+                        token = tl.load(tokens_ptr + batch * N + index, mask=index < N, other=-1).to(tl.int32)
+                        child = (parent == node) & (parent < index) & (token >= 0) & (token < V) & (uniform <= 0)
+                        out_ptr = left_out_ptr + batch * N + index
+                        left_out = tl.load(out_ptr, mask=child, other=0, cache_modifier=".cg") > 0
+                    sum_pieces(
+                        (counters_ptr, rows, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES), piece,
+                        offset(target, p_offset), draft, log_multiple, uniform, V, token, left_out,
+                        K_SEQ, FILTERED, DRAFT_FILTERED,
+                    )  # fmt: skip
+        leave(counters_ptr, rows, HELPERS)
+        return
+
     chunk = tl.program_id(0) % CHUNKS
     batch = tl.program_id(0) // CHUNKS // N
     node = tl.program_id(0) // CHUNKS % N
     place = batch.to(tl.int64) * N + node
     tokens_ptr += batch.to(tl.int64) * N
     parents_ptr += batch.to(tl.int64) * parents_stride
-    leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
-
-    index = tl.arange(0, BLOCK)
     parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
     token = tl.load(tokens_ptr + index, mask=index < N, other=-1).to(tl.int32)
     child = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
@@ -143,20 +173,26 @@ def _decide_kernel(
     first = tl.argmax(child.to(tl.int32), 0)
     source = tl.max(tl.where(index == first, parent, 0))  # whose draft row the children were drawn from
 
-    none = tl.full([], 0, tl.uint32)
     target_row = target_ptr + batch.to(tl.int64) * target_batch_stride + node.to(tl.int64) * target_stride
     draft_row = draft_ptr + batch.to(tl.int64) * draft_batch_stride + source.to(tl.int64) * draft_stride
-    target = (target_row, 0.0, 0.0, temperature, none, V, log_min_p)
-    draft = (draft_row, 0.0, 0.0, draft_temperature, none, V, draft_log_min_p)
+    cut, draft_cut = tl.full([], float("-inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
+    end_of_ties, draft_end_of_ties = V + tl.full([], 0, tl.int32), V + tl.full([], 0, tl.int32)
+    if FILTERED:
+        cut, end_of_ties = tl.load(cut_ptr + place), tl.load(end_ptr + place)
+    if DRAFT_FILTERED:
+        draft_place = batch.to(tl.int64) * N + source
+        draft_cut, draft_end_of_ties = tl.load(draft_cut_ptr + draft_place), tl.load(draft_end_ptr + draft_place)
+    target = (target_row, 0.0, 0.0, temperature, cut, end_of_ties)
+    draft = (draft_row, 0.0, 0.0, draft_temperature, draft_cut, draft_end_of_ties)
     begin = chunk * CHUNK
     end = tl.minimum(begin + CHUNK, V)
     left_out = child if leaves_out else child & (index < 0)
     part_ptr = parts_ptr + place * 4 * CHUNKS + chunk
-    largest, total = softmax_part(target, begin, end, V, token, left_out, False, HIDDEN)
+    largest, total = softmax_part(target, begin, end, V, token, left_out, FILTERED)
     tl.store(part_ptr, largest)
     tl.store(part_ptr + CHUNKS, total)
     if has_children and not POINT_MASSES:
-        largest, total = softmax_part(draft, begin, end, V, token, left_out, False, DRAFT_HIDDEN)
+        largest, total = softmax_part(draft, begin, end, V, token, left_out, DRAFT_FILTERED)
         tl.store(part_ptr + 2 * CHUNKS, largest)
         tl.store(part_ptr + 3 * CHUNKS, total)
     if is_last(tickets_ptr + place, CHUNKS):
@@ -177,9 +213,8 @@ def _decide_kernel(
         order = tl.where(child, rank * N + index, NONE)
 
         target, target_outside, usable = normalized(
-            target, part_ptr - chunk, V, token, left_out, top_k, top_p,
-            leaves_out, FILTERED, HAS_TOP_K, HAS_TOP_P, HIDDEN, CHUNKS,
-        )  # fmt: skip
+            target, part_ptr - chunk, V, token, left_out, leaves_out, FILTERED, CHUNKS
+        )
         choice = tl.where(usable, -1, -2)
         log_multiple = tl.full([], float("-inf"), tl.float32)
         share = tl.full([], 1.0, tl.float32)
@@ -191,45 +226,40 @@ def _decide_kernel(
                 draft_outside = tl.full([], float("-inf"), tl.float32)
             else:
                 draft, draft_outside, draft_usable = normalized(
-                    draft, part_ptr - chunk + 2 * CHUNKS, V, token, left_out, draft_top_k, draft_top_p,
-                    leaves_out, DRAFT_FILTERED, DRAFT_HAS_TOP_K, DRAFT_HAS_TOP_P, DRAFT_HIDDEN, CHUNKS,
-                )  # fmt: skip
+                    draft, part_ptr - chunk + 2 * CHUNKS, V, token, left_out, leaves_out, DRAFT_FILTERED, CHUNKS
+                )
                 choice = tl.where(draft_usable, choice, -2)
             x = tl.load(target_row + token, mask=child, other=float("-inf")).to(tl.float32)
-            log_p = log_prob(target, x, token, FILTERED, HIDDEN)
+            log_p = log_prob(target, x, token, FILTERED)
+            store_sides(facts_ptr + place * FACTS, marks_ptr + place * FACTS, target, draft, source)
+            job = (counters_ptr, rows, place, facts_ptr + place * FACTS, sums_ptr + place * PIECES)
             log_q = tl.full([BLOCK], float("-inf"), tl.float32)
             if not POINT_MASSES:
                 y = tl.load(draft_row + token, mask=child, other=float("-inf")).to(tl.float32)
-                log_q = log_prob(draft, y, token, DRAFT_FILTERED, DRAFT_HIDDEN)
+                log_q = log_prob(draft, y, token, DRAFT_FILTERED)
             if K_SEQ:
                 choice, log_multiple, share = try_k_seq(
-                    target, draft, V, token, order, coin, log_p, log_q, choice,
-                    FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+                    job, target, draft, V, token, order, coin, log_p, log_q, choice,
+                    FILTERED, DRAFT_FILTERED, PIECES,
                 )  # fmt: skip
             else:
                 choice, log_multiple, p_offset, uniform, restricted = try_chain(
-                    target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q, choice,
-                    REPLACEMENT, POINT_MASSES, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+                    job, left_out_ptr + batch.to(tl.int64) * N, target, draft, target_outside, draft_outside, V, N,
+                    token, index, order, coin, log_p, log_q, choice,
+                    REPLACEMENT, POINT_MASSES, FILTERED, DRAFT_FILTERED, PIECES,
                 )  # fmt: skip
 
         tl.store(choice_ptr + place, choice)
         if leaves_out:
             tl.store(left_out_ptr + batch.to(tl.int64) * N + index, restricted, mask=child)
         facts_ptr += place * FACTS
-        tl.store(facts_ptr, target[1])
-        tl.store(facts_ptr + 1, target[2])
-        tl.store(facts_ptr + 2, draft[1])
-        tl.store(facts_ptr + 3, draft[2])
+        store_sides(facts_ptr, marks_ptr + place * FACTS, target, draft, source)
         tl.store(facts_ptr + 4, log_multiple)
         tl.store(facts_ptr + 5, uniform)
         tl.store(facts_ptr + 6, share)
         tl.store(facts_ptr + 7, p_offset)
-        marks_ptr += place * FACTS
-        tl.store(marks_ptr, target[4].to(tl.int32, bitcast=True))
-        tl.store(marks_ptr + 1, target[5])
-        tl.store(marks_ptr + 2, draft[4].to(tl.int32, bitcast=True))
-        tl.store(marks_ptr + 3, draft[5])
-        tl.store(marks_ptr + 4, source)
+        if HELPERS > 0:
+            leave(counters_ptr, rows, HELPERS)
 
 
 class Decided(NamedTuple):
@@ -266,31 +296,34 @@ def decide(
     tokens, parents, ranks = nodes
     batch, count = tokens.shape
     device, vocab_size = tokens.device, target.shape[-1]
-    cut, draft_cut = cut_of(target_filters, vocab_size), cut_of(draft_filters, vocab_size)
-    chunks = triton.cdiv(vocab_size, CHUNK.value)
+    chunks, pieces = triton.cdiv(vocab_size, CHUNK.value), triton.cdiv(vocab_size, PIECE.value)
+    passes = draft is not None and draft_filters.temperature > 0
+    helping = helpers(device) if passes else 0
     ints = torch.empty(batch * count * (2 + FACTS.value), dtype=torch.int32, device=device)
-    numbers = torch.empty(batch * count * (FACTS.value + 4 * chunks), device=device)
+    numbers = torch.empty(batch * count * (FACTS.value + 4 * chunks + pieces), device=device)
     choice, left_out, marks = ints.split([batch * count, batch * count, batch * count * FACTS.value])
-    facts, parts = numbers.split([batch * count * FACTS.value, batch * count * 4 * chunks])
+    facts, parts, sums = numbers.split([batch * count * size for size in (FACTS.value, 4 * chunks, pieces)])
     source = target if draft is None else draft
+    cuts, draft_cuts = filter_cuts(target, target_filters), filter_cuts(source, draft_filters) if passes else None
     with torch.cuda.device_of(tokens):
-        _decide_kernel[(batch * count * chunks,)](
+        _decide_kernel[(batch * count * chunks + helping,)](
             tokens_ptr=tokens, parents_ptr=parents, ranks_ptr=ranks, rows_ptr=noise.rows,
-            target_ptr=target, draft_ptr=source, choice_ptr=choice, left_out_ptr=left_out,
-            facts_ptr=facts, marks_ptr=marks, parts_ptr=parts, tickets_ptr=tickets(batch * count, device),
+            target_ptr=target, draft_ptr=source,
+            cut_ptr=None if cuts is None else cuts.cut, end_ptr=None if cuts is None else cuts.end,
+            draft_cut_ptr=None if draft_cuts is None else draft_cuts.cut,
+            draft_end_ptr=None if draft_cuts is None else draft_cuts.end, choice_ptr=choice, left_out_ptr=left_out,
+            facts_ptr=facts, marks_ptr=marks, parts_ptr=parts, sums_ptr=sums,
+            tickets_ptr=tickets(batch * count + counters(batch * count), device),
             N=count, V=vocab_size,
             parents_stride=parents.stride(0), ranks_stride=0 if ranks is None else ranks.stride(0),
             target_batch_stride=target.stride(0), target_stride=target.stride(1),
             draft_batch_stride=source.stride(0), draft_stride=source.stride(1), **seed_arguments(noise.seed),
-            temperature=cut.temperature, top_k=cut.top_k, top_p=cut.top_p, log_min_p=cut.log_min_p,
-            draft_temperature=draft_cut.temperature, draft_top_k=draft_cut.top_k, draft_top_p=draft_cut.top_p,
-            draft_log_min_p=draft_cut.log_min_p,
+            temperature=raised(target_filters.temperature), draft_temperature=raised(draft_filters.temperature),
             REPLACEMENT=method != "without_replacement", K_SEQ=method == "kseq",
             POINT_MASSES=draft_filters.temperature == 0, HAS_DRAFT=draft is not None, HAS_RANKS=ranks is not None,
-            HAS_ROWS=noise.rows is not None, FILTERED=cut.filtered, HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p,
-            DRAFT_FILTERED=draft_cut.filtered, DRAFT_HAS_TOP_K=draft_cut.has_top_k,
-            DRAFT_HAS_TOP_P=draft_cut.has_top_p, HIDDEN=HIDDEN_BITS[target.dtype],
-            DRAFT_HIDDEN=HIDDEN_BITS[source.dtype], CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(count)),
+            HAS_ROWS=noise.rows is not None, FILTERED=cuts is not None, DRAFT_FILTERED=draft_cuts is not None,
+            CHUNKS=chunks, PIECES=pieces, HELPERS=helping,
+            BLOCK=max(16, triton.next_power_of_2(count)),
             num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,  # without maxnreg ptxas spills
         )  # fmt: skip
     leaves_out = method == "without_replacement" or (method == "with_replacement" and draft_filters.temperature == 0)

@@ -22,15 +22,9 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from heavypath.kernels.filtering import (
-    LEAST_TEMPERATURE,
-    LOWEST,
-    Filters,
-    filter_cut,
-    filtered_scores,
-    is_kept,
-    softmax_scale,
-)
+from heavypath.kernels.filter_cuts import filtered
+from heavypath.kernels.filtering import LOWEST, Filters, filtered_scores, raised, softmax_scale
+from heavypath.kernels.sharing import finish_chunks, open_pass, take_chunk, wait_for_all
 
 
 def log_probs(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.ndarray:
@@ -38,7 +32,7 @@ def log_probs(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.n
     if filters.top_k or filters.top_p or filters.min_p:
         logs = filtered_scores(logits, largest, filters) * np.float32(math.log2(math.e))
     else:
-        logs = (logits - largest) * np.float32(math.log2(math.e) / max(filters.temperature, LEAST_TEMPERATURE))
+        logs = (logits - largest) * np.float32(math.log2(math.e) / raised(filters.temperature))
     logs -= np.log2(np.exp2(logs).sum(-1, keepdims=True))
     return logs
 
@@ -46,21 +40,23 @@ def log_probs(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.n
 LANES = tl.constexpr(256)  # threads of a program; each holds eight neighbouring tokens of a tile
 TILE = tl.constexpr(8 * 256)
 CHUNK = tl.constexpr(4 * 8 * 256)
+PIECE = tl.constexpr(2 * 8 * 256)  # tokens of a chunk of a shared pass
+FACTS = tl.constexpr(8)  # numbers that are stored about a node, and as many integers
 NONE = tl.constexpr(2**31 - 1)  # above every child's place in draw order: there is no child
 
 
 # A row and what turns its logits into a filtered distribution, as kernels hand it around:
-#     side = (row_ptr, largest, log_total, temperature, cut_key, cut_end, log_min_p)
-# largest is the largest logit; log_total, and every logarithm here, is to base 2.
+#     side = (row_ptr, largest, log_total, temperature, cut, end)
+# largest is the largest logit; log_total, and every logarithm here, is to base 2. For cut and end see `filter_cuts`.
 
 
 @triton.jit
-def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.constexpr, HIDDEN: tl.constexpr):
+def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.constexpr):
     """The largest logit of tokens begin .. end - 1, and the sum of their exponentials relative to it.
 
-    Tokens of left_out children do not count.
+    Tokens that the filters drop do not count, nor do those of left_out children.
     """
-    row_ptr, whole_largest, _, temperature, cut_key, cut_end, log_min_p = side
+    row_ptr, _, _, temperature, cut, end_of_ties = side
     scale = softmax_scale(temperature)
     largest = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
@@ -68,8 +64,7 @@ def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.conste
         token = start + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
         x = tl.load(row_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)
         if FILTERED:
-            kept = is_kept(x, token, whole_largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
-            x = tl.where(kept, x, float("-inf"))
+            x = filtered(x, token, cut, end_of_ties)
         x = without(x, token, start, start + TILE, child_token, left_out, V)
         higher = tl.maximum(largest, tl.max(x, 1))
         total = total * tl.exp2((largest - higher) * scale) + tl.sum(tl.exp2((x - higher[:, None]) * scale), 1)
@@ -80,12 +75,10 @@ def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.conste
 
 @triton.jit
 def normalized(
-    side, part_ptr, V, token, left_out, top_k, top_p, LEAVES_OUT: tl.constexpr,
-    FILTERED: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HIDDEN: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):  # fmt: skip
+    side, part_ptr, V, token, left_out, LEAVES_OUT: tl.constexpr, FILTERED: tl.constexpr, CHUNKS: tl.constexpr
+):
     """The side with its numbers filled in, log2 of its mass outside left_out children, and if it is a distribution."""
-    row_ptr, _, _, temperature, cut_key, cut_end, log_min_p = side
+    row_ptr, _, _, temperature, cut, end = side
     scale = softmax_scale(temperature)
     chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
     parts = tl.load(part_ptr + chunk, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
@@ -95,6 +88,8 @@ def normalized(
     largest, total = outside_largest, outside
     if LEAVES_OUT:
         x = tl.load(row_ptr + token, mask=left_out, other=float("-inf")).to(tl.float32)
+        if FILTERED:
+            x = filtered(x, token, cut, end)
         largest = tl.maximum(largest, tl.max(x))
         total = outside * tl.exp2((outside_largest - largest) * scale)
         out = tl.min(tl.where(left_out, token, V))
@@ -102,27 +97,18 @@ def normalized(
             total += tl.exp2((tl.max(tl.where(left_out & (token == out), x, float("-inf"))) - largest) * scale)
             out = tl.min(tl.where(left_out & (token > out), token, V))
     usable = total > 0
-    if FILTERED:
-        cut_key, cut_end, total = filter_cut(
-            row_ptr, V, largest, temperature, top_k, top_p, log_min_p, HAS_TOP_K, HAS_TOP_P, HIDDEN
-        )
-        if LEAVES_OUT:
-            whole = (row_ptr, largest, 0.0, temperature, cut_key, cut_end, log_min_p)
-            outside_largest, outside = softmax_part(whole, 0, V, V, token, left_out, True, HIDDEN)
     log_total = tl.log2(tl.where(usable, total, 1.0))
     log_outside = (outside_largest - largest) * scale + tl.log2(outside) - log_total
-    return (row_ptr, largest, log_total, temperature, cut_key, cut_end, log_min_p), log_outside, usable
+    return (row_ptr, largest, log_total, temperature, cut, end), log_outside, usable
 
 
 @triton.jit
-def log_prob(side, x, token, FILTERED: tl.constexpr, HIDDEN: tl.constexpr):
+def log_prob(side, x, token, FILTERED: tl.constexpr):
     """log2 of the probability of tokens with logits x."""
-    _, largest, log_total, temperature, cut_key, cut_end, log_min_p = side
-    logs = (x - largest) * softmax_scale(temperature) - log_total
+    _, largest, log_total, temperature, cut, end = side
     if FILTERED:
-        kept = is_kept(x, token, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
-        logs = tl.where(kept, logs, float("-inf"))
-    return logs
+        x = filtered(x, token, cut, end)
+    return (x - largest) * softmax_scale(temperature) - log_total
 
 
 @triton.jit
@@ -139,17 +125,17 @@ def without(values, token, start, end, child_token, left_out, V):
 @triton.jit
 def shares(
     target, draft, log_multiple, uniform, token, start, end, V, child_token, left_out,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
 ):  # fmt: skip
     """P and min(P, l Q) of tokens start <= token < end.
 
     log_multiple is log2 l. uniform is log2 Q of each token left after a restart, and 1 where Q is the draft's.
     """
     x = tl.load(target[0] + token, mask=token < end, other=float("-inf")).to(tl.float32)
-    log_p = log_prob(target, x, token, FILTERED, HIDDEN)
+    log_p = log_prob(target, x, token, FILTERED)
     if uniform > 0:
         y = tl.load(draft[0] + token, mask=token < end, other=float("-inf")).to(tl.float32)
-        log_q = log_prob(draft, y, token, DRAFT_FILTERED, DRAFT_HIDDEN)
+        log_q = log_prob(draft, y, token, DRAFT_FILTERED)
     else:
         log_q = tl.zeros_like(log_p) + uniform
         log_p = without(log_p, token, start, end, child_token, left_out, V)
@@ -157,18 +143,98 @@ def shares(
     return p, tl.minimum(p, tl.exp2(log_q + log_multiple))
 
 
+# What is stored about a node, by index:
+#
+#     facts, fp32    0  the target's largest logit      2  the draft's      4  log2 l    6  share, 1 unless K-SEQ
+#                    1  the target's log_total          3  the draft's      5  uniform   7  p_offset
+#     marks, int32   0  the bits of the target's cut    2  the draft's      4  the node whose draft row is Q
+#                    1  the target's end                3  the draft's      5, 6, 7  unused
+#
+# For K-SEQ l is its g. Otherwise l is 0, and a token is drawn by P, where no child was rejected, or none since the
+# chain restarted (see `residual`). After a restart, uniform is log2 Q of each token left, and p_offset is log2 of the
+# sum of P over these tokens. Without a restart uniform is 1, which no such logarithm can be, and p_offset is 0.
+
+
 @triton.jit
-def sums_of_shares(
-    target, draft, log_multiple, uniform, V, child_token, left_out,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
+def store_sides(facts_ptr, marks_ptr, target, draft, source):
+    """Store what does not change any more once both rows are normalised. source: the node whose draft row is Q."""
+    tl.store(facts_ptr, target[1])
+    tl.store(facts_ptr + 1, target[2])
+    tl.store(facts_ptr + 2, draft[1])
+    tl.store(facts_ptr + 3, draft[2])
+    tl.store(marks_ptr, target[4].to(tl.int32, bitcast=True))
+    tl.store(marks_ptr + 1, target[5])
+    tl.store(marks_ptr + 2, draft[4].to(tl.int32, bitcast=True))
+    tl.store(marks_ptr + 3, draft[5])
+    tl.store(marks_ptr + 4, source)
+
+
+@triton.jit
+def stored_sides(facts_ptr, marks_ptr, target_row, draft_ptr, draft_stride, temperature, draft_temperature):
+    """Both sides of a node as they were stored. draft_ptr: row 0 of the node's tree."""
+    target = (
+        target_row, tl.load(facts_ptr, cache_modifier=".cg"), tl.load(facts_ptr + 1, cache_modifier=".cg"), temperature,
+        tl.load(marks_ptr, cache_modifier=".cg").to(tl.float32, bitcast=True),
+        tl.load(marks_ptr + 1, cache_modifier=".cg"),
+    )  # fmt: skip
+    source = tl.load(marks_ptr + 4, cache_modifier=".cg").to(tl.int64)
+    draft = (
+        draft_ptr + source * draft_stride, tl.load(facts_ptr + 2, cache_modifier=".cg"),
+        tl.load(facts_ptr + 3, cache_modifier=".cg"), draft_temperature,
+        tl.load(marks_ptr + 2, cache_modifier=".cg").to(tl.float32, bitcast=True),
+        tl.load(marks_ptr + 3, cache_modifier=".cg"),
+    )  # fmt: skip
+    return target, draft
+
+
+@triton.jit
+def offset(side, p_offset):
+    """The side with its distribution divided by 2^p_offset."""
+    return (side[0], side[1], side[2] + p_offset, side[3], side[4], side[5])
+
+
+# One node's pass over both rows, which free programs share (see `sharing`):
+#     job = (counters_ptr, rows, row, facts_ptr, sums_ptr)
+# rows are all nodes of the launch, row is this one; facts_ptr and sums_ptr, fp32 [PIECES], are this node's.
+
+
+@triton.jit
+def sum_pieces(
+    job, piece, target, draft, log_multiple, uniform, V, child_token, left_out, COVERED: tl.constexpr,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """F(l) and C(l)."""
-    over, covered = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
-    for start in range(0, V, TILE):
+    """Store C(l) if COVERED, else F(l), of this piece of the rows, and of each that nobody has taken yet."""
+    counters_ptr, rows, row, _, sums_ptr = job
+    count = tl.full([], 0, tl.int32)
+    while piece >= 0:
+        start = piece * PIECE
         p, cover = shares(
-            target, draft, log_multiple, uniform, start + tl.arange(0, TILE), start, tl.minimum(start + TILE, V), V,
-            child_token, left_out, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+            target, draft, log_multiple, uniform, start + tl.arange(0, PIECE), start, tl.minimum(start + PIECE, V), V,
+            child_token, left_out, FILTERED, DRAFT_FILTERED,
         )  # fmt: skip
-        over += p - cover
-        covered += cover
-    return tl.sum(over), tl.sum(covered)
+        tl.store(sums_ptr + piece, tl.sum(cover if COVERED else p - cover))
+        count += 1
+        piece = take_chunk(counters_ptr, row)
+    finish_chunks(counters_ptr, rows, row, count)
+
+
+@triton.jit
+def shared_sum(
+    job, target, draft, log_multiple, uniform, p_offset, V, child_token, left_out,
+    COVERED: tl.constexpr, FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """C(l) if COVERED, else F(l), of a node whose sides and left_out children are stored."""
+    counters_ptr, rows, row, facts_ptr, sums_ptr = job
+    tl.store(facts_ptr + 4, log_multiple)
+    tl.store(facts_ptr + 5, uniform)
+    tl.store(facts_ptr + 7, p_offset)
+    open_pass(counters_ptr, row, PIECES)
+    piece = take_chunk(counters_ptr, row)
+    if piece >= 0:
+        sum_pieces(
+            job, piece, offset(target, p_offset), draft, log_multiple, uniform, V, child_token, left_out, COVERED,
+            FILTERED, DRAFT_FILTERED,
+        )  # fmt: skip
+    wait_for_all(counters_ptr, rows, row, PIECES)
+    pieces = tl.arange(0, triton.next_power_of_2(PIECES))
+    return tl.sum(tl.load(sums_ptr + pieces, mask=pieces < PIECES, other=0.0, cache_modifier=".cg"))

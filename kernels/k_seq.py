@@ -15,7 +15,7 @@ The target's law is kept for every g with C(g) >= A(g), so the search for the le
 search is regula falsi with the Illinois rule. A child that the draft could not have drawn is skipped, as if absent.
 
 On a GPU the last of a node's programs tries its children (see `decision`); each step of the search is a pass over both
-rows.
+rows, which is shared by programs that are free (see `sharing`). It ends once fp32 cannot tell the bounds of g apart.
 """
 
 # A type checker does not understand Triton kernels.
@@ -26,7 +26,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from heavypath.kernels.distributions import NONE, sums_of_shares
+from heavypath.kernels.distributions import NONE, shared_sum
 
 SEARCH_STEPS = tl.constexpr(12)  # of the search for g
 
@@ -95,25 +95,32 @@ def _accepting(g, covered, children):
 
 @triton.jit
 def try_k_seq(
-    target, draft, V, token, order, coin, log_p, log_q, choice,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
+    job, target, draft, V, token, order, coin, log_p, log_q, choice,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
-    """`k_seq` at one node, in a kernel: the accepted child (`choice` where there is none), log2 g, and A(g) / C(g)."""
+    """`k_seq` at one node, in a kernel: the accepted child (`choice` where there is none), log2 g, and A(g) / C(g).
+
+    job is as in `distributions`.
+    """
     here = (order < NONE) & (log_q > float("-inf"))
     children = tl.sum(here.to(tl.int32)).to(tl.float64)
     low = tl.full([], 1.0, tl.float64)
     high = tl.maximum(children, 1.0)
     low_gap, high_gap = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+    covered = tl.full([], 1.0, tl.float32)  # C(high); of a single child only A / C = 1 counts
     before = tl.full([], -1, tl.int32)
-    for step in range(SEARCH_STEPS + 2):  # the first two steps are at both ends
-        width = (high - low) / tl.where(high > low, high_gap - low_gap, 1.0)
-        middle = tl.minimum(tl.maximum(high - high_gap * width, low), high)
-        middle = tl.where(step == 0, low, tl.where(step == 1, high, middle))
-        _, covered = sums_of_shares(
-            target, draft, tl.log2(middle.to(tl.float32)), 1.0, V, token, order < 0,
-            FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+    step = tl.full([], 0, tl.int32)
+    while (choice == -1) & (step < SEARCH_STEPS + 2) & (high - low > high * 2.0**-24):
+        slope = high_gap - low_gap
+        middle = high - high_gap * (high - low) / tl.where(slope == 0, 1.0, slope)
+        middle = tl.minimum(tl.maximum(middle, low), high)
+        middle = tl.where(step == 0, low, tl.where(step == 1, high, middle))  # the first two steps are at both ends
+        cover = shared_sum(
+            job, target, draft, tl.log2(middle.to(tl.float32)), 1.0, 0.0, V, token, order < 0,
+            True, FILTERED, DRAFT_FILTERED, PIECES,
         )  # fmt: skip
-        gap = covered.to(tl.float64) - _accepting(middle, covered, children)
+        gap = cover.to(tl.float64) - _accepting(middle, cover, children)
         enough = gap >= 0
         if step == 0:
             low_gap = gap
@@ -126,10 +133,9 @@ def try_k_seq(
         else:
             high_gap = tl.where(before == 0, high_gap / 2, high_gap)
             low, low_gap, before = middle, gap, tl.full([], 0, tl.int32)
+        covered = tl.where(enough | (step == 1), cover, covered)
+        step += 1
     g = high.to(tl.float32)
-    _, covered = sums_of_shares(
-        target, draft, tl.log2(g), 1.0, V, token, order < 0, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN
-    )
     accepting = _accepting(g.to(tl.float64), covered, children).to(tl.float32)
     share = tl.minimum(accepting / tl.maximum(covered, 2.0**-126), 1.0)
     accepted = tl.min(tl.where(here & (coin < tl.exp2(log_p - log_q) / g), order, NONE))

@@ -17,7 +17,7 @@ chain restarts with P and Q restricted to those tokens. A child drawn at draft t
 child's own token as the only one left. A child that the draft could not have drawn is skipped like an absent one.
 
 On a GPU the last of a node's programs tries its children (see `decision`). The first child takes two loads, since
-F(0) = 1; each later child takes a pass over both rows.
+F(0) = 1; each later child takes a pass over both rows, which is shared by programs that are free (see `sharing`).
 """
 
 # A type checker does not understand Triton kernels.
@@ -28,7 +28,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from heavypath.kernels.distributions import NONE, sums_of_shares
+from heavypath.kernels.distributions import NONE, shared_sum
 from heavypath.kernels.filtering import LOWEST
 
 
@@ -126,14 +126,16 @@ def _log_sum(logs, where, also):
 
 @triton.jit
 def try_chain(
-    target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q, choice,
-    REPLACEMENT: tl.constexpr, POINT_MASSES: tl.constexpr,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
+    job, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q,
+    choice, REPLACEMENT: tl.constexpr, POINT_MASSES: tl.constexpr,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
     """`residual_chain` at one node, in a kernel.
 
-    Returns the accepted child (`choice` where there is none), log2 l, log2 of the sum of P over the tokens left,
-    `uniform` as in `decision`, and which children were rejected before the last restart.
+    job is as in `distributions`. Returns the accepted child (`choice` where there is none), log2 l, log2 of the sum of
+    P over the tokens left, `uniform` as there, and which children were rejected before the last restart. The last is
+    stored at left_out_ptr, too, for programs that share a pass.
     """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
@@ -141,7 +143,8 @@ def try_chain(
     uniform = tl.full([], 1.0, tl.float32)
     over = tl.full([], 1.0, tl.float32)  # F(l)
     rejected, restricted = tl.zeros_like(index), tl.zeros_like(index)
-    tokens_left, tokens_then = V.to(tl.float32), V.to(tl.float32)
+    tokens_left = tl.full([], 0.0, tl.float32) + V  # V is not a tensor where it is 1
+    tokens_then = tokens_left
     next_order = tl.where(choice == -1, tl.min(order), NONE)
     while next_order < NONE:
         this = next_order % N
@@ -164,6 +167,7 @@ def try_chain(
                 log_mass = tl.full([], 0.0, tl.float32)
                 over = tl.full([], 1.0, tl.float32)
                 restricted = rejected
+                tl.store(left_out_ptr + index, restricted, mask=order < NONE)
                 tokens_then = tl.where(POINT_MASSES, 1.0, tokens_left)
                 uniform = -tl.log2(tokens_then)
             if uniform <= 0:
@@ -185,8 +189,8 @@ def try_chain(
             else:
                 log_multiple = _add_logs(log_multiple, tl.log2(over) - log_mass)
                 if next_order < NONE:
-                    over, _ = sums_of_shares(
-                        (target[0], target[1], target[2] + left, target[3], target[4], target[5], target[6]), draft,
-                        log_multiple, uniform, V, token, restricted > 0, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+                    over = shared_sum(
+                        job, target, draft, log_multiple, uniform, left, V, token, restricted > 0,
+                        False, FILTERED, DRAFT_FILTERED, PIECES,
                     )  # fmt: skip
     return choice, log_multiple, left, uniform, restricted

@@ -20,17 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.filtering import (
-    HIDDEN_BITS,
-    LOG2E,
-    LOWEST,
-    Filters,
-    cut_of,
-    filter_cut,
-    is_kept,
-    score,
-    softmax_scale,
-)
+from heavypath.kernels.filter_cuts import filter_cuts, filtered
+from heavypath.kernels.filtering import LOG2E, LOWEST, Filters, raised, score, softmax_scale
 from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
 from heavypath.kernels.tickets import is_last, tickets
 
@@ -70,15 +61,16 @@ def _merge(top, packed, K, PLACES: tl.constexpr):
     return merged
 
 
-@triton.jit(do_not_specialize=["K", "seed_ptr", "seed_low", "seed_high", "temperature", "top_k", "top_p", "log_min_p"])
+@triton.jit(do_not_specialize=["K", "seed_ptr", "seed_low", "seed_high", "temperature"])
 def _gumbel_topk_kernel(
     logits_ptr,  # [R, V]
     rows_ptr,  # [R] if HAS_ROWS
+    cut_ptr,  # [R] if FILTERED, as end_ptr: see `filter_cuts`
+    end_ptr,
     tokens_ptr,  # [R * DRAWS, K], as keys_ptr and logprobs_ptr
     keys_ptr,
     logprobs_ptr,
     bounds_ptr,  # [R * DRAWS, CHUNKS, LANES], the largest bound of each group
-    tops_ptr,  # [R * DRAWS, CHUNKS, LANES], the largest logit of each group, if FILTERED
     parts_ptr,  # [R * DRAWS, 2, CHUNKS], each chunk's largest logit and sum of exponentials
     tickets_ptr,  # [R * DRAWS]
     V,
@@ -88,18 +80,12 @@ def _gumbel_topk_kernel(
     seed_low,
     seed_high,
     temperature,
-    top_k,
-    top_p,
-    log_min_p,
     STREAM: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     DRAWS: tl.constexpr,  # independent draws from each row, of K tokens each
     NOISY: tl.constexpr,
     FILTERED: tl.constexpr,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
     FILL: tl.constexpr,
-    HIDDEN: tl.constexpr,
     CHUNKS: tl.constexpr,
     PLACES: tl.constexpr,  # K, rounded up to a power of two
     OPENED: tl.constexpr,  # groups that are opened at a time
@@ -114,51 +100,57 @@ def _gumbel_topk_kernel(
     stream = STREAM + 256 * (draw % DRAWS)
     seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
     scale = softmax_scale(temperature)
+    cut, end_of_ties = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
+    if FILTERED:
+        cut, end_of_ties = tl.load(cut_ptr + draw // DRAWS), tl.load(end_ptr + draw // DRAWS)
 
     lane = tl.arange(0, LANES)
     largest = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
-    bound = tl.full([LANES], LOWEST, tl.float32)
+    bound = tl.full([LANES], float("-inf"), tl.float32)
     octet = chunk * TILES * LANES + lane
     token = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
     end = tl.minimum(V, (chunk + 1) * CHUNK)
     ahead = tl.load(row_ptr + token, mask=token < end, other=float("-inf"))
     for _ in range(tl.minimum(TILES, tl.cdiv(V - chunk * CHUNK, LANES * 8))):
-        x = ahead.to(tl.float32)
+        x, here = ahead.to(tl.float32), token
         token += LANES * 8
         ahead = tl.load(row_ptr + token, mask=token < end, other=float("-inf"))
-        higher = tl.maximum(largest, tl.max(x, 1))
-        total = total * tl.exp2((largest - higher) * scale) + tl.sum(tl.exp2((x - higher[:, None]) * scale), 1)
-        largest = higher
-        limit = x * scale
-        if NOISY:
-            bits = octet_bits(seed_low, seed_high, octet, noise_row, stream)
-            limit -= log2_below(bits, INTERPRETED)
-        bound = tl.maximum(bound, tl.max(limit, 1))
+        wanted = True
+        if FILTERED:  # few tiles have a token that is kept, and noise costs more than all else
+            x = filtered(x, here, cut, end_of_ties)
+            wanted = (tl.max(x) > float("-inf")) | (cut != cut)
+        if wanted:
+            top = tl.max(x, 1)
+            higher = tl.maximum(largest, top)
+            total = total * tl.exp2((largest - higher) * scale) + tl.sum(tl.exp2((x - higher[:, None]) * scale), 1)
+            largest = higher
+            limit = x * scale
+            if NOISY:
+                bits = octet_bits(seed_low, seed_high, octet, noise_row, stream)
+                limit -= log2_below(bits, INTERPRETED)
+            bound = tl.maximum(bound, tl.where(top > float("-inf"), tl.maximum(tl.max(limit, 1), LOWEST), bound))
         octet += LANES
 
     group = draw.to(tl.int64) * CHUNKS * LANES + chunk * LANES + lane
     tl.store(bounds_ptr + group, bound)
-    if FILTERED:
-        tl.store(tops_ptr + group, largest)
     highest = tl.max(largest)
     part_ptr = parts_ptr + draw.to(tl.int64) * 2 * CHUNKS + chunk
     tl.store(part_ptr, highest)
     tl.store(part_ptr + CHUNKS, tl.sum(total * tl.exp2((largest - highest) * scale)))
     if is_last(tickets_ptr + draw, CHUNKS):
         _open_groups(
-            row_ptr, noise_row, stream, draw, tokens_ptr, keys_ptr, logprobs_ptr, bounds_ptr, tops_ptr, parts_ptr,
-            V, K, seed_low, seed_high, temperature, top_k, top_p, log_min_p,
-            NOISY, FILTERED, HAS_TOP_K, HAS_TOP_P, FILL, HIDDEN, CHUNKS, PLACES, OPENED,
+            row_ptr, noise_row, stream, draw, tokens_ptr, keys_ptr, logprobs_ptr, bounds_ptr, parts_ptr,
+            V, K, seed_low, seed_high, temperature, cut, end_of_ties, NOISY, FILTERED, FILL, CHUNKS, PLACES, OPENED,
         )  # fmt: skip
 
 
 @triton.jit
 def _open_groups(
-    row_ptr, noise_row, stream, draw, tokens_ptr, keys_ptr, logprobs_ptr, bounds_ptr, tops_ptr, parts_ptr,
-    V, K, seed_low, seed_high, temperature, top_k, top_p, log_min_p,
-    NOISY: tl.constexpr, FILTERED: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, FILL: tl.constexpr,
-    HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, PLACES: tl.constexpr, OPENED: tl.constexpr,
+    row_ptr, noise_row, stream, draw, tokens_ptr, keys_ptr, logprobs_ptr, bounds_ptr, parts_ptr,
+    V, K, seed_low, seed_high, temperature, cut, end_of_ties,
+    NOISY: tl.constexpr, FILTERED: tl.constexpr, FILL: tl.constexpr, CHUNKS: tl.constexpr, PLACES: tl.constexpr,
+    OPENED: tl.constexpr,
 ):  # fmt: skip
     """Draw exactly from a row whose parts and bounds all programs have stored."""
     scale = softmax_scale(temperature)
@@ -170,11 +162,6 @@ def _open_groups(
     total = tl.sum(sums * tl.exp2((parts - largest) * scale))
     usable = total > 0  # false for a row of -inf alone, and for one with NaN or +inf
     undefined = tl.where(total == total, float("-inf"), float("nan"))
-    cut_key, cut_end = tl.full([], 0, tl.uint32), V + tl.full([], 0, tl.int32)
-    if FILTERED:
-        cut_key, cut_end, total = filter_cut(
-            row_ptr, V, largest, temperature, top_k, top_p, log_min_p, HAS_TOP_K, HAS_TOP_P, HIDDEN
-        )
     normalizer = tl.log(tl.where(usable, total, 1.0))
 
     # Bounds relative to the largest logit, with room for the rounding of whatever was multiplied by the scale.
@@ -182,12 +169,11 @@ def _open_groups(
     first = (group // LANES) * CHUNK + (group % LANES) * 8
     group_ptr = draw.to(tl.int64) * CHUNKS * LANES + group
     there = (group < CHUNKS * LANES) & (first < tl.where(usable, V, 0))
-    bound = tl.load(bounds_ptr + group_ptr, mask=there, other=0.0, cache_modifier=".cg") - largest * scale
+    bound = tl.load(bounds_ptr + group_ptr, mask=there, other=float("-inf"), cache_modifier=".cg")
+    there &= bound > float("-inf")  # a group without tokens to draw is never opened
+    bound -= largest * scale
     bound += 1e-3 + 1e-6 * (tl.abs(bound) + tl.abs(largest * scale))
     bound = tl.where(bound == bound, bound, float("inf"))
-    if FILTERED:
-        top = tl.load(tops_ptr + group_ptr, mask=there, other=float("-inf"), cache_modifier=".cg")
-        there &= is_kept(top, 0, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
     bound = tl.where(there, bound, float("-inf"))
 
     best = tl.full([PLACES], NEVER, tl.int64)
@@ -204,14 +190,13 @@ def _open_groups(
         octet = tl.reshape(tl.where(opened[:, None] >= 0, octet, V // 8 + 1), [OPENED * TILES])
         token = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
         x = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+        if FILTERED:
+            x = filtered(x, token, cut, end_of_ties)
         key = x
-        drawable = x > float("-inf")
         if NOISY:
             key = score(x, largest, temperature)
             key += gumbel_of(octet_bits(seed_low, seed_high, octet, noise_row, stream))
-        if FILTERED:
-            drawable &= is_kept(x, token, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
-        packed = tl.where(drawable, pack(key, token), NEVER)
+        packed = tl.where(x > float("-inf"), pack(key, token), NEVER)
         best = _merge(best, tl.reshape(packed, [OPENED * TILES * 8]), K, PLACES)
         last = tl.min(tl.where(place < K, best, _LATEST))
         worst, _ = unpack(last)
@@ -234,10 +219,7 @@ def _open_groups(
     if FILL:
         count = tl.sum(drawn.to(tl.int32))
         if (count < K) & (undefined == undefined):
-            filler = _filler(
-                row_ptr, noise_row, V, K - count, seed_low, seed_high,
-                largest, temperature, cut_key, cut_end, log_min_p, HIDDEN, PLACES,
-            )  # fmt: skip
+            filler = _filler(row_ptr, noise_row, V, K - count, seed_low, seed_high, cut, end_of_ties, PLACES)
             for i in range(K - count):
                 earliest = tl.min(filler)
                 filled = (place == count + i) & (earliest < _LATEST - PLACES)
@@ -250,10 +232,7 @@ def _open_groups(
 
 
 @triton.jit
-def _filler(
-    row_ptr, noise_row, V, count, seed_low, seed_high, largest, temperature, cut_key, cut_end, log_min_p,
-    HIDDEN: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
+def _filler(row_ptr, noise_row, V, count, seed_low, seed_high, cut, end_of_ties, PLACES: tl.constexpr):
     """The `count` tokens outside the support with the smallest words of noise: words << 31 | tokens, in any order."""
     place = tl.arange(0, PLACES)
     filler = tl.where(place < count, tl.full([PLACES], _LATEST, tl.int64) - 1 - place, -1)
@@ -261,9 +240,9 @@ def _filler(
         octet = start // 8 + tl.arange(0, LANES)
         token = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
         x = tl.load(row_ptr + token, mask=token < V, other=0.0).to(tl.float32)
-        inside = is_kept(x, token, largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
+        outside = filtered(x, token, cut, end_of_ties) == float("-inf")
         bits = octet_bits(seed_low, seed_high, octet, noise_row, tl.full([], _FILL, tl.int32))
-        packed = tl.where((token < V) & (inside == 0), (bits.to(tl.int64) << 31) | token, _LATEST)
+        packed = tl.where((token < V) & outside, (bits.to(tl.int64) << 31) | token, _LATEST)
         packed = tl.reshape(packed, [LANES * 8])
         while tl.min(packed) < tl.max(filler):
             earliest = tl.min(packed)
@@ -287,26 +266,26 @@ def launch_topk(
     device, noisy = logits.device, filters.temperature > 0
     draws = k if replacement and noisy else 1
     programs, places = count * draws, k // draws
-    cut = cut_of(filters if noisy else Filters(), vocab_size)
     tokens = torch.empty(count, k, dtype=torch.long, device=device)
     keys, logprobs = torch.empty(count, k, device=device), torch.empty(count, k, device=device)
     if programs == 0:
         return tokens, keys, logprobs
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     chunks = triton.cdiv(vocab_size, CHUNK.value)
-    bounds, tops = torch.empty(2, programs, chunks, LANES.value, device=device)
+    cuts = filter_cuts(logits[None], filters) if noisy else None
+    bounds = torch.empty(programs, chunks, LANES.value, device=device)
     parts = torch.empty(programs, 2, chunks, device=device)
     block = triton.next_power_of_2(places)
     with torch.cuda.device_of(logits):
         _gumbel_topk_kernel[(programs * chunks,)](
             logits_ptr=logits, rows_ptr=None if noise.rows is None else noise.rows.contiguous(),
+            cut_ptr=None if cuts is None else cuts.cut, end_ptr=None if cuts is None else cuts.end,
             tokens_ptr=tokens, keys_ptr=keys, logprobs_ptr=logprobs,
-            bounds_ptr=bounds, tops_ptr=tops, parts_ptr=parts, tickets_ptr=tickets(programs, device),
+            bounds_ptr=bounds, parts_ptr=parts, tickets_ptr=tickets(programs, device),
             V=vocab_size, row_stride=logits.stride(0), K=places, **seed_arguments(noise.seed),
-            temperature=cut.temperature, top_k=cut.top_k, top_p=cut.top_p, log_min_p=cut.log_min_p,
-            STREAM=int(stream), HAS_ROWS=noise.rows is not None, DRAWS=draws, NOISY=noisy, FILTERED=cut.filtered,
-            HAS_TOP_K=cut.has_top_k, HAS_TOP_P=cut.has_top_p, FILL=uniform_fill and noisy and not replacement,
-            HIDDEN=HIDDEN_BITS[logits.dtype], CHUNKS=chunks, PLACES=block, OPENED=min(16, max(4, block)),
+            temperature=raised(filters.temperature) if noisy else 1.0,
+            STREAM=int(stream), HAS_ROWS=noise.rows is not None, DRAWS=draws, NOISY=noisy, FILTERED=cuts is not None,
+            FILL=uniform_fill and noisy and not replacement, CHUNKS=chunks, PLACES=block, OPENED=min(16, max(4, block)),
             INTERPRETED=not logits.is_cuda, num_warps=4, enable_fp_fusion=True, maxnreg=255,
         )  # fmt: skip
     return tokens, keys, logprobs

@@ -21,9 +21,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.decision import FACTS, Decided, ranks_of
-from heavypath.kernels.distributions import CHUNK, LANES, NONE, TILE, log_prob, shares, without
-from heavypath.kernels.filtering import HIDDEN_BITS, Filters, cut_of
+from heavypath.kernels.decision import Decided, ranks_of
+from heavypath.kernels.distributions import (
+    CHUNK,
+    FACTS,
+    LANES,
+    NONE,
+    TILE,
+    log_prob,
+    offset,
+    shares,
+    stored_sides,
+    without,
+)
+from heavypath.kernels.filtering import Filters, raised
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
 from heavypath.kernels.sampling_kernel import NEVER, pack, unpack
@@ -36,7 +47,7 @@ _LOG_2 = tl.constexpr(math.log(2))
 @triton.jit
 def _best(
     target, draft, log_multiple, uniform, share, begin, end, V, token, left_out, noise_row, seed_low, seed_high,
-    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr, HIDDEN: tl.constexpr, DRAFT_HIDDEN: tl.constexpr,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The best key of the tokens begin .. end - 1 and its token, packed: a draw by P - share * min(P, l Q).
@@ -51,12 +62,12 @@ def _best(
         if log_multiple > float("-inf"):
             p, cover = shares(
                 target, draft, log_multiple, uniform, here, start, end, V, token, left_out,
-                FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN,
+                FILTERED, DRAFT_FILTERED,
             )  # fmt: skip
             weight = p - share * cover
         else:
             x = tl.load(target[0] + here, mask=here < end, other=float("-inf")).to(tl.float32)
-            weight = tl.exp2(without(log_prob(target, x, here, FILTERED, HIDDEN), here, start, end, token, left_out, V))
+            weight = tl.exp2(without(log_prob(target, x, here, FILTERED), here, start, end, token, left_out, V))
         log_weight = tl.where(weight > 0, tl.log2(tl.maximum(weight, 2.0**-126)), float("-inf"))
         bits = octet_bits(seed_low, seed_high, octet, noise_row, tl.full([], _TARGET, tl.int32))
         if tl.max(tl.reshape(log_weight - log2_below(bits, INTERPRETED), [TILE])) > bar:
@@ -68,8 +79,7 @@ def _best(
     return best
 
 
-@triton.jit(do_not_specialize=["max_depth", "seed_ptr", "seed_low", "seed_high", "temperature", "log_min_p",
-                               "draft_temperature", "draft_log_min_p"])  # fmt: skip
+@triton.jit(do_not_specialize=["max_depth", "seed_ptr", "seed_low", "seed_high", "temperature", "draft_temperature"])
 def _walk_kernel(
     tokens_ptr,  # [B, N]
     parents_ptr,  # [B, N], rows parents_stride apart
@@ -99,17 +109,13 @@ def _walk_kernel(
     seed_low,
     seed_high,
     temperature,
-    log_min_p,
     draft_temperature,
-    draft_log_min_p,
     CHAIN: tl.constexpr,
     LEAVES_OUT: tl.constexpr,
     HAS_RANKS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     FILTERED: tl.constexpr,
     DRAFT_FILTERED: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    DRAFT_HIDDEN: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
     PATH: tl.constexpr,  # max_depth + 1, rounded up to a power of two
@@ -169,16 +175,10 @@ def _walk_kernel(
     else:
         facts_ptr += (batch * N + last) * FACTS
         marks_ptr += (batch * N + last) * FACTS
-        source = tl.load(marks_ptr + 4)
-        target = (
-            target_ptr + batch * target_batch_stride + last.to(tl.int64) * target_stride,
-            tl.load(facts_ptr), tl.load(facts_ptr + 1), temperature,
-            tl.load(marks_ptr).to(tl.uint32, bitcast=True), tl.load(marks_ptr + 1), log_min_p,
-        )  # fmt: skip
-        draft = (
-            draft_ptr + batch * draft_batch_stride + source.to(tl.int64) * draft_stride,
-            tl.load(facts_ptr + 2), tl.load(facts_ptr + 3), draft_temperature,
-            tl.load(marks_ptr + 2).to(tl.uint32, bitcast=True), tl.load(marks_ptr + 3), draft_log_min_p,
+        target, draft = stored_sides(
+            facts_ptr, marks_ptr, target_ptr + batch * target_batch_stride + last.to(tl.int64) * target_stride,
+            draft_ptr + batch * draft_batch_stride, draft_stride,
+            temperature, draft_temperature,
         )  # fmt: skip
         log_multiple, uniform = tl.load(facts_ptr + 4), tl.load(facts_ptr + 5)
         share, p_offset = tl.load(facts_ptr + 6), tl.load(facts_ptr + 7)
@@ -194,11 +194,11 @@ def _walk_kernel(
             left_out &= tl.load(left_out_ptr + batch * N + index, mask=left_out, other=0) > 0
         else:
             left_out = index < 0
-        restricted = (target[0], target[1], target[2] + p_offset, target[3], target[4], target[5], target[6])
         begin = chunk * CHUNK
         best = _best(
-            restricted, draft, log_multiple, uniform, share, begin, tl.minimum(begin + CHUNK, V), V, token, left_out,
-            noise_row, seed_low, seed_high, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, INTERPRETED,
+            offset(target, p_offset), draft, log_multiple, uniform, share, begin, tl.minimum(begin + CHUNK, V), V,
+            token, left_out, noise_row, seed_low, seed_high,
+            FILTERED, DRAFT_FILTERED, INTERPRETED,
         )  # fmt: skip
         tl.store(best_ptr + batch * CHUNKS + chunk, best)
         if is_last(tickets_ptr + batch, CHUNKS):
@@ -210,7 +210,7 @@ def _walk_kernel(
             if (best == NEVER) & (decision != -2):  # rounding has left nothing of the residual: draw by P
                 best = _best(
                     target, draft, float("-inf"), 1.0, 1.0, 0, V, V, token, index < 0,
-                    noise_row, seed_low, seed_high, FILTERED, DRAFT_FILTERED, HIDDEN, DRAFT_HIDDEN, INTERPRETED,
+                    noise_row, seed_low, seed_high, FILTERED, DRAFT_FILTERED, INTERPRETED,
                 )  # fmt: skip
             _, next_token = unpack(best)
             tl.store(next_token_ptr + batch, tl.where((best == NEVER) | (decision == -2), -1, next_token))
@@ -237,7 +237,6 @@ def launch_walk(
     chain = decided.facts is not None
     chunks = triton.cdiv(vocab_size, CHUNK.value) if chain else 1
     best = torch.empty(batch, chunks, dtype=torch.long, device=device) if chain else None
-    cut, draft_cut = cut_of(target_filters, vocab_size), cut_of(draft_filters, vocab_size)
     verified = Verified(
         path=torch.empty(batch, max_depth + 1, dtype=torch.long, device=device),
         length=torch.empty(batch, dtype=torch.long, device=device),
@@ -255,11 +254,10 @@ def launch_walk(
             target_batch_stride=target.stride(0), target_stride=target.stride(1),
             draft_batch_stride=draft.stride(0), draft_stride=draft.stride(1),
             max_depth=max_depth, **seed_arguments(noise.seed),
-            temperature=cut.temperature, log_min_p=cut.log_min_p,
-            draft_temperature=draft_cut.temperature, draft_log_min_p=draft_cut.log_min_p,
+            temperature=raised(target_filters.temperature), draft_temperature=raised(draft_filters.temperature),
             CHAIN=chain, LEAVES_OUT=decided.left_out is not None, HAS_RANKS=ranks is not None,
-            HAS_ROWS=noise.rows is not None, FILTERED=cut.filtered, DRAFT_FILTERED=draft_cut.filtered,
-            HIDDEN=HIDDEN_BITS[target.dtype], DRAFT_HIDDEN=HIDDEN_BITS[draft.dtype],
+            HAS_ROWS=noise.rows is not None, FILTERED=target_filters.drop(vocab_size),
+            DRAFT_FILTERED=draft_filters.drop(vocab_size),
             CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(count)), PATH=triton.next_power_of_2(max_depth + 1),
             INTERPRETED=not tokens.is_cuda, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
         )  # fmt: skip

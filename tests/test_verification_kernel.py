@@ -239,7 +239,7 @@ MUTATIONS = {
     "equal siblings are separate": (decision, "equal = same | (there &", "equal = same & (there &"),
     "all children share a coin": (decision, "word = rank % 4\n", "word = rank * 0\n"),
     "the draft's filters are the target's": (
-        decision, "cut_of(draft_filters, vocab_size)", "cut_of(target_filters, vocab_size)"
+        decision, "filter_cuts(source, draft_filters)", "filter_cuts(source, target_filters)"
     ),
     "the recovered token uses the draft's noise": (walk, "int(Stream.TARGET))", "int(Stream.DRAFT))"),
     "the recovered token comes from the target": (walk, "weight = p - share * cover", "weight = p"),

@@ -1,0 +1,343 @@
+"""The cuts that filters make in rows of logits: what top-k, top-p and min-p keep of a row, as a number and an index.
+
+    kept  iff  x > cut, or x = cut and token < end
+
+For top-k the cut is the largest number that at least k logits reach. For top-p it is the largest number such that the
+logits that reach it have at least p of the mass, and of the tokens at the cut the first ones are kept, as many as the
+mass takes. For min-p it is the least number whose score is not below log(min_p). `filtering` has the reference.
+
+No row is sorted. Logits are taken as integers in their order, keys, with as many bits as their type has, and the cut is
+searched among these: each pass sums a row's tokens (their weights exp(score), or ones for top-k) above each of some
+thresholds at once, and what is left is the window between two neighbouring thresholds. The first thresholds are evenly
+spaced numbers below the largest logit, where the cut most likely is; after that they are evenly spaced keys. In bf16
+three passes are usual, and six at most.
+
+The programs of a launch share each pass (see `sharing`). What is summed, and in which order, depends on the row alone.
+"""
+
+# A type checker does not understand Triton kernels.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heavypath.kernels.filtering import HIDDEN_BITS, LOWEST, Filters, raised, score, softmax_scale
+from heavypath.kernels.sharing import (
+    LOOKS,
+    OVER,
+    counters,
+    find_open,
+    finish_chunks,
+    helpers,
+    leave,
+    open_pass,
+    take_chunk,
+    wait_for_all,
+)
+from heavypath.kernels.tickets import is_last, tickets
+
+LANES = tl.constexpr(128)  # threads of a program; each holds eight neighbouring tokens of a tile
+TILES = tl.constexpr(4)
+CHUNK = tl.constexpr(4 * 8 * 128)  # tokens
+THRESHOLDS = tl.constexpr(8)  # of a pass
+_BRANCHES = tl.constexpr(256)  # of the search for min-p's cut, which looks at no row
+
+
+class Cuts(NamedTuple):
+    """Where filters cut rows of logits off.
+
+    cut: fp32, a number for each row; NaN for a row that is no distribution, of which nothing is dropped
+    end: int32, an index for each row
+    """
+
+    cut: Tensor
+    end: Tensor
+
+
+@triton.jit
+def filtered(x, token, cut, end):
+    """Logits x of tokens, -inf for those that the filters drop. NaN stays."""
+    return tl.where((x < cut) | ((x == cut) & (token >= end)), float("-inf"), x)
+
+
+@triton.jit
+def _key(x, HIDDEN: tl.constexpr):
+    """An int64 for each x, in the order of the numbers; -0.0 equals 0.0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> HIDDEN).to(tl.int64)
+
+
+@triton.jit
+def _number(key, HIDDEN: tl.constexpr):
+    """The number that has this key."""
+    bits = (key << HIDDEN).to(tl.int32)
+    bits = tl.where(bits < 0, bits | ((1 << HIDDEN) - 1), bits)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _tile(row_ptr, start, V):
+    """The logits of a tile, [LANES, 8]."""
+    token = start + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    return tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _reaching(x, weight, thresholds_ptr):
+    """Each token's weight for each threshold that it reaches, and 0 for the others: [LANES, 8, THRESHOLDS]."""
+    above = ()
+    for i in tl.static_range(THRESHOLDS):
+        above += ((x >= tl.load(thresholds_ptr + i, cache_modifier=".cg")).to(tl.float32) * weight,)
+    # Each join adds an axis of size 2, a bit of a threshold's index: the innermost join the highest bit.
+    even = tl.join(tl.join(above[0], above[4]), tl.join(above[2], above[6]))
+    odd = tl.join(tl.join(above[1], above[5]), tl.join(above[3], above[7]))
+    return tl.reshape(tl.join(even, odd), [LANES, 8, THRESHOLDS])
+
+
+# A launch's memory for a row's passes:
+#     memory = (counters_ptr, rows, passes_ptr, sums_ptr)
+# passes_ptr, fp32 [rows, 2 + THRESHOLDS], has the largest logit, the factor that makes (logit - largest) an exponent of
+# 2, and the thresholds of each row's present pass; sums_ptr, fp32 [rows, CHUNKS, THRESHOLDS], has its results.
+
+
+@triton.jit
+def _work(memory, row, row_ptr, V, CHUNKS: tl.constexpr):
+    """Sum the chunks of a row's open pass that this program gets."""
+    counters_ptr, rows, passes_ptr, sums_ptr = memory
+    passes_ptr += row * (2 + THRESHOLDS)
+    sums_ptr += row.to(tl.int64) * CHUNKS * THRESHOLDS
+    count = tl.full([], 0, tl.int32)
+    chunk = take_chunk(counters_ptr, row)
+    while chunk >= 0:
+        largest = tl.load(passes_ptr, cache_modifier=".cg")
+        scale = tl.load(passes_ptr + 1, cache_modifier=".cg")
+        sums = tl.full([LANES, 8, THRESHOLDS], 0.0, tl.float32)
+        for tile in tl.static_range(TILES):
+            x = _tile(row_ptr, chunk * CHUNK + tile * LANES * 8, V)
+            sums += _reaching(x, tl.exp2(tl.maximum((x - largest) * scale, -1000.0)), passes_ptr + 2)
+        tl.store(sums_ptr + chunk * THRESHOLDS + tl.arange(0, THRESHOLDS), tl.sum(tl.sum(sums, 1), 0))
+        count += 1
+        chunk = take_chunk(counters_ptr, row)
+    if count > 0:
+        finish_chunks(counters_ptr, rows, row, count)
+
+
+@triton.jit
+def _pass(memory, row, row_ptr, V, thresholds, largest, scale, CHUNKS: tl.constexpr):
+    """Each chunk's sums over the tokens that reach each threshold, [CHUNKS or a few more, THRESHOLDS]."""
+    counters_ptr, rows, passes_ptr, sums_ptr = memory
+    place = tl.arange(0, THRESHOLDS)
+    pass_ptr = passes_ptr + row * (2 + THRESHOLDS)
+    tl.store(pass_ptr, largest)
+    tl.store(pass_ptr + 1, scale)
+    tl.store(pass_ptr + 2 + place, thresholds)
+    open_pass(counters_ptr, row, CHUNKS)
+    _work(memory, row, row_ptr, V, CHUNKS)
+    wait_for_all(counters_ptr, rows, row, CHUNKS)
+    chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))[:, None]
+    part = sums_ptr + (row.to(tl.int64) * CHUNKS + chunk) * THRESHOLDS + place[None, :]
+    return tl.load(part, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _search(
+    memory, row, row_ptr, V, low, guess, largest, scale, count, fraction, CHUNKS: tl.constexpr, HIDDEN: tl.constexpr
+):
+    """The largest key, not below `low`, that enough tokens reach, where all tokens are those that reach `low`.
+
+    Enough is a weight of `count`, or all if that is less, or else the fraction of all, if count is 0. Tokens weigh
+    2^((x - largest) scale).
+
+    Returns the key, the weight of the tokens above it, that of the tokens that reach it, and what is enough.
+    """
+    place = tl.arange(0, THRESHOLDS)
+    high = _key(largest, HIDDEN) + 1  # no token reaches it
+    above, reached = tl.full([], 0.0, tl.float32), tl.full([], float("inf"), tl.float32)
+    enough = tl.full([], 0.0, tl.float32)
+    even = tl.maximum(place - 1, 0).to(tl.float32) / (THRESHOLDS - 2)
+    keys = tl.where(place == 0, low, _key(guess * (1 - even) + largest * even, HIDDEN))
+    first = high > low
+    while first | (high - low > 1):
+        keys = tl.maximum(tl.minimum(keys, high - 1), low)
+        sums = tl.sum(_pass(memory, row, row_ptr, V, _number(keys, HIDDEN), largest, scale, CHUNKS), 0)
+        if first:
+            every = tl.max(sums)
+            enough = tl.where(count > 0, tl.minimum(count, every), every * fraction)
+            first = high < low
+        is_enough = sums >= enough
+        above = tl.maximum(above, tl.max(tl.where(is_enough, 0.0, sums)))
+        reached = tl.minimum(reached, tl.min(tl.where(is_enough, sums, float("inf"))))
+        low = tl.maximum(low, tl.max(tl.where(is_enough, keys, low)))
+        high = tl.minimum(high, tl.min(tl.where(is_enough, high, keys)))
+        keys = low + place * ((high - low + THRESHOLDS - 1) // THRESHOLDS)
+    return low, above, reached, enough
+
+
+@triton.jit
+def _end_of_ties(memory, row, row_ptr, V, cut_key, needed, largest, CHUNKS: tl.constexpr, HIDDEN: tl.constexpr):
+    """The index behind the needed-th of the tokens at the cut."""
+    place = tl.arange(0, THRESHOLDS)
+    counts = _pass(memory, row, row_ptr, V, _number(cut_key + place, HIDDEN), largest, 0.0, CHUNKS)
+    ties = tl.sum(tl.where(place[None, :] == 0, counts, tl.where(place[None, :] == 1, -counts, 0.0)), 1)
+    before = tl.cumsum(ties) - ties
+    chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
+    here = (before < needed) & (needed <= before + ties)
+    which = tl.max(tl.where(here, chunk, -1))
+    rank = needed - tl.sum(tl.where(here, before, 0.0))
+    token = which * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(row_ptr + token, mask=(token >= 0) & (token < V), other=float("-inf")).to(tl.float32)
+    tie = tl.where(x == _number(cut_key, HIDDEN), 1.0, 0.0)
+    return tl.min(tl.where((tie > 0) & (tl.cumsum(tie) == rank), token + 1, V))
+
+
+@triton.jit
+def _least_score(largest, temperature, log_min_p):
+    """The least number whose score is at least log_min_p."""
+    base = _key(tl.full([], float("-inf"), tl.float32), 0)  # its score is too low
+    for step in tl.static_range(4):
+        key = base + (tl.arange(0, _BRANCHES).to(tl.int64) << (24 - 8 * step))
+        x = _number(tl.minimum(key, _key(largest, 0)), 0)
+        too_low = tl.sum((score(x, largest, temperature) < log_min_p).to(tl.int32))
+        base += (too_low - 1).to(tl.int64) << (24 - 8 * step)
+    return _number(base + 1, 0)
+
+
+@triton.jit
+def _lead(
+    memory, row, row_ptr, parts_ptr, V, temperature, top_k, top_p, log_min_p,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HIDDEN: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The cut and the end of a row whose parts all programs have stored."""
+    scale = softmax_scale(temperature)
+    chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
+    part_ptr = parts_ptr + row.to(tl.int64) * 2 * CHUNKS + chunk
+    parts = tl.load(part_ptr, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
+    totals = tl.load(part_ptr + CHUNKS, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
+    largest = tl.max(parts)
+    total = tl.sum(totals * tl.exp2((parts - largest) * scale))
+    cut, end = tl.full([], float("nan"), tl.float32), V + tl.full([], 0, tl.int32)
+    if total > 0:  # false for a row of -inf alone, and for one with NaN or +inf
+        cut = tl.full([], LOWEST, tl.float32)
+        low = _key(tl.full([], LOWEST, tl.float32), HIDDEN)
+        if HAS_TOP_K:
+            # The chunks' largest logits are some of the row's largest; the cut is somewhere below them.
+            spread = largest - tl.min(tl.where(chunk < CHUNKS, parts, largest))
+            guess = tl.maximum(largest - 2 * spread, LOWEST)
+            low, _, _, _ = _search(
+                memory, row, row_ptr, V, low, guess, largest, 0.0, top_k.to(tl.float32), 0.0, CHUNKS, HIDDEN
+            )
+            cut = _number(low, HIDDEN)
+        if HAS_TOP_P:
+            # Even V tokens of a weight of (1 - p) total / V have no more than 1 - p of the mass.
+            least = tl.log2((1 - top_p) * total) - tl.log2(end.to(tl.float32))
+            guess = tl.maximum(largest + least / scale, LOWEST)
+            low, above, reached, enough = _search(
+                memory, row, row_ptr, V, low, guess, largest, scale, 0.0, top_p, CHUNKS, HIDDEN
+            )
+            cut = _number(low, HIDDEN)
+            weight = tl.exp2((cut - largest) * scale)
+            needed = tl.maximum(tl.ceil((enough - above) / weight), 1.0)
+            if (reached - above) / weight > needed + 0.5:
+                end = _end_of_ties(memory, row, row_ptr, V, low, needed, largest, CHUNKS, HIDDEN)
+        if log_min_p > float("-inf"):
+            least_cut = _least_score(largest, temperature, log_min_p)
+            end = tl.where(least_cut > cut, V, end)
+            cut = tl.maximum(least_cut, cut)
+    return cut, end
+
+
+@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "log_min_p"])
+def _cuts_kernel(
+    logits_ptr,  # [B, N, V]
+    cut_ptr,  # [B, N]
+    end_ptr,  # [B, N]
+    parts_ptr,  # [B, N, 2, CHUNKS], each chunk's largest logit and sum of exponentials
+    passes_ptr,
+    sums_ptr,
+    tickets_ptr,  # [B, N], and behind them the counters of `sharing`
+    N,
+    V,
+    batch_stride,
+    row_stride,
+    temperature,
+    top_k,
+    top_p,
+    log_min_p,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HELPERS: tl.constexpr,
+):
+    rows = (tl.num_programs(0) - HELPERS) // CHUNKS
+    memory = (tickets_ptr + rows, rows, passes_ptr, sums_ptr)
+    program = tl.program_id(0)
+    if program < rows * CHUNKS:
+        row, chunk = program // CHUNKS, program % CHUNKS
+        row_ptr = logits_ptr + (row // N).to(tl.int64) * batch_stride + (row % N).to(tl.int64) * row_stride
+        scale = softmax_scale(temperature)
+        largest, total = tl.full([LANES], LOWEST, tl.float32), tl.zeros([LANES], tl.float32)
+        for tile in tl.static_range(TILES):
+            x = _tile(row_ptr, chunk * CHUNK + tile * LANES * 8, V)
+            higher = tl.maximum(largest, tl.max(x, 1))
+            total = total * tl.exp2((largest - higher) * scale) + tl.sum(tl.exp2((x - higher[:, None]) * scale), 1)
+            largest = higher
+        highest = tl.max(largest)
+        part_ptr = parts_ptr + row.to(tl.int64) * 2 * CHUNKS + chunk
+        tl.store(part_ptr, highest)
+        tl.store(part_ptr + CHUNKS, tl.sum(total * tl.exp2((largest - highest) * scale)))
+        if is_last(tickets_ptr + row, CHUNKS):
+            cut, end = _lead(
+                memory, row, row_ptr, parts_ptr, V, temperature, top_k, top_p, log_min_p,
+                HAS_TOP_K, HAS_TOP_P, HIDDEN, CHUNKS,
+            )  # fmt: skip
+            tl.store(cut_ptr + row, cut)
+            tl.store(end_ptr + row, end)
+            leave(tickets_ptr + rows, rows, HELPERS)
+    else:
+        look = tl.full([], 0, tl.int32)
+        while look < LOOKS:
+            row = find_open(tickets_ptr + rows, rows, (program - rows * CHUNKS) % rows)
+            look = tl.where(row == OVER, LOOKS, look + 1)
+            if row >= 0:
+                row_ptr = logits_ptr + (row // N).to(tl.int64) * batch_stride + (row % N).to(tl.int64) * row_stride
+                _work(memory, row, row_ptr, V, CHUNKS)
+        leave(tickets_ptr + rows, rows, HELPERS)
+
+
+def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
+    """Where filters cut off rows of logits [B, N, V], contiguous in V: cuts of [B * N]; None if they keep everything.
+
+    temperature > 0.
+    """
+    batch, count, vocab_size = logits.shape
+    if not filters.drop(vocab_size):
+        return None
+    rows, device = batch * count, logits.device
+    top_k = min(int(filters.top_k or vocab_size), vocab_size)
+    top_p = 1.0 if filters.top_p is None else float(filters.top_p)
+    log_min_p = math.log(filters.min_p) if filters.min_p else -math.inf
+    chunks = triton.cdiv(vocab_size, CHUNK.value)
+    cuts = Cuts(torch.empty(rows, device=device), torch.empty(rows, dtype=torch.int32, device=device))
+    if rows == 0:
+        return cuts
+    sizes = [rows * 2 * chunks, rows * (2 + THRESHOLDS.value), rows * chunks * THRESHOLDS.value]
+    parts, passes, sums = torch.empty(sum(sizes), device=device).split(sizes)
+    searched = top_k < vocab_size or top_p < 1  # min-p's cut takes no pass
+    helping = min(4 * helpers(device), rows * chunks) if searched else 0
+    with torch.cuda.device_of(logits):
+        _cuts_kernel[(rows * chunks + helping,)](
+            logits_ptr=logits, cut_ptr=cuts.cut, end_ptr=cuts.end, parts_ptr=parts, passes_ptr=passes, sums_ptr=sums,
+            tickets_ptr=tickets(rows + counters(rows), device), N=count, V=vocab_size,
+            batch_stride=logits.stride(0), row_stride=logits.stride(1),
+            temperature=raised(filters.temperature), top_k=top_k, top_p=top_p, log_min_p=log_min_p,
+            HAS_TOP_K=top_k < vocab_size, HAS_TOP_P=top_p < 1, HIDDEN=HIDDEN_BITS[logits.dtype], CHUNKS=chunks,
+            HELPERS=helping, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=128,
+        )  # fmt: skip
+    return cuts
