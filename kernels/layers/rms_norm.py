@@ -68,22 +68,23 @@ def _scalar(value: float) -> Tensor:
         return torch.full((), value, device="cpu")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
-    hidden, added, weight, total, normed, epsilon,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    hidden, added, weight, total, normed, rows, epsilon,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row."""
-    start = tl.program_id(0).to(tl.int64) * COLUMNS
+    """A program for ROWS whole rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = column < COLUMNS
-    x = tl.load(hidden + start + column, mask=inside, other=0.0).to(tl.float32)
+    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    x = tl.load(hidden + at, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
-        x = rounded(x + tl.load(added + start + column, mask=inside, other=0.0).to(tl.float32), hidden, INTERPRETED)
-        tl.store(total + start + column, x, mask=inside)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / COLUMNS + epsilon)
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + start + column, rounded(w * rounded(x * scale, hidden, INTERPRETED), hidden, INTERPRETED), inside)
+        x = rounded(x + tl.load(added + at, mask=inside, other=0.0).to(tl.float32), hidden, INTERPRETED)
+        tl.store(total + at, x, mask=inside)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / COLUMNS + epsilon)[:, None]
+    w = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
+    tl.store(normed + at, rounded(w * rounded(x * scale, hidden, INTERPRETED), hidden, INTERPRETED), mask=inside)
 
 
 def _launch(hidden: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -103,10 +104,11 @@ def _launch(hidden: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, T
     normed = torch.empty_like(hidden)
     total = hidden if added is None else torch.empty_like(hidden)
     block = triton.next_power_of_2(columns)
+    at_once = max(1, 512 // block)
     with torch.cuda.device_of(hidden):
-        _rms_norm_kernel[(rows,)](
-            hidden, added, norm.weight, total, normed, norm.epsilon,
-            COLUMNS=columns, BLOCK=block, INTERPRETED=not hidden.is_cuda,
+        _rms_norm_kernel[(triton.cdiv(rows, at_once),)](
+            hidden, added, norm.weight, total, normed, rows, norm.epsilon,
+            COLUMNS=columns, ROWS=at_once, BLOCK=block, INTERPRETED=not hidden.is_cuda,
             num_warps=min(32, max(4, block // 512)), enable_fp_fusion=True,
         )  # fmt: skip
     return total, normed

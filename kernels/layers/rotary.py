@@ -96,69 +96,70 @@ def store_rows(cache: Tensor, new: Tensor, cache_rows: Tensor) -> None:
 
 
 @triton.jit
-def _turned(
-    x, there, weight, epsilon, cos_row, sin_row, like, HEAD_DIM: tl.constexpr, column, INTERPRETED: tl.constexpr
-):
-    """The lower and the upper halves of the heads at addresses x [HEADS, D / 2], normed where there is a weight."""
-    half: tl.constexpr = HEAD_DIM // 2
-    inside = column < half
+def _turned(x, there, weight, epsilon, cos, sin, turn, column, like, HALF: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Lower and upper halves of the heads at addresses x [HEADS, D / 2], normed where there is a weight, and turned.
+
+    turn: where each head's cosines and sines are, [HEADS, D / 2]
+    """
     low = tl.load(x, mask=there, other=0.0).to(tl.float32)
-    high = tl.load(x + half, mask=there, other=0.0).to(tl.float32)
+    high = tl.load(x + HALF, mask=there, other=0.0).to(tl.float32)
     if weight is not None:
-        scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / HEAD_DIM + epsilon)[:, None]
+        inside = column < HALF
+        scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / (2 * HALF) + epsilon)[:, None]
         low_weight = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        high_weight = tl.load(weight + half + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        high_weight = tl.load(weight + HALF + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         low = rounded(low_weight * rounded(low * scale, like, INTERPRETED), like, INTERPRETED)
         high = rounded(high_weight * rounded(high * scale, like, INTERPRETED), like, INTERPRETED)
-    cos_low = tl.load(cos_row + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    cos_high = tl.load(cos_row + half + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin_low = tl.load(sin_row + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin_high = tl.load(sin_row + half + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    cos_low = tl.load(cos + turn, mask=there, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + turn + HALF, mask=there, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + turn, mask=there, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + turn + HALF, mask=there, other=0.0).to(tl.float32)
     new_low = rounded(low * cos_low, like, INTERPRETED) + rounded(high * sin_low, like, INTERPRETED)
     new_high = rounded(high * cos_high, like, INTERPRETED) + rounded(low * sin_high, like, INTERPRETED)
     return rounded(new_low, like, INTERPRETED), rounded(new_high, like, INTERPRETED)
 
 
-@triton.jit(do_not_specialize=["nodes", "rows_b", "rows_n"])
+@triton.jit(do_not_specialize=["tokens", "nodes", "rows_b", "rows_n"])
 def _rotary_kernel(
     query, key, value, cos, sin, keys, values, out, rows, query_weight, key_weight, query_epsilon, key_epsilon,
-    nodes, query_row, key_row, value_row, cos_row, sin_row, cache_b, cache_h, cache_s, rows_b, rows_n,
-    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
+    tokens, nodes, query_row, key_row, value_row, turn_row, cache_b, cache_h, cache_s, rows_b, rows_n,
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A program for each token and HEADS heads: first those of the queries, then those of keys and values."""
-    half: tl.constexpr = HEAD_DIM // 2
-    token = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    query_blocks: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
+    """A program for HEADS heads, of one token or several: first the queries', then those of keys and values."""
+    block = tl.program_id(0)
     column = tl.arange(0, BLOCK)
+    query_blocks = tl.cdiv(tokens * QUERY_HEADS, HEADS)
     if block < query_blocks:
-        head = block * HEADS + tl.arange(0, HEADS)
-        there = (head < QUERY_HEADS)[:, None] & (column < half)[None, :]
-        at = head[:, None] * HEAD_DIM + column[None, :]
+        index = block * HEADS + tl.arange(0, HEADS)
+        token, head = index // QUERY_HEADS, index % QUERY_HEADS
+        there = (token < tokens)[:, None] & (column < HALF)[None, :]
+        token = token.to(tl.int64)
+        at = (token * query_row + head * (2 * HALF))[:, None] + column[None, :]
+        turn = (token * turn_row)[:, None] + column[None, :]
         low, high = _turned(
-            query + token * query_row + at, there, query_weight, query_epsilon, cos + token * cos_row,
-            sin + token * sin_row, out, HEAD_DIM, column, INTERPRETED,
+            query + at, there, query_weight, query_epsilon, cos, sin, turn, column, out, HALF, INTERPRETED
         )  # fmt: skip
-        to = out + token * (QUERY_HEADS * HEAD_DIM) + at
-        tl.store(to, low, mask=there)
-        tl.store(to + half, high, mask=there)
+        to = (index.to(tl.int64) * (2 * HALF))[:, None] + column[None, :]
+        tl.store(out + to, low, mask=there)
+        tl.store(out + to + HALF, high, mask=there)
     else:
-        head = (block - query_blocks) * HEADS + tl.arange(0, HEADS)
-        there = (head < KEY_HEADS)[:, None] & (column < half)[None, :]
-        at = head[:, None] * HEAD_DIM + column[None, :]
-        low, high = _turned(
-            key + token * key_row + at, there, key_weight, key_epsilon, cos + token * cos_row,
-            sin + token * sin_row, out, HEAD_DIM, column, INTERPRETED,
-        )  # fmt: skip
-        batch = token // nodes
-        row = tl.load(rows + batch * rows_b + (token - batch * nodes) * rows_n)
-        place = batch * cache_b + row * cache_s + (head.to(tl.int64) * cache_h)[:, None] + column[None, :]
-        tl.store(keys + place, low, mask=there)
-        tl.store(keys + place + half, high, mask=there)
-        plain = value + token * value_row + at
-        tl.store(values + place, tl.load(plain, mask=there, other=0.0), mask=there)
-        tl.store(values + place + half, tl.load(plain + half, mask=there, other=0.0), mask=there)
+        index = (block - query_blocks) * HEADS + tl.arange(0, HEADS)
+        token, head = index // KEY_HEADS, index % KEY_HEADS
+        exists = token < tokens
+        there = exists[:, None] & (column < HALF)[None, :]
+        batch = (token // nodes).to(tl.int64)
+        row = tl.load(rows + batch * rows_b + (token % nodes) * rows_n, mask=exists, other=0)
+        token = token.to(tl.int64)
+        at = (token * key_row + head * (2 * HALF))[:, None] + column[None, :]
+        turn = (token * turn_row)[:, None] + column[None, :]
+        low, high = _turned(key + at, there, key_weight, key_epsilon, cos, sin, turn, column, out, HALF, INTERPRETED)
+        to = (batch * cache_b + head.to(tl.int64) * cache_h + row * cache_s)[:, None] + column[None, :]
+        tl.store(keys + to, low, mask=there)
+        tl.store(keys + to + HALF, high, mask=there)
+        at = (token * value_row + head * (2 * HALF))[:, None] + column[None, :]
+        tl.store(values + to, tl.load(value + at, mask=there, other=0.0), mask=there)
+        tl.store(values + to + HALF, tl.load(value + at + HALF, mask=there, other=0.0), mask=there)
 
 
 def _launch(
@@ -167,20 +168,19 @@ def _launch(
     """`rotate_and_store` by the kernel."""
     _check(projected, turns, keys, values, cache_rows)
     query, key, value, cos, sin = map(_by_token, (*projected, *turns))
-    batch, kv_heads = keys.shape[:2]
-    heads, head_dim = query.shape[1:]
-    nodes = cache_rows.shape[1]
-    out = query.new_empty(batch, nodes, heads, head_dim)
-    block = triton.next_power_of_2(head_dim // 2)
-    at_once = min(triton.next_power_of_2(max(heads, kv_heads)), max(1, _ELEMENTS // (2 * block)))
+    kv_heads, nodes = keys.shape[1], cache_rows.shape[1]
+    tokens, heads, head_dim = query.shape
+    out = query.new_empty(*projected.query.shape)
+    block = max(8, triton.next_power_of_2(head_dim // 2))
+    at_once = max(1, _ELEMENTS // (2 * block))
     (query_weight, query_epsilon), (key_weight, key_epsilon) = ((None, 0.0), (None, 0.0)) if norms is None else norms
     with torch.cuda.device_of(query):
-        _rotary_kernel[(batch * nodes, triton.cdiv(heads, at_once) + triton.cdiv(kv_heads, at_once))](
+        _rotary_kernel[(triton.cdiv(tokens * heads, at_once) + triton.cdiv(tokens * kv_heads, at_once),)](
             query, key, value, cos, sin, keys, values, out, cache_rows,
             query_weight, key_weight, query_epsilon, key_epsilon,
-            nodes, query.stride(0), key.stride(0), value.stride(0), cos.stride(0), sin.stride(0),
+            tokens, nodes, query.stride(0), key.stride(0), value.stride(0), cos.stride(0),
             keys.stride(0), keys.stride(1), keys.stride(2), cache_rows.stride(0), cache_rows.stride(1),
-            QUERY_HEADS=heads, KEY_HEADS=kv_heads, HEAD_DIM=head_dim, HEADS=at_once, BLOCK=block,
+            QUERY_HEADS=heads, KEY_HEADS=kv_heads, HALF=head_dim // 2, HEADS=at_once, BLOCK=block,
             INTERPRETED=not query.is_cuda, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return out
@@ -202,6 +202,8 @@ def _check(projected: Projected, turns: Turns, keys: Tensor, values: Tensor, cac
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16) or head_dim % 2:
         got = f"{query.dtype} and heads of {head_dim}"
         raise ValueError(f"impl 'triton' has float32, float16 and bfloat16, and heads of even size; got {got}")
+    if turns.cos.stride() != turns.sin.stride():
+        raise ValueError(f"cos and sin must have equal strides, got {turns.cos.stride()} and {turns.sin.stride()}")
     if keys.stride() != values.stride() or keys.stride(3) != 1:
         got = f"{[*keys.stride()]} and {[*values.stride()]}"
         raise ValueError(f"keys and values must have equal strides and contiguous columns, got strides {got}")
