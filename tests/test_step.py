@@ -25,7 +25,6 @@ from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.snapshots import Snapshots
 from heavypath.speculative.decoding.step import Step
 from heavypath.speculative.drafts import LookupDraft, ModelDraft
-from heavypath.speculative.models import llama
 from heavypath.speculative.models.llama import LlamaForward
 
 KERNELS = (
@@ -172,8 +171,8 @@ def without_values(as_on_a_gpu, monkeypatch):
 
 def llama_without_values(layers: int) -> LlamaForward:
     forward = LlamaForward(tiny_llama(1, layers=layers, hidden_size=32, vocab_size=50))
-    model = forward.model.to("meta")
-    forward._layers = [llama._Layer(layer, forward._linear, forward._products) for layer in model.model.layers]
+    forward.model.to("meta")
+    forward._look_up()
     forward._rotary = torch.empty(200, 2, 16, device="meta")
     return forward
 

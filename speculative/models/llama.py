@@ -129,15 +129,28 @@ class LlamaForward(Forward):
         every = list(model.model.layers)
         if layers is not None and not 1 <= layers < len(every):
             raise ValueError(f"an early exit must leave 1 .. {len(every) - 1} layers, got {layers}")
-        self._joining = Joining(model)
-        self._layers = [_Layer(layer, self._linear, self._products) for layer in every[:layers]]
+        self.layers = len(every) if layers is None else layers
+        self._look_up()
         self.watch(model)  # as it is after weights were joined
-        self.layers = len(self._layers)
         self.windows = {layer.window for layer in self._layers}
-        self._norm, self._head = _norm(model.model.norm), self._linear(model.lm_head)
         self._head_dim: int = every[0].self_attn.head_dim
         self._kv_heads: int = self.config.num_key_value_heads
         self._rotary = self._rotary_table(1)
+
+    def _look_up(self) -> None:
+        """Find the functions of all layers."""
+        model: Any = self.model
+        joining = Joining(model)
+
+        def products(modules: Sequence[nn.Module]) -> Products:
+            joined = joining.products(modules)
+            if joined is not None:
+                return joined
+            apart = [*map(self._linear, modules)]
+            return lambda hidden: [product(hidden) for product in apart]
+
+        self._layers = [_Layer(layer, self._linear, products) for layer in [*model.model.layers][: self.layers]]
+        self._norm, self._head = _norm(model.model.norm), self._linear(model.lm_head)
 
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences; tokens may have positions below `rows`."""
@@ -188,14 +201,6 @@ class LlamaForward(Forward):
             return hidden.new_empty(len(tokens), 0, self.vocab_size)
         _, normed = add_rms_norm(hidden, computed, self._norm)
         return as_logits(self._head(normed).view(*tokens.shape, -1))
-
-    def _products(self, modules: Sequence[nn.Module]) -> Products:
-        """A function that does what linear layers with one input do to [rows, K]."""
-        joined = self._joining.products(modules)
-        if joined is not None:
-            return joined
-        apart = [*map(self._linear, modules)]
-        return lambda hidden: [product(hidden) for product in apart]
 
     def _linear(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """A function that does what a linear layer does to [rows, K]."""
