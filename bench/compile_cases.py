@@ -111,6 +111,64 @@ def committing(nodes: int, per_sequence: bool) -> None:
     commit(state, tree, zeros(*shape), verified, 1, impl="triton")
 
 
+def norming(dtype: str, columns: int, added: bool) -> None:
+    from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
+
+    hidden, weight = (on_gpu(torch.empty(*shape, dtype=DTYPES[dtype])) for shape in ((32, columns), (columns,)))
+    add_rms_norm(hidden, hidden if added else None, Norm(weight, 1e-5), impl="triton")
+
+
+def gating(dtype: str, columns: int) -> None:
+    from heavypath.kernels.layers.gated import silu_product
+
+    joined = on_gpu(torch.empty(32, 2 * columns, dtype=DTYPES[dtype]))
+    silu_product(joined[:, :columns], joined[:, columns:], impl="triton")
+
+
+def turning(dtype: str, heads: int, kv_heads: int, head_dim: int, normed: bool = False) -> None:
+    from heavypath.kernels.layers.rms_norm import Norm
+    from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
+
+    sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    joined = on_gpu(torch.empty(32, sum(sizes), dtype=DTYPES[dtype]))
+    table = on_gpu(torch.empty(1, 32, 2, 1, head_dim, dtype=DTYPES[dtype]))
+    keys, values = on_gpu(torch.empty(2, 1, kv_heads, 1024, head_dim, dtype=DTYPES[dtype]))
+    norm = Norm(on_gpu(torch.empty(head_dim, dtype=DTYPES[dtype])), 1e-6)
+    rotate_and_store(
+        Projected(*(states.view(1, 32, -1, head_dim) for states in joined.split(sizes, -1))),
+        Turns(*table.unbind(2)),
+        keys,
+        values,
+        on_gpu(torch.zeros(1, 32, dtype=torch.long)),
+        HeadNorms(norm, norm) if normed else None,
+        impl="triton",
+    )
+
+
+def layer_cases() -> dict[str, Callable[[], None]]:
+    """Llama-2-7B and 68M, Qwen3-8B, the largest rows, and what has no power of two."""
+    norms = [("bf16", 4096, True), ("bf16", 4096, False), ("bf16", 768, True), ("fp16", 896, True)]
+    norms += [("fp32", 8192, True), ("bf16", 16384, True), ("fp32", 32768, True)]
+    turns = [("bf16", 32, 32, 128), ("bf16", 12, 12, 64), ("fp16", 32, 8, 128), ("fp32", 4, 2, 24), ("fp32", 8, 8, 256)]
+    return {
+        **{
+            named("norm", dtype, f"K{columns}", added=added): partial(norming, dtype, columns, added)
+            for dtype, columns, added in norms
+        },
+        **{
+            named("gate", dtype, f"F{columns}"): partial(gating, dtype, columns)
+            for dtype, columns in (("bf16", 11008), ("fp16", 14336), ("fp32", 96))
+        },
+        **{
+            named("rotary", dtype, f"{heads}:{kv_heads}", f"D{head_dim}"): partial(
+                turning, dtype, heads, kv_heads, head_dim
+            )
+            for dtype, heads, kv_heads, head_dim in turns
+        },
+        "rotary bf16 32:8 D128 normed": partial(turning, "bf16", 32, 8, 128, normed=True),
+    }
+
+
 def sampling(dtype: str, vocabulary: int, k: int, **options) -> None:
     from heavypath.kernels.sampling import gumbel_topk
 
@@ -166,6 +224,7 @@ def verification_cases() -> dict[str, Callable[[], None]]:
 
 
 CASES = {
+    **layer_cases(),
     **verification_cases(),
     **sampling_cases(),
     **attention_cases(),

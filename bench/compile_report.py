@@ -39,7 +39,7 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import NamedTuple
 
 import compile_record
@@ -150,7 +150,7 @@ def package_kernels() -> set[str]:
     import heavypath.kernels as package
 
     folder = list(package.__path__)[:1]  # where it is imported from; another install may be behind it
-    modules = [import_module(f"{package.__name__}.{module.name}") for module in iter_modules(folder)]
+    modules = [import_module(module.name) for module in walk_packages(folder, f"{package.__name__}.")]
     functions = {name for module in modules for name, value in vars(module).items() if isinstance(value, JITFunction)}
     return {kernel_name(name) for name in functions if name.endswith("_kernel")}
 

@@ -64,11 +64,11 @@ def test_on_a_cpu_the_way_to_multiply_by_a_weight_depends_on_its_size():
     sizes = TINY | {"hidden_size": 640, "intermediate_size": 1024, "num_hidden_layers": 1}
     forward = LlamaForward(LlamaForCausalLM(LlamaConfig(**sizes)).eval())
     if llama._HAS_BOTH:
-        assert (forward._layers[0].key._small, forward._layers[0].gate._small) == (True, False)
+        assert (forward._layers[0].mix._small, forward._layers[0].down._small) == (True, False)
     for dtype, model in ((torch.bfloat16, forward.model), (torch.float32, LlamaForCausalLM(LlamaConfig(**TINY)))):
         layer = LlamaForward(model.to(dtype).eval())._layers[0]
-        assert layer.key is model.model.layers[0].self_attn.k_proj
-        assert layer.gate is model.model.layers[0].mlp.gate_proj
+        assert layer.mix is model.model.layers[0].self_attn.o_proj
+        assert layer.down is model.model.layers[0].mlp.down_proj
 
 
 @pytest.mark.skipif(not llama._HAS_BOTH, reason="needs MKL and oneDNN")

@@ -27,7 +27,10 @@ from heavypath.speculative.decoding.step import Step
 from heavypath.speculative.drafts import LookupDraft, ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 
-KERNELS = ("sampling", "verification", "prepared_attention", "tree_attention", "ordering", "cache_compaction", "commit")
+KERNELS = (
+    *("sampling", "verification", "prepared_attention", "tree_attention", "ordering", "cache_compaction", "commit"),
+    *("layers.rms_norm", "layers.rotary", "layers.gated"),
+)
 HOST = ("decoding.drafted", "decoding.growing", "decoding.loop", "decoding.runner", "decoder")
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
 PADDING = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
@@ -130,6 +133,7 @@ def as_on_a_gpu(monkeypatch, interpreter):
         for name in KERNELS:
             module = importlib.import_module(f"heavypath.kernels.{name}")
             monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor: "triton")
+        monkeypatch.setattr("heavypath.speculative.models.joined.choose_impl", lambda *_: "triton")
         for name in HOST:
             module = importlib.import_module(f"heavypath.speculative.{name}")
             monkeypatch.setattr(module, "host_can_read", lambda device: False)
@@ -197,6 +201,7 @@ def without_values(as_on_a_gpu, monkeypatch):
 def llama_without_values(layers: int) -> LlamaForward:
     forward = LlamaForward(tiny_llama(1, layers=layers, hidden_size=32, vocab_size=50))
     forward.model.to("meta")
+    forward._look_up()
     forward._rotary = torch.empty(200, 2, 16, device="meta")
     return forward
 

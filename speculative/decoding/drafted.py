@@ -21,7 +21,7 @@ class Drafted(NamedTuple):
     noise_rows:  LongTensor[B, N], see `noise_rows`
     draft_rows:  LongTensor[B, N], the node's row in the draft's cache behind the prefix; None where it is the node's
                  own number
-    logits:      fp32 [B, N, V], the draft's after each node, undefined after leaves; None for a root alone
+    logits:      [B, N, V], the draft's after each node, undefined after leaves; None for a root alone
     """
 
     tokens: Tensor
@@ -63,8 +63,8 @@ def check_distributions(whose: str, logits: Tensor, state: Sequences, depths: in
     logits: [B, n, any]; or keys of draws from them, which are NaN where the logits are no distribution
     depths: of the n nodes, an int, [n] or [B, n]
     """
-    if not host_can_read(logits.device) or logits.numpy().max() < torch.inf:  # false for NaN, too
-        return
+    if not host_can_read(logits.device) or logits.float().numpy().max() < torch.inf:  # false for NaN, too
+        return  # NumPy has no bfloat16
     largest = logits.amax(-1)
     slot, column = (largest.isnan() | (largest == torch.inf)).nonzero()[0].tolist()
     position = (state.lengths[:, None] + depths).expand_as(largest)[slot, column]

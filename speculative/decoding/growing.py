@@ -175,7 +175,7 @@ def grow_tree(
 
 def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """Log-probabilities of tokens [B, n, K] by logits [B, n, V] at a temperature; -inf for a token of -1."""
-    scores = logits / temperature
+    scores = logits.float() / temperature
     logprobs = scores.gather(-1, tokens.clamp(min=0)) - scores.logsumexp(-1, keepdim=True)
     return logprobs.masked_fill(tokens < 0, -torch.inf)
 

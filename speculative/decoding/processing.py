@@ -28,9 +28,12 @@ class Processing:
     min_new_tokens: int
 
     def __call__(self, logits: Tensor, drafted: Drafted, state: Sequences) -> Tensor:
-        """The logits that are sampled, of the fp32 logits [B, N, V] after each node."""
+        """The logits that are sampled, of the logits [B, N, V] after each node.
+
+        They are fp32 after a penalty, which is a product; else of the type that was given: -inf is in all of them.
+        """
         if self.repetition_penalty != 1:
-            path = _paths(drafted)
+            path, logits = _paths(drafted), logits.float()
             found = self._penalised(logits.gather(-1, path))
             logits = self._penalised(logits).where(state.seen[:, None], logits)
             logits.scatter_(-1, path, found)  # a token that is on the path twice is penalised once

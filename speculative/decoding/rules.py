@@ -97,12 +97,12 @@ class OwnVerifier:
         draft_filters: Filters,
         noise: Noise,
     ) -> Verified:
-        """What the verifier returns."""
+        """What the verifier returns, given logits in fp32, of whatever dtype the models are."""
         nodes = nodes.per_sequence()
         answer = self._verifier(
             nodes,
-            target_logits,
-            draft_logits,
+            target_logits.float(),
+            None if draft_logits is None else draft_logits.float(),
             max_depth=max_depth,
             target_filters=target_filters,
             draft_filters=draft_filters,

@@ -80,6 +80,6 @@ def values(probs: Tensor, squares: Tensor | None, confidence: Confidence | None)
 
 def sum_of_squares(logits: Tensor, temperature: float) -> Tensor:
     """The sum over tokens of squared probabilities, fp64 [..., 1], for logits [..., V] at a temperature."""
-    scores = logits / temperature
+    scores = logits.float() / temperature
     total = scores.logsumexp(-1, keepdim=True).double()
     return ((2 * scores).logsumexp(-1, keepdim=True).double() - 2 * total).exp().nan_to_num()

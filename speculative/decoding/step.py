@@ -33,7 +33,7 @@ from heavypath.speculative.trees.tree import TokenTree
 class Stepped(NamedTuple):
     """What a step did: the trees, the target's logits after their nodes, and what was accepted of them.
 
-    raw_logits, logits: fp32 [B, N, V], as the model gave them, and after `rules.processing`
+    raw_logits, logits: [B, N, V], as the model gave them, in its own dtype, and after `rules.processing`
     """
 
     drafted: Drafted

@@ -54,7 +54,7 @@ class ModelDraft:
         self.forward.prefill(self._known(tokens), cache, starts)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """fp32 logits [B, n, V] after each node, where V is the size of the target's vocabulary."""
+        """Logits [B, n, V] after each node, in the model's own dtype; V is the size of the target's vocabulary."""
         mask = TreeMask(
             prefix_length=feed.prefix_lengths, visible_rows=feed.visible_rows, ancestor_mask=feed.ancestor_mask
         )

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from heavypath.kernels.layers.rotary import store_rows
+
 
 class RowCache:
     """keys and values [B, heads, rows, D], with a row for each token of a text.
@@ -98,13 +100,7 @@ class KeyValueCache(RowCache, Cache):
     def write(self, layer: int, key: Tensor, value: Tensor, cache_rows: Tensor) -> None:
         """Store a layer's key and value [B, N, Hkv, D], or of fewer columns, at cache rows LongTensor[B, N]."""
         for own, new in zip(self._by_layer[layer], (key, value), strict=True):
-            if new.shape[-1] < own.shape[-1]:
-                own = own[..., : new.shape[-1]]
-            if len(own) == 1:
-                own.index_copy_(2, cache_rows[0], new.transpose(1, 2))
-            else:
-                sequence = torch.arange(len(own), device=cache_rows.device)[:, None]
-                own.transpose(1, 2)[sequence, cache_rows] = new
+            store_rows(own, new, cache_rows)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values [B, Hkv, rows, D]."""

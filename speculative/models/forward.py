@@ -145,7 +145,7 @@ class Forward(ABC):
 
     def state(self) -> int:
         """A number that is another one after a change of the model, or of its weights in place."""
-        return hash((*self._structure, weight_versions(self._watched)))
+        return hash((*self._structure.function, weight_versions(self._watched)))
 
     @property
     def device(self) -> torch.device:
@@ -182,7 +182,10 @@ class Forward(ABC):
         *,
         needs_logits: bool = True,
     ) -> Tensor:
-        """Run the model on N tokens of each sequence, and return its fp32 logits [B, N, V] after each token.
+        """Run the model on N tokens of each sequence, and return its logits [B, N, V] after each token.
+
+        They are of the model's own dtype, in which they take half of the memory and of the time to read them if it has
+        16 bits; kernels compute in fp32. A wider type than fp32 is narrowed to it.
 
         tokens, positions: LongTensor[B, N]
         cache_rows:   LongTensor[B, N], where the keys and values of each token are stored in `cache`
@@ -230,6 +233,11 @@ class Forward(ABC):
         if self.rope_limit is None:
             return positions
         return positions.where(prefix_length[:, None] >= self.rope_limit, positions.clamp(max=self.rope_limit - 1))
+
+
+def as_logits(logits: Tensor) -> Tensor:
+    """Logits of a type that kernels take: fp32, or 16 bits as they are."""
+    return logits if logits.dtype.itemsize < 8 else logits.float()
 
 
 def check_no_autocast(device: torch.device) -> None:

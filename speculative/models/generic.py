@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 
 from heavypath.speculative.models.attn_implementation import NAME
 from heavypath.speculative.models.caches import KeyValueCache
-from heavypath.speculative.models.forward import Forward, TreeMask
+from heavypath.speculative.models.forward import Forward, TreeMask, as_logits
 
 _ATTENTION = ("sdpa", "eager", NAME)
 
@@ -80,7 +80,7 @@ class TransformersForward(Forward):
         *,
         needs_logits: bool = True,
     ) -> Tensor:
-        """fp32 logits [B, N, V] after each token, see `Forward`."""
+        """Logits [B, N, V] after each token, see `Forward`."""
         within = positions.clamp(max=self.max_positions - 1)  # absent nodes may lie beyond
         arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": within, "use_cache": True}
         first_rows: list[int] = []
@@ -95,9 +95,9 @@ class TransformersForward(Forward):
             first_rows = [first_row[kind] for kind in self._kinds]
         arguments["past_key_values"] = cache.at(cache_rows, mask.visible_rows, first_rows)
         if needs_logits:
-            return self.model(**arguments).logits.float()
+            return as_logits(self.model(**arguments).logits)
         self.model.base_model(**arguments)
-        return torch.empty(len(tokens), 0, self.vocab_size, device=tokens.device)
+        return torch.empty(len(tokens), 0, self.vocab_size, dtype=self.dtype, device=tokens.device)
 
     def _attend(self, mask: TreeMask) -> Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]:
         """Attention under the mask, as a function of query, key, value, scale and the layer's sliding window."""

@@ -8,19 +8,26 @@ along, and it asks the host questions that a CUDA graph can't answer. This is th
     logits = lm_head(norm(x))
 
 Keys and values are written to given rows of a cache that was allocated before, and attention follows the caller's mask.
+On a GPU a layer is ten launches, for any batch: sum and norm; q, k and v in one product (see `joined`); rotary and the
+cache's new rows; attention and the merge of its parts; o_proj; sum and norm; gate and up; act and product; down.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, rms_norm
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
+from heavypath.kernels.layers.gated import silu_product
+from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
+from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
 from heavypath.speculative.models.caches import KeyValueCache
-from heavypath.speculative.models.forward import Forward, TreeMask, is_plain
+from heavypath.speculative.models.forward import Forward, TreeMask, as_logits, is_plain
+from heavypath.speculative.models.joined import Joining, Products
 from heavypath.speculative.models.structure import has_hooks
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -28,23 +35,29 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 FEW_ROWS = 5
 SMALL = 1 << 19
 _HAS_BOTH = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+_SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 
 class _Layer:
     """A layer's functions, looked up once: to find one module in another takes a microsecond."""
 
-    def __init__(self, layer: Any, linear: Callable[[nn.Module], Callable[[Tensor], Tensor]]):
+    def __init__(
+        self,
+        layer: Any,
+        linear: Callable[[nn.Module], Callable[[Tensor], Tensor]],
+        products: Callable[[Sequence[nn.Module]], Products],
+    ):
         attention, mlp = layer.self_attn, layer.mlp
-        self.query, self.key, self.value = map(linear, (attention.q_proj, attention.k_proj, attention.v_proj))
-        norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-        self.query_norm, self.key_norm = (None if norm is None else _rms_norm(norm) for norm in norms)
+        self.project = products((attention.q_proj, attention.k_proj, attention.v_proj))
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self.head_norms = None if None in norms else HeadNorms(*map(_norm, norms))
         self.scaling: float = attention.scaling
         windowed = attention.config if attention.config.model_type == "mistral" else attention
         self.window: int | None = getattr(windowed, "sliding_window", None)  # Llama's have none
         self.mix = linear(attention.o_proj)
-        self.gate, self.up, self.down = map(linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        self.act: Callable[[Tensor], Tensor] = mlp.act_fn
-        self.norm, self.mlp_norm = map(_rms_norm, (layer.input_layernorm, layer.post_attention_layernorm))
+        self.gate_and_up, self.down = products((mlp.gate_proj, mlp.up_proj)), linear(mlp.down_proj)
+        self.gated = _gated(mlp.act_fn)
+        self.norm, self.mlp_norm = map(_norm, (layer.input_layernorm, layer.post_attention_layernorm))
 
 
 def is_as_published(model: PreTrainedModel) -> bool:
@@ -116,13 +129,28 @@ class LlamaForward(Forward):
         every = list(model.model.layers)
         if layers is not None and not 1 <= layers < len(every):
             raise ValueError(f"an early exit must leave 1 .. {len(every) - 1} layers, got {layers}")
-        self._layers = [_Layer(layer, self._linear) for layer in every[:layers]]
-        self.layers = len(self._layers)
+        self.layers = len(every) if layers is None else layers
+        self._look_up()
+        self.watch(model)  # as it is after weights were joined
         self.windows = {layer.window for layer in self._layers}
-        self._norm, self._head = _rms_norm(model.model.norm), self._linear(model.lm_head)
         self._head_dim: int = every[0].self_attn.head_dim
         self._kv_heads: int = self.config.num_key_value_heads
         self._rotary = self._rotary_table(1)
+
+    def _look_up(self) -> None:
+        """Find the functions of all layers."""
+        model: Any = self.model
+        joining = Joining(model)
+
+        def products(modules: Sequence[nn.Module]) -> Products:
+            joined = joining.products(modules)
+            if joined is not None:
+                return joined
+            apart = [*map(self._linear, modules)]
+            return lambda hidden: [product(hidden) for product in apart]
+
+        self._layers = [_Layer(layer, self._linear, products) for layer in [*model.model.layers][: self.layers]]
+        self._norm, self._head = _norm(model.model.norm), self._linear(model.lm_head)
 
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences; tokens may have positions below `rows`."""
@@ -149,34 +177,30 @@ class LlamaForward(Forward):
         *,
         needs_logits: bool = True,
     ) -> Tensor:
-        """fp32 logits [B, N, V] after each token, see `Forward`."""
+        """Logits [B, N, V] after each token, see `Forward`."""
         attends = mask.attention(self.dtype, self.windows)
         by_head = *tokens.shape, -1, self._head_dim
         assert cache.rotary is not None
         if self.rope_limit is None:
-            turns = cache.rotary[positions]
+            table = cache.rotary[positions]
         else:  # the largest position decides, as in transformers
-            turns = cache.rotary[(positions.amax(1, keepdim=True) >= self.rope_limit).long(), positions]
-        cos, sin = turns[:, :, :, None].unbind(2)  # [B, N, 1, D]
+            table = cache.rotary[(positions.amax(1, keepdim=True) >= self.rope_limit).long(), positions]
+        turns = Turns(*table[:, :, :, None].unbind(2))  # [B, N, 1, D]
 
-        hidden = self.embedding(tokens.flatten())
+        hidden, computed = self.embedding(tokens.flatten()), None
         for index, layer in enumerate(self._layers):
-            normed = layer.norm(hidden)
-            query, key, value = (project(normed).view(by_head) for project in (layer.query, layer.key, layer.value))
-            if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = layer.query_norm(query), layer.key_norm(key)
-            heads = query.shape[2]
-            rotated = _rotated(torch.cat([query, key], 2), cos, sin)
-            query, key = rotated[:, :, :heads], rotated[:, :, heads:]
-            cache.write(index, key, value, cache_rows)
+            hidden, normed = add_rms_norm(hidden, computed, layer.norm)
+            projected = Projected(*[states.view(by_head) for states in layer.project(normed)])
             keys, values = cache.read(index)
+            query = rotate_and_store(projected, turns, keys, values, cache_rows, layer.head_norms)
             mixed = attends[layer.window](query.transpose(1, 2), keys, values, layer.scaling)
-            hidden = hidden + layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
-            normed = layer.mlp_norm(hidden)
-            hidden = hidden + layer.down(layer.act(layer.gate(normed)) * layer.up(normed))
+            mixed = layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
+            hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
+            computed = layer.down(layer.gated(*layer.gate_and_up(normed)))
         if not needs_logits:
-            return hidden.new_empty(len(tokens), 0, self.vocab_size, dtype=torch.float32)
-        return self._head(self._norm(hidden)).view(*tokens.shape, -1).float()
+            return hidden.new_empty(len(tokens), 0, self.vocab_size)
+        _, normed = add_rms_norm(hidden, computed, self._norm)
+        return as_logits(self._head(normed).view(*tokens.shape, -1))
 
     def _linear(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """A function that does what a linear layer does to [rows, K]."""
@@ -238,26 +262,12 @@ class _Linear:
         return product if module.bias is None else product + module.bias
 
 
-def _rms_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A function that does what a Llama's RMS norm does.
-
-    PyTorch's own is a chain of nine operations on a CPU, each on few numbers; here they are six.
-    """
-    norm: Any = module
-    least = torch.full((), norm.variance_epsilon, device="cpu")
-
-    def normed(hidden: Tensor) -> Tensor:
-        if not hidden.is_cpu or hidden.dtype != torch.float32:
-            return rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
-        scale = torch.add(least, (hidden * hidden).sum(-1, keepdim=True), alpha=1 / hidden.shape[-1]).rsqrt_()
-        return (hidden * scale).mul_(norm.weight)
-
-    return normed
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, module.variance_epsilon)
 
 
-def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotary embedding of states [B, N, H, D]: x cos + rotate_half(x) sin.
-
-    rotate_half is a roll by half of the columns and a change of signs, which `sin` already has.
-    """
-    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
+def _gated(activation: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """act(gate) * up: in one launch for SiLU, which all models of these types were published with."""
+    if type(activation) in _SILU and not has_hooks(activation):
+        return silu_product
+    return lambda gate, up: activation(gate) * up

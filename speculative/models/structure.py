@@ -7,7 +7,7 @@ microseconds a module to look up. Values of weights are no part of it: forward p
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
@@ -18,21 +18,31 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of an
 _PLAIN = (bool, int, float, str)
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
-Structure = list[tuple[Any, ...]]
+
+class Structure(NamedTuple):
+    """Equal to an earlier one as long as the model computes the same function of its weights' values, where they were.
+
+    function: modules, settings and hooks, and which parameters with what types on what devices. It holds the modules,
+              so that none of them can be confused with a later one at the same address
+    places:   where the weights' memory is, which a CUDA graph depends on, and the model's function does not
+    """
+
+    function: list[tuple[Any, ...]]
+    places: list[int]
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """A list that is equal to an earlier one as long as the model computes the same function of its weights' values.
-
-    It holds the modules, so that none of them can be confused with a later one at the same address.
-    """
+    """The structure of a model as it is now."""
     config = getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", None)
-    found: Structure = [(attention, ALL_ATTENTION_FUNCTIONS.get(attention), *map(tuple, _GLOBAL_HOOKS))]
+    found: list[tuple[Any, ...]] = [(attention, ALL_ATTENTION_FUNCTIONS.get(attention), *map(tuple, _GLOBAL_HOOKS))]
+    places: list[int] = []
     if isinstance(config, PreTrainedConfig):
         found.append(tuple(f"{name}={value}" for name, value in vars(config.get_text_config(decoder=True)).items()))
     for module in _modules(model):
         own = module.__dict__
+        weights = [weight for weight in own["_parameters"].values() if weight is not None]
+        places += [_place_of(weight) for weight in weights]
         found.append(
             (
                 module,
@@ -41,11 +51,14 @@ def structure_of(model: nn.Module) -> Structure:
                 *_settings(own),
                 *own["_forward_hooks"],
                 *own["_forward_pre_hooks"],
-                *(_place_of(weight) for weight in own["_parameters"].values() if weight is not None),
-                *((_place_of(buffer), _version(buffer)) for buffer in _buffers(own)),
+                *((id(weight), type(weight), weight.dtype, weight.device) for weight in weights),
+                *(
+                    (_place_of(buffer), type(buffer), buffer.dtype, buffer.device, _version(buffer))
+                    for buffer in _buffers(own)
+                ),
             )
         )
-    return found
+    return Structure(found, places)
 
 
 def weight_versions(model: nn.Module) -> int:
@@ -86,10 +99,9 @@ def _buffers(own: dict[str, Any]) -> Iterator[Tensor]:
         yield from (buffer for buffer in own["_buffers"].values() if buffer is not None)
 
 
-def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+def _place_of(tensor: Tensor) -> int:
     """What tells one tensor from another: its memory if it has one of its own, else the object."""
-    plain = type(tensor) in (nn.Parameter, Tensor)
-    return tensor.data_ptr() if plain else id(tensor), type(tensor), tensor.dtype, tensor.device
+    return tensor.data_ptr() if type(tensor) in (nn.Parameter, Tensor) else id(tensor)
 
 
 def _version(tensor: Tensor) -> int:

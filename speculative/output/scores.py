@@ -27,7 +27,7 @@ class Chosen:
             emitted = int(after.produced[slot]) - int(before.produced[slot])
             path = stepped.verified.path[slot, :emitted]
             for kept, logits in ((self._raw, stepped.raw_logits), (self._processed, stepped.logits)):
-                kept[sequence].append(logits[slot, path].clone())
+                kept[sequence].append(logits[slot, path].float())
 
     def logits(self) -> tuple[Tensor, ...]:
         """fp32 [B, V] for each new token of the longest sequence; 0 where a sequence has ended before."""

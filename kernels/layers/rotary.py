@@ -1,0 +1,216 @@
+"""Rotary embedding of queries and keys, and the new rows of a cache, in one pass over a layer's projections.
+
+    x' = round(x) cos + rotate_half(x) sin      for each head x [D] of the queries and keys of a token
+    keys[b, h, row] = key',  values[b, h, row] = value
+
+rotate_half([low, high]) = [-high, low]; the sine that is passed already has its signs, so that column c of x' is
+x[c] cos[c] + x[(c + D/2) mod D] sin[c]. Where a model has them (Qwen3), queries and keys get an RMS norm of each head
+first, as in `rms_norm`. Su et al. 2021, "RoFormer". In 16 bits the kernel rounds where the modules of transformers do:
+both products, and their sum.
+"""
+
+# A type checker does not understand Triton kernels.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportIndexIssue=false, reportArgumentType=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.layers.rms_norm import Norm, normalized
+from heavypath.kernels.layers.rounding import rounded
+
+_ELEMENTS = 1024  # of the heads that a program turns at once
+
+
+class Projected(NamedTuple):
+    """What a layer's three projections made of each token: [B, N, Hq, D] and twice [B, N, Hkv, D]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class Turns(NamedTuple):
+    """Cosine and sine of each token's position, [B, N, 1, D] both, the sine with the signs of rotate_half."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each head of the queries and of the keys; their weights are [D]."""
+
+    query: Norm
+    key: Norm
+
+
+def rotate_and_store(
+    projected: Projected,
+    turns: Turns,
+    keys: Tensor,
+    values: Tensor,
+    cache_rows: Tensor,
+    norms: HeadNorms | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """Turn queries and keys by their positions, store keys and values, and return the queries, [B, N, Hq, D].
+
+    projected, turns: tensors of one dtype
+    keys, values: [B, Hkv, S, D], a layer's part of a cache, changed in place
+    cache_rows:   LongTensor[B, N] in 0 .. S - 1, the rows that are written
+    norms:        where a model has them
+
+    impl "triton" has fp32, fp16 and bf16, an even D, and caches of equal strides with contiguous columns. It does not
+    read `cache_rows` beforehand: they must lie within the cache. Raises ValueError where the kernel does not take
+    shapes, dtypes or strides.
+    """
+    if choose_impl("rotate_and_store", impl, projected.query) == "triton":
+        return _launch(projected, turns, keys, values, cache_rows, norms)
+    query, key, value = projected
+    if norms is not None:
+        query, key = normalized(query, norms.query), normalized(key, norms.key)
+    heads = query.shape[2]
+    states = torch.cat([query, key], 2)
+    # rotate_half is a roll by half of the columns and a change of signs, which the sine already has.
+    turned = torch.addcmul(states * turns.cos, states.roll(states.shape[-1] // 2, -1), turns.sin)
+    store_rows(keys, turned[:, :, heads:], cache_rows)
+    store_rows(values, value, cache_rows)
+    return turned[:, :, :heads]
+
+
+def store_rows(cache: Tensor, new: Tensor, cache_rows: Tensor) -> None:
+    """Store new [B, N, H, D], or of fewer columns, in a cache [B, H, S, D] at rows LongTensor[B, N]."""
+    if new.shape[-1] < cache.shape[-1]:
+        cache = cache[..., : new.shape[-1]]
+    if len(cache) == 1:
+        cache.index_copy_(2, cache_rows[0], new.transpose(1, 2))
+    else:
+        sequence = torch.arange(len(cache), device=cache_rows.device)[:, None]
+        cache.transpose(1, 2)[sequence, cache_rows] = new
+
+
+@triton.jit
+def _turned(x, there, weight, epsilon, cos, sin, turn, column, like, HALF: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Lower and upper halves of the heads at addresses x [HEADS, D / 2], normed where there is a weight, and turned.
+
+    turn: where each head's cosines and sines are, [HEADS, D / 2]
+    """
+    low = tl.load(x, mask=there, other=0.0).to(tl.float32)
+    high = tl.load(x + HALF, mask=there, other=0.0).to(tl.float32)
+    if weight is not None:
+        inside = column < HALF
+        scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / (2 * HALF) + epsilon)[:, None]
+        low_weight = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        high_weight = tl.load(weight + HALF + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        low = rounded(low_weight * rounded(low * scale, like, INTERPRETED), like, INTERPRETED)
+        high = rounded(high_weight * rounded(high * scale, like, INTERPRETED), like, INTERPRETED)
+    cos_low = tl.load(cos + turn, mask=there, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + turn + HALF, mask=there, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + turn, mask=there, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + turn + HALF, mask=there, other=0.0).to(tl.float32)
+    new_low = rounded(low * cos_low, like, INTERPRETED) + rounded(high * sin_low, like, INTERPRETED)
+    new_high = rounded(high * cos_high, like, INTERPRETED) + rounded(low * sin_high, like, INTERPRETED)
+    return rounded(new_low, like, INTERPRETED), rounded(new_high, like, INTERPRETED)
+
+
+@triton.jit(do_not_specialize=["tokens", "nodes", "rows_b", "rows_n"])
+def _rotary_kernel(
+    query, key, value, cos, sin, keys, values, out, rows, query_weight, key_weight, query_epsilon, key_epsilon,
+    tokens, nodes, query_row, key_row, value_row, turn_row, cache_b, cache_h, cache_s, rows_b, rows_n,
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A program for HEADS heads, of one token or several: first the queries', then those of keys and values."""
+    block = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    query_blocks = tl.cdiv(tokens * QUERY_HEADS, HEADS)
+    if block < query_blocks:
+        index = block * HEADS + tl.arange(0, HEADS)
+        token, head = index // QUERY_HEADS, index % QUERY_HEADS
+        there = (token < tokens)[:, None] & (column < HALF)[None, :]
+        token = token.to(tl.int64)
+        at = (token * query_row + head * (2 * HALF))[:, None] + column[None, :]
+        turn = (token * turn_row)[:, None] + column[None, :]
+        low, high = _turned(
+            query + at, there, query_weight, query_epsilon, cos, sin, turn, column, out, HALF, INTERPRETED
+        )  # fmt: skip
+        to = (index.to(tl.int64) * (2 * HALF))[:, None] + column[None, :]
+        tl.store(out + to, low, mask=there)
+        tl.store(out + to + HALF, high, mask=there)
+    else:
+        index = (block - query_blocks) * HEADS + tl.arange(0, HEADS)
+        token, head = index // KEY_HEADS, index % KEY_HEADS
+        exists = token < tokens
+        there = exists[:, None] & (column < HALF)[None, :]
+        batch = (token // nodes).to(tl.int64)
+        row = tl.load(rows + batch * rows_b + (token % nodes) * rows_n, mask=exists, other=0)
+        token = token.to(tl.int64)
+        at = (token * key_row + head * (2 * HALF))[:, None] + column[None, :]
+        turn = (token * turn_row)[:, None] + column[None, :]
+        low, high = _turned(key + at, there, key_weight, key_epsilon, cos, sin, turn, column, out, HALF, INTERPRETED)
+        to = (batch * cache_b + head.to(tl.int64) * cache_h + row * cache_s)[:, None] + column[None, :]
+        tl.store(keys + to, low, mask=there)
+        tl.store(keys + to + HALF, high, mask=there)
+        at = (token * value_row + head * (2 * HALF))[:, None] + column[None, :]
+        tl.store(values + to, tl.load(value + at, mask=there, other=0.0), mask=there)
+        tl.store(values + to + HALF, tl.load(value + at + HALF, mask=there, other=0.0), mask=there)
+
+
+def _launch(
+    projected: Projected, turns: Turns, keys: Tensor, values: Tensor, cache_rows: Tensor, norms: HeadNorms | None
+) -> Tensor:
+    """`rotate_and_store` by the kernel."""
+    _check(projected, turns, keys, values, cache_rows)
+    query, key, value, cos, sin = map(_by_token, (*projected, *turns))
+    kv_heads, nodes = keys.shape[1], cache_rows.shape[1]
+    tokens, heads, head_dim = query.shape
+    out = query.new_empty(*projected.query.shape)
+    block = max(8, triton.next_power_of_2(head_dim // 2))
+    at_once = max(1, _ELEMENTS // (2 * block))
+    (query_weight, query_epsilon), (key_weight, key_epsilon) = ((None, 0.0), (None, 0.0)) if norms is None else norms
+    with torch.cuda.device_of(query):
+        _rotary_kernel[(triton.cdiv(tokens * heads, at_once) + triton.cdiv(tokens * kv_heads, at_once),)](
+            query, key, value, cos, sin, keys, values, out, cache_rows,
+            query_weight, key_weight, query_epsilon, key_epsilon,
+            tokens, nodes, query.stride(0), key.stride(0), value.stride(0), cos.stride(0),
+            keys.stride(0), keys.stride(1), keys.stride(2), cache_rows.stride(0), cache_rows.stride(1),
+            QUERY_HEADS=heads, KEY_HEADS=kv_heads, HALF=head_dim // 2, HEADS=at_once, BLOCK=block,
+            INTERPRETED=not query.is_cuda, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
+
+
+def _check(projected: Projected, turns: Turns, keys: Tensor, values: Tensor, cache_rows: Tensor) -> None:
+    query, key, value = projected
+    batch, nodes, _, head_dim = query.shape
+    kv_heads = key.shape[2]
+    by_token, of_cache = (batch, nodes, kv_heads, head_dim), (batch, kv_heads, keys.shape[2], head_dim)
+    given = {"key": (key, by_token), "value": (value, by_token), "keys": (keys, of_cache), "values": (values, of_cache)}
+    given |= {name: (each, (batch, nodes, 1, head_dim)) for name, each in turns._asdict().items()}
+    for name, (each, shape) in given.items():
+        if each.shape != shape or each.dtype != query.dtype:
+            raise ValueError(f"{name} must be {query.dtype} {[*shape]}, got {each.dtype} {[*each.shape]}")
+    if cache_rows.shape != (batch, nodes) or cache_rows.dtype != torch.long:
+        got = f"{cache_rows.dtype} {[*cache_rows.shape]}"
+        raise ValueError(f"cache_rows must be a LongTensor {[batch, nodes]}, got {got}")
+    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16) or head_dim % 2:
+        got = f"{query.dtype} and heads of {head_dim}"
+        raise ValueError(f"impl 'triton' has float32, float16 and bfloat16, and heads of even size; got {got}")
+    if turns.cos.stride() != turns.sin.stride():
+        raise ValueError(f"cos and sin must have equal strides, got {turns.cos.stride()} and {turns.sin.stride()}")
+    if keys.stride() != values.stride() or keys.stride(3) != 1:
+        got = f"{[*keys.stride()]} and {[*values.stride()]}"
+        raise ValueError(f"keys and values must have equal strides and contiguous columns, got strides {got}")
+    check_can_launch(query)
+
+
+def _by_token(states: Tensor) -> Tensor:
+    """The same [B, N, H, D] as [B * N, H, D], whose heads and columns are contiguous."""
+    flat = states.flatten(0, 1)
+    return flat if flat.stride()[1:] == (flat.shape[2], 1) or flat.shape[1] == 1 else flat.contiguous()

@@ -1,0 +1,136 @@
+"""Linear layers with one input as one matrix product, over the model's own weights.
+
+    [x W1' + b1, x W2' + b2, ...] = x [W1; W2; ...]' + [b1, b2, ...]
+
+A GPU reads a weight at full speed only if many programs share it, and every launch costs microseconds: so queries, keys
+and values are one product there, and gate and up another. The joined matrix is no second copy of the weights. They are
+moved into it, and each parameter becomes a view of its own rows: the same object with the same name, values and
+version, which may be saved, copied or trained, and what is written into it in place is what is multiplied. Layer by
+layer, so that no more than one layer's weights are there twice at a time. When nobody needs the product any more, each
+parameter gets memory of its own again.
+"""
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from heavypath.kernels.implementation import choose_impl
+from heavypath.speculative.models.forward import is_plain
+from heavypath.speculative.models.structure import has_hooks
+
+Products = Callable[[Tensor], Sequence[Tensor]]  # of [rows, K], one for each layer
+
+# What is joined now, by the identity of the first parameter: all forward passes of a model share it.
+_shared: weakref.WeakValueDictionary[int, "_Together"] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+class Joining:
+    """Finds out which linear layers of a model can be joined: on a GPU, plain ones, whose weights nothing else uses."""
+
+    def __init__(self, model: nn.Module):
+        self._uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+
+    def products(self, layers: Sequence[nn.Module]) -> Products | None:
+        """The products of linear layers with one input as one; None if they must stay apart."""
+        if not all(type(layer) is nn.Linear and not has_hooks(layer) for layer in layers):
+            return None
+        weights = [layer.weight for layer in layers]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        if len(biases) not in (0, len(layers)) or choose_impl("products", "auto", weights[0]) != "triton":
+            return None
+        together = self._together(weights)
+        if together is None:
+            return None
+        added = self._together(biases) if biases else None
+        return None if biases and added is None else _JoinedProducts(together, added)
+
+    def _together(self, parameters: list[nn.Parameter]) -> "_Together | None":
+        first = parameters[0]
+        with _lock:
+            known = _shared.get(id(first))
+            if known is not None and known.holds(parameters):
+                return known
+            movable = all(
+                is_plain(one)
+                and not one.is_inference()
+                and self._uses[id(one)] == 1
+                and one.is_contiguous()
+                and one.untyped_storage().nbytes() == one.nbytes  # nobody else's view
+                and (one.shape[1:], one.dtype, one.device) == (first.shape[1:], first.dtype, first.device)
+                for one in parameters
+            )
+            if not movable:
+                return None
+            made = _shared[id(first)] = _Together(parameters)
+            return made
+
+
+class _Together:
+    """Parameters [n_i, ...] whose rows lie one behind another in one tensor, for as long as this object is there.
+
+    It does not hold that tensor: its memory is the parameters', and goes when they are moved, to another device say.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self._parameters = parameters
+        self.sizes = [len(one) for one in parameters]
+        with torch.inference_mode(False), torch.no_grad():
+            rows = parameters[0].new_empty(sum(self.sizes), *parameters[0].shape[1:])
+            for one, own in zip(parameters, rows.split(self.sizes), strict=True):
+                own.copy_(one)
+                one.data = own
+        weakref.finalize(self, _separate, parameters, _storage_of(rows)).atexit = False
+
+    def holds(self, parameters: list[nn.Parameter]) -> bool:
+        """Whether it is these parameters that are together, and still are."""
+        same = len(parameters) == len(self._parameters) and all(map(_is, parameters, self._parameters))
+        return same and self._is_whole()
+
+    def _is_whole(self) -> bool:
+        storages = {_storage_of(one) for one in self._parameters}
+        step = self._parameters[0].stride(0)
+        starts = [sum(self.sizes[:index]) * step for index in range(len(self.sizes))]
+        return len(storages) == 1 and [one.storage_offset() for one in self._parameters] == starts
+
+    def rows(self) -> Tensor:
+        """All rows as one tensor, a view of the parameters' memory."""
+        first = self._parameters[0]
+        return first.as_strided((sum(self.sizes), *first.shape[1:]), first.stride())
+
+
+class _JoinedProducts:
+    """The products of a [rows, K] with several weights, as views of one product."""
+
+    def __init__(self, weights: _Together, biases: _Together | None):
+        self._weights, self._biases = weights, biases
+
+    def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
+        bias = None if self._biases is None else self._biases.rows()
+        return linear(hidden, self._weights.rows(), bias).split(self._weights.sizes, -1)
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _storage_of(tensor: Tensor) -> tuple[int, int]:
+    """Where the memory of a tensor, and of all others that share it, begins, and its bytes."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _separate(parameters: list[nn.Parameter], storage: tuple[int, int]) -> None:
+    """Give each parameter that is still in this storage memory of its own."""
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for one in parameters:
+                if _storage_of(one) == storage:
+                    one.data = one.detach().clone(memory_format=torch.contiguous_format)
+    except torch.OutOfMemoryError:
+        return  # they stay together, which takes no more memory and changes no value
