@@ -19,7 +19,7 @@ def named(*words: str, **options) -> str:
 
 
 class Attention(NamedTuple):
-    """A call of tree_attention. group: query heads of a key head."""
+    """A call of tree_attention, or of chain_attention. group: query heads of a key head."""
 
     dtype: str
     head_dim: int
@@ -27,6 +27,7 @@ class Attention(NamedTuple):
     group: int
     prefix: int = 4096
     masked: bool = False
+    chain: bool = False
     queries: int | None = None
     padded: bool = False
     window: bool = False
@@ -39,22 +40,26 @@ class Attention(NamedTuple):
 
 
 def attention(case: Attention) -> None:
-    from heavypath.kernels.tree_attention import tree_attention
+    from heavypath.kernels.tree_attention import chain_attention, tree_attention
 
     queries, kv_heads, dtype = case.queries or case.nodes, 8, DTYPES[case.dtype]
     key, value = on_gpu(torch.empty(2, 1, kv_heads, case.prefix + case.nodes, case.head_dim, dtype=dtype))
-    tree_attention(
-        on_gpu(torch.empty(1, kv_heads * case.group, queries, case.head_dim, dtype=dtype)),
-        key,
-        value,
-        prefix_length=on_gpu(torch.tensor([case.prefix])),
-        subtree_end=None if case.masked else on_gpu(torch.full([case.nodes], case.nodes)),
-        ancestor_mask=on_gpu(torch.ones(queries, case.nodes).bool()) if case.masked else None,
-        first_row=on_gpu(torch.tensor([0])) if case.padded else None,
-        window=1024 if case.window else None,
-        softcap=50.0 if case.softcap else None,
-        impl="triton",
-    )
+    query = on_gpu(torch.empty(1, kv_heads * case.group, queries, case.head_dim, dtype=dtype))
+    lengths = on_gpu(torch.tensor([case.prefix])) if case.padded or not case.chain else case.prefix
+    options = {
+        "first_row": on_gpu(torch.tensor([0])) if case.padded else None,
+        "window": 1024 if case.window else None,
+        "softcap": 50.0 if case.softcap else None,
+        "impl": "triton",
+    }
+    if case.chain:
+        chain_attention(query, key, value, lengths, **options)
+    elif case.masked:
+        mask = on_gpu(torch.ones(queries, case.nodes).bool())
+        tree_attention(query, key, value, prefix_length=lengths, ancestor_mask=mask, **options)
+    else:
+        end = on_gpu(torch.full([case.nodes], case.nodes))
+        tree_attention(query, key, value, prefix_length=lengths, subtree_end=end, **options)
 
 
 def attention_cases() -> dict[str, Callable[[], None]]:
@@ -73,6 +78,9 @@ def attention_cases() -> dict[str, Callable[[], None]]:
         Attention("bf16", 128, 64, 4, padded=True, window=True, softcap=True),
         Attention("bf16", 128, 64, 4, masked=True, queries=16, window=True),
         Attention("bf16", 256, 64, 2, masked=True, window=True, softcap=True),
+        *(Attention("bf16", 128, nodes, 4, chain=True) for nodes in (1, 512)),
+        Attention("bf16", 128, 1, 4, chain=True, padded=True, window=True),
+        Attention("bf16", 64, 512, 4, chain=True, padded=True, window=True, softcap=True),
         Attention("fp16", 128, 64, 4),
         Attention("fp32", 128, 1, 4),
         Attention("fp32", 64, 64, 4),

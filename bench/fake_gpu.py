@@ -1,6 +1,7 @@
 """GPUs that kernels are compiled for and that need not be there: launches compile, and nothing runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -9,7 +10,6 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction
 
 
 class Gpu(NamedTuple):
@@ -26,6 +26,16 @@ class OnGpu(Tensor):
     """A CPU tensor that says it is on a GPU, and whatever is made from it says so too."""
 
     is_cuda = True
+
+
+@contextmanager
+def all_on_gpu() -> Iterator[None]:
+    """Within, all tensors say that they are on a GPU; that costs them nothing, unlike a class of their own."""
+    Tensor.is_cuda = True
+    try:
+        yield
+    finally:
+        del Tensor.is_cuda
 
 
 def on_gpu(tensor: Tensor) -> Tensor:
@@ -54,15 +64,10 @@ def compile_for(arch: int, launched: Callable[[CompiledKernel], object]) -> None
 
     launched is called with the kernel of every launch. A process can serve one architecture only.
     """
-    launch = JITFunction.run
-
-    def compile_only(self, *arguments, grid, warmup, **options):
-        kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
-        launched(kernel)
-        return kernel
-
-    JITFunction.run = compile_only
+    CompiledKernel._init_handles = lambda kernel: None  # would load the machine code
+    CompiledKernel.run = property(lambda kernel: lambda *_: launched(kernel))
     triton.runtime.driver.set_active(Driver(arch))
     facts = SimpleNamespace(multi_processor_count=GPUS[arch].processors, major=arch // 10, minor=arch % 10)
     torch.cuda.get_device_properties = lambda device=None: facts
+    torch.cuda.current_device = lambda: -1  # where tensors on a CPU say they are
     torch.cuda.get_device_capability = lambda device=None: (facts.major, facts.minor)

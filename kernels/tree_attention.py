@@ -19,12 +19,22 @@ Gemma 2's soft cap replaces the scores by softcap * tanh(scores / softcap).
 The Triton kernel is in `tree_attention_kernel`, what it costs too.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
-from heavypath.kernels.tree_attention_kernel import MAX_NODES, launch_tree_attention
+from heavypath.kernels.tree_attention_kernel import MAX_NODES
+from heavypath.kernels.tree_attention_launch import (
+    Layout,
+    Layouts,
+    Plan,
+    in_place,
+    launch_tree_attention,
+    plan_launch,
+)
 from heavypath.kernels.tree_masks import PackedAncestors, Visible, attention_bias
 
 _FEW_QUERIES = 8  # up to this many, queries of a group share one matrix product on a CPU
@@ -68,12 +78,8 @@ def tree_attention(
     a tree that does not fit into S rows. The kernel reads tensors in place if their last axis is contiguous, their
     other strides are multiples of 8 elements and the stride of rows is below 2**24; others are copied first.
     """
-    needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if impl == "auto" and needs_gradient:
-        impl = "torch"
-    impl = choose_impl("tree_attention", impl, query)
-    if impl == "triton" and needs_gradient:
-        raise ValueError("impl 'triton' has no gradient; take impl 'torch', or call it under torch.no_grad()")
+    if (subtree_end is None) == (ancestor_mask is None):
+        raise ValueError("give exactly one of subtree_end and ancestor_mask")
     if not isinstance(prefix_length, (int, Tensor)):
         raise ValueError(f"prefix_length must be an int or a LongTensor, got {type(prefix_length).__name__}")
     length, lengths = (0, prefix_length) if isinstance(prefix_length, Tensor) else (prefix_length, None)
@@ -84,22 +90,71 @@ def tree_attention(
             raise ValueError(f"ancestor_mask was packed for a window of {packed_for}, got window {window}")
     else:
         ancestors, nodes = ancestor_mask, query.shape[-2] if ancestor_mask is None else ancestor_mask.shape[-1]
-    # The custom operator makes the kernel one node of a compiled graph. PyTorch's own operators do not need it: its
-    # dispatch takes as long as a small attention, and it has no gradient.
-    plain = impl == "torch" and (needs_gradient or not torch.compiler.is_compiling())
-    run = _tree_attention if plain else _operator
-    return run(
+    visible = Visible(length, lengths, subtree_end, ancestors, nodes, first_row, window, counts)
+    impl, as_operator = _route(query, key, value, impl)
+    if as_operator:
+        return _call_operator(query, key, value, visible, softcap, scale, impl)
+    return _compute(query, key, value, visible, softcap, scale, impl).transpose(1, 2)
+
+
+def chain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix_length: int | Tensor,
+    first_row: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """`tree_attention` of a chain, where each node is the parent of the next; returns [B, N, Hq, D], by nodes.
+
+    The arguments are as there, without those that say which tree it is.
+    """
+    length, lengths = (0, prefix_length) if isinstance(prefix_length, Tensor) else (prefix_length, None)
+    visible = Visible(length, lengths, None, None, query.shape[2], first_row, window)
+    impl, as_operator = _route(query, key, value, impl)
+    if as_operator:
+        return _call_operator(query, key, value, visible, softcap, scale, impl).transpose(1, 2)
+    return _compute(query, key, value, visible, softcap, scale, impl)
+
+
+def _route(query: Tensor, key: Tensor, value: Tensor, impl: str) -> tuple[str, bool]:
+    """Which implementation runs, and whether as an operator of PyTorch.
+
+    The custom operator makes attention one node for whoever records operators or replaces them, which are compilers,
+    tracers, modes of dispatch and subclasses of Tensor. Its dispatch takes as long as a small attention, and it has no
+    gradient.
+    """
+    needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if impl == "auto" and needs_gradient:
+        impl = "torch"
+    impl = choose_impl("tree_attention", impl, query)
+    if impl == "triton" and needs_gradient:
+        raise ValueError("impl 'triton' has no gradient; take impl 'torch', or call it under torch.no_grad()")
+    if torch.compiler.is_compiling():
+        return impl, not needs_gradient
+    if impl == "torch":  # which is operators of PyTorch
+        return impl, False
+    return impl, type(query) is not Tensor or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _call_operator(
+    query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float | None, impl: str
+) -> Tensor:
+    return _operator(
         query,
         key,
         value,
-        prefix_length=length,
-        prefix_lengths=lengths,
-        subtree_end=subtree_end,
-        ancestor_mask=ancestors,
-        nodes=nodes,
-        counts=counts,
-        first_row=first_row,
-        window=window,
+        prefix_length=visible.length,
+        prefix_lengths=visible.lengths,
+        subtree_end=visible.subtree_end,
+        ancestor_mask=visible.ancestors,
+        nodes=visible.nodes,
+        counts=visible.counts,
+        first_row=visible.first_row,
+        window=visible.window,
         softcap=softcap,
         scale=scale,
         impl=impl,
@@ -123,21 +178,8 @@ def _tree_attention(
     impl: str,
 ) -> Tensor:
     """`tree_attention` with the flat list of arguments that a custom operator of PyTorch must have."""
-    visible = Visible(
-        length=prefix_length,
-        lengths=prefix_lengths,
-        subtree_end=subtree_end,
-        ancestors=ancestor_mask,
-        nodes=nodes,
-        first_row=first_row,
-        window=window,
-        counts=counts,
-    )
-    _check(query, key, value, visible, softcap, scale, impl)
-    if query.numel() == 0:
-        return _by_node(query.clone())
-    run = launch_tree_attention if impl == "triton" else _reference
-    return run(query, key, value, visible, softcap, query.shape[-1] ** -0.5 if scale is None else scale)
+    visible = Visible(prefix_length, prefix_lengths, subtree_end, ancestor_mask, nodes, first_row, window, counts)
+    return _compute(query, key, value, visible, softcap, scale, impl).transpose(1, 2)
 
 
 # For torch.compile and torch.export this is one node. Its output is laid out as [B, N, Hq, D].
@@ -149,48 +191,29 @@ def _(query: Tensor, *_: object) -> Tensor:
     return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Visible,
-    softcap: float | None,
-    scale: float | None,
-    impl: str,
-) -> None:
-    if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape or query.shape[::3] != key.shape[::3]:
-        raise ValueError(
-            "expected query [B, Hq, N, D] and key, value [B, Hkv, S, D], "
-            f"got {[*query.shape]}, {[*key.shape]} and {[*value.shape]}"
-        )
-    batch, heads, queries, head_dim = query.shape
-    kv_heads, rows = key.shape[1:3]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
-    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
-        raise ValueError(f"expected one floating-point dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
-    length, lengths, subtree_end, ancestors, nodes, first_row, window, _ = visible
-    given = {"key": key, "value": value, "prefix_length": lengths, "subtree_end": subtree_end}
-    for name, tensor in (given | {"ancestor_mask": ancestors, "first_row": first_row}).items():
-        if tensor is not None and tensor.device != query.device:
-            raise ValueError(f"{name} must be on the query's device, {query.device}, got {tensor.device}")
-    if (subtree_end is None) == (ancestors is None):
-        raise ValueError("give exactly one of subtree_end and ancestor_mask")
-    if subtree_end is not None:
-        _check_tensor("subtree_end", subtree_end, (torch.int32, torch.long), ((nodes,), (batch, nodes)))
-    if ancestors is not None:
-        columns = nodes if ancestors.dtype == torch.bool else 2 * -(-nodes // 64)
-        dtypes, shape = (torch.bool, torch.int32), (queries, columns)
-        _check_tensor("ancestor_mask", ancestors, dtypes, (shape, (batch, *shape)))
-    if nodes < queries:
-        raise ValueError(f"got {queries} queries of a tree of {nodes} nodes")
-    for name, option in (("window", window), ("softcap", softcap), ("scale", scale)):
-        if option is not None and not option > 0:
-            raise ValueError(f"{name} must be above 0, or None, got {option}")
-    if lengths is not None:
-        _check_tensor("prefix_length", lengths, (torch.long,), ((), (batch,)), "an int, or ")
-    if first_row is not None:
-        _check_tensor("first_row", first_row, (torch.long,), ((batch,),))
+def _compute(
+    query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float | None, impl: str
+) -> Tensor:
+    """Check the arguments and attend: [B, N, Hq, D]."""
+    length, lengths, subtree_end, ancestors, nodes, first_row, window, counts = visible
+    if not ((window is None or window > 0) and (softcap is None or softcap > 0) and (scale is None or scale > 0)):
+        names = {"window": window, "softcap": softcap, "scale": scale}
+        wrong = next(name for name, option in names.items() if option is not None and not option > 0)
+        raise ValueError(f"{wrong} must be above 0, or None, got {names[wrong]}")
+    masks = None
+    if not lengths is subtree_end is ancestors is first_row is None:
+        given = (lengths, subtree_end, ancestors, first_row, counts)
+        masks = tuple([None if mask is None else _layout(mask) for mask in given])
+    of_query, of_key = _layout(query), _layout(key)
+    layouts = (of_query, of_key, _layout(value), masks)
+    plan = None
+    if impl == "triton":
+        check_can_launch(query)
+    if impl == "torch" or query.numel() == 0:
+        _check_layouts(_named(layouts), nodes)
+    else:
+        plan = _plan(layouts, nodes, window is not None, softcap is not None, query.is_cuda)
+    rows, head_dim = of_key[0][2], of_query[0][3]
     shortest = longest = length
     if lengths is not None and lengths.device.type == "cpu" and lengths.numel():
         shortest, longest = int(lengths.min()), int(lengths.max())
@@ -198,30 +221,95 @@ def _check(
         got = length if lengths is None else lengths.tolist()
         raise ValueError(f"prefix_length + {nodes} nodes must lie in 0 .. {rows}, got prefix_length {got}")
 
-    if impl == "triton":
-        if head_dim % 8 or not 16 <= head_dim <= 256:
-            raise ValueError(f"impl 'triton' has head sizes 16 to 256 in steps of 8, got {head_dim}; take impl 'torch'")
-        if nodes > MAX_NODES:
-            raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {nodes}; take impl 'torch'")
-        if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"impl 'triton' has float32, float16 and bfloat16, got {query.dtype}; take impl 'torch'")
-        check_can_launch(query)
+    factor = head_dim**-0.5 if scale is None else float(scale)
+    if plan is None:
+        return _by_node(query) if query.numel() == 0 else _reference(query, key, value, visible, softcap, factor)
+    if plan.in_place and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0:
+        return launch_tree_attention(query, key, value, visible, softcap, factor, plan)
+    return _compute(in_place(query), in_place(key), in_place(value), visible, softcap, scale, impl)
 
 
-def _check_tensor(
-    name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...], otherwise: str = ""
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # a `Layout` without names, made sooner
+_Layouts = tuple[_Layout, _Layout, _Layout, tuple[_Layout | None, ...] | None]  # `Layouts`; None without any mask
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _named(layouts: _Layouts) -> Layouts:
+    query, key, value, masks = layouts
+    named = [None if mask is None else Layout._make(mask) for mask in masks or (None,) * 5]
+    return Layouts._make([Layout._make(query), Layout._make(key), Layout._make(value), *named])
+
+
+@lru_cache(maxsize=1024)
+def _plan(layouts: _Layouts, nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> Plan:
+    """The plan of launches with these layouts, which are checked. A cache that grows has others for each length."""
+    named = _named(layouts)
+    _check_layouts(named, nodes)
+    _check_kernel_takes(named.query, nodes)
+    return plan_launch(named, nodes, windowed, capped, on_gpu)
+
+
+def _check_layouts(layouts: Layouts, nodes: int) -> None:
+    query, key, value, lengths, subtree_end, ancestors, first_row, _ = layouts
+    if not len(query.shape) == len(key.shape) == 4 or key.shape != value.shape or query.shape[::3] != key.shape[::3]:
+        raise ValueError(
+            "expected query [B, Hq, N, D] and key, value [B, Hkv, S, D], "
+            f"got {[*query.shape]}, {[*key.shape]} and {[*value.shape]}"
+        )
+    batch, heads, queries, _ = query.shape
+    kv_heads = key.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads}")
+    if not query.dtype == key.dtype == value.dtype or not query.dtype.is_floating_point:
+        raise ValueError(f"expected one floating-point dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
+    given = {"key": key, "value": value, "prefix_length": lengths, "subtree_end": subtree_end}
+    for name, layout in (given | {"ancestor_mask": ancestors, "first_row": first_row}).items():
+        if layout is not None and layout.device != query.device:
+            raise ValueError(f"{name} must be on the query's device, {query.device}, got {layout.device}")
+    if subtree_end is not None:
+        _check_mask("subtree_end", subtree_end, (torch.int32, torch.long), ((nodes,), (batch, nodes)))
+    if ancestors is not None:
+        columns = nodes if ancestors.dtype == torch.bool else 2 * -(-nodes // 64)
+        dtypes, shape = (torch.bool, torch.int32), (queries, columns)
+        _check_mask("ancestor_mask", ancestors, dtypes, (shape, (batch, *shape)))
+    if nodes < queries:
+        raise ValueError(f"got {queries} queries of a tree of {nodes} nodes")
+    if lengths is not None:
+        _check_mask("prefix_length", lengths, (torch.long,), ((), (batch,)), "an int, or ")
+    if first_row is not None:
+        _check_mask("first_row", first_row, (torch.long,), ((batch,),))
+
+
+def _check_kernel_takes(query: Layout, nodes: int) -> None:
+    head_dim = query.shape[-1]
+    if head_dim % 8 or not 16 <= head_dim <= 256:
+        raise ValueError(f"impl 'triton' has head sizes 16 to 256 in steps of 8, got {head_dim}; take impl 'torch'")
+    if nodes > MAX_NODES:
+        raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {nodes}; take impl 'torch'")
+    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"impl 'triton' has float32, float16 and bfloat16, got {query.dtype}; take impl 'torch'")
+
+
+def _check_mask(
+    name: str, layout: Layout, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...], otherwise: str = ""
 ) -> None:
-    if value.dtype not in dtypes or value.shape not in shapes:
+    if layout.dtype not in dtypes or layout.shape not in shapes:
         wanted = " or ".join(str([*shape]) for shape in dict.fromkeys(shapes))
         raise ValueError(
-            f"{name} must be {otherwise}{' or '.join(map(str, dtypes))} {wanted}, got {value.dtype} {[*value.shape]}"
+            f"{name} must be {otherwise}{' or '.join(map(str, dtypes))} {wanted}, got {layout.dtype} {[*layout.shape]}"
         )
 
 
 def _reference(
     query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float
 ) -> Tensor:
-    """The formula at the top of this file, with shortcuts for a single node and for a chain without a prefix."""
+    """The formula at the top of this file, by nodes, with shortcuts for one node and for a chain without a prefix."""
+    if visible.subtree_end is None and visible.ancestors is None:
+        chain = torch.full((visible.nodes,), visible.nodes, dtype=torch.int32, device=query.device)
+        visible = visible._replace(subtree_end=chain)
     length, lengths, end, _, nodes, first_row, window, _ = visible
     used = nodes + (length if lengths is None else int(lengths.max()))
     key, value = key[:, :, :used], value[:, :, :used]
@@ -281,5 +369,5 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
 
 
 def _by_node(out: Tensor) -> Tensor:
-    """The same [B, Hq, N, D], in memory as [B, N, Hq, D], which a model's output projection reads without a copy."""
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
+    """[B, Hq, N, D] as [B, N, Hq, D], contiguous: what a model's output projection reads."""
+    return out.transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""The Triton kernels of `tree_attention`, where the formula and the reference are, and their launcher.
+"""The Triton kernels of `tree_attention`, where the formula and the reference are; `tree_attention_launch` launches.
 
 A program owns BLOCK_M query rows of one key head: pairs (node, query head of the group), node by node, so that the
 heads of a group share every key they load. It walks over
@@ -23,17 +23,11 @@ values, which is G N FLOPs per byte. Above about 165 FLOPs per byte (an H200 has
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from heavypath.kernels.tree_masks import Visible
 
 MAX_NODES = 2048  # each of 64 blocks of 32 keys has a bit in one word
-_MIN_SPLIT = 256  # fewest rows worth a program of their own; a multiple of every BLOCK_N
+MIN_SPLIT = 256  # fewest rows worth a program of their own; a multiple of every BLOCK_N
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -107,20 +101,32 @@ def _lowest_bit(bits):
     return ((power.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
 
 
-@triton.jit(do_not_specialize=["length", "queries", "nodes", "kv_heads", "window", "lengths_stride", "word_count"])
-def _tree_attention_kernel(
-    query, key, value, out, partial_out, partial_peak, partial_total,
-    length, lengths, first_row, ends, words, counts,
-    scale, softcap, window, queries, nodes, kv_heads, lengths_stride, ends_stride, words_stride, counts_stride,
-    query_b, query_h, query_n, key_b, key_h, key_s, value_b, value_h, value_s, word_count,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOUCHED: tl.constexpr, TREE_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    UPCAST: tl.constexpr,
+# No integer is specialised, and of pointers only those whose alignment matters: a launch for other lengths and strides
+# is then the same variant, so that fewer are compiled and `Variant` may skip Triton's own choice.
+_SIZES = ["queries", "nodes", "kv_heads", "lengths_stride"]
+_STRIDES = [
+    f"{tensor}_{axis}" for tensor, axes in (("query", "bhn"), ("key", "bhs"), ("value", "bhs")) for axis in axes
+]
+_MASK_STRIDES = ["ends_stride", "words_stride", "counts_stride", "word_count"]
+_MASKS = ["lengths", "first_row", "ends", "words", "counts"]
+
+
+@triton.jit(
+    do_not_specialize=["length", "window", *_SIZES, *_MASK_STRIDES, *_STRIDES], do_not_specialize_on_alignment=_MASKS
+)
+def tree_attention_kernel(
+    query, key, value, out, partial, length, lengths, first_row, ends, words, counts, scale, softcap, window,
+    queries, nodes, kv_heads, lengths_stride, ends_stride, words_stride, counts_stride, word_count,
+    query_b, query_h, query_n, key_b, key_h, key_s, value_b, value_h, value_s,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, TOUCHED: tl.constexpr, TREE_BLOCKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """A program for each tile of (node, head of the group) rows, part of the keys, and (sequence, key head).
 
-    Strides of query, key and value count units of 8 elements; out is [B, Q, Hq, D]. With a window, words are narrowed
-    to it, and counts say how many nodes a query sees; with ends, how many it would see without the window.
+    Without ends and words the tree is a chain. Strides of query, key and value count units of 8 elements; out is
+    [B, Q, Hq, D]. With a window, words are narrowed to it, and counts say how many nodes a query sees; with ends, how
+    many it would see without the window; a chain needs no counts.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     batch, kv_head = tl.program_id(2) // kv_heads, tl.program_id(2) % kv_heads
@@ -158,14 +164,16 @@ def _tree_attention_kernel(
     # The prefix: first the blocks that every query sees whole, then the masked ones at both of its ends.
     sees = tl.full([BLOCK_M], 0, tl.int32) + first  # the first prefix row that each query sees
     count = tl.zeros([BLOCK_M], tl.int32)
-    if counts is not None:
-        count = tl.load(counts + batch * counts_stride + node, mask=asks, other=0)
+    if window is not None:
+        count = node + 1
+        if counts is not None:
+            count = tl.load(counts + batch * counts_stride + node, mask=asks, other=0)
         sees = tl.maximum(sees, length + count - window)
     whole_start, whole_stop = start, start + (stop - start) // BLOCK_N * BLOCK_N
-    if (first_row is not None) or (counts is not None):
+    if (first_row is not None) or (window is not None):
         all_see = first  # from this row on, every query sees the prefix
-        if counts is not None:  # a path is no longer than the number of its last node; a maximum here would spill
-            longest = nodes if ends is None else (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1
+        if window is not None:  # a path is no longer than the number of its last node; a maximum here would spill
+            longest = nodes if words is not None else (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1
             all_see = tl.maximum(all_see, length + longest - window)
         whole_start = tl.maximum(start, tl.minimum(tl.cdiv(all_see, BLOCK_N) * BLOCK_N, whole_stop))
     for block in tl.range(whole_start, whole_stop, BLOCK_N):
@@ -191,9 +199,11 @@ def _tree_attention_kernel(
         first_node = tile * BLOCK_M // GROUP
         last_node = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, queries - 1)
         blocks = tl.arange(0, TREE_BLOCKS)
-        if ends is not None:
+        if words is None:
             keys = blocks[:, None] * BLOCK_N + offsets[None, :]
-            key_ends = tl.load(ends + batch * ends_stride + keys, mask=keys < nodes, other=0).to(tl.int32)
+            key_ends = tl.where(keys < nodes, nodes, 0)
+            if ends is not None:
+                key_ends = tl.load(ends + batch * ends_stride + keys, mask=keys < nodes, other=0).to(tl.int32)
             occupied = (tl.max(key_ends, 1) > first_node) & (blocks * BLOCK_N <= last_node)
             full = (tl.min(key_ends, 1) > last_node) & (blocks * BLOCK_N + (BLOCK_N - 1) <= first_node)
         else:
@@ -209,7 +219,7 @@ def _tree_attention_kernel(
             full = tl.min(tl.reshape(ones, [TREE_BLOCKS, BLOCK_N // 32]), 1) != 0
         bit = tl.full([TREE_BLOCKS], 1, tl.int64) << blocks.to(tl.int64)
 
-        if (first_row is None) and (counts is None) and TREE_BLOCKS > 1:
+        if (first_row is None) and (window is None) and TREE_BLOCKS > 1:
             full_bits = tl.sum(tl.where(full, bit, 0), 0)
             for _ in tl.range(0, tl.sum(full.to(tl.int32), 0)):
                 block = _lowest_bit(full_bits) * BLOCK_N
@@ -226,11 +236,15 @@ def _tree_attention_kernel(
             bits = bits & (bits - 1)
             at = block + offsets
             readable = at < nodes
-            if ends is not None:
-                end = tl.load(ends + batch * ends_stride + at, mask=at < nodes, other=0).to(tl.int32)
-                visible = (at[None, :] <= node[:, None]) & (node[:, None] < end[None, :])
-                if counts is not None:
-                    above = tl.load(counts + batch * counts_stride + at, mask=at < nodes, other=0)
+            if words is None:
+                visible = at[None, :] <= node[:, None]
+                if ends is not None:
+                    end = tl.load(ends + batch * ends_stride + at, mask=at < nodes, other=0).to(tl.int32)
+                    visible = visible & (node[:, None] < end[None, :])
+                if window is not None:
+                    above = at + 1
+                    if counts is not None:
+                        above = tl.load(counts + batch * counts_stride + at, mask=at < nodes, other=0)
                     visible = visible & (count[:, None] - above[None, :] < window)
             else:
                 in_word = (offsets % 32)[None, :]
@@ -256,22 +270,24 @@ def _tree_attention_kernel(
         out_row = node * (kv_heads * GROUP) + head
         tl.store(out + (out_row[:, None] * HEAD_DIM + columns[None, :]), acc, mask=query_mask)
     elif SPLITS > 1:
+        slots = tl.num_programs(2).to(tl.int64) * SPLITS * (queries * GROUP)
         slot = (tl.program_id(2).to(tl.int64) * SPLITS + part) * (queries * GROUP)
-        tl.store(partial_out + slot * HEAD_DIM + (row[:, None] * HEAD_DIM + columns[None, :]), acc, mask=query_mask)
-        tl.store(partial_peak + slot + row, peak, mask=asks)
-        tl.store(partial_total + slot + row, total, mask=asks)
+        tl.store(partial + slot * HEAD_DIM + (row[:, None] * HEAD_DIM + columns[None, :]), acc, mask=query_mask)
+        partial += slots * HEAD_DIM + slot
+        tl.store(partial + row, peak, mask=asks)
+        tl.store(partial + slots + row, total, mask=asks)
 
 
-@triton.jit(do_not_specialize=["length", "queries", "nodes", "kv_heads", "window", "lengths_stride"])
-def _merge_kernel(
-    out, partial_out, partial_peak, partial_total,
-    length, lengths, first_row, window, queries, nodes, kv_heads, lengths_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
+@triton.jit(do_not_specialize=["length", "window", *_SIZES], do_not_specialize_on_alignment=["lengths", "first_row"])
+def merge_kernel(
+    out, partial, length, lengths, first_row, window, queries, nodes, kv_heads, lengths_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts p: out = sum_p 2^(peak_p - peak) out_p / sum_p 2^(peak_p - peak) total_p.
 
-    A program for each ROWS query rows and each (sequence, key head); it loads all parts at once.
+    A program for each ROWS query rows and each (sequence, key head); it loads all parts at once. `partial` has the
+    outputs of all parts, [slots, D], then their peaks and then their totals, [slots] each.
     """
     batch, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
     _, _, _, _, parts = _cut(
@@ -283,10 +299,11 @@ def _merge_kernel(
     slot = (tl.program_id(1).to(tl.int64) * SPLITS + part)[:, None] * (queries * GROUP) + row[None, :]
     asks = row < queries * GROUP
     there = (part < parts)[:, None] & asks[None, :]
-    peaks = tl.load(partial_peak + slot, mask=there, other=float("-inf"))
-    totals = tl.load(partial_total + slot, mask=there, other=0.0)
+    slots = tl.num_programs(1).to(tl.int64) * SPLITS * (queries * GROUP)
+    peaks = tl.load(partial + slots * HEAD_DIM + slot, mask=there, other=float("-inf"))
+    totals = tl.load(partial + slots * (HEAD_DIM + 1) + slot, mask=there, other=0.0)
     outs = tl.load(
-        partial_out + slot[:, :, None] * HEAD_DIM + columns[None, None, :],
+        partial + slot[:, :, None] * HEAD_DIM + columns[None, None, :],
         mask=there[:, :, None] & (columns < HEAD_DIM)[None, None, :], other=0.0,
     )  # fmt: skip
     peak = tl.max(peaks, 0)
@@ -298,111 +315,3 @@ def _merge_kernel(
         out + out_row[:, None] * HEAD_DIM + columns[None, :], merged,
         mask=asks[:, None] & (columns < HEAD_DIM)[None, :],
     )  # fmt: skip
-
-
-class _Tiles(NamedTuple):
-    """Block sizes, warps and pipeline stages of a launch."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-def _tiles(dtype: torch.dtype, head_dim: int, rows: int, roomy: bool) -> _Tiles:
-    """Choose tiles that do not spill, keep two blocks of keys in flight, and from 64 query rows on can use wgmma.
-
-    rows:  query rows per key head
-    roomy: a data-centre GPU since Hopper, with 227 KB of shared memory and products that take operands from there
-    """
-    if dtype == torch.float32:  # exact products, which do not use tensor cores
-        return _Tiles(16 if rows <= 16 or head_dim > 128 else 32, 32, 8 if head_dim <= 64 else 16, 2)
-    if rows <= 16:
-        return _Tiles(16, 64 if head_dim <= 128 else 32, 4, 3)
-    if head_dim > 128:
-        return _Tiles(64, 32, 8, 3 if roomy else 2)
-    if head_dim <= 32:
-        return _Tiles(64, 64, 4, 3)
-    if head_dim > 64 and not roomy:
-        return _Tiles(64, 32, 4, 3)
-    return _Tiles(64, 64, 4, 3) if rows <= 64 else _Tiles(128, 64, 8, 3)
-
-
-def _in_place(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of one that 16-byte loads and 32-bit offsets within a block cannot read."""
-    strides = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False) if size > 1]
-    aligned = tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in strides) and tensor.stride(2) < 1 << 24
-    return tensor if aligned else tensor.contiguous()
-
-
-def _batch_stride(tensor: Tensor | None, dims: int) -> int:
-    """The stride between sequences; 0 for a tensor of `dims` dimensions, which all sequences share."""
-    return 0 if tensor is None or tensor.dim() == dims else tensor.stride(0)
-
-
-def launch_tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float
-) -> Tensor:
-    """`tree_attention` of checked arguments; the output [B, Hq, N, D] is in memory as [B, N, Hq, D]."""
-    query, key, value = _in_place(query), _in_place(key), _in_place(value)
-    batch, heads, queries, head_dim = query.shape
-    kv_heads = key.shape[1]
-    interpreted = not query.is_cuda  # Triton's interpreter truncates float32 to bfloat16 and gets bfloat16 dots wrong
-    out = query.new_empty(batch, queries, heads, head_dim, dtype=torch.float32 if interpreted else query.dtype)
-
-    group = heads // kv_heads
-    rows = queries * group
-    if interpreted:
-        processors, roomy = 16, True
-    else:
-        gpu = torch.cuda.get_device_properties(query.device)
-        processors, roomy = gpu.multi_processor_count, gpu.major in (9, 10)
-    block_m, block_n, warps, stages = _tiles(query.dtype, head_dim, rows, roomy)
-    tiles = triton.cdiv(rows, block_m)
-    # As many programs as run at once, where two of 4 warps share a processor, whatever the batch size. Splits are a
-    # power of two, so that few variants are compiled.
-    programs = processors * (2 if warps <= 4 else 1) // (tiles * kv_heads)
-    most = triton.next_power_of_2(triton.cdiv(key.shape[2], _MIN_SPLIT))
-    splits = min(1 << max(programs.bit_length() - 1, 0), most, 32)
-    partial_out = partial_peak = partial_total = None
-    if splits > 1:
-        partial_out = out.new_empty(batch, kv_heads, splits, rows, head_dim, dtype=torch.float32)
-        partial_peak, partial_total = out.new_empty(2, batch, kv_heads, splits, rows, dtype=torch.float32)
-
-    length, lengths, ends, _, nodes, first_row, window, _ = visible
-    words = None
-    if ends is not None:
-        ends = ends.contiguous()
-        counts = None if window is None else visible.path_lengths()
-    else:
-        packed = visible.packed()
-        words, counts = packed.words.contiguous(), None if packed.counts is None else packed.counts.contiguous()
-    first_row = None if first_row is None else first_row.contiguous()
-    lengths_stride = 0 if lengths is None or lengths.dim() == 0 else lengths.stride(0)
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    # A limit on registers keeps ptxas from spilling to fit one more program; with 16 warps it would make ptxas spill.
-    registers = None if warps == 16 and head_dim > 128 and roomy else min(255, (1 << 16) // (32 * warps))
-    shared = {
-        "out": out, "partial_out": partial_out, "partial_peak": partial_peak, "partial_total": partial_total,
-        "length": length, "lengths": lengths, "lengths_stride": lengths_stride, "first_row": first_row,
-        "window": window, "queries": queries, "nodes": nodes, "kv_heads": kv_heads,
-        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n,
-        "SPLITS": splits, "MIN_SPLIT": _MIN_SPLIT, "enable_fp_fusion": True,
-    }  # fmt: skip
-    with torch.cuda.device_of(query):
-        _tree_attention_kernel[(tiles, splits, batch * kv_heads)](
-            query=query, key=key, value=value, ends=ends, words=words, counts=counts, scale=scale, softcap=softcap,
-            ends_stride=_batch_stride(ends, 1), words_stride=_batch_stride(words, 2),
-            counts_stride=_batch_stride(counts, 1),
-            query_b=query.stride(0) // 8, query_h=query.stride(1) // 8, query_n=query.stride(2) // 8,
-            key_b=key.stride(0) // 8, key_h=key.stride(1) // 8, key_s=key.stride(2) // 8,
-            value_b=value.stride(0) // 8, value_h=value.stride(1) // 8, value_s=value.stride(2) // 8,
-            word_count=0 if words is None else words.shape[-1], BLOCK_M=block_m,
-            TOUCHED=triton.next_power_of_2(block_m // group if block_m % group == 0 else (block_m - 2) // group + 2),
-            TREE_BLOCKS=triton.next_power_of_2(triton.cdiv(nodes, block_n)),
-            UPCAST=interpreted, num_warps=warps, num_stages=stages, maxnreg=registers, **shared,
-        )  # fmt: skip
-        if splits > 1:
-            rows_each = max(1, 8192 // (splits * block_d))
-            _merge_kernel[(triton.cdiv(rows, rows_each), batch * kv_heads)](ROWS=rows_each, **shared)
-    return out.to(query.dtype).transpose(1, 2)

@@ -102,7 +102,7 @@ class Visible(NamedTuple):
     length:      number of prefix rows in every sequence, where lengths is None
     lengths:     LongTensor [] or [B], number of prefix rows in each sequence
     subtree_end: int or long tensor [N] or [B, N]; or None, and then
-    ancestors:   bool [Q, N] or [B, Q, N], or the words of `PackedAncestors`
+    ancestors:   bool [Q, N] or [B, Q, N], or the words of `PackedAncestors`; if both are None, the tree is a chain
     nodes:       N
     first_row:   LongTensor[B]; rows before it are left padding
     window:      how many positions a node sees, its own included

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.masking_utils import chunked_causal_mask_function
 
-from heavypath.kernels.tree_attention import tree_attention
+from heavypath.kernels.tree_attention import chain_attention
 from heavypath.kernels.tree_masks import pack_ancestors
 from heavypath.speculative import TokenTree, huggingface
 from heavypath.speculative.demo import demo_prompts
@@ -164,7 +164,7 @@ def test_logits_through_the_kernel(monkeypatch):
         Gemma2Config(**{**TINY, "num_hidden_layers": 2}, head_dim=16, sliding_window=WINDOW)
     ).eval()
     expected = read(model, "eager", CACHES["a growing"], PADDING)
-    monkeypatch.setattr(huggingface, "tree_attention", partial(tree_attention, impl="triton"))
+    monkeypatch.setattr(huggingface, "chain_attention", partial(chain_attention, impl="triton"))
     torch.testing.assert_close(read(model, "heavypath", CACHES["a growing"], PADDING), expected, atol=1e-3, rtol=1e-3)
 
 
@@ -610,7 +610,7 @@ def test_dropout_in_a_tree_is_refused():
 
 def test_a_head_size_that_the_kernel_has_not_is_refused(monkeypatch):
     monkeypatch.setattr(huggingface, "_takes_sdpa", lambda *_: False)
-    monkeypatch.setattr(huggingface, "tree_attention", partial(tree_attention, impl="triton"))
+    monkeypatch.setattr(huggingface, "chain_attention", partial(chain_attention, impl="triton"))
     model = patched(LlamaForCausalLM(LlamaConfig(**TINY, head_dim=20)))
     with torch.no_grad(), pytest.raises(ValueError, match=r"head sizes 16 to 256.*use attn_implementation=\"sdpa\""):
         model(TEXT)

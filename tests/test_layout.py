@@ -34,8 +34,8 @@ FORMER_PATHS = {  # of modules that moved into folders, and a name of each
 }
 # Functions whose parameters are somebody else's: the public interface, what transformers calls, and torch's operator.
 PUBLIC = {
-    "gumbel_topk", "stochastic_beam", "tree_attention", "verify_tree", "calibrate", "compare", "generate", "__init__",
-    "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up",
+    "gumbel_topk", "stochastic_beam", "tree_attention", "chain_attention", "verify_tree", "calibrate", "compare",
+    "generate", "__init__", "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up",
 }  # fmt: skip
 OPERATORS = {"_tree_attention"}  # torch.library takes no tuples
 

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heavypath.kernels import tree_attention as entry
 from heavypath.kernels import tree_attention_kernel as module
+from heavypath.kernels import tree_attention_launch as launch
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.tree_masks import attention_bias, pack_ancestors, unpack_ancestors
 from heavypath.speculative.trees.tree import TokenTree
@@ -420,7 +421,9 @@ def test_a_bug_of_the_kernel_is_found(name, tmp_path, monkeypatch):
         right = tree_attention(query, key, value, **problem)
         torch.testing.assert_close(right.double(), exact, atol=5e-3, rtol=0)
         with monkeypatch.context() as patch:
-            patch.setattr(entry, "launch_tree_attention", mutated.launch_tree_attention)
+            for kernel in ("tree_attention_kernel", "merge_kernel"):
+                patch.setattr(launch, kernel, getattr(mutated, kernel))
+            patch.setattr(entry, "_plan", entry._plan.__wrapped__)  # plans know the kernel
             mutant = tree_attention(query, key, value, **problem)
         wrong.append(not torch.allclose(mutant, right, atol=1e-2))
     assert any(wrong)

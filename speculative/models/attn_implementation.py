@@ -30,13 +30,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 from transformers.utils import logging
 
-from heavypath.kernels.tree_attention import tree_attention
+from heavypath.kernels.tree_attention import chain_attention, tree_attention
 from heavypath.kernels.tree_attention_kernel import MAX_NODES
 from heavypath.kernels.tree_masks import PackedAncestors
 
 logger = logging.get_logger(__name__)
 
 NAME = "heavypath"
+_USUAL = {"position_ids", "use_cache", "cache_position"}  # of a call, which say nothing about attention
 # Arguments that models or callers may give to an attention function: what they ask for, and which one has it.
 _SERVED_ELSEWHERE = {
     "position_bias": ("position biases", "sdpa"),
@@ -94,7 +95,8 @@ def attention_forward(
     Raises ValueError for what "heavypath" does not have: attention sinks, position biases, paged caches; trees under
     masks other than causal or sliding-window ones with left padding; soft caps under bidirectional or additive masks.
     """
-    _check_served(kwargs)
+    if not kwargs.keys() <= _USUAL:
+        _check_served(kwargs)
     if tree_attend is not None:
         if softcap is not None:
             raise _unserved("has no soft-capped scores in a decoder", "eager")
@@ -126,18 +128,23 @@ def attention_forward(
         raise _unserved(f"has no dropout of {dropout} for {'trees' if has_tree else 'soft-capped scores'}", "eager")
     if query.dtype != value.dtype:  # under autocast: rotary embeddings widen what they turn
         query, key = query.to(value.dtype), key.to(value.dtype)
-    attend = partial(tree_attention, first_row=first_row, window=window, softcap=softcap, scale=scaling)
     if not has_tree:
-        out = _chains(attend, query, key, value, prefix)
-    else:
-        if tree_prefix_length is not None:
-            prefix = tree_prefix_length
-        elif isinstance(tree_ancestor_mask, PackedAncestors):
-            prefix = prefix + queries - tree_ancestor_mask.nodes
-        elif tree_ancestor_mask is not None:
-            prefix = prefix + queries - tree_ancestor_mask.shape[-1]
-        visible = {"subtree_end": tree_subtree_end, "ancestor_mask": tree_ancestor_mask}
-        out = attend(query, key, value, prefix_length=prefix, **visible)
+        try:
+            if queries <= _longest_chain(query):
+                return chain_attention(query, key, value, prefix, first_row, window, softcap, scaling), None
+            options = {"first_row": first_row, "window": window, "softcap": softcap, "scale": scaling}
+            return _long_chain(partial(chain_attention, **options), query, key, value, prefix), None
+        except ValueError as error:
+            raise _unserved(f"cannot serve this model: {error}") from error
+    if tree_prefix_length is not None:
+        prefix = tree_prefix_length
+    elif isinstance(tree_ancestor_mask, PackedAncestors):
+        prefix = prefix + queries - tree_ancestor_mask.nodes
+    elif tree_ancestor_mask is not None:
+        prefix = prefix + queries - tree_ancestor_mask.shape[-1]
+    visible = {"subtree_end": tree_subtree_end, "ancestor_mask": tree_ancestor_mask}
+    options = {"first_row": first_row, "window": window, "softcap": softcap, "scale": scaling}
+    out = tree_attention(query, key, value, prefix_length=prefix, **visible, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -191,7 +198,8 @@ def visible_rows(
     window = local_size if local_size is not None and kv_length > local_size else None
     if first is None and window is None and isinstance(q_offset, int) and kv_offset + kv_length == end:
         return None
-    rows = torch.zeros(batch_size, 1, 1, 2 if window is None else 3, dtype=torch.long, device=device)
+    # In memory the sequences' first rows come first, then their lengths, so that no layer has to copy them.
+    rows = torch.zeros(2 if window is None else 3, batch_size, dtype=torch.long, device=device).T[:, None, None]
     if first is not None:
         rows[:, 0, 0, 0] = (first - kv_offset).clamp_(min=0)
     rows[:, 0, 0, 1] = q_offset - kv_offset
@@ -231,7 +239,8 @@ def _read_rows(
     windowed = attention_mask.shape[3] == 3
     if windowed and window is None:
         raise _unserved(f"needs the sliding window, which {type(module).__name__} does not pass to its attention")
-    return attention_mask[:, 0, 0, 0], attention_mask[:, 0, 0, 1], window if windowed else None
+    first_row, prefix, *_ = attention_mask.flatten(1).unbind(1)
+    return first_row, prefix, window if windowed else None
 
 
 def _as_tree(mask: Tensor | None, batch: int) -> Tensor:
@@ -311,17 +320,13 @@ def _dense_mask(
     return visible
 
 
-def _chains(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, prefix: int | Tensor) -> Tensor:
-    """Attention of a chain behind a prefix. A chain too long for the kernel goes in pieces, each behind the former."""
-    size, pieces = _longest_chain(query), []
-    try:
-        for start in range(0, query.shape[2], size):
-            piece = query[:, :, start : start + size]
-            end = torch.full((piece.shape[2],), piece.shape[2], dtype=torch.int32, device=query.device)
-            pieces.append(attend(piece, key, value, prefix_length=prefix + start, subtree_end=end))
-    except ValueError as error:
-        raise _unserved(f"cannot serve this model: {error}") from error
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
+def _long_chain(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, prefix: int | Tensor
+) -> Tensor:
+    """Attention of a chain that is too long for the kernel: in pieces, each behind the former."""
+    size = _longest_chain(query)
+    starts = range(0, query.shape[2], size)
+    return torch.cat([attend(query[:, :, at : at + size], key, value, prefix + at) for at in starts], 1)
 
 
 def _longest_chain(query: Tensor) -> int:

@@ -1,0 +1,120 @@
+"""What a call of attention costs on the host, with attn_implementation="heavypath" and "sdpa"; no GPU is needed.
+
+    python bench/dropin_host.py [--rounds 300] [--json FILE]
+
+A model that is not under a CUDA graph calls attention for each layer of each token, and where the model is small the
+GPU waits for the host. Timed are
+
+    heavypath  the function that transformers calls for a layer, with all checks, allocations and what Triton does in
+               Python, on CPU tensors that say they are on a GPU; the driver's launch of a compiled kernel does nothing
+    sdpa       transformers' own function for the same kind of call on tensors of a few numbers on the CPU, so that
+               nearly all of it is dispatch, too. On a GPU sdpa also chooses a backend and makes tensors for its
+               gradient, which is not counted
+
+In each round both take turns, and a ratio is taken within the round: above 1, heavypath costs more. Microseconds of the
+thread's own CPU time and ratios are medians, with the quartiles of the ratio. `anew` is the first call with shapes that
+were not seen before, as that of the first layer in each step behind a growing cache. The kernels are compiled for an
+H100 first, which takes some seconds unless Triton has them on disk.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median, quantiles
+from typing import NamedTuple
+
+import torch
+from common import argument_parser, environment, write_results
+from fake_gpu import all_on_gpu, compile_for
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from heavypath.speculative.models.attn_implementation import attention_forward
+
+CALLS = 50  # in a row, in each round
+HEADS, HEAD_DIM, ROWS = 8, 64, 512  # so small that the CPU's own allocator, which no GPU has, takes no time
+
+
+class Kind(NamedTuple):
+    """A kind of call. mask: of heavypath and of sdpa; tree: what else heavypath is given."""
+
+    batch: int
+    queries: int
+    mask: Tensor | None = None
+    sdpa_mask: Tensor | None = None
+    tree: dict[str, Tensor] = {}  # noqa: RUF012
+
+
+def kinds() -> dict[str, Kind]:
+    """The calls that are timed, by name."""
+    sees = torch.tensor([[0] * 4, [ROWS - 1] * 4]).T[:, None, None]  # as `visible_rows` makes it
+    return {
+        "decode": Kind(1, 1),
+        "decode 4, padded": Kind(4, 1, sees, torch.ones(4, 1, 1, 2).bool()),
+        "prefill 64": Kind(1, 64),
+        "tree of 32": Kind(1, 32, None, torch.ones(1, 1, 2, 2).bool(), {"tree_subtree_end": torch.full((32,), 32)}),
+    }
+
+
+def calls(kind: Kind, anew: int) -> list[Callable[[], object]]:
+    """A call of sdpa, one of heavypath, and so many of heavypath with caches of other lengths."""
+    module = nn.Module()
+    module.is_causal, module.num_key_value_groups = True, 1
+    more = {"dropout": 0.0, "scaling": 0.1, "position_ids": None, "use_cache": True}
+    few_queries, few_keys = torch.zeros(kind.batch, 1, min(kind.queries, 2), 16), torch.zeros(kind.batch, 1, 2, 16)
+    query = torch.zeros(kind.batch, kind.queries, HEADS, HEAD_DIM, dtype=torch.bfloat16).transpose(1, 2)
+    cache = torch.zeros(kind.batch, HEADS, ROWS + anew, HEAD_DIM, dtype=torch.bfloat16)
+    ours = [
+        partial(attention_forward, module, query, rows, rows, kind.mask, **kind.tree, **more)
+        for rows in (cache[:, :, : ROWS + longer] for longer in range(anew + 1))
+    ]
+    return [partial(sdpa_attention_forward, module, few_queries, few_keys, few_keys, kind.sdpa_mask, **more), *ours]
+
+
+def microseconds(call: Callable[[], object], times: int = CALLS) -> float:
+    start = time.thread_time_ns()
+    for _ in range(times):
+        call()
+    return (time.thread_time_ns() - start) / times / 1000
+
+
+@torch.inference_mode()
+def measure(kind: Kind, rounds: int) -> dict:
+    """Medians of the microseconds of a call, and of their ratio."""
+    sdpa, ours, *anew = calls(kind, rounds // 10)
+    taken = {"sdpa": [], "heavypath": [], "anew": []}
+    with all_on_gpu():
+        ours()
+    for index in range(rounds):
+        taken["sdpa"].append(microseconds(sdpa))
+        with all_on_gpu():
+            taken["heavypath"].append(microseconds(ours))
+            if index % 10 == 0:
+                taken["anew"].append(microseconds(anew[index // 10], 1))
+    low, ratio, high = quantiles((b / a for a, b in zip(taken["sdpa"], taken["heavypath"], strict=True)), n=4)
+    return {by: median(each) for by, each in taken.items()} | {"ratio": ratio, "quartiles": [low, high]}
+
+
+def main() -> None:
+    parser = argument_parser(__doc__, threads=False)
+    parser.add_argument("--rounds", type=int, default=300)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    compile_for(90, lambda kernel: None)
+
+    table = Table("call", "sdpa, us", "heavypath, us", "ratio", "its quartiles", "anew, us")
+    results = []
+    for name, kind in kinds().items():
+        found = measure(kind, arguments.rounds)
+        results.append({"call": name} | found)
+        low, high = found["quartiles"]
+        cells = f"{found['sdpa']:.1f}", f"{found['heavypath']:.1f}", f"{found['ratio']:.2f}", f"{low:.2f} - {high:.2f}"
+        table.add_row(name, *cells, f"{found['anew']:.0f}")
+    Console(highlight=False).print(table)
+    write_results(arguments.json, environment("cpu") | {"rounds": arguments.rounds}, microseconds=results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""How the kernels of `tree_attention` are launched: tiles, splits and all else that follows from shapes is a plan.
+
+A model that is not under a CUDA graph calls attention for each layer of each token, and the host's time counts, of
+which checks, tiles and Triton's own search for a variant would take most. They depend on the layouts of tensors, not on
+their addresses and values, so the layers of a forward pass share a plan.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from heavypath.kernels.tree_attention_kernel import MIN_SPLIT, merge_kernel, tree_attention_kernel
+from heavypath.kernels.tree_masks import Visible
+from heavypath.kernels.variant import Launch, current_stream, variant_of
+
+
+class _Tiles(NamedTuple):
+    """Block sizes, warps and pipeline stages of a launch."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def _tiles(dtype: torch.dtype, head_dim: int, rows: int, roomy: bool) -> _Tiles:
+    """Choose tiles that do not spill, keep two blocks of keys in flight, and from 64 query rows on can use wgmma.
+
+    rows:  query rows per key head
+    roomy: a data-centre GPU since Hopper, with 227 KB of shared memory and products that take operands from there
+    """
+    if dtype == torch.float32:  # exact products, which do not use tensor cores
+        return _Tiles(16 if rows <= 16 or head_dim > 128 else 32, 32, 8 if head_dim <= 64 else 16, 2)
+    if rows <= 16:
+        return _Tiles(16, 64 if head_dim <= 128 else 32, 4, 3)
+    if head_dim > 128:
+        return _Tiles(64, 32, 8, 3 if roomy else 2)
+    if head_dim <= 32:
+        return _Tiles(64, 64, 4, 3)
+    if head_dim > 64 and not roomy:
+        return _Tiles(64, 32, 4, 3)
+    return _Tiles(64, 64, 4, 3) if rows <= 64 else _Tiles(128, 64, 8, 3)
+
+
+class Layout(NamedTuple):
+    """All of a tensor but its address and its values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Layouts(NamedTuple):
+    """The layouts of query, key and value, and of those tensors of `Visible` that are given."""
+
+    query: Layout
+    key: Layout
+    value: Layout
+    lengths: Layout | None
+    subtree_end: Layout | None
+    ancestors: Layout | None
+    first_row: Layout | None
+    counts: Layout | None
+
+
+class Plan(NamedTuple):
+    """All of a launch that follows from the layouts of its tensors; the layers of a forward pass share it.
+
+    in_place:      whether the kernel can read query, key and value where they are, if their addresses are aligned
+    out, parts:    shape of the output, and how many numbers the parts of the prefix leave for the merge
+    attend, merge: the launches
+    """
+
+    in_place: bool
+    out: tuple[int, int, int, int]
+    parts: int
+    attend: Launch
+    merge: Launch
+
+
+def _is_in_place(layout: Layout) -> bool:
+    """Whether 16-byte loads and 32-bit offsets within a block can read it."""
+    strides = [stride for stride, size in zip(layout.stride[:-1], layout.shape, strict=False) if size > 1]
+    return layout.stride[-1] == 1 and all(stride % 8 == 0 for stride in strides) and layout.stride[2] < 1 << 24
+
+
+def in_place(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one that the kernel cannot read."""
+    if tensor.data_ptr() % 16 == 0 and _is_in_place(Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> Plan:
+    """The plan of launches with these layouts, for trees of `nodes` nodes, with or without a window and a soft cap."""
+    query, key, value, lengths, subtree_end, ancestors, _, _ = layouts
+    batch, heads, queries, head_dim = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    rows = queries * group
+    if on_gpu:
+        gpu = torch.cuda.get_device_properties(query.device)
+        processors, roomy = gpu.multi_processor_count, gpu.major in (9, 10)
+    else:
+        processors, roomy = 16, True
+    block_m, block_n, warps, stages = _tiles(query.dtype, head_dim, rows, roomy)
+    tiles = triton.cdiv(rows, block_m)
+    # As many programs as run at once, where two of 4 warps share a processor, whatever the batch size. Splits are a
+    # power of two, so that few variants are compiled.
+    programs = processors * (2 if warps <= 4 else 1) // (tiles * kv_heads)
+    most = triton.next_power_of_2(triton.cdiv(key.shape[2], MIN_SPLIT))
+    splits = min(1 << max(programs.bit_length() - 1, 0), most, 32)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    rows_each = max(1, 8192 // (splits * block_d))
+    # A limit on registers keeps ptxas from spilling to fit one more program; with 16 warps it would make ptxas spill.
+    registers = None if warps == 16 and head_dim > 128 and roomy else min(255, (1 << 16) // (32 * warps))
+
+    # Masks are contiguous, and of one tree for all sequences where they lack the batch's dimension.
+    words = 0 if ancestors is None else 2 * triton.cdiv(nodes, 64)
+    own_ends = nodes if subtree_end is not None and len(subtree_end.shape) == 2 else 0
+    own_words = queries if ancestors is not None and len(ancestors.shape) == 3 else 0
+    sizes = {
+        "queries": queries, "nodes": nodes, "kv_heads": kv_heads,
+        "lengths_stride": lengths.stride[0] if lengths is not None and lengths.shape else 0,
+    }  # fmt: skip
+    strides = {
+        "ends_stride": own_ends, "words_stride": own_words * words, "counts_stride": own_ends or own_words,
+        "word_count": words,
+        "query_b": query.stride[0] // 8, "query_h": query.stride[1] // 8, "query_n": query.stride[2] // 8,
+        "key_b": key.stride[0] // 8, "key_h": key.stride[1] // 8, "key_s": key.stride[2] // 8,
+        "value_b": value.stride[0] // 8, "value_h": value.stride[1] // 8, "value_s": value.stride[2] // 8,
+    }  # fmt: skip
+    constants = {
+        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n,
+        "SPLITS": splits, "MIN_SPLIT": MIN_SPLIT,
+    }  # fmt: skip
+    tiling = {
+        "BLOCK_M": block_m,
+        "TOUCHED": triton.next_power_of_2(block_m // group if block_m % group == 0 else (block_m - 2) // group + 2),
+        "TREE_BLOCKS": triton.next_power_of_2(triton.cdiv(nodes, block_n)),
+        "UPCAST": not on_gpu,
+    }  # fmt: skip
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
+    wide = max(key.shape[2], *sizes.values(), *strides.values()) >= 1 << 31
+    dtypes = tuple(None if layout is None else layout.dtype for layout in layouts)
+    kind = (query.device, dtypes, windowed, capped, wide, *constants.values())
+    attend = variant_of(tree_attention_kernel, (*kind, *tiling.values()), tuple(options.items()))
+    merge = variant_of(merge_kernel, (*kind, rows_each), (("enable_fp_fusion", True),))
+    return Plan(
+        in_place=all(map(_is_in_place, (query, key, value))),
+        out=(batch, queries, heads, head_dim),
+        parts=batch * kv_heads * splits * rows * (head_dim + 2) if splits > 1 else 0,
+        attend=Launch(attend, (tiles, splits, batch * kv_heads), sizes | strides | constants | tiling),
+        merge=Launch(
+            merge, (triton.cdiv(rows, rows_each), batch * kv_heads, 1), sizes | constants | {"ROWS": rows_each}
+        ),
+    )
+
+
+def launch_tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float, plan: Plan
+) -> Tensor:
+    """`tree_attention` of checked arguments, by nodes: [B, N, Hq, D]."""
+    stream = None
+    if query.is_cuda:
+        device = query.get_device()
+        if device != torch.cuda.current_device():
+            with torch.cuda.device_of(query):
+                return launch_tree_attention(query, key, value, visible, softcap, scale, plan)
+        stream = current_stream(device)
+    length, lengths, ends, _, _, first_row, window, _ = visible
+    words = counts = None
+    if visible.ancestors is not None:
+        packed = visible.packed()
+        words, counts = packed.words.contiguous(), None if packed.counts is None else packed.counts.contiguous()
+    elif ends is not None:
+        ends = ends.contiguous()
+        counts = None if window is None else visible.path_lengths()
+    if first_row is not None:
+        first_row = first_row.contiguous()
+    # Triton's interpreter truncates float32 to bfloat16 and gets bfloat16 dots wrong.
+    out = query.new_empty(plan.out) if query.is_cuda else query.new_empty(plan.out, dtype=torch.float32)
+    parts = query.new_empty(plan.parts, dtype=torch.float32) if plan.parts else None
+    plan.attend(stream, (
+        query, key, value, out, parts, length, lengths, first_row, ends, words, counts, scale, softcap, window
+    ))  # fmt: skip
+    if parts is not None:
+        plan.merge(stream, (out, parts, length, lengths, first_row, window))
+    return out if query.is_cuda else out.to(query.dtype)
