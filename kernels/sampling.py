@@ -262,9 +262,14 @@ def stochastic_beam(
         logits, min(width, logits.shape[-1]), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         seed=seed, rows=rows, impl=impl,
     )  # fmt: skip
+    return conditioned(drawn, parent_logprob, parent_key, width, noisy=temperature > 0)
+
+
+def conditioned(drawn: TopK, parent_logprob: Tensor, parent_key: Tensor, width: int, *, noisy: bool) -> Beam:
+    """The step of `stochastic_beam` after the draws; noisy: whether these were made at a temperature above 0."""
     phi, u = parent_logprob.double()[..., None], parent_key.double()[..., None]
     logprobs = phi + drawn.logprobs
-    if temperature == 0:
+    if not noisy:
         keys = logprobs
     else:
         below = (drawn.keys - drawn.keys[..., :1]).double()  # G(v) - max G <= 0

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from test_decoder import tiny_llama
 from test_mutations import mutated
 
+from heavypath.kernels import growing as levels
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.sampling import Beam, TopK
+from heavypath.kernels.sampling import TopK
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.decoding import growing, slot_values
+from heavypath.speculative.decoding import growing
 from heavypath.speculative.decoding.growing import heap_tree
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.rules import Rules
@@ -105,13 +106,14 @@ def test_growing_by_levels_gives_the_heaps_tree(confidence, seed, vocab_size, si
         for rank in path:
             tokens += (draws(tokens)[0][rank],)
         squares = torch.tensor([sum(math.exp(2 * logprob) for logprob in law(tokens))], dtype=torch.float64)
-        used = confidence if temperature > 0 else None
-        return [field.tolist() for field in slot_values.values(draws(tokens)[1], squares, used)]
+        probs = draws(tokens)[1]
+        lines = confidence.lines(len(probs), probs.device) if confidence and temperature > 0 else None
+        return [field.tolist() for field in levels.values(probs, squares, lines)]
 
     def draws(tokens):
         logits, row = torch.tensor([law(tokens)]), torch.tensor([(1 << 12) + slot_of[tokens]])
         drawn = growing.gumbel_topk(logits, min(size - 1, vocab_size), temperature=temperature, seed=seed, rows=row)
-        logprobs = growing._logprobs(logits[None], drawn.tokens[None], 0.6)[0] if temperature == 0 else drawn.logprobs
+        logprobs = levels.logprobs_at(logits[None], drawn.tokens[None], 0.6)[0] if temperature == 0 else drawn.logprobs
         return drawn.tokens[0].tolist(), logprobs[0].double().exp()
 
     expected = heap_tree(below, size, max_depth=size - 1)
@@ -132,18 +134,18 @@ def test_the_heaps_tree_by_hand():
 
 def test_values_by_hand():
     probs, squares = torch.tensor([0.5, 0.3]).double(), torch.tensor([0.25 + 0.09 + 0.04]).double()
-    slot, worth = slot_values.values(probs, None, None)
+    slot, worth = levels.values(probs, None, None)
     assert slot.tolist() == pytest.approx([1, 0.5])
     assert worth.tolist() == pytest.approx([0.5, 0.3])
-    slot, worth = slot_values.values(probs, squares, Confidence((0.4, 0.2), (0.5, 0.6)))
+    slot, worth = levels.values(probs, squares, torch.tensor([[0.4, 0.2], [0.5, 0.6]]).double())
     accept = [0.4 + 0.5 * 0.5, 0.2 + 0.6 * 0.3 / 0.5]
     assert worth.tolist() == pytest.approx([accept[0], (1 - accept[0]) * accept[1]], abs=1e-7)
     expected = [0.4 + 0.5 * 0.38, 0.2 + 0.6 * (0.09 + 0.04) / 0.25]
     assert slot.tolist() == pytest.approx([expected[0], (1 - accept[0]) * expected[1]], abs=1e-7)
     logits = torch.tensor([[0.5, 0.3, 0.2, 0.0]]).log()
-    assert float(slot_values.sum_of_squares(logits, 1.0)) == pytest.approx(0.38)
+    assert float(levels.sum_of_squares(logits, 1.0)) == pytest.approx(0.38)
     cool = (logits / 0.5).softmax(-1)
-    assert float(slot_values.sum_of_squares(logits, 0.5)) == pytest.approx(float((cool**2).sum()))
+    assert float(levels.sum_of_squares(logits, 0.5)) == pytest.approx(float((cool**2).sum()))
 
 
 def test_narrow_levels_and_a_shallow_tree_keep_their_bounds():
@@ -256,8 +258,7 @@ GROWTHS = {
 def exact_law(growth, module=growing, target_seed=100, draft_seed=7, quantiles=0):
     """The law of the first two tokens over all outcomes of the draws of `module.grow_tree`.
 
-    A beam's keys are what they are at fixed quantiles of their own law, given the tokens before: their tokens are
-    independent of them.
+    Keys are what they are at fixed quantiles of their own law, given the tokens before: they are independent of these.
     """
     draft_law = random_law(VOCAB, draft_seed)
     target_logits = random_law(VOCAB, target_seed)
@@ -271,36 +272,25 @@ def exact_law(growth, module=growing, target_seed=100, draft_seed=7, quantiles=0
     for draws in Enumeration():
 
         def gumbel_topk(logits, k, *, temperature, seed, rows, draws=draws, **filters):
-            tokens = []
-            for row in logits[0]:
+            tokens, keys = [], []
+            for row, noise_row in zip(logits[0], rows[0], strict=True):
                 probs = row.double().softmax(-1).tolist()
                 if temperature == 0:
-                    tokens.append(row.sort(descending=True, stable=True).indices[:k].tolist())
+                    drawn = row.sort(descending=True, stable=True).indices[:k].tolist()
                 else:
-                    tokens.append(list(draws.choose(orders(probs, k))))
-            tokens = torch.tensor([tokens])
-            logprobs = logits.log_softmax(-1).gather(-1, tokens)
-            return TopK(tokens, torch.zeros(tokens.shape), logprobs)
-
-        def stochastic_beam(logits, parent_logprob, parent_key, width, *, rows, draws=draws, **options):
-            entries = []
-            for n, row in enumerate(logits[0]):
-                phi, u, slot = float(parent_logprob[0, n]), float(parent_key[0, n]), int(rows[0, n]) & 0xFFF
-                probs, left, key = row.double().softmax(-1).tolist(), 1.0, u
-                for place, token in enumerate(draws.choose(orders(probs, min(width, VOCAB)))):
-                    if place > 0:  # the largest of Gumbels at phi + log(left), given that it is below the one before
-                        chance = uniform[(5 * slot + place) % 64] * math.exp(-math.exp(phi + math.log(left) - key))
-                        key = phi + math.log(left) - math.log(-math.log(chance))
-                    entries.append((key, n, token, phi + math.log(probs[token])))
+                    drawn = draws.choose(orders(probs, k))
+                left, key, own = 1.0, math.inf, []
+                for place, token in enumerate(drawn):  # the largest of Gumbels at log(left), below the one before
+                    chance = uniform[(5 * (int(noise_row) & 0xFFF) + place) % 64] * math.exp(-left * math.exp(-key))
+                    key = math.log(max(left, 1e-12)) - math.log(-math.log(chance))
+                    own.append(key)
                     left -= probs[token]
-            entries.sort(key=lambda entry: -entry[0])
-            keys, parents, tokens, logprobs = zip(*entries[:width], strict=True)
-            return Beam(
-                torch.tensor([parents]), torch.tensor([tokens]),
-                torch.tensor([logprobs]).double(), torch.tensor([keys]).double(),
-            )  # fmt: skip
+                tokens.append(list(drawn))
+                keys.append(own)
+            tokens = torch.tensor([tokens])
+            return TopK(tokens, torch.tensor([keys]), logits.log_softmax(-1).gather(-1, tokens))
 
-        module.gumbel_topk, module.stochastic_beam = gumbel_topk, stochastic_beam
+        module.gumbel_topk = gumbel_topk
         _, drafted = grown(draft_law, growth, Filters(1.0), module=module)
         total += draws.chance * emitted_law(target, draft_law, drafted, growth.by == "node")
         whole += draws.chance
@@ -313,39 +303,35 @@ def exact_law(growth, module=growing, target_seed=100, draft_seed=7, quantiles=0
 
 @pytest.mark.parametrize("name", GROWTHS)
 def test_every_way_to_grow_leaves_the_targets_law_exactly(name, monkeypatch):
-    for draw in ("gumbel_topk", "stochastic_beam"):
-        monkeypatch.setattr(growing, draw, None)  # put back afterwards
+    monkeypatch.setattr(growing, "gumbel_topk", None)  # put back afterwards
     for quantiles in range({"rsd-s": 3}.get(name, 1)):
         total, expected = exact_law(GROWTHS[name], quantiles=quantiles)
         assert torch.allclose(total, expected, rtol=0, atol=1e-6), (total - expected).abs().max()
 
 
-@pytest.mark.parametrize(("module", "original", "replacement"), [
+@pytest.mark.parametrize(("name", "original", "replacement"), [
     # Slots are kept for the node that was drawn in them: its token decides.
-    (growing, 'if growth.by == "node":', "if True:"),
+    ("dyspec", 'if policy.by == "node":', "if True:"),
     # The value of the earlier siblings' slots counts the slot's own token too.
-    (slot_values, "before = pad(probs[..., :-1], (1, 0))", "before = probs"),
+    ("dyspec", "before = pad(probs[..., :-1], (1, 0))", "before = probs"),
     # A threshold on the drafted token's probability.
-    (growing, "(level.slot >= growth.threshold)", "(level.node >= growth.threshold)"),
+    ("dyspec, threshold", "(chosen.values >= policy.threshold)", "(chosen.worths >= policy.threshold)"),
     # What a slot is expected to yield, by its own token.
-    (slot_values, "(reached * expected).where(", "(reached * accept).where("),
+    ("dyspec by confidence", "(reached * expected).where(", "(reached * accept).where("),
+    # A beam that keeps the likeliest of the tokens drawn.
+    ("rsd-s", "noisy=policy.noisy", "noisy=False"),
 ])  # fmt: skip
-def test_dropping_nodes_by_their_token_is_found(module, original, replacement):
-    copy = mutated(growing, *(original, replacement) if module is growing else ("", ""))
-    if module is slot_values:
-        copy.values = mutated(slot_values, original, replacement).values
-    growth = GROWTHS["dyspec"]
-    if "threshold" in original:
-        growth = GROWTHS["dyspec, threshold"]
-    elif "expected" in original:
-        growth = GROWTHS["dyspec by confidence"]
-    total, expected = exact_law(growth, module=copy)
+def test_dropping_nodes_by_their_token_is_found(name, original, replacement):
+    copy = mutated(growing, "", "")
+    copy.grow = mutated(levels, original, replacement).grow
+    total, expected = exact_law(GROWTHS[name], module=copy)
     assert (total - expected).abs().max() > 1e-3
 
 
 def test_a_child_kept_without_its_parent_is_found():
     """Below a likely token a slot may be worth more than the one that the token was drawn in."""
-    copy = mutated(growing, "value = torch.minimum(value, slot[..., None])", "pass")
+    copy = mutated(growing, "", "")
+    copy.grow = mutated(levels, "value = torch.minimum(value, above.values[..., None])", "pass").grow
     with pytest.raises(ValueError, match="ranks must differ among siblings"):
         exact_law(Growth("slot", 4, 3, 2, confidence=Confidence((0.3, 0.0), (0.7, 0.1))), module=copy)
 

@@ -127,7 +127,7 @@ def test_accepting_at_equality_is_found():
     (step, "root_rows(state.noise, state.lengths)", "state.noise"),  # alike in every step
     (step, "(roots, self.tree.whole_numbers)", "(roots, 0 * self.tree.whole_numbers)"),  # shared by all nodes
     (step, "compact_unchecked([target_cache.keys", "(lambda *_, **__: None)([target_cache.keys"),  # rows stay
-    (step, "lengths[:, None] + drafted.depths,", "lengths[:, None] + 0 * drafted.depths,"),  # the target's positions
+    (step, "settled(drafted.fed.positions,", "settled(0 * drafted.fed.positions + lengths[:, None],"),
     (commit, "token[every, path[:, 1:]]", "token[every, path[:, :-1]]"),  # the bonus token in the last accepted's place
     (commit, "numbers[StateField.ROOT] = np.maximum(after, 0)", "numbers[StateField.ROOT] = emitted[:, 0]"),
 ])  # fmt: skip
@@ -159,6 +159,6 @@ def test_a_gap_in_the_drafts_cache_is_found(monkeypatch):
         return chain.generate(torch.tensor([[1, 2]]), max_new_tokens=40, temperature=1.0).stats.acceptance_by_rank
 
     assert acceptance() == [1.0]
-    copy = mutated(drafted, "[state.previous, state.root]", "[state.root, state.root]")
+    copy = mutated(drafted, "state.previous, state.root,", "state.root, state.root,")
     monkeypatch.setattr(drafting, "root_feed", copy.root_feed)
     assert acceptance() < [1.0]

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.levels import Chosen
 from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
 from heavypath.speculative.decoding.device_tree import device_tree
 from heavypath.speculative.decoding.growth import Growth
@@ -28,8 +29,8 @@ from heavypath.speculative.drafts import LookupDraft, ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 
 KERNELS = (
-    *("sampling", "verification", "prepared_attention", "tree_attention", "ordering", "cache_compaction", "commit"),
-    *("layers.rms_norm", "layers.rotary", "layers.gated"),
+    *("sampling", "levels", "growing", "assembly", "verification", "prepared_attention", "tree_attention"),
+    *("cache_compaction", "commit", "layers.rms_norm", "layers.rotary", "layers.gated"),
 )
 HOST = ("decoding.drafted", "decoding.growing", "decoding.loop", "decoding.runner", "decoder")
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
@@ -231,6 +232,8 @@ def on_meta(part):
     """A DeviceTree, with all that it has."""
     if isinstance(part, torch.Tensor):
         return part.to("meta")
+    if isinstance(part, Chosen):
+        return Chosen(*map(on_meta, part))
     if isinstance(part, tuple):
         return tuple(map(on_meta, part))
     return part if isinstance(part, int) else type(part)(**{name: on_meta(field) for name, field in vars(part).items()})
@@ -260,23 +263,41 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
         step(state, *caches, 160, lambda phase: None)
 
 
-@pytest.mark.parametrize(("method", "levels", "most"), [("autoregressive", 0, 14), ("sequoia", 3, 58), ("ersd", 3, 58)])
+MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and launches
+    "autoregressive": (0, 10),
+    "sequoia": (5, 32),
+    "ersd": (5, 32),
+    "top-k": (5, 32),
+    "naive": (5, 40),
+    "rsd-c": (4, 28),
+    "dyspec": (5, 37),
+    "eagle-2": (5, 36),
+    "rsd-s": (5, 32),
+    "chain of 5": (5, 32),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", MOST_LAUNCHES)
 @torch.inference_mode()
-def test_a_step_launches_little_beside_the_models(method, levels, most, temperature, without_values, monkeypatch):
-    """Each is a launch, however few numbers it is about."""
-    target, batch = llama_without_values(2), 2
+def test_a_step_launches_little_beside_the_models(name, temperature, batch, without_values, monkeypatch):
+    """Each is a launch, however few numbers it is about; and as few for a batch as for one sequence."""
+    levels, most = MOST_LAUNCHES[name]
+    method, size = ("chain", 6) if name == "chain of 5" else (name, 32)
+    target = llama_without_values(2)
     source = None if levels == 0 else ModelDraft(llama_without_values(1), 50)
-    shape = METHODS[method].tree_of(9)
-    tree = on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
-    filters = Filters(temperature)
-    step = Step(target, source, tree, shape.branching, rules_of(method, filters))
+    shape = METHODS[method].tree_of(size)
+    tree = shape if isinstance(shape, Growth) else on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
+    step = Step(target, source, tree, shape.branching, rules_of(method, Filters(temperature)))
     assert step.depth == levels
-    caches = target.new_cache(batch, 200), None if source is None else source.new_cache(batch, 200)
+    caches = target.new_cache(batch, 300), None if source is None else source.new_cache(batch, 300)
     state = room_for(batch, target, shape, vocab_size=0)
     launches = Launches()
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: launches.note("kernel"))
     monkeypatch.setattr(LlamaForward, "__call__", launches.without(LlamaForward.__call__))
+    step(state, *caches, 160, lambda phase: None)  # fills tables
+    launches.names.clear()
     with launches:
         step(state, *caches, 160, lambda phase: None)
     assert 0 < len(launches.names) <= most, launches.names

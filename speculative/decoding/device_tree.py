@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heavypath.kernels.levels import Chosen
 from heavypath.speculative.trees.tree import TokenTree
 
 
@@ -12,16 +13,14 @@ from heavypath.speculative.trees.tree import TokenTree
 class Level:
     """The n nodes of one depth that have children, and those m children.
 
-    nodes:        LongTensor[n]
-    parents:      LongTensor[n], the nodes above them
+    given:        the n nodes
     mask:         bool [n, N], which of the tree's nodes they see
     children:     LongTensor[m]
     most_children: of any of these nodes
     draws:        LongTensor[m]: child i is draw number `draws[i]` of the n * most_children that are made
     """
 
-    nodes: Tensor
-    parents: Tensor
+    given: Chosen
     mask: Tensor
     children: Tensor
     draws: Tensor
@@ -32,20 +31,20 @@ class Level:
 class DeviceTree:
     """The top levels of a static tree, N nodes in heavy-path order, on a device.
 
-    parents, ranks, depths, subtree_end: LongTensor[N], as `TokenTree`'s
+    every:         all nodes, with parents and depths
+    ranks, subtree_end: LongTensor[N], as `TokenTree`'s
     whole_numbers: LongTensor[N], the nodes' numbers in the whole tree, which their noise rows are made of
     levels:        what is drafted at each depth, the root's children first
     """
 
-    parents: Tensor
+    every: Chosen
     ranks: Tensor
-    depths: Tensor
     subtree_end: Tensor
     whole_numbers: Tensor
     levels: tuple[Level, ...]
 
     def __len__(self) -> int:
-        return len(self.parents)
+        return len(self.ranks)
 
 
 def device_tree(whole: TokenTree, depth: int, device: torch.device) -> DeviceTree:
@@ -60,8 +59,7 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device) -> DeviceTre
         most_children = int(rank.max()) + 1
         levels.append(
             Level(
-                nodes=nodes.to(device),
-                parents=tree.parents[nodes].to(device),
+                given=Chosen(nodes.to(device), tree.parents[nodes].to(device), tree.depths[nodes].to(device)),
                 mask=mask[nodes].to(device),
                 children=children.to(device),
                 draws=(parent * most_children + rank).to(device),
@@ -69,9 +67,8 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device) -> DeviceTre
             )
         )
     return DeviceTree(
-        parents=tree.parents.to(device),
+        every=Chosen(torch.arange(len(tree), device=device), tree.parents.to(device), tree.depths.to(device)),
         ranks=tree.ranks.to(device),
-        depths=tree.depths.to(device),
         subtree_end=tree.subtree_end.to(device),
         whole_numbers=whole_numbers.to(device),
         levels=tuple(levels),

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heavypath.kernels.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.drafts.feed import Feed
@@ -18,7 +19,7 @@ class Drafted(NamedTuple):
 
     tokens:      LongTensor[B, N], -1 for an absent node
     parents, ranks, depths, subtree_end: LongTensor[N] or [B, N], as `TokenTree`'s
-    noise_rows:  LongTensor[B, N], see `noise_rows`
+    fed:         the nodes as the target is given them
     draft_rows:  LongTensor[B, N], the node's row in the draft's cache behind the prefix; None where it is the node's
                  own number
     logits:      [B, N, V], the draft's after each node, undefined after leaves; None for a root alone
@@ -29,9 +30,14 @@ class Drafted(NamedTuple):
     ranks: Tensor
     depths: Tensor
     subtree_end: Tensor
-    noise_rows: Tensor
+    fed: Fed
     draft_rows: Tensor | None
     logits: Tensor | None
+
+    @property
+    def noise_rows(self) -> Tensor:
+        """LongTensor[B, N], see `noise_rows`."""
+        return self.fed.noise_rows
 
 
 def root_feed(state: Sequences, visible_rows: int, nodes: int) -> Feed:
@@ -43,17 +49,28 @@ def root_feed(state: Sequences, visible_rows: int, nodes: int) -> Feed:
     visible_rows: cache rows that hold the longest prefix
     nodes: of the tree so far, for the columns of the mask; at least 2, since there are as many queries
     """
-    lengths = state.lengths
-    cache_rows = (lengths[:, None] + torch.arange(-1, 1, device=lengths.device)).clamp_(min=0)
-    tree_rows = lengths[:, None] + torch.arange(nodes, device=lengths.device)
+    first = first_nodes(state.previous, state.root, state.lengths, nodes)
     return Feed(
-        tokens=torch.stack([state.previous, state.root], 1),
-        positions=cache_rows,
-        cache_rows=cache_rows,
-        parent_rows=cache_rows - 1,
-        prefix_lengths=lengths,
+        tokens=first.tokens,
+        positions=first.cache_rows,
+        cache_rows=first.cache_rows,
+        parent_rows=first.parent_rows,
+        prefix_lengths=state.lengths,
         visible_rows=visible_rows + nodes,
-        ancestor_mask=cache_rows[..., None] == tree_rows[:, None],
+        ancestor_mask=first.ancestor_mask,
+    )
+
+
+def feed_of(fed: Fed, state: Sequences, visible_rows: int, mask: Tensor) -> Feed:
+    """The feed of a level below the root. visible_rows, mask: as in `Feed`."""
+    return Feed(
+        tokens=fed.tokens,
+        positions=fed.positions,
+        cache_rows=fed.cache_rows,
+        parent_rows=fed.parent_rows,
+        prefix_lengths=state.lengths,
+        visible_rows=visible_rows,
+        ancestor_mask=mask,
     )
 
 

@@ -1,9 +1,9 @@
 """Grow a tree where the draft is confident: DySpec, EAGLE-2's expansion and re-ranking, and RSD-S's stochastic beam.
 
-A slot of a tree is a place for the next draw below a node. `slot_values` says what it is worth, which is known before
-its token is drawn. A slot counts with the least of three values: its own, that of the slot of its parent, and that of
-the sibling before it. So the N slots of largest value are a tree. DySpec's heap finds it with a draft call for each
-node (`heap_tree`); here a level is drafted in one call:
+A slot of a tree is a place for the next draw below a node. `kernels.growing` says what it is worth, which is known
+before its token is drawn. A slot counts with the least of three values: its own, that of the slot of its parent, and
+that of the sibling before it. So the N slots of largest value are a tree. DySpec's heap finds it with a draft call for
+each node (`heap_tree`); here a level is drafted in one call:
 
     depth times:  the `width` best slots below the nodes just drafted get their tokens, and one draft forward
     at the end:   the best size - 1 of all of them stay
@@ -20,22 +20,20 @@ them.
 
 import heapq
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from heavypath.kernels.ordering import Ordering, heavy_path_order
-from heavypath.kernels.sampling import Beam, gumbel_topk, stochastic_beam
-from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions, root_feed
+from heavypath.kernels.assembly import assemble
+from heavypath.kernels.growing import grow
+from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.slots import Level, Policy, Roots, Slots
+from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions, feed_of, root_feed
 from heavypath.speculative.decoding.growth import Growth
-from heavypath.speculative.decoding.noise_rows import node_rows
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.decoding.slot_values import sum_of_squares, values
 from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.models.caches import RowCache
 
 
@@ -70,25 +68,6 @@ def heap_tree(
     return nodes[1:]
 
 
-class _Level(NamedTuple):
-    """The nodes drafted on a level, best first; each field is [B, W].
-
-    parent: LongTensor, which node of the level above is the parent
-    rank:   LongTensor, the node's place among its siblings
-    tokens: LongTensor, -1 where there is no node
-    slot:   fp64, the value of the node's slot, 0 where the slot stays empty
-    node:   fp64, what the node is worth; by "beam" the log-probability of its path
-    key:    fp64, by "beam" the node's key
-    """
-
-    parent: Tensor
-    rank: Tensor
-    tokens: Tensor
-    slot: Tensor
-    node: Tensor
-    key: Tensor
-
-
 def grow_tree(
     draft: Draft,
     cache: RowCache,
@@ -105,147 +84,50 @@ def grow_tree(
     visible_rows: cache rows that hold the longest prefix
     root_rows:    LongTensor[B], the roots' noise rows; slot s of a tree has its root's row + s
     """
-    root, lengths, filters = state.root, state.lengths, rules.draft_filters
-    batch, device = len(root), root.device
+    batch, device = len(state.root), state.root.device
     can_trim = host_can_read(device)
-
-    # The level above: its n slots are first .. first + n - 1, and `sees` says which slots up to their own they see.
-    first, tokens = 0, root[:, None]
-    key = torch.zeros(batch, 1, dtype=torch.float64, device=device)
-    slot = torch.ones_like(key)
-    node = key if growth.by == "beam" else slot
-    sees = torch.ones(batch, 1, 1, dtype=torch.bool, device=device)
-    above = torch.zeros_like(tokens)  # the slots of their parents
-    levels: list[_Level] = []
+    filters = rules.draft_filters if growth.by == "beam" else rules.drawing_filters
+    roots = Roots(state.root, state.lengths, root_rows, state.left)
+    slots = Slots.room_for(batch, growth.slots, device)
+    feed, noise_rows = root_feed(state, visible_rows, nodes=2), root_rows[:, None]
+    level = Level(0, 1, 0, feed.ancestor_mask[:, 1:, :1])  # the root, which sees itself
     logits: list[Tensor] = []
-    for depth in range(1, growth.depth + 1):
-        slots = torch.arange(first, first + tokens.shape[1], device=device)
-        if depth == 1:
-            feed = root_feed(state, visible_rows, nodes=2)
-        else:
-            feed = Feed(
-                tokens=tokens.clamp(min=0),
-                positions=(lengths + depth - 1)[:, None].expand_as(tokens),
-                cache_rows=lengths[:, None] + slots,
-                parent_rows=lengths[:, None] + above,
-                prefix_lengths=lengths,
-                visible_rows=visible_rows + first + len(slots),
-                ancestor_mask=sees,
-            )
-        after = draft(feed, cache)[:, -len(slots) :]  # [B, n, V]
+    while True:
+        after = draft(feed, cache)[:, -level.count :]  # [B, n, V]
         lap("draft")
-        noise_rows = node_rows(root_rows, slots)
-        if growth.by == "beam":
-            beam = stochastic_beam(
-                after, node, key, growth.width, **filters._asdict(), seed=state.seed, rows=noise_rows
-            )
-            check_distributions("draft", after, state, depth - 1)
-            level = _beam_level(beam)
-        else:
-            drawing = rules.drawing_filters
-            most = min(growth.width, after.shape[-1])
-            drawn = gumbel_topk(after, most, **drawing._asdict(), seed=state.seed, rows=noise_rows)
-            check_distributions("draft", drawn.keys, state, depth - 1)
-            sampled, temperature = drawing.temperature > 0, filters.temperature or rules.value_temperature
-            logprobs = drawn.logprobs if sampled else _logprobs(after, drawn.tokens, temperature)
-            confidence = growth.confidence if sampled else None
-            squares = None if confidence is None else sum_of_squares(after, temperature)
-            slot_value, child_worth = values(logprobs.double().exp(), squares, confidence)
-            if growth.by == "node":
-                slot_value = child_worth
-            level = _best_level(drawn.tokens, slot_value, child_worth, node, slot, growth.width)
-        there = (level.slot > 0) & (level.slot >= growth.threshold) & (depth <= state.room)[:, None]
-        level = level._replace(tokens=level.tokens.where(there, -1), slot=level.slot.where(there, 0))
-
-        above = first + level.parent
-        first += len(slots)
-        tokens, slot, node, key = level.tokens, level.slot, level.node, level.key
-        own = torch.eye(tokens.shape[1], dtype=torch.bool, device=device).expand(batch, -1, -1)
-        inherited = sees.gather(1, level.parent[..., None].expand(-1, -1, sees.shape[2]))
-        sees = torch.cat([inherited, own], 2)
-        levels.append(level._replace(parent=above))
+        most = min(growth.width, after.shape[-1])
+        drawn = gumbel_topk(after, most, **filters._asdict(), seed=state.seed, rows=noise_rows)
+        check_distributions("draft", drawn.keys, state, level.depth)
+        level, fed = grow(slots, level, drawn, after, roots, _policy(growth, rules, most, device))
         logits.append(after)
         lap("sampling")
-        if can_trim and not (tokens >= 0).any():
+        if level.depth == growth.depth or (can_trim and not (slots.tokens[:, level.first : level.end] >= 0).any()):
             break
-    drafted = _assembled(levels, torch.cat(logits, 1), growth.size, root, root_rows, can_trim)
+        feed, noise_rows = feed_of(fed, state, visible_rows + level.end, level.mask), fed.noise_rows
+    tree = assemble(slots, roots, level, growth.size, trims=can_trim)
+    every = torch.cat(logits, 1)  # after the slots of all levels but the last
+    drafted = Drafted(
+        tokens=tree.tokens,
+        parents=tree.parents,
+        ranks=tree.ranks,
+        depths=tree.depths,
+        subtree_end=tree.subtree_end,
+        fed=tree.fed,
+        draft_rows=tree.slots,
+        logits=every.flatten(0, 1).index_select(0, tree.inner.flatten()).view(*tree.tokens.shape, -1),
+    )
     lap("sampling")
     return drafted
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities of tokens [B, n, K] by logits [B, n, V] at a temperature; -inf for a token of -1."""
-    scores = logits.float() / temperature
-    logprobs = scores.gather(-1, tokens.clamp(min=0)) - scores.logsumexp(-1, keepdim=True)
-    return logprobs.masked_fill(tokens < 0, -torch.inf)
-
-
-def _best_level(tokens: Tensor, value: Tensor, worth: Tensor, node: Tensor, slot: Tensor, width: int) -> _Level:
-    """The `width` best of the slots below n nodes, for each sequence.
-
-    tokens: LongTensor[B, n, K], the children drawn, -1 where absent; value, worth: [B, n, K] of `values`
-    node, slot: [B, n], the worth of the nodes, and the value of the slots that they were drawn in
-    """
-    parents = node.shape[1]
-    value = (node[..., None] * value).masked_fill(tokens < 0, 0).cummin(-1).values
-    value = torch.minimum(value, slot[..., None])
-    # By falling value, then rank, then parent.
-    fields = (field.transpose(1, 2).flatten(1) for field in (value, node[..., None] * worth, tokens))  # [B, K * n]
-    value, worth, tokens = fields
-    order = value.sort(dim=-1, descending=True, stable=True).indices[:, :width]
-    value, worth, tokens = (field.gather(1, order) for field in (value, worth, tokens))
-    return _Level(order % parents, order // parents, tokens, value, worth, worth)
-
-
-def _beam_level(beam: Beam) -> _Level:
-    """A beam as a level. Children of one parent come in the order drawn: a rank counts those of the parent before."""
-    parent = beam.parent.clamp(min=0)
-    rank = (parent[:, :, None] == parent[:, None, :]).tril(-1).sum(-1)
-    return _Level(parent, rank, beam.tokens, (beam.tokens >= 0).double(), beam.logprobs, beam.keys)
-
-
-def _assembled(
-    levels: list[_Level], logits: Tensor, size: int, root: Tensor, root_rows: Tensor, can_trim: bool
-) -> Drafted:
-    """The `size` best slots of all levels as trees in heavy-path order.
-
-    logits: [B, slots but the last level's, V]; root: LongTensor[B], the roots' tokens; can_trim: leave out nodes that
-    are absent from all trees.
-    """
-    batch, device = len(root), root.device
-    sizes = 1, *(level.tokens.shape[1] for level in levels)
-    depth_of = torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(sizes)])
-    blank = torch.full((batch, 1), -1, device=device)
-    parent, rank, token, value = (
-        torch.cat([first, *(getattr(level, name) for level in levels)], 1)
-        for name, first in (
-            ("parent", blank),
-            ("rank", blank + 1),
-            ("tokens", root[:, None]),
-            ("slot", torch.full((batch, 1), torch.inf, dtype=torch.float64, device=device)),
-        )
-    )
-    # A stable sort: ties go to the shallower slot, the root comes first, absent slots of value 0 come last.
-    kept = value.sort(dim=-1, descending=True, stable=True).indices[:, :size].sort(-1).values
-    number = torch.zeros_like(parent).scatter_(1, kept, torch.arange(kept.shape[1], device=device).expand_as(kept))
-    parent, rank, token = (field.gather(1, kept) for field in (parent, rank, token))
-    parent = number.gather(1, parent.clamp(min=0)).where((parent >= 0) & (token >= 0), -1)
-    order = heavy_path_order(parent, rank.where(parent >= 0, 0))
-    slots, token = kept.gather(1, order.permutation), token.gather(1, order.permutation)
-    if can_trim:
-        nodes = int((token >= 0).sum(1).max())
-        order = Ordering(*(field[:, :nodes] for field in order))
-        slots, token = slots[:, :nodes], token[:, :nodes]
-    # Absent nodes come behind all others; each is put below the node before it.
-    index = torch.arange(token.shape[1], device=device)
-    absent = (order.parents < 0) & (index > 0)
-    return Drafted(
-        tokens=token,
-        parents=(index - 1).where(absent, order.parents),
-        ranks=order.ranks,
-        depths=depth_of[slots].where(~absent, 0),
-        subtree_end=order.subtree_end,
-        noise_rows=node_rows(root_rows, slots),
-        draft_rows=slots,
-        logits=logits[torch.arange(batch, device=device)[:, None], slots.clamp(max=logits.shape[1] - 1)],
+def _policy(growth: Growth, rules: Rules, children: int, device: torch.device) -> Policy:
+    """How slots are chosen, of at most `children` below a node."""
+    noisy = (rules.draft_filters if growth.by == "beam" else rules.drawing_filters).temperature > 0
+    return Policy(
+        by=growth.by,
+        width=growth.width,
+        threshold=growth.threshold,
+        noisy=noisy,
+        temperature=rules.draft_filters.temperature or rules.value_temperature,
+        lines=None if growth.confidence is None or not noisy else growth.confidence.lines(children, device),
     )

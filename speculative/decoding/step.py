@@ -9,7 +9,6 @@ asks the host nothing. Run again, it does the next step. So it can be captured a
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from heavypath.kernels.cache_compaction import compact_unchecked
@@ -78,9 +77,9 @@ class Step:
         drafted = self._drafted(state, draft_cache, visible_rows, lap)
         lengths, nodes = state.lengths, drafted.tokens.shape[1]
         raw_logits = logits = self.target(
-            drafted.tokens.clamp(min=0),
-            self.target.settled(lengths[:, None] + drafted.depths, lengths),
-            lengths[:, None] + torch.arange(nodes, device=lengths.device),
+            drafted.fed.tokens,
+            self.target.settled(drafted.fed.positions, lengths),
+            drafted.fed.cache_rows,
             target_cache,
             TreeMask(prefix_length=lengths, visible_rows=visible_rows + nodes, subtree_end=drafted.subtree_end),
         )
@@ -121,7 +120,7 @@ class Step:
                 lap=lap,
             )
         races = self.rules.verification == "race"
-        noise_rows = race_rows(roots, self.tree.depths) if races else node_rows(roots, self.tree.whole_numbers)
+        noise_rows = race_rows(roots, self.tree.every.depths) if races else node_rows(roots, self.tree.whole_numbers)
         if self.draft is None or cache is None or not self.tree.levels:
             return root_alone(state, noise_rows, self.tree)
         return draft_tree(

@@ -1,0 +1,223 @@
+"""Make a tree of the best slots of a tree that has grown: choose them, number them in heavy-path order, and feed them.
+
+    kept       the N slots of largest value; of equal ones the shallower, then the one drafted earlier
+    order      `ordering.heavy_path_order` of the kept slots whose token is there; the others come behind, absent
+    node j     slot s = kept[order.permutation[j]]: token, rank and depth of s, noise row root_row + s, and s itself as
+               its row in the draft's cache
+
+On a GPU that is three launches. The first finds the N-th largest value bit by bit: values are not negative, and the
+bits of such numbers, read as integers, have the order of the numbers. The second is `heavy_path_order`.
+"""
+
+# A type checker does not understand Triton kernels.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.levels import Fed
+from heavypath.kernels.ordering import Ordering, heavy_path_order
+from heavypath.kernels.slots import Level, Roots, Slots
+
+
+class Assembled(NamedTuple):
+    """Trees of N nodes in heavy-path order; LongTensor[B, N] each.
+
+    tokens:      -1 for an absent node; these come behind all others, each below the node before it, at depth 0
+    parents, ranks, depths, subtree_end: as of a tree
+    slots:       the slot that the node was drafted in
+    inner:       which row of logits is the node's, of [B * L] after the L slots above the last level; in that level,
+                 whose nodes have no children, another one
+    fed:         the nodes as a model is given them
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    ranks: Tensor
+    depths: Tensor
+    subtree_end: Tensor
+    slots: Tensor
+    inner: Tensor
+    fed: Fed
+
+
+def assemble(
+    slots: Slots, roots: Roots, last: Level, nodes: int, *, trims: bool = False, impl: str = "auto"
+) -> Assembled:
+    """Make trees of at most `nodes` nodes, the root included, of the slots [B, S] that are drafted.
+
+    last:  the last level
+    trims: leave out nodes that are absent from all trees, which asks the host
+    impl:  "triton" is three launches without host synchronisation; it takes CUDA tensors, or any tensors under Triton's
+           interpreter, and at most `ordering.MAX_NODES` nodes. "torch" takes any tensors. "auto" is triton for CUDA
+           tensors, else torch.
+
+    Only the device is checked: a decoder calls this with tensors that other functions have checked.
+    """
+    nodes = min(nodes, last.end)
+    if choose_impl("assemble", impl, slots.tokens) == "triton":
+        check_can_launch(slots.tokens)
+        return _launch(slots, roots, last, nodes)
+    return _reference(slots, roots, last, nodes, trims)
+
+
+def _reference(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
+    slots = Slots(*(field[:, : last.end] for field in slots))
+    # A stable sort: the root, of infinite value, comes first, and slots that stayed empty, of value 0, come last.
+    kept = slots.values.sort(dim=-1, descending=True, stable=True).indices[:, :nodes].sort(-1).values
+    device = kept.device
+    number = torch.zeros_like(slots.parents).scatter_(1, kept, torch.arange(nodes, device=device).expand_as(kept))
+    parent, rank, token = (field.gather(1, kept) for field in (slots.parents, slots.ranks, slots.tokens))
+    parent = number.gather(1, parent.clamp(min=0)).where((parent >= 0) & (token >= 0), -1)
+    order = heavy_path_order(parent, rank.where(parent >= 0, 0), impl="torch")
+    own, token = kept.gather(1, order.permutation), token.gather(1, order.permutation)
+    if trims:
+        nodes = int((token >= 0).sum(1).max())
+        order = Ordering(*(field[:, :nodes] for field in order))
+        own, token = own[:, :nodes], token[:, :nodes]
+    index = torch.arange(nodes, device=device)
+    absent = (order.parents < 0) & (index > 0)
+    parents, depths = (index - 1).where(absent, order.parents), slots.depths.gather(1, own).where(~absent, 0)
+    return Assembled(
+        tokens=token,
+        parents=parents,
+        ranks=order.ranks,
+        depths=depths,
+        subtree_end=order.subtree_end,
+        slots=own,
+        inner=own.clamp(max=last.first - 1) + torch.arange(len(own), device=device)[:, None] * last.first,
+        fed=Fed(
+            tokens=token.clamp(min=0),
+            positions=roots.lengths[:, None] + depths,
+            cache_rows=roots.lengths[:, None] + index,
+            parent_rows=roots.lengths[:, None] + parents,
+            noise_rows=roots.noise_rows[:, None] + own,
+        ),
+    )
+
+
+@triton.jit(do_not_specialize=["S", "DRAFTED", "N"])
+def _keep_kernel(
+    parents_ptr,  # [B, S], as the next three
+    ranks_ptr,
+    tokens_ptr,
+    values_ptr,  # as int64
+    kept_ptr,  # [B, N], as all below
+    kept_parents_ptr,
+    kept_ranks_ptr,
+    S,
+    DRAFTED,  # of the S slots
+    N,
+    BLOCK: tl.constexpr,
+):
+    """A program for each tree: the kept slots in order, with parents in numbers of kept slots."""
+    sequence = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    exists = index < DRAFTED
+    at = sequence * S + index
+    value = tl.load(values_ptr + at, mask=exists, other=-1)
+    least = tl.zeros([], tl.int64)  # the N-th largest value
+    for i in range(63):
+        higher = least | (tl.full([], 1, tl.int64) << (62 - i))
+        least = tl.where(tl.sum((value >= higher).to(tl.int32), 0) >= N, higher, least)
+    above = value > least
+    ties = (value == least).to(tl.int32)
+    kept = above | ((ties > 0) & (tl.cumsum(ties, 0) <= N - tl.sum(above.to(tl.int32), 0)))
+    number = tl.cumsum(kept.to(tl.int32), 0) - 1
+
+    parent = tl.load(parents_ptr + at, mask=exists, other=-1).to(tl.int32)
+    there = (parent >= 0) & (tl.load(tokens_ptr + at, mask=exists, other=-1) >= 0)
+    parent = tl.where(there, tl.gather(number, tl.maximum(parent, 0), 0), -1)
+    rank = tl.where(there, tl.load(ranks_ptr + at, mask=exists, other=0), 0)
+    out = sequence * N + number
+    tl.store(kept_ptr + out, index.to(tl.int64), mask=kept)
+    tl.store(kept_parents_ptr + out, parent.to(tl.int64), mask=kept)
+    tl.store(kept_ranks_ptr + out, rank, mask=kept)
+
+
+@triton.jit(do_not_specialize=["S", "INNER", "N"])
+def _number_kernel(
+    slot_tokens_ptr,  # [B, S], as the next one
+    slot_depths_ptr,
+    kept_ptr,  # [B, N], as the next two
+    permutation_ptr,
+    order_parents_ptr,
+    lengths_ptr,  # [B], as the next one
+    root_rows_ptr,
+    tokens_ptr,  # [B, N], as all below
+    parents_ptr,
+    depths_ptr,
+    slots_ptr,
+    inner_ptr,
+    fed_tokens_ptr,
+    positions_ptr,
+    cache_rows_ptr,
+    parent_rows_ptr,
+    noise_rows_ptr,
+    S,
+    INNER,  # of the S slots
+    N,
+    BLOCK: tl.constexpr,
+):
+    """A program for each block of nodes and each tree."""
+    sequence = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = index < N
+    at = sequence * N + index
+    old = tl.load(permutation_ptr + at, mask=exists, other=0)
+    slot = tl.load(kept_ptr + sequence * N + old, mask=exists, other=0)
+    token = tl.load(slot_tokens_ptr + sequence * S + slot, mask=exists, other=-1)
+    depth = tl.load(slot_depths_ptr + sequence * S + slot, mask=exists, other=0)
+    parent = tl.load(order_parents_ptr + at, mask=exists, other=-1)
+    absent = (parent < 0) & (index > 0)
+    parent = tl.where(absent, index - 1, parent)
+    depth = tl.where(absent, 0, depth)
+    length = tl.load(lengths_ptr + sequence)
+    tl.store(tokens_ptr + at, token, mask=exists)
+    tl.store(parents_ptr + at, parent, mask=exists)
+    tl.store(depths_ptr + at, depth, mask=exists)
+    tl.store(slots_ptr + at, slot, mask=exists)
+    tl.store(inner_ptr + at, sequence * INNER + tl.minimum(slot, INNER - 1), mask=exists)
+    tl.store(fed_tokens_ptr + at, tl.maximum(token, 0), mask=exists)
+    tl.store(positions_ptr + at, length + depth, mask=exists)
+    tl.store(cache_rows_ptr + at, length + index, mask=exists)
+    tl.store(parent_rows_ptr + at, length + parent, mask=exists)
+    tl.store(noise_rows_ptr + at, tl.load(root_rows_ptr + sequence) + slot, mask=exists)
+
+
+def _launch(slots: Slots, roots: Roots, last: Level, nodes: int) -> Assembled:
+    """As `_reference`, without trimming."""
+    batch, stride = slots.tokens.shape
+    device = slots.tokens.device
+
+    def room() -> Tensor:
+        return torch.empty(batch, nodes, dtype=torch.long, device=device)
+
+    kept, kept_parents, kept_ranks = room(), room(), room()
+    tokens, parents, depths, own, inner = room(), room(), room(), room(), room()
+    fed = Fed(room(), room(), room(), room(), room())
+    block, small = max(32, triton.next_power_of_2(last.end)), 128
+    with torch.cuda.device_of(slots.tokens):
+        _keep_kernel[(batch,)](
+            parents_ptr=slots.parents, ranks_ptr=slots.ranks, tokens_ptr=slots.tokens,
+            values_ptr=slots.values.view(torch.long), kept_ptr=kept, kept_parents_ptr=kept_parents,
+            kept_ranks_ptr=kept_ranks, S=stride, DRAFTED=last.end, N=nodes, BLOCK=block,
+            num_warps=max(1, min(16, block // 128)), enable_fp_fusion=False,
+        )  # fmt: skip
+        order = heavy_path_order(kept_parents, kept_ranks, impl="triton")
+        _number_kernel[(triton.cdiv(nodes, small), batch)](
+            slot_tokens_ptr=slots.tokens, slot_depths_ptr=slots.depths, kept_ptr=kept,
+            permutation_ptr=order.permutation, order_parents_ptr=order.parents,
+            lengths_ptr=roots.lengths, root_rows_ptr=roots.noise_rows,
+            tokens_ptr=tokens, parents_ptr=parents, depths_ptr=depths, slots_ptr=own, inner_ptr=inner,
+            fed_tokens_ptr=fed.tokens, positions_ptr=fed.positions, cache_rows_ptr=fed.cache_rows,
+            parent_rows_ptr=fed.parent_rows, noise_rows_ptr=fed.noise_rows,
+            S=stride, INNER=last.first, N=nodes, BLOCK=small, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return Assembled(tokens, parents, order.ranks, depths, order.subtree_end, own, inner, fed)

@@ -1,0 +1,151 @@
+"""Grow trees by a level: choose the best of the slots below the nodes just drafted, before their tokens count.
+
+A slot of a tree is a place for the next draw below a node. With Q the draft's distribution after a node, x_1, x_2, ...
+its children in draw order, R_k = 1 - Q(x_1) - ... - Q(x_{k-1}) and c_k the chance that x_k is accepted once x_1 ..
+x_{k-1} are rejected, let
+
+    worth(root) = 1,    worth(child x_k) = worth(node) (1 - c_1) ... (1 - c_{k-1}) c_k
+    value(slot k below a node) = worth(node) (1 - c_1) ... (1 - c_{k-1}) e_k
+
+    DySpec (Xiong et al. 2024, algorithm 1)    c_k = Q(x_k) / R_k,                   e_k = 1
+    by measured confidence                     c_k = base_k + slope_k Q(x_k) / R_k,  e_k = E[c_k | x_1 .. x_{k-1}]
+                                                   = base_k + slope_k sum_v Q(v)^2 / R_k^2 over v not drawn yet
+
+DySpec's products telescope: a slot is worth worth(node) R_k. By "node" a slot's value is the worth of the child drawn
+there, which is for deterministic drafts alone. A slot counts with the least of three values: its own, that of the slot
+of its parent, and that of the sibling before it. So the best slots of all levels are a tree. A level is the `width`
+best slots below the nodes of the level above, by falling value, then rank, then parent. By "beam" it is the next level
+of a stochastic beam search (`sampling.stochastic_beam`): the largest keys, and of equal ones the lower parent's.
+
+The kernels are in `growing_kernel`.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heavypath.kernels.growing_kernel import launch_grow
+from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.levels import Fed
+from heavypath.kernels.sampling import TopK, conditioned
+from heavypath.kernels.slots import Grown, Level, Policy, Roots, Slots
+
+TINY = 1e-300
+
+
+def grow(
+    slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy, *, impl: str = "auto"
+) -> Grown:
+    """Fill the slots of the level below `above`, in place; below the root first slot 0 itself.
+
+    above:  a level of n nodes
+    draws:  [B, n, K], drawn for the children of each node, without replacement
+    logits: [B, n, V], fp32, fp16 or bf16, that they were drawn from
+    impl:   "triton" is one or two launches without host synchronisation; it takes CUDA tensors, or any tensors under
+            Triton's interpreter. "torch" takes any tensors. "auto" is triton for CUDA tensors, else torch.
+
+    By "slot" and "node" a level has min(width, n * K) slots, by "beam" `width`, of which some may stay empty. Only the
+    device is checked: a decoder calls this with tensors that other functions have checked.
+    """
+    parents, most = draws.tokens.shape[1:]
+    count = policy.width if policy.by == "beam" else min(policy.width, parents * most)
+    impl = choose_impl("grow", impl, logits)
+    if impl == "triton":
+        check_can_launch(logits)
+    return (launch_grow if impl == "triton" else _reference)(slots, above, draws, logits, roots, policy, count)
+
+
+def values(probs: Tensor, squares: Tensor | None, lines: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The values of the slots below a node of worth 1, and the worth of the children drawn there; fp64 [..., K] each.
+
+    probs:   fp64 [..., K], Q of the children in draw order, 0 for an absent one
+    squares: fp64 [..., 1], the sum of Q(v)^2 over all tokens; needed with a confidence, else None
+    lines:   as of `Policy`
+    """
+    before = pad(probs[..., :-1], (1, 0))
+    remaining = (1 - before.cumsum(-1)).clamp(min=0)  # R_k
+    if lines is None:
+        return remaining, torch.minimum(probs, remaining)  # a probability exceeds what remains by rounding alone
+    assert squares is not None
+    base, slope = lines[:, : probs.shape[-1]]
+    accept = base + slope * (probs / remaining.clamp(min=TINY)).clamp(max=1)
+    expected = base + slope * ((squares - (before**2).cumsum(-1)) / remaining.clamp(min=TINY) ** 2).clamp(0, 1)
+    reached = (1 - pad(accept[..., :-1], (1, 0))).cumprod(-1)
+    return (reached * expected).where(remaining > 0, 0), reached * accept
+
+
+def sum_of_squares(logits: Tensor, temperature: float) -> Tensor:
+    """The sum over tokens of squared probabilities, fp64 [..., 1], for logits [..., V] at a temperature."""
+    scores = logits.float() / temperature
+    total = scores.logsumexp(-1, keepdim=True).double()
+    return ((2 * scores).logsumexp(-1, keepdim=True).double() - 2 * total).exp().nan_to_num()
+
+
+def logprobs_at(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities of tokens [B, n, K] by logits [B, n, V] at a temperature; -inf for a token of -1."""
+    scores = logits.float() / temperature
+    logprobs = scores.gather(-1, tokens.clamp(min=0)) - scores.logsumexp(-1, keepdim=True)
+    return logprobs.masked_fill(tokens < 0, -torch.inf)
+
+
+def _reference(
+    slots: Slots, above: Level, draws: TopK, logits: Tensor, roots: Roots, policy: Policy, count: int
+) -> Grown:
+    if above.first == 0:
+        beam = policy.by == "beam"
+        for field, root in zip(slots, (-1, 0, 0, roots.tokens, torch.inf, 0 if beam else 1, 0), strict=True):
+            field[:, 0] = root
+    own = slice(above.first, above.end)
+    choose = _next_of_beam if policy.by == "beam" else _best_slots
+    chosen = choose(draws, logits, Slots(*(field[:, own] for field in slots)), policy, count)
+    depth = above.depth + 1
+    there = (chosen.values > 0) & (chosen.values >= policy.threshold) & (depth < roots.left)[:, None]
+    parents = above.first + chosen.parents
+    tokens = chosen.tokens.where(there, -1)
+    fields = chosen._replace(parents=parents, tokens=tokens, values=chosen.values.where(there, 0))
+    for field, new in zip(slots, fields, strict=True):
+        field[:, above.end : above.end + count] = new
+
+    batch, device = len(tokens), tokens.device
+    places = torch.arange(above.end, above.end + count, device=device)
+    inherited = above.mask.gather(1, chosen.parents[..., None].expand(-1, -1, above.end))
+    itself = torch.eye(count, dtype=torch.bool, device=device).expand(batch, -1, -1)
+    return Grown(
+        Level(above.end, count, depth, torch.cat([inherited, itself], 2)),
+        Fed(
+            tokens=tokens.clamp(min=0),
+            positions=(roots.lengths + depth)[:, None].expand_as(tokens),
+            cache_rows=roots.lengths[:, None] + places,
+            parent_rows=roots.lengths[:, None] + parents,
+            noise_rows=roots.noise_rows[:, None] + places,
+        ),
+    )
+
+
+def _best_slots(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> Slots:
+    """The `count` best of the slots below the n nodes `above`; parents count from the first of these."""
+    parents, tokens = draws.tokens.shape[1], draws.tokens
+    logprobs = draws.logprobs if policy.noisy else logprobs_at(logits, tokens, policy.temperature)
+    squares = None if policy.lines is None else sum_of_squares(logits, policy.temperature)
+    value, worth = values(logprobs.double().exp(), squares, policy.lines)
+    if policy.by == "node":
+        value = worth
+    node = above.worths[..., None]
+    value = (node * value).masked_fill(tokens < 0, 0).cummin(-1).values
+    value = torch.minimum(value, above.values[..., None])
+    # By falling value, then rank, then parent.
+    fields = (field.transpose(1, 2).flatten(1) for field in (value, node * worth, tokens))  # [B, K * n]
+    value, worth, tokens = fields
+    order = value.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    value, worth, tokens = (field.gather(1, order) for field in (value, worth, tokens))
+    depths = (above.depths[:, :1] + 1).expand_as(tokens)
+    return Slots(order % parents, order // parents, depths, tokens, value, worth, worth)
+
+
+def _next_of_beam(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> Slots:
+    """The `count` largest keys. Children of one parent come in the order drawn: a rank counts those before it."""
+    beam = conditioned(draws, above.worths, above.keys, count, noisy=policy.noisy)
+    parent = beam.parent.clamp(min=0)
+    rank = (parent[:, :, None] == parent[:, None, :]).tril(-1).sum(-1)
+    depths = (above.depths[:, :1] + 1).expand_as(rank)
+    return Slots(parent, rank, depths, beam.tokens, (beam.tokens >= 0).double(), beam.logprobs, beam.keys)

@@ -1,0 +1,333 @@
+"""Give a model the nodes of a tree: a step's first two, then level by level what was drawn for them, then all.
+
+A node i of a tree whose prefix has `length` tokens is given as
+
+    token[i], or 0 if it is absent        position = length + depth[i]
+    cache row = length + i                parent's row = length + parent[i]         noise row, which is known before
+
+In PyTorch operations this is a dozen launches a level on a few numbers each. `place` is one launch, of a program for
+each sequence: it puts the tokens drawn for a level into the trees, and gathers the nodes that a model is given next.
+
+Where siblings are independent draws, two of them may carry the same token. Their texts are equal then, and so must be
+the logits after them, because a verification takes the children of both for draws from one distribution. So with
+
+    text[i]    the first node of the level whose path from the root has the same tokens as node i's
+
+`place` tells for each node which one's logits to take.
+"""
+
+# A type checker does not understand Triton kernels.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heavypath.kernels.implementation import check_can_launch, choose_impl
+
+_BLOCK = tl.constexpr(128)  # nodes that a program looks at at once
+
+
+class Fed(NamedTuple):
+    """n nodes of each sequence, as a forward pass and a draw after it take them; LongTensor[B, n] each.
+
+    tokens:      0 for an absent node
+    positions:   places in the text
+    cache_rows:  where a cache keeps the nodes
+    parent_rows: the cache rows of the tokens before them; of the root it means nothing where all nodes are given
+    noise_rows:  names of the random numbers of each node
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    cache_rows: Tensor
+    parent_rows: Tensor
+    noise_rows: Tensor
+
+
+class First(NamedTuple):
+    """A step's first two nodes: the token before the root, and the root.
+
+    tokens, cache_rows, parent_rows: LongTensor[B, 2]; cache rows are positions, too, and -1 is before the text
+    ancestor_mask: bool [B, 2, M], which of the tree's first M nodes they see
+    """
+
+    tokens: Tensor
+    cache_rows: Tensor
+    parent_rows: Tensor
+    ancestor_mask: Tensor
+
+
+class Chosen(NamedTuple):
+    """n nodes that trees of one shape have in common; LongTensor[n] each: their numbers, parents and depths."""
+
+    nodes: Tensor
+    parents: Tensor
+    depths: Tensor
+
+
+class Drawn(NamedTuple):
+    """What was drawn for a level. Node children[i] of a tree is draw number draws[i] of that tree.
+
+    tokens:   LongTensor[B, D]
+    children: LongTensor[m]
+    draws:    LongTensor[m]
+    """
+
+    tokens: Tensor
+    children: Tensor
+    draws: Tensor
+
+
+class Trees(NamedTuple):
+    """Trees of N nodes, of one shape, that are being drafted.
+
+    tokens:     LongTensor[B, N], of the nodes placed so far; -1 for an absent node
+    noise_rows: LongTensor[B, N]
+    lengths:    LongTensor[B], tokens before the root
+    left:       LongTensor[B], tokens that a sequence may still write; at depth `left` and deeper all nodes are absent
+    texts:      LongTensor[B, N], 0 at the root, and known as far as nodes were given; None where siblings differ
+    """
+
+    tokens: Tensor
+    noise_rows: Tensor
+    lengths: Tensor
+    left: Tensor
+    texts: Tensor | None
+
+
+def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int, *, impl: str = "auto") -> First:
+    """The first nodes of a step, from LongTensor[B] each: the token before the root, the root, and its cache row.
+
+    In a text of one token there is none before the root: then the root itself is given twice.
+
+    nodes: columns of the mask
+    impl:  "triton" is one launch; it takes CUDA tensors, or any tensors under Triton's interpreter. "torch" takes any
+           tensors. "auto" is triton for CUDA tensors, else torch.
+    """
+    if choose_impl("first_nodes", impl, root) == "triton":
+        check_can_launch(root)
+        return _launch_first(previous, root, lengths, nodes)
+    cache_rows = (lengths[:, None] + torch.arange(-1, 1, device=lengths.device)).clamp_(min=0)
+    tree_rows = lengths[:, None] + torch.arange(nodes, device=lengths.device)
+    return First(
+        tokens=torch.stack([previous, root], 1),
+        cache_rows=cache_rows,
+        parent_rows=cache_rows - 1,
+        ancestor_mask=cache_rows[..., None] == tree_rows[:, None],
+    )
+
+
+def place(trees: Trees, drawn: Drawn | None, given: Chosen, *, whole: bool = False, impl: str = "auto") -> Fed:
+    """Put what was drawn into trees.tokens, in place, and gather the nodes to be given to a model next.
+
+    drawn: None for trees of the root alone
+    given: nodes of one depth; or all nodes, and then those too deep for their sequence become absent
+    whole: whether these are all nodes
+    impl:  as in `first_nodes`
+
+    Only the device is checked: a decoder calls this with tensors that other functions have checked.
+    """
+    if choose_impl("place", impl, trees.tokens) == "triton":
+        check_can_launch(trees.tokens)
+        return _launch(trees, drawn, given, whole)
+    return _reference(trees, drawn, given, whole)
+
+
+def alike(trees: Trees, given: Chosen, *, impl: str = "auto") -> Tensor:
+    """The first of the nodes of a level with the same text, as LongTensor[B, n] of places in the level.
+
+    It extends trees.texts to the level, in place; impl as in `first_nodes`.
+    """
+    assert trees.texts is not None
+    if choose_impl("alike", impl, trees.tokens) == "triton":
+        check_can_launch(trees.tokens)
+        return _launch_alike(trees, trees.texts, given)
+    above, token = trees.texts.index_select(1, given.parents), trees.tokens.index_select(1, given.nodes)
+    same = (above[:, :, None] == above[:, None]) & (token[:, :, None] == token[:, None])  # [B, n, n]
+    first = same.int().argmax(-1)
+    trees.texts.index_copy_(1, given.nodes, given.nodes[first])
+    return first
+
+
+def _reference(trees: Trees, drawn: Drawn | None, given: Chosen, whole: bool) -> Fed:
+    tokens, lengths = trees.tokens, trees.lengths[:, None]
+    if drawn is not None:
+        tokens.index_copy_(1, drawn.children, drawn.tokens.index_select(1, drawn.draws))
+    if whole:
+        absent = given.depths > (trees.left[:, None] - 1).clamp(min=0)
+        here, noise_rows = tokens.masked_fill_(absent, -1), trees.noise_rows
+    else:
+        here, noise_rows = tokens.index_select(1, given.nodes), trees.noise_rows.index_select(1, given.nodes)
+    return Fed(
+        tokens=here.clamp(min=0),
+        positions=lengths + given.depths,
+        cache_rows=lengths + given.nodes,
+        parent_rows=lengths + given.parents,
+        noise_rows=noise_rows,
+    )
+
+
+@triton.jit(do_not_specialize=["NODES"])
+def _first_kernel(
+    previous_ptr,  # [B], as the next two
+    root_ptr,
+    lengths_ptr,
+    tokens_ptr,  # [B, 2], as the next two
+    cache_rows_ptr,
+    parent_rows_ptr,
+    mask_ptr,  # [B, 2, NODES], bytes
+    NODES,
+    BLOCK: tl.constexpr,
+):
+    """A program for each sequence."""
+    sequence = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths_ptr + sequence)
+    which = tl.arange(0, 2)
+    out = 2 * sequence + which
+    row = tl.maximum(length - 1 + which, 0)
+    token = tl.where(which == 0, tl.load(previous_ptr + sequence), tl.load(root_ptr + sequence))
+    tl.store(tokens_ptr + out, token)
+    tl.store(cache_rows_ptr + out, row)
+    tl.store(parent_rows_ptr + out, row - 1)
+    for start in range(0, NODES, BLOCK):
+        node = start + tl.arange(0, BLOCK)
+        seen = row[:, None] == length + node[None, :]
+        place = out[:, None] * NODES + node[None, :]
+        tl.store(mask_ptr + place, seen.to(tl.int8), mask=(which[:, None] < 2) & (node < NODES)[None, :])
+
+
+@triton.jit(do_not_specialize=["N", "DRAWS", "CHILDREN", "GIVEN"])
+def _place_kernel(
+    tokens_ptr,  # [B, N], in place
+    noise_ptr,  # [B, N]
+    lengths_ptr,  # [B], as left_ptr
+    left_ptr,
+    drawn_ptr,  # [B, DRAWS]; None if CHILDREN is 0
+    children_ptr,  # [CHILDREN], as draws_ptr
+    draws_ptr,
+    nodes_ptr,  # [GIVEN], as parents_ptr and depths_ptr
+    parents_ptr,
+    depths_ptr,
+    fed_tokens_ptr,  # [B, GIVEN], as all below
+    positions_ptr,
+    cache_rows_ptr,
+    parent_rows_ptr,
+    noise_rows_ptr,
+    N,
+    DRAWS,
+    CHILDREN,
+    GIVEN,
+    HAS_DRAWN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program for each sequence."""
+    sequence = tl.program_id(0).to(tl.int64)
+    tokens_ptr += sequence * N
+    noise_ptr += sequence * N
+    length = tl.load(lengths_ptr + sequence)
+    if HAS_DRAWN:
+        for start in range(0, CHILDREN, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            child = tl.load(children_ptr + i, mask=i < CHILDREN, other=0)
+            draw = tl.load(draws_ptr + i, mask=i < CHILDREN, other=0)
+            token = tl.load(drawn_ptr + sequence * DRAWS + draw, mask=i < CHILDREN, other=0)
+            tl.store(tokens_ptr + child, token, mask=i < CHILDREN)
+        tl.debug_barrier()  # tokens that other threads have stored are read below
+    for start in range(0, GIVEN, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        here = i < GIVEN
+        node = tl.load(nodes_ptr + i, mask=here, other=0)
+        depth = tl.load(depths_ptr + i, mask=here, other=0)
+        token = tl.load(tokens_ptr + node, mask=here, other=0, volatile=True)
+        if WHOLE:
+            room = tl.maximum(tl.load(left_ptr + sequence) - 1, 0)
+            token = tl.where(depth <= room, token, -1)
+            tl.store(tokens_ptr + node, token, mask=here)
+        out = sequence * GIVEN + i
+        tl.store(fed_tokens_ptr + out, tl.maximum(token, 0), mask=here)
+        tl.store(positions_ptr + out, length + depth, mask=here)
+        tl.store(cache_rows_ptr + out, length + node, mask=here)
+        tl.store(parent_rows_ptr + out, length + tl.load(parents_ptr + i, mask=here, other=0), mask=here)
+        tl.store(noise_rows_ptr + out, tl.load(noise_ptr + node, mask=here, other=0), mask=here)
+
+
+@triton.jit(do_not_specialize=["N", "GIVEN"])
+def _alike_kernel(
+    tokens_ptr,  # [B, N]
+    texts_ptr,  # [B, N], in place
+    nodes_ptr,  # [GIVEN], as parents_ptr
+    parents_ptr,
+    first_ptr,  # [B, GIVEN]
+    N,
+    GIVEN,
+    BLOCK: tl.constexpr,
+):
+    """A program for each block of a level's nodes and each sequence. It reads texts of the level above alone."""
+    sequence = tl.program_id(1).to(tl.int64)
+    tokens_ptr += sequence * N
+    texts_ptr += sequence * N
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = i < GIVEN
+    node = tl.load(nodes_ptr + i, mask=here, other=0)
+    token = tl.load(tokens_ptr + node, mask=here, other=0)
+    above = tl.load(texts_ptr + tl.load(parents_ptr + i, mask=here, other=0), mask=here, other=0)
+    first = i
+    for other in range(GIVEN):
+        their_token = tl.load(tokens_ptr + tl.load(nodes_ptr + other))
+        their_above = tl.load(texts_ptr + tl.load(parents_ptr + other))
+        same = (their_token == token) & (their_above == above)
+        first = tl.where(same, tl.minimum(first, other), first)
+    tl.store(first_ptr + sequence * GIVEN + i, first.to(tl.int64), mask=here)
+    tl.store(texts_ptr + node, tl.load(nodes_ptr + first, mask=here, other=0), mask=here)
+
+
+def _launch_first(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> First:
+    batch, device = len(root), root.device
+    tokens, cache_rows, parent_rows = (torch.empty(batch, 2, dtype=torch.long, device=device) for _ in range(3))
+    mask = torch.empty(batch, 2, nodes, dtype=torch.bool, device=device)
+    with torch.cuda.device_of(root):
+        _first_kernel[(batch,)](
+            previous_ptr=previous, root_ptr=root, lengths_ptr=lengths,
+            tokens_ptr=tokens, cache_rows_ptr=cache_rows, parent_rows_ptr=parent_rows, mask_ptr=mask.view(torch.int8),
+            NODES=nodes, BLOCK=_BLOCK.value, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return First(tokens, cache_rows, parent_rows, mask)
+
+
+def _launch(trees: Trees, drawn: Drawn | None, given: Chosen, whole: bool) -> Fed:
+    """As `_reference`."""
+    batch, nodes = trees.tokens.shape
+    count, device = len(given.nodes), trees.tokens.device
+    fed = Fed(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in Fed._fields))
+    with torch.cuda.device_of(trees.tokens):
+        _place_kernel[(batch,)](
+            tokens_ptr=trees.tokens, noise_ptr=trees.noise_rows.contiguous(),
+            lengths_ptr=trees.lengths, left_ptr=trees.left,
+            drawn_ptr=None if drawn is None else drawn.tokens.contiguous(),
+            children_ptr=None if drawn is None else drawn.children, draws_ptr=None if drawn is None else drawn.draws,
+            nodes_ptr=given.nodes, parents_ptr=given.parents, depths_ptr=given.depths,
+            fed_tokens_ptr=fed.tokens, positions_ptr=fed.positions, cache_rows_ptr=fed.cache_rows,
+            parent_rows_ptr=fed.parent_rows, noise_rows_ptr=fed.noise_rows,
+            N=nodes, DRAWS=0 if drawn is None else drawn.tokens.shape[1],
+            CHILDREN=0 if drawn is None else len(drawn.children), GIVEN=count,
+            HAS_DRAWN=drawn is not None, WHOLE=whole, BLOCK=_BLOCK.value, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return fed
+
+
+def _launch_alike(trees: Trees, texts: Tensor, given: Chosen) -> Tensor:
+    batch, nodes = trees.tokens.shape
+    count = len(given.nodes)
+    first = torch.empty(batch, count, dtype=torch.long, device=texts.device)
+    with torch.cuda.device_of(texts):
+        _alike_kernel[(triton.cdiv(count, _BLOCK.value), batch)](
+            tokens_ptr=trees.tokens, texts_ptr=texts, nodes_ptr=given.nodes, parents_ptr=given.parents,
+            first_ptr=first, N=nodes, GIVEN=count, BLOCK=_BLOCK.value, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return first
