@@ -2,9 +2,9 @@
 
 A step of a static tree at batch 1 is a chain of kernels, each of which waits for the one before:
 
-    product of few rows      weight bytes / bandwidth + PRODUCT        every weight is read once
-    any other kernel         SMALL                                      a launch in a graph, and a few microseconds' work
-    draw of a level          + DRAW, verification + DECIDE              what these take beyond a small kernel
+    product of few rows      weight bytes / bandwidth + PRODUCT     every weight is read once
+    any other kernel         SMALL                                  a launch in a graph, and what it does
+    draw of a level          + DRAW, verification + DECIDE          what these take beyond a small kernel
 
 `before` is a layer as PyTorch's operations make it, with seven products and fourteen other kernels; `now` is with
 joined products and fused kernels. The limit is the time to read the target's weights once.

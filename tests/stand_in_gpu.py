@@ -5,7 +5,7 @@
 
 What is played: torch.cuda says that there is one GPU. A tensor is on it if its memory was asked for there, or comes
 from what is there; it says so (`device`, `is_cuda`), is copied by `.to`, `.cuda` and `.cpu`, and may neither become a
-NumPy array nor meet a CPU tensor in an operation. A kernel that is given a CPU tensor is refused, as by Triton on a GPU.
+NumPy array nor meet a CPU tensor in an operation. A kernel that is given a CPU tensor is refused, as by Triton there.
 A CUDA graph notes operations and launches, and does them again without any of our Python; while it notes, nothing may
 ask for a value. TRITON_INTERPRET is not set, for who looks.
 
