@@ -231,8 +231,18 @@ def verification_cases() -> dict[str, Callable[[], None]]:
     }
 
 
+def packing(nodes: int, window: int | None) -> None:
+    from heavypath.kernels.tree_masks import pack_ancestors
+
+    pack_ancestors(on_gpu(torch.ones(4, nodes).bool()), window, impl="triton")
+
+
 CASES = {
     **layer_cases(),
+    **{
+        f"mask of {nodes}{' window' * windowed}": partial(packing, nodes, 100 if windowed else None)
+        for nodes, windowed in ((32, False), (2048, True))
+    },
     **verification_cases(),
     **sampling_cases(),
     **attention_cases(),

@@ -5,12 +5,17 @@ highest ticket is the last one, and sets the counter back to zero. So a split re
 ever waits for another.
 
 Counters live in one buffer for each GPU and stream, which is zeroed when it is made: the launches on one stream follow
-each other. A CUDA graph has counters of its own, in its own memory, which it sets to zero itself, so that it may be
-replayed on any stream and beside any other graph.
+each other. A CUDA graph has counters of its own, so that it may be replayed on any stream and beside any other graph:
+whoever captures it gives them by `counters_for`, since a buffer that is zero once stays so; else the graph sets some in
+its own memory to zero before each kernel.
 """
 
 # A type checker does not understand Triton kernels.
 # pyright: reportCallIssue=false
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import triton
@@ -18,6 +23,20 @@ import triton.language as tl
 from torch import Tensor
 
 _buffers: dict[tuple[int, int], Tensor] = {}
+_given = threading.local()
+
+
+@contextmanager
+def counters_for(counters: Tensor) -> Iterator[None]:
+    """Give int32 counters, which are zero, to the launches that this thread captures in the block, on one stream.
+
+    They must be there for as long as the graph is. A launch that needs more of them has its own.
+    """
+    _given.counters = counters
+    try:
+        yield
+    finally:
+        del _given.counters
 
 
 def tickets(count: int, device: torch.device) -> Tensor:
@@ -25,6 +44,9 @@ def tickets(count: int, device: torch.device) -> Tensor:
     if device.type != "cuda":  # in the interpreter an exception may end a kernel and leave its counters at any value
         return torch.zeros(count, dtype=torch.int32)
     if torch.cuda.is_current_stream_capturing():
+        given = getattr(_given, "counters", None)
+        if given is not None and len(given) >= count:
+            return given
         return torch.zeros(count, dtype=torch.int32, device=device)
     key = device.index, torch.cuda.current_stream(device).cuda_stream
     if key not in _buffers or len(_buffers[key]) < count:

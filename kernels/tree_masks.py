@@ -13,11 +13,20 @@ distance from node i up to node j is the number of nodes behind j that i sees, a
 is less than w. A query that then sees n nodes of the tree sees the last w - n rows of the prefix: w positions in all.
 """
 
+# A type checker does not understand Triton kernels.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
+
+from heavypath.kernels.implementation import check_can_launch, choose_impl
+
+_WORDS = tl.constexpr(8)  # of 32 nodes each, that a program packs at once
 
 
 class PackedAncestors(NamedTuple):
@@ -35,8 +44,15 @@ class PackedAncestors(NamedTuple):
     counts: Tensor | None = None
 
 
-def pack_ancestors(mask: Tensor, window: int | None = None) -> PackedAncestors:
-    """Pack a bool mask [..., Q, N], once for all calls of `tree_attention` that share it and the sliding window."""
+def pack_ancestors(mask: Tensor, window: int | None = None, *, impl: str = "auto") -> PackedAncestors:
+    """Pack a bool mask [..., Q, N], once for all calls of `tree_attention` that share it and the sliding window.
+
+    impl: "triton" is one launch; it takes CUDA tensors, or any tensors under Triton's interpreter. "torch" takes any
+          tensors. "auto" is triton for CUDA tensors, else torch.
+    """
+    if choose_impl("pack_ancestors", impl, mask) == "triton":
+        check_can_launch(mask)
+        return _launch_pack(mask.contiguous(), window)
     counts = None
     if window is not None:
         mask = narrowed(mask, window)
@@ -44,6 +60,55 @@ def pack_ancestors(mask: Tensor, window: int | None = None) -> PackedAncestors:
     bits = pad(mask, (0, -mask.shape[-1] % 64)).unflatten(-1, (-1, 32))
     places = torch.arange(32, device=mask.device)
     return PackedAncestors((bits.long() << places).sum(-1).to(torch.int32), mask.shape[-1], window, counts)
+
+
+@triton.jit(do_not_specialize=["nodes", "window"])
+def _pack_kernel(
+    mask_ptr,  # [.., Q, nodes], bytes
+    words_ptr,  # [.., Q, 2 * ceil(nodes / 64)]
+    counts_ptr,  # [.., Q] if HAS_WINDOW
+    nodes,
+    window,
+    HAS_WINDOW: tl.constexpr,
+):
+    """A program for each query."""
+    query = tl.program_id(0).to(tl.int64)
+    mask_ptr += query * nodes
+    count = tl.cdiv(nodes, 64) * 2
+    words_ptr += query * count
+    bit = tl.arange(0, 32)
+    seen = tl.full([], 0, tl.int32)
+    if HAS_WINDOW:
+        for first in range(0, count, _WORDS):
+            node = (first + tl.arange(0, _WORDS)[:, None]) * 32 + bit[None, :]
+            seen += tl.sum(tl.load(mask_ptr + node, mask=node < nodes, other=0).to(tl.int32))
+        tl.store(counts_ptr + query, tl.minimum(seen, window))
+    before = tl.full([], 0, tl.int32)
+    for first in range(0, count, _WORDS):
+        word = first + tl.arange(0, _WORDS)
+        node = word[:, None] * 32 + bit[None, :]
+        sees = tl.load(mask_ptr + node, mask=node < nodes, other=0).to(tl.int32)
+        if HAS_WINDOW:
+            place = tl.cumsum(tl.reshape(sees, [_WORDS * 32]), 0)
+            behind = seen - before - tl.reshape(place, [_WORDS, 32])
+            before += tl.sum(sees)
+            sees = tl.where(behind < window, sees, 0)
+        tl.store(words_ptr + word, tl.sum(sees << bit[None, :], 1), mask=word < count)
+
+
+def _launch_pack(mask: Tensor, window: int | None) -> PackedAncestors:
+    """As `pack_ancestors`, of a contiguous mask."""
+    queries, nodes = mask.shape[:-1], mask.shape[-1]
+    words = torch.empty(*queries, 2 * triton.cdiv(nodes, 64), dtype=torch.int32, device=mask.device)
+    counts = None if window is None else torch.empty(queries, dtype=torch.int32, device=mask.device)
+    if words.numel():
+        with torch.cuda.device_of(mask):
+            _pack_kernel[(queries.numel(),)](
+                mask_ptr=mask.view(torch.int8), words_ptr=words, counts_ptr=counts, nodes=nodes,
+                window=0 if window is None else window, HAS_WINDOW=window is not None, num_warps=1,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+    return PackedAncestors(words, nodes, window, counts)
 
 
 def unpack_ancestors(packed: PackedAncestors) -> Tensor:

@@ -14,12 +14,14 @@ from test_own_draft import Bigrams
 from test_step import PROMPTS, Event, Stream, Tape, as_on_a_gpu  # noqa: F401
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from heavypath.kernels.tickets import counters_for, tickets
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.snapshots import Snapshots
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="real graphs have tests of their own")
 ONE = PROMPTS[:1]
+CPU = torch.device("cpu")
 SAMPLED = {"max_new_tokens": 3, "temperature": 0.8}
 
 
@@ -62,7 +64,7 @@ def test_one_capture_is_underway_in_a_process(as_on_a_gpu):  # noqa: F811
     together, failed = threading.Barrier(4), []
 
     def capture():
-        graph = Graphs().of("a step")
+        graph = Graphs(CPU).of("a step")
         together.wait()
         try:
             graph.capture(lambda: time.sleep(0.05))  # `Tape.capture_begin` asserts that it is the only one
@@ -201,9 +203,19 @@ def test_on_a_cpu_warming_up_leaves_the_text_as_it_is():
         decoder.warm_up(prompt_tokens=60, max_new_tokens=8)
 
 
+def test_kernels_that_are_captured_share_the_graphs_counters(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gpu, few = torch.device("cuda", 0), torch.zeros(8, dtype=torch.int32)
+    with counters_for(few):
+        assert tickets(8, gpu) is tickets(3, gpu) is few
+        monkeypatch.setattr(torch, "zeros", lambda count, **options: count)
+        assert tickets(9, gpu) == 9
+    assert tickets(3, gpu) == 3
+
+
 def test_a_capture_that_fails_leaves_the_stream_and_the_lock(as_on_a_gpu):  # noqa: F811
     as_on_a_gpu()
-    graph = Graphs().of("a step")
+    graph = Graphs(CPU).of("a step")
     with pytest.raises(ZeroDivisionError):
         graph.capture(lambda: 1 / 0)
     assert (graph.fails, graph.is_captured) == (True, False)

@@ -1,6 +1,5 @@
 """Shared passes over rows: a small kernel whose rows need several passes, alone, with helpers, and in any order."""
 
-
 import importlib.util
 import inspect
 import sys

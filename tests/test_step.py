@@ -29,7 +29,16 @@ from heavypath.speculative.drafts import LookupDraft, ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 
 KERNELS = (
-    *("sampling", "levels", "growing", "assembly", "verification", "prepared_attention", "tree_attention"),
+    *(
+        "sampling",
+        "levels",
+        "growing",
+        "assembly",
+        "verification",
+        "prepared_attention",
+        "tree_masks",
+        "tree_attention",
+    ),
     *("cache_compaction", "commit", "layers.rms_norm", "layers.rotary", "layers.gated"),
 )
 HOST = ("decoding.drafted", "decoding.growing", "decoding.loop", "decoding.runner", "decoder")

@@ -318,6 +318,21 @@ def test_packed_ancestors_unpack_to_the_mask():
         assert torch.equal(unpack_ancestors(packed), mask)
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("nodes", [1, 31, 33, 64, 200, 300])
+def test_the_kernel_packs_ancestors_as_pytorch_does(nodes, window):
+    mask = torch.randn(2, 3, nodes) > 0
+    mask[0, 0], mask[0, 1] = False, True
+    for each in (mask, mask[0], mask.transpose(0, 1)):
+        expected = pack_ancestors(each, window, impl="torch")
+        packed = pack_ancestors(each.to(DEVICE), window, impl="triton")
+        assert (packed.nodes, packed.window) == (expected.nodes, expected.window)
+        assert torch.equal(packed.words.cpu(), expected.words)
+        if window is not None:
+            assert torch.equal(packed.counts.cpu(), expected.counts)
+    assert pack_ancestors(mask[:0].to(DEVICE), window, impl="triton").words.shape[0] == 0
+
+
 def test_attention_bias_by_hand():
     ancestors = torch.tensor([[1, 0], [1, 1]]).bool()
     bias = attention_bias(ancestors, torch.tensor([1, 2]), 5, torch.float32)

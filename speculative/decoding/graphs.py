@@ -15,7 +15,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from heavypath.kernels.tickets import counters_for
+
 MOST = 16  # graphs kept: those used last
+COUNTERS = 1 << 14  # of a graph: enough for the tickets of most kernels, in 64 KiB
 
 Result = TypeVar("Result")
 
@@ -25,8 +28,9 @@ _capturing = threading.Lock()  # one capture may be underway in a process
 class Graph(Generic[Result]):
     """One function's graph. It has no `result` until it is captured; replaying overwrites the result's tensors."""
 
-    def __init__(self, pool: Any, stream: torch.cuda.Stream):
+    def __init__(self, pool: Any, stream: torch.cuda.Stream, device: torch.device):
         self._pool, self._stream = pool, stream
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self.is_warm = False  # whether the function ran once, which compiles kernels and fills tables
         self.fails = False  # whether the function cannot be captured
@@ -45,7 +49,7 @@ class Graph(Generic[Result]):
         """
         graph, self.fails = torch.cuda.CUDAGraph(), True
         self._stream.wait_stream(torch.cuda.current_stream())
-        with _capturing, torch.cuda.stream(self._stream):
+        with _capturing, torch.cuda.stream(self._stream), counters_for(self._counters):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = function()
@@ -60,9 +64,13 @@ class Graph(Generic[Result]):
 
 
 class Graphs(Generic[Result]):
-    """The graphs of functions that change memory of the current CUDA device in place and return tensors there."""
+    """The graphs of functions that change memory of the current CUDA device in place and return tensors there.
 
-    def __init__(self) -> None:
+    device: that device
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # to capture on; a graph is replayed on any stream
         self._graphs: OrderedDict[object, Graph[Result]] = OrderedDict()
@@ -73,7 +81,7 @@ class Graphs(Generic[Result]):
     def of(self, key: object) -> Graph[Result]:
         """The graph of a function, known by its key; a new one if there is none, and the oldest one is dropped."""
         if key not in self._graphs:
-            self._graphs[key] = Graph(self._pool, self._stream)
+            self._graphs[key] = Graph(self._pool, self._stream, self._device)
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)

@@ -70,7 +70,7 @@ class StepRunner:
             workspace, self.idle = self.idle, None
         if workspace is None or not workspace.fits(size, plan):
             del workspace  # before memory is taken for another one
-            workspace = self._new_workspace(plan, size.rounded(), Graphs())
+            workspace = self._new_workspace(plan, size.rounded(), Graphs(plan.target.device))
         with workspace.in_turn():
             yield workspace
         self.idle = workspace  # not after an exception: what it holds may be half done
