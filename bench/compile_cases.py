@@ -127,6 +127,8 @@ def sampling_cases() -> dict[str, Callable[[], None]]:
         ("bf16", 128256, 4, {"temperature": 0.0}),
         ("bf16", 128256, 4, {"replacement": True}),
         ("bf16", 128256, 8, filters | {"uniform_fill": True}),
+        *((dtype, 128256, 1, {name: value}) for dtype in ("bf16", "fp32") for name, value in filters.items()),
+        ("fp16", 999, 4, filters),
         ("bf16", 128256, 4, {"seed": SEED}),
         ("bf16", 128256, 8, filters | {"uniform_fill": True, "seed": SEED}),
     ]
