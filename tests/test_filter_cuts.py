@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,3 +151,18 @@ def test_a_bug_of_the_search_is_found(name, tmp_path):
     expected = kept_by_reference(logits, filters)
     assert (kept_by(logits, filters) == expected).all()
     assert (kept_by(logits, filters, mutant.filter_cuts) != expected).any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="calls are counted in the interpreter")
+def test_the_prediction_counts_the_passes_that_the_search_takes(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "bench")
+    predicted = importlib.import_module("predict_filters")
+    made = []
+    opened = module.open_pass
+    logits = torch.from_numpy(predicted.model_rows(1, 600, "bf16")).bfloat16()
+    monkeypatch.setattr(module, "open_pass", lambda *given: made.append(given) or opened(*given))
+    for filters, name in ((Filters(top_k=50), "top-k 50"), (Filters(top_p=0.9), "top-p 0.9")):
+        made.clear()
+        filter_cuts(logits[None], filters)
+        assert len(made) == predicted.passes_of(logits[0].float().numpy(), name, 16)
+    assert predicted.predict("top-k 50", "bf16", 2000, 1).passes >= 1
