@@ -67,13 +67,13 @@ def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.conste
     scale = softmax_scale(temperature)
     largest = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
-    for start in range(begin, end, TILE):
-        token = start + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    for start in range(begin, end, 2 * TILE):
+        token = start + tl.arange(0, LANES)[:, None] * 16 + tl.arange(0, 16)[None, :]
         x = tl.load(row_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)
         if FILTERED:
             kept = is_kept(x, token, whole_largest, temperature, cut_key, cut_end, log_min_p, HIDDEN)
             x = tl.where(kept, x, float("-inf"))
-        x = without(x, token, start, start + TILE, child_token, left_out, V)
+        x = without(x, token, start, start + 2 * TILE, child_token, left_out, V)
         higher = tl.maximum(largest, tl.max(x, 1))
         total = total * tl.exp2((largest - higher) * scale) + tl.sum(tl.exp2((x - higher[:, None]) * scale), 1)
         largest = higher
