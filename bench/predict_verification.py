@@ -57,19 +57,19 @@ H200 = Gpu()
 
 
 class Code(NamedTuple):
-    """Instructions of a warp. A turn of the first pass reads 16 tokens a thread, as a chunk of a shared pass does."""
+    """Instructions of a warp. A turn of the first pass reads 16 tokens a thread, a chunk of a shared pass 8."""
 
     first: int = 246
     first_special: int = 18
     programs: int = 2  # that fit on a multiprocessor
-    chunk: int = 401
-    chunk_special: int = 32
-    between: int = 530  # from a pass to the next one
-    barriers: int = 32
+    chunk: int = 249
+    chunk_special: int = 16
+    between: int = 535  # from a pass to the next one
+    barriers: int = 33
 
 
 CHAIN = Code()
-K_SEQ = Code(first=235, chunk=267, between=443, barriers=8)
+K_SEQ = Code(first=235, chunk=159, between=443, barriers=9)
 
 
 class Shape(NamedTuple):

@@ -47,7 +47,7 @@ def log_probs(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.n
 LANES = tl.constexpr(256)  # threads of a program; each holds eight neighbouring tokens of a tile
 TILE = tl.constexpr(8 * 256)
 CHUNK = tl.constexpr(4 * 8 * 256)
-PIECE = tl.constexpr(2 * 8 * 256)  # tokens of a chunk of a shared pass
+PIECE = tl.constexpr(8 * 256)  # tokens of a chunk of a shared pass; more would take registers from the first pass
 FACTS = tl.constexpr(8)  # numbers that are stored about a node, and as many integers
 NONE = tl.constexpr(2**31 - 1)  # above every child's place in draw order: there is no child
 
