@@ -153,6 +153,8 @@ def verification_cases() -> dict[str, Callable[[], None]]:
         ("without_replacement", "bf16", 768, 32000, {}),
         ("without_replacement", "fp32", 2048, 32000, {}),
         ("without_replacement", "fp16", 64, 999, {}),
+        ("without_replacement", "bf16", 2, 1, {}),  # sizes of 1, which Triton takes for constants
+        ("kseq", "bf16", 1, 1, {}),
         ("without_replacement", "bf16", 64, 32000, filters),
         ("with_replacement", "bf16", 64, 32000, filters),
         ("without_replacement", "bf16", 64, 32000, {"draft_temperature": 0.0}),

@@ -143,7 +143,7 @@ def _decide_kernel(
                         uniform = tl.load(facts_ptr + place * FACTS + 5, cache_modifier=".cg")
                         parent = tl.load(parents_ptr + batch * parents_stride + index, mask=index < N, other=-1)
                         token = tl.load(tokens_ptr + batch * N + index, mask=index < N, other=-1).to(tl.int32)
-                        child = (parent == node) & (parent < index) & (token >= 0) & (token < V) & (uniform <= 0)
+                        child = (parent == node) & (parent < index) & (token >= 0) & (token < V)
                         out_ptr = left_out_ptr + batch * N + index
                         left_out = tl.load(out_ptr, mask=child, other=0, cache_modifier=".cg") > 0
                     sum_pieces(

@@ -2,12 +2,17 @@
 
 # ruff: noqa: N803
 
+import importlib.util
+import inspect
+import sys
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from heavypath.kernels import sharing
 from heavypath.kernels.sharing import (
     LOOKS,
     NOTHING,
@@ -23,7 +28,7 @@ from heavypath.kernels.sharing import (
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LANES, PASSES = 128, 5
+LANES, PASSES = 128, 3
 
 
 @triton.jit
@@ -108,7 +113,7 @@ class Rows:
             levels = self.x.cpu().double().minimum(levels).mean(1, keepdim=True)
         return levels[:, 0].float()
 
-    def run(self, helping: int, order: list[int] | None = None, looks: int = 50) -> Tensor:
+    def run(self, helping: int, order: list[int] | None = None, looks: int = LOOKS.value) -> Tensor:
         rows, size = self.x.shape
         grid = rows + helping
         programs = torch.tensor(order or range(grid), dtype=torch.int32, device=DEVICE)
@@ -176,6 +181,58 @@ def test_more_rows_than_a_helper_loads_at_once_are_all_looked_at():
     given.counters[0] = 2500  # all but one have left
     given.step("leave", 0)
     assert not given.counters.any()
+
+
+def test_no_schedule_changes_a_bit(adversary):
+    alone = Rows(2, 300).run(0)
+    torch.testing.assert_close(alone, Rows(2, 300).expected())
+    for _ in range(3):
+        given = Rows(2, 300)
+        assert torch.equal(given.run(3), alone)
+        assert not given.counters.any()
+    assert adversary.launched["_levels_kernel"] == 4
+
+
+MUTATIONS = {
+    "a pass is opened before its parameters are there": ('CHUNKS, sem="release"', 'CHUNKS, sem="relaxed"'),
+    "who takes a chunk may see old parameters": ('-1, sem="acquire"', '-1, sem="relaxed"'),
+    "results may come after the word that they are there": ('count, sem="release"', 'count, sem="relaxed"'),
+    "the leader may see old results": ('0, sem="acquire"', '0, sem="relaxed"'),
+    "the leader does not wait": ("while done < CHUNKS:", "while done < 0:"),
+    "a count is not set to zero": ("tl.store(done_ptr, 0)", "pass"),
+    "nobody is the last to leave": ("rows + HELPERS - 1:", "rows + HELPERS:"),
+    "a helper leaves first and sets all to zero": ("== rows + HELPERS - 1:", "== 0:"),
+    "threads do not meet before a word is given": ("""tl.debug_barrier()
+    tl.atomic_add(counters_ptr + 1 + rows""", "tl.atomic_add(counters_ptr + 1 + rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_bug_of_sharing_is_found(name, tmp_path, monkeypatch):
+    adversary = pytest.importorskip("adversary", reason="needs greenlet")
+    if DEVICE.type == "cuda":
+        pytest.skip("the adversary needs Triton's interpreter")
+    original, replacement = MUTATIONS[name]
+    source = inspect.getsource(sharing)
+    assert original in source, f"{original!r} is not in the source: update the mutation"
+    path = tmp_path / "mutant.py"
+    path.write_text(source.replace(original, replacement))
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    for function in ("open_pass", "take_chunk", "finish_chunks", "wait_for_all", "find_open", "leave"):
+        monkeypatch.setattr(sys.modules[__name__], function, getattr(copy, function))
+
+    def right(seed: int) -> bool:
+        given = Rows(2, 300)
+        try:
+            with adversary.Adversary(seed):
+                got = given.run(3)
+        except adversary.HazardError:
+            return False
+        return torch.allclose(got, given.expected()) and not given.counters.any()
+
+    assert not all(right(seed) for seed in range(6))
 
 
 def test_helpers_are_few_in_the_interpreter_and_look_a_bounded_time():

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels import decision, k_seq, residual, verification, walk
+from heavypath.kernels import decision, distributions, k_seq, residual, verification, walk
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
@@ -310,3 +311,19 @@ def test_a_captured_graph_verifies_what_its_tensors_hold_when_it_is_replayed(met
         seed.fill_(problem.options["seed"])
         graph.replay()
         assert all(torch.equal(field.cpu(), wanted) for field, wanted in zip(out, right, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "tree"),
+    [("without_replacement", "4, 2"), ("with_replacement", "sequences"), ("kseq", "sequences"), ("kseq", "4, 2")],
+)
+def test_passes_that_programs_share_are_right_in_any_schedule(method, tree, adversary, monkeypatch):
+    """Short pieces, so that a few tokens are several; with uniform_fill (even seeds) the chain restarts."""
+    for module in (decision, distributions):
+        monkeypatch.setattr(module, "PIECE", tl.constexpr(2))
+    for seed in (1, 2):
+        filters = Filters(1.0, 2) if method == "without_replacement" and seed == 2 else PLAIN
+        problem = Problem(TREES[tree], method, PLAIN, filters, vocab_size=8, batch=1, noise=3.0, seed=seed)
+        assert problem.agrees()
+    assert adversary.launched["_decide_kernel"] == 2
