@@ -43,7 +43,7 @@ from torch import Tensor
 
 _HERE, _TRITON = __file__, str(Path(triton.__file__).parent)
 _WARPS = 4  # Triton's own default
-_PATIENCE = 200_000  # accesses after the last one that wrote, or the last start or end of a program
+PATIENCE = 200_000  # accesses after the last one that wrote, or the last start or end of a program
 
 
 class HazardError(AssertionError):
@@ -57,7 +57,7 @@ class Adversary:
     """
 
     def __init__(self, seed: int):
-        self.launched: Counter[str] = Counter()
+        self.seed, self.launched = seed, Counter[str]()
         self.random = random.Random(seed)
         self.known: list[tuple[str, Tensor]] = []
         self.launch: _Launch | None = None
@@ -198,13 +198,13 @@ class _Launch:
             if turns[self.running].dead:
                 del turns[self.running]
                 self.idle = 0
-            elif self.idle > _PATIENCE:
+            elif self.idle > PATIENCE:
                 self.stuck = {program: self.at[program] for program in turns}
                 return
 
     def take_turns(self) -> None:
         self.idle += 1
-        if self.idle > _PATIENCE or self.random.random() < self.rate:
+        if self.idle > PATIENCE or self.random.random() < self.rate:
             greenlet.getcurrent().parent.switch()
 
     def touch(self, access: Access, pointers, mask) -> tuple[Touch, object]:
