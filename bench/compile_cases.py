@@ -193,6 +193,8 @@ def sampling_cases() -> dict[str, Callable[[], None]]:
         ("bf16", 128256, 4, {"temperature": 0.0}),
         ("bf16", 128256, 4, {"replacement": True}),
         ("bf16", 128256, 8, filters | {"uniform_fill": True}),
+        *((dtype, 128256, 1, {name: value}) for dtype in ("bf16", "fp32") for name, value in filters.items()),
+        ("fp16", 999, 4, filters),
         ("bf16", 128256, 4, {"seed": SEED}),
         ("bf16", 128256, 8, filters | {"uniform_fill": True, "seed": SEED}),
     ]
@@ -217,6 +219,8 @@ def verification_cases() -> dict[str, Callable[[], None]]:
         ("without_replacement", "bf16", 768, 32000, {}),
         ("without_replacement", "fp32", 2048, 32000, {}),
         ("without_replacement", "fp16", 64, 999, {}),
+        ("without_replacement", "bf16", 2, 1, {}),  # sizes of 1, which Triton takes for constants
+        ("kseq", "bf16", 1, 1, {}),
         ("without_replacement", "bf16", 64, 32000, filters),
         ("with_replacement", "bf16", 64, 32000, filters),
         ("without_replacement", "bf16", 64, 32000, {"draft_temperature": 0.0}),

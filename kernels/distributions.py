@@ -40,7 +40,7 @@ def log_probs(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.n
 LANES = tl.constexpr(256)  # threads of a program; each holds eight neighbouring tokens of a tile
 TILE = tl.constexpr(8 * 256)
 CHUNK = tl.constexpr(4 * 8 * 256)
-PIECE = tl.constexpr(2 * 8 * 256)  # tokens of a chunk of a shared pass
+PIECE = tl.constexpr(8 * 256)  # tokens of a chunk of a shared pass; more would take registers from the first pass
 FACTS = tl.constexpr(8)  # numbers that are stored about a node, and as many integers
 NONE = tl.constexpr(2**31 - 1)  # above every child's place in draw order: there is no child
 
@@ -60,12 +60,12 @@ def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.conste
     scale = softmax_scale(temperature)
     largest = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
-    for start in range(begin, end, TILE):
-        token = start + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    for start in range(begin, end, 2 * TILE):
+        token = start + tl.arange(0, LANES)[:, None] * 16 + tl.arange(0, 16)[None, :]
         x = tl.load(row_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32)
         if FILTERED:
             x = filtered(x, token, cut, end_of_ties)
-        x = without(x, token, start, start + TILE, child_token, left_out, V)
+        x = without(x, token, start, start + 2 * TILE, child_token, left_out, V)
         higher = tl.maximum(largest, tl.max(x, 1))
         total = total * tl.exp2((largest - higher) * scale) + tl.sum(tl.exp2((x - higher[:, None]) * scale), 1)
         largest = higher

@@ -67,10 +67,11 @@ def gumbel_topk(
                   LongTensor[..., R] >= 0 (default 0, 1, 2, ...)
     replacement:  k independent draws instead of k different tokens
     uniform_fill: where the support has fewer than k tokens, draw the rest uniformly from the other tokens
-    impl:         "triton" is one launch without host synchronisation; it takes CUDA tensors, or any tensors under
-                  Triton's interpreter. "torch" takes anything. "auto" is triton for CUDA tensors, else torch. Both draw
-                  the same tokens, without gradients; keys and logprobs agree to fp32 rounding of the normaliser. Where
-                  top_p or min_p falls on a token within rounding, one may keep the token and the other drop it.
+    impl:         "triton" is one launch, or two with filters, without host synchronisation; it takes CUDA tensors, or
+                  any tensors under Triton's interpreter. "torch" takes anything. "auto" is triton for CUDA tensors,
+                  else torch. Both draw the same tokens, without gradients; keys and logprobs agree to fp32 rounding of
+                  the normaliser. Where top_p or min_p falls on a token within rounding, one may keep the token and the
+                  other drop it.
 
     Raises ValueError for a bad shape, dtype or option, and for negative rows on a CPU.
     """

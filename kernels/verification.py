@@ -378,7 +378,7 @@ def _launch(
     draft_filters: Filters,
     noise: Noise,
 ) -> Verified:
-    """As `_reference`, in two launches."""
+    """As `_reference`, in two launches, and one for the filters of each side that has any."""
     tokens, parents, ranks = nodes
     parents = parents if parents.stride(1) == 1 else parents.contiguous()
     ranks = ranks if ranks is None or ranks.stride(1) == 1 else ranks.contiguous()

@@ -104,7 +104,7 @@ CASES = {
     attends: ["_tree_attention_kernel", "_merge_kernel"],
     verifies: ["_decide_kernel", "_walk_kernel"],
     verifies_in_chunks: ["_decide_kernel", "_walk_kernel"],
-    draws: ["_gumbel_topk_kernel"],
+    draws: ["_gumbel_topk_kernel", "_cuts_kernel"],
     compacts: ["_compact_kernel"],
 }
 OF_TREES = [orders, commits, attends, verifies, compacts]

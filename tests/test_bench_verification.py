@@ -66,3 +66,30 @@ def test_the_tree_of_the_benchmark_is_wide_at_the_root_and_narrow_below(bench):
     assert int(fanout[0]) == 8
     assert sorted(set(fanout[1:].tolist())) == [0, 1, 2]
     assert torch.equal(tree.subtree_end, tree.reordered("heavy_path")[0].subtree_end)
+
+
+@pytest.fixture(scope="module")
+def predictions():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCH)
+        yield importlib.import_module("predict_verification")
+
+
+def test_a_first_pass_reads_every_row_once(predictions):
+    shape = predictions.Shape("without_replacement", 64, 20, 7, 128_256)
+    assert predictions.first_pass(shape)["bytes"] == pytest.approx(84 * 128_256 * 2 / 4.3e6)  # 5.0 us at 4.3 TB/s
+    assert predictions.most_passes("without_replacement", 8) == 7  # none for the first child
+    assert predictions.most_passes("kseq", 1) == 0
+
+
+def test_a_pass_of_one_program_takes_its_chunks_in_turn(predictions):
+    shape = predictions.Shape("without_replacement", 64, 20, 7, 128_256)
+    alone, shared = (predictions.shared_pass(shape, workers=workers) for workers in (1, None))
+    assert alone["chunk"] == pytest.approx(63 * shared["chunk"] + 62 * 0.3)
+    assert {part: us for part, us in alone.items() if part != "chunk"}.items() <= shared.items()
+
+
+def test_the_worst_root_takes_60_microseconds_and_k_seq_twice_that(predictions):
+    for method, most in (("without_replacement", 60), ("kseq", 120)):
+        passes = predictions.most_passes(method, 8)
+        assert predictions.decide(predictions.Shape(method, 64, 20, passes, 128_256)) <= most

@@ -1,0 +1,170 @@
+"""What the launch that decides about a tree's nodes should take on a GPU, from bytes, instructions and waiting; no GPU.
+
+    python bench/predict_verification.py [--json FILE]
+
+Two things take time (kernels/decision.py, kernels/sharing.py):
+
+first pass  every row of logits is read once: by bandwidth, by instructions, or by how many loads are on their way at
+            once, whichever is slowest
+passes      a node's rejections come one after the other, and each takes a pass over the rows of its target and its
+            draft, shared by all multiprocessors. Those of the node with most passes are counted, behind the first pass
+            of all nodes, and other nodes' passes run beside them
+
+A shared pass is a chain of waiting, and its chunk:
+
+    publish     the leader's parameters are written and fenced, and the word is given      fence + half a round trip
+    notice      a helper's look is on its way                                              1.5 round trips
+    take        it takes a chunk, and loads the parameters                                 2 round trips
+    chunk       it loads the chunk, computes                                               round trip + instructions
+    give        its sum is written and fenced, and counted                                 fence + half a round trip
+    combine     the leader sees it, and loads all sums                                     2 round trips
+    decide      the next child is tried, by one program                                    instructions that wait
+
+Instructions are counted in the machine code for sm_90 of 64 nodes x 128,256 tokens in bfloat16 (triton 3.9).
+"""
+
+import json
+from math import ceil
+from typing import NamedTuple
+
+from common import argument_parser
+from rich.console import Console
+from rich.table import Table
+
+from heavypath.kernels.distributions import CHUNK, LANES, PIECE
+from heavypath.kernels.k_seq import SEARCH_STEPS
+
+WARPS = LANES.value // 32
+SCHEDULERS = 4  # of a multiprocessor, each of which issues an instruction of a warp a cycle
+SPECIAL = 16  # results a cycle of a multiprocessor's units for 2^x
+
+
+class Gpu(NamedTuple):
+    """What is assumed; times in microseconds."""
+
+    processors: int = 132
+    clock: float = 1.7e3  # cycles a microsecond
+    bandwidth: float = 4.3e6  # bytes a microsecond
+    launch: float = 1.3  # in a graph
+    trip: float = 0.3  # to the second cache and back
+    memory: float = 0.8  # to the memory and back
+    fence: float = 0.5
+    dependent: float = 4.0  # cycles from an instruction to the next one that needs it, by two warps a scheduler
+    barrier: float = 30.0  # cycles
+
+
+H200 = Gpu()
+
+
+class Code(NamedTuple):
+    """Instructions of a warp. A turn of the first pass reads 16 tokens a thread, a chunk of a shared pass 8."""
+
+    first: int = 246
+    first_special: int = 18
+    programs: int = 2  # that fit on a multiprocessor
+    chunk: int = 249
+    chunk_special: int = 16
+    between: int = 535  # from a pass to the next one
+    barriers: int = 33
+
+
+CHAIN = Code()
+K_SEQ = Code(first=235, chunk=159, between=443, barriers=9)
+
+
+class Shape(NamedTuple):
+    """A tree: how many nodes have children, and the most passes that a node may take."""
+
+    method: str
+    nodes: int
+    inner: int
+    passes: int
+    vocabulary: int
+    batch: int = 1
+
+    @property
+    def code(self) -> Code:
+        return K_SEQ if self.method == "kseq" else CHAIN
+
+
+def most_passes(method: str, children: int) -> int:
+    """Of a node: a pass before each child but the first; for K-SEQ one at both ends, and one for each step."""
+    if method != "kseq":
+        return max(children - 1, 0)
+    return 0 if children < 2 else 2 + SEARCH_STEPS.value
+
+
+def computing(instructions: float, special: float, warps: float, gpu: Gpu) -> float:
+    """Microseconds in which a multiprocessor issues this for so many warps."""
+    return max(instructions * warps / SCHEDULERS, special * 32 * warps / SPECIAL) / gpu.clock
+
+
+def first_pass(shape: Shape, gpu: Gpu = H200) -> dict[str, float]:
+    """Microseconds by each of the things that bound it."""
+    rows, code = shape.batch * (shape.nodes + shape.inner), shape.code
+    turns = rows * shape.vocabulary / (16 * 32)  # of a warp
+    programs = shape.batch * shape.nodes * ceil(shape.vocabulary / CHUNK.value)
+    waves = ceil(programs / (gpu.processors * code.programs))
+    steps = CHUNK.value / (16 * LANES.value) * rows / (shape.batch * shape.nodes)  # of a program
+    return {
+        "bytes": 2 * rows * shape.vocabulary / gpu.bandwidth,
+        "instructions": computing(code.first, code.first_special, turns / gpu.processors, gpu),
+        "loads": waves * (steps * (gpu.memory + computing(code.first, code.first_special, WARPS, gpu))
+                          + gpu.fence + gpu.trip),
+    }  # fmt: skip
+
+
+def shared_pass(shape: Shape, gpu: Gpu = H200, workers: int | None = None) -> dict[str, float]:
+    """Microseconds of each of its parts; workers: programs that take part, one a multiprocessor if not given."""
+    code, pieces = shape.code, ceil(shape.vocabulary / PIECE.value)
+    rounds = ceil(pieces / (workers or gpu.processors))
+    chunk = gpu.trip + computing(code.chunk, code.chunk_special, WARPS, gpu)
+    return {
+        "publish": gpu.fence + gpu.trip / 2,
+        "notice": 1.5 * gpu.trip,
+        "take": 2 * gpu.trip,
+        "chunk": rounds * chunk + (rounds - 1) * gpu.trip,
+        "give": gpu.fence + gpu.trip / 2,
+        "combine": 2 * gpu.trip,
+        "decide": (code.between * gpu.dependent + code.barriers * gpu.barrier) / gpu.clock,
+    }
+
+
+def decide(shape: Shape, gpu: Gpu = H200) -> float:
+    """Microseconds of the launch, where the node with most passes takes all of them."""
+    leaving = gpu.fence + 2 * gpu.trip
+    return gpu.launch + max(first_pass(shape, gpu).values()) + shape.passes * sum(
+        shared_pass(shape, gpu).values()
+    ) + leaving  # fmt: skip
+
+
+SHAPES = [
+    Shape(method, 64, 20, most_passes(method, children), vocabulary)
+    for method in ("without_replacement", "kseq")
+    for children in (2, 8)
+    for vocabulary in (32_000, 128_256)
+    if (method, children) != ("kseq", 2)
+]
+
+
+def main() -> None:
+    parser = argument_parser(__doc__, threads=False)
+    arguments = parser.parse_args()
+    table = Table("method", "nodes", "tokens", "passes", "first pass", "by", "a pass", "decide, us")
+    rows = []
+    for shape in SHAPES:
+        first, one = first_pass(shape), shared_pass(shape)
+        slowest = max(first, key=first.__getitem__)
+        total = decide(shape)
+        rows.append(shape._asdict() | {"first_pass": first, "pass": one, "microseconds": total})
+        cells = shape.method, shape.nodes, shape.vocabulary, shape.passes, f"{first[slowest]:.1f}", slowest
+        table.add_row(*map(str, cells), f"{sum(one.values()):.1f}", f"{total:.1f}")
+    Console(width=120).print(table)
+    if arguments.json is not None:
+        written = {"gpu": H200._asdict(), "chain": CHAIN._asdict(), "kseq": K_SEQ._asdict(), "rows": rows}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
