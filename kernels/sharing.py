@@ -45,8 +45,9 @@ The counters, int32, are zero before and after a launch (see `tickets`):
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
-LOOKS = tl.constexpr(24 if triton.knobs.runtime.interpret else 4096)  # of one helper; 4096 take a few milliseconds
+LOOKS = tl.constexpr(24 if knobs.runtime.interpret else 4096)  # of one helper; 4096 take a few milliseconds
 LOOK = tl.constexpr(1024)  # counters that a helper loads at once: at least the threads of a program
 NOTHING = tl.constexpr(-1)  # no row has an open pass at present
 OVER = tl.constexpr(-2)  # all leaders have left
