@@ -35,8 +35,10 @@ def dtypes(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [(method, "sampled") for method in METHODS] + [("sequoia", case) for case in CASES] + [("rsd-s", "filtered")],
+)
 def test_text_is_that_of_the_same_logits_in_fp32(method, case, dtypes, monkeypatch):
     dtype = torch.float16 if method in ("chain", "spectr", "eagle-2") else torch.bfloat16
     target, draft = models(dtype)
