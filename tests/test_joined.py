@@ -30,7 +30,6 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.fixture
 def without_collector():
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

@@ -35,8 +35,10 @@ def dtypes(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [(method, "sampled") for method in METHODS] + [("sequoia", case) for case in CASES] + [("rsd-s", "filtered")],
+)
 def test_text_is_that_of_the_same_logits_in_fp32(method, case, dtypes, monkeypatch):
     dtype = torch.float16 if method in ("chain", "spectr", "eagle-2") else torch.bfloat16
     target, draft = models(dtype)
@@ -49,6 +51,25 @@ def test_text_is_that_of_the_same_logits_in_fp32(method, case, dtypes, monkeypat
     assert torch.float32 in dtypes
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     assert torch.equal(outs[0].stats.accepted, outs[1].stats.accepted)
+
+
+@pytest.mark.parametrize("method", ["dyspec", "eagle-2"])
+def test_grown_trees_are_those_of_the_same_logits_in_fp32(method, monkeypatch):
+    """Which nodes stay hangs by the last bits of sums over the vocabulary."""
+    target, draft = (tiny_llama(seed, 199, layers).to(torch.bfloat16) for seed, layers in ((1, 2), (2, 1)))
+    decoder = SpeculativeDecoder(target, draft, method, tree_size=24, max_depth=4, width=8)
+    verify, drafted = Rules.verify, []
+
+    def noted(self, nodes, *rest):
+        drafted.append(nodes.tokens)
+        return verify(self, nodes, *rest)
+
+    monkeypatch.setattr(Rules, "verify", noted)
+    for as_logits in (llama.as_logits, torch.Tensor.float):
+        monkeypatch.setattr(llama, "as_logits", as_logits)
+        decoder.generate(PROMPTS, 30, temperature=0.8, seed=1, eos_token_id=None)
+    steps = len(drafted) // 2
+    assert all(map(torch.equal, drafted[:steps], drafted[steps:]))
 
 
 @pytest.mark.parametrize("draft", [PromptLookup(), EarlyExit(1)])

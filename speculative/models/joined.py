@@ -38,10 +38,11 @@ class Joining:
 
     def products(self, layers: Sequence[nn.Module]) -> Products | None:
         """The products of linear layers with one input as one; None if they must stay apart."""
-        if not all(type(layer) is nn.Linear and not has_hooks(layer) for layer in layers):
+        plain = [layer for layer in layers if type(layer) is nn.Linear and not has_hooks(layer)]
+        if len(plain) < len(layers):
             return None
-        weights = [layer.weight for layer in layers]
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        weights = [layer.weight for layer in plain]
+        biases = [layer.bias for layer in plain if layer.bias is not None]
         if len(biases) not in (0, len(layers)) or choose_impl("products", "auto", weights[0]) != "triton":
             return None
         together = self._together(weights)
@@ -50,7 +51,7 @@ class Joining:
         added = self._together(biases) if biases else None
         return None if biases and added is None else _JoinedProducts(together, added)
 
-    def _together(self, parameters: list[nn.Parameter]) -> "_Together | None":
+    def _together(self, parameters: Sequence[Tensor]) -> "_Together | None":
         first = parameters[0]
         with _lock:
             known = _shared.get(id(first))
@@ -77,7 +78,7 @@ class _Together:
     It does not hold that tensor: its memory is the parameters', and goes when they are moved, to another device say.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]):
+    def __init__(self, parameters: Sequence[Tensor]):
         self._parameters = parameters
         self.sizes = [len(one) for one in parameters]
         with torch.inference_mode(False), torch.no_grad():
@@ -87,7 +88,7 @@ class _Together:
                 one.data = own
         weakref.finalize(self, _separate, parameters, _storage_of(rows)).atexit = False
 
-    def holds(self, parameters: list[nn.Parameter]) -> bool:
+    def holds(self, parameters: Sequence[Tensor]) -> bool:
         """Whether it is these parameters that are together, and still are."""
         same = len(parameters) == len(self._parameters) and all(map(_is, parameters, self._parameters))
         return same and self._is_whole()
@@ -125,7 +126,7 @@ def _storage_of(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _separate(parameters: list[nn.Parameter], storage: tuple[int, int]) -> None:
+def _separate(parameters: Sequence[Tensor], storage: tuple[int, int]) -> None:
     """Give each parameter that is still in this storage memory of its own."""
     try:
         with torch.inference_mode(False), torch.no_grad():
