@@ -348,7 +348,7 @@ def launch_grow(
     fed = Fed(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in Fed._fields))
     mask = torch.empty(batch, count, above.end + count, dtype=torch.bool, device=device)
     offers, worths = torch.empty(2, batch, parents, most, dtype=torch.float64, device=device)
-    block = triton.next_power_of_2(max(parents, count))
+    warps = max(1, min(8, triton.next_power_of_2(max(parents, count)) // 64))
     with torch.cuda.device_of(logits):
         sums = _sums(logits, policy.temperature) if from_logits or has_lines else None
         _grow_kernel[(batch,)](
@@ -365,7 +365,7 @@ def launch_grow(
             BEAM=beam, BY_NODE=policy.by == "node", NOISY=policy.noisy, FROM_LOGITS=from_logits,
             HAS_LINES=has_lines, LINES=policy.lines.shape[1] if has_lines else 0, FIRST=above.first == 0,
             THRESHOLD=policy.threshold, CHUNKS=0 if sums is None else sums.shape[1],
-            BLOCK_N=triton.next_power_of_2(parents), BLOCK_W=triton.next_power_of_2(count), BLOCK=1024,
-            num_warps=max(1, min(8, block // 64)), enable_fp_fusion=False,
+            BLOCK_N=triton.next_power_of_2(parents), BLOCK_W=triton.next_power_of_2(count), BLOCK=256 * warps,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return Grown(Level(above.end, count, above.depth + 1, mask), fed)

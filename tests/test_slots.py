@@ -124,7 +124,7 @@ def flat(field):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", range(560))
+@pytest.mark.parametrize("case", range(224))
 def test_kernels_grow_and_assemble_hundreds_of_the_references_trees(case):
     test_kernels_grow_and_assemble_the_references_trees(case)
 
