@@ -10,9 +10,37 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--adversary", type=int, metavar="SEED", help="run kernels under tests/adversary.py with this seed"
+    )
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def adversary(request):
+    """A context in which kernels run interleaved at random, and fail for races; under three seeds."""
+    yield from _adversary(request.param)
+
+
+@pytest.fixture(autouse=True)
+def everywhere(request):
+    """The same for all tests, under one seed, if the command line says so."""
+    seed = request.config.getoption("adversary")
+    yield from [None] if seed is None or "adversary" in request.fixturenames else _adversary(seed)
+
+
+def _adversary(seed):
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("the adversary needs Triton's interpreter, which runs where there is no GPU")
+    from adversary import Adversary
+
+    with Adversary(seed) as adversary:
+        yield adversary
 
 
 @pytest.fixture
