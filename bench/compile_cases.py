@@ -120,8 +120,8 @@ def growing(by: str, dtype: str, width: int, vocabulary: int, **options) -> None
     slots = Slots(*(on_gpu(field) for field in Slots.room_for(2, 1 + 4 * width, torch.device("cpu"))))
     level = Level(0, 1, 0, on_gpu(torch.ones(2, 1, 1).bool()))
     for _ in range(4 if width > 64 else 2):
-        logits = on_gpu(torch.empty(2, level.count, vocabulary, dtype=DTYPES[dtype]))
-        keys = on_gpu(torch.empty(2, level.count, width))
+        logits = on_gpu(torch.empty(2, level.size, vocabulary, dtype=DTYPES[dtype]))
+        keys = on_gpu(torch.empty(2, level.size, width))
         level, _ = grow(slots, level, TopK(keys.long(), keys, keys), logits, roots, policy, impl="triton")
         level = level._replace(mask=on_gpu(level.mask))
     assemble(slots, roots, level, 32 if width < 64 else 2048, impl="triton")

@@ -75,20 +75,20 @@ class Policy(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The slots first .. first + count - 1 of all trees: nodes of one depth, the last drafted.
+    """The slots first .. first + size - 1 of all trees: nodes of one depth, the last drafted.
 
-    mask: bool [B, count, first + count], which slots each of them sees, itself among them
+    mask: bool [B, size, first + size], which slots each of them sees, itself among them
     """
 
     first: int
-    count: int
+    size: int
     depth: int
     mask: Tensor
 
     @property
     def end(self) -> int:
         """The first slot of the level below."""
-        return self.first + self.count
+        return self.first + self.size
 
 
 class Grown(NamedTuple):
