@@ -22,7 +22,7 @@ from torch import Tensor
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.levels import Fed
-from heavypath.kernels.ordering import Ordering, heavy_path_order, launch_order
+from heavypath.kernels.ordering import MAX_NODES, Ordering, heavy_path_order, launch_order
 from heavypath.kernels.slots import Level, Roots, Slots
 
 
@@ -63,6 +63,8 @@ def assemble(
     nodes = min(nodes, last.end)
     if choose_impl("assemble", impl, slots.tokens) == "triton":
         check_can_launch(slots.tokens)
+        if nodes > MAX_NODES:
+            raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {nodes}; take impl 'torch'")
         return _launch(slots, roots, last, nodes)
     return _reference(slots, roots, last, nodes, trims)
 
