@@ -97,6 +97,63 @@ def ordering(nodes: int, ranked: bool) -> None:
     heavy_path_order(on_gpu(torch.arange(-1, nodes - 1)), ranks, impl="triton")
 
 
+def long_zeros(*shape: int) -> Tensor:
+    return on_gpu(torch.zeros(shape, dtype=torch.long))
+
+
+def placing(nodes: int) -> None:
+    """A step's first nodes, a level, the whole tree, and equal texts."""
+    from heavypath.kernels.levels import Chosen, Drawn, Trees, alike, first_nodes, place
+
+    some = long_zeros(nodes)
+    every = Chosen(some, some, some)
+    trees = Trees(long_zeros(4, nodes), long_zeros(4, nodes), long_zeros(4), long_zeros(4), long_zeros(4, nodes))
+    first_nodes(trees.left, trees.left, trees.lengths, nodes, impl="triton")
+    place(trees, Drawn(long_zeros(4, nodes), some, some), every, impl="triton")
+    place(trees, Drawn(long_zeros(4, nodes), some, some), every, whole=True, impl="triton")
+    place(trees, None, every, whole=True, impl="triton")
+    alike(trees, every, impl="triton")
+
+
+def growing(by: str, dtype: str, width: int, vocabulary: int, **options) -> None:
+    """The first level of a tree, the second, and the tree assembled of both."""
+    from heavypath.kernels.assembly import assemble
+    from heavypath.kernels.growing import grow
+    from heavypath.kernels.sampling import TopK
+    from heavypath.kernels.slots import Level, Policy, Roots, Slots
+
+    lines = on_gpu(torch.zeros(2, width, dtype=torch.float64)) if options.get("confidence") else None
+    policy = Policy(by, width, 0.0, not options.get("likeliest", False), 0.6, lines)
+    roots = Roots(long_zeros(2), long_zeros(2), long_zeros(2), long_zeros(2))
+    slots = Slots(*(on_gpu(field) for field in Slots.room_for(2, 1 + 4 * width, torch.device("cpu"))))
+    level = Level(0, 1, 0, on_gpu(torch.ones(2, 1, 1).bool()))
+    for _ in range(4 if width > 64 else 2):
+        logits = on_gpu(torch.empty(2, level.size, vocabulary, dtype=DTYPES[dtype]))
+        keys = on_gpu(torch.empty(2, level.size, width))
+        level, _ = grow(slots, level, TopK(keys.long(), keys, keys), logits, roots, policy, impl="triton")
+        level = level._replace(mask=on_gpu(level.mask))
+    assemble(slots, roots, level, 32 if width < 64 else 2048, impl="triton")
+
+
+def growing_cases() -> dict[str, Callable[[], None]]:
+    cases = [
+        *(("slot", dtype, 16, 128256, {"confidence": True}) for dtype in ("bf16", "fp16", "fp32")),
+        ("slot", "bf16", 16, 128256, {}),
+        ("slot", "bf16", 16, 32000, {"likeliest": True}),
+        ("node", "bf16", 16, 32000, {"likeliest": True}),
+        ("beam", "bf16", 6, 32000, {}),
+        ("beam", "bf16", 6, 32000, {"likeliest": True}),
+        ("slot", "bf16", 1023, 32000, {"confidence": True}),
+        ("beam", "bf16", 1023, 32000, {}),
+    ]
+    return {
+        named("grow by", by, dtype, f"{width} wide", f"V{vocabulary}", **options): partial(
+            growing, by, dtype, width, vocabulary, **options
+        )
+        for by, dtype, width, vocabulary, options in cases
+    }
+
+
 def compaction(dtype: str, head_dim: int, places: int) -> None:
     from heavypath.kernels.cache_compaction import compact_cache
 
@@ -251,6 +308,8 @@ CASES = {
     **sampling_cases(),
     **attention_cases(),
     **{f"tree of {nodes}": partial(committing, nodes, per_sequence=nodes > 64) for nodes in (1, 64, 2048)},
+    **{f"level of {nodes}": partial(placing, nodes) for nodes in (5, 2048)},
+    **growing_cases(),
     **{f"{nodes} nodes": partial(ordering, nodes, ranked=False) for nodes in (64, 2048)},
     **{f"{nodes} nodes ranked": partial(ordering, nodes, ranked=True) for nodes in (64, 2048)},
     **{

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.levels import Fed
-from heavypath.kernels.ordering import Ordering, heavy_path_order
+from heavypath.kernels.ordering import MAX_NODES, Ordering, heavy_path_order, launch_order
 from heavypath.kernels.slots import Level, Roots, Slots
 
 
@@ -63,6 +63,8 @@ def assemble(
     nodes = min(nodes, last.end)
     if choose_impl("assemble", impl, slots.tokens) == "triton":
         check_can_launch(slots.tokens)
+        if nodes > MAX_NODES:
+            raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {nodes}; take impl 'torch'")
         return _launch(slots, roots, last, nodes)
     return _reference(slots, roots, last, nodes, trims)
 
@@ -194,10 +196,9 @@ def _number_kernel(
 def _launch(slots: Slots, roots: Roots, last: Level, nodes: int) -> Assembled:
     """As `_reference`, without trimming."""
     batch, stride = slots.tokens.shape
-    device = slots.tokens.device
 
     def room() -> Tensor:
-        return torch.empty(batch, nodes, dtype=torch.long, device=device)
+        return slots.tokens.new_empty(batch, nodes)
 
     kept, kept_parents, kept_ranks = room(), room(), room()
     tokens, parents, depths, own, inner = room(), room(), room(), room(), room()
@@ -210,7 +211,7 @@ def _launch(slots: Slots, roots: Roots, last: Level, nodes: int) -> Assembled:
             kept_ranks_ptr=kept_ranks, S=stride, DRAFTED=last.end, N=nodes, BLOCK=block,
             num_warps=max(1, min(16, block // 128)), enable_fp_fusion=False,
         )  # fmt: skip
-        order = heavy_path_order(kept_parents, kept_ranks, impl="triton")
+        order = launch_order(kept_parents, kept_ranks)
         _number_kernel[(triton.cdiv(nodes, small), batch)](
             slot_tokens_ptr=slots.tokens, slot_depths_ptr=slots.depths, kept_ptr=kept,
             permutation_ptr=order.permutation, order_parents_ptr=order.parents,

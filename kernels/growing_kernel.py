@@ -343,17 +343,17 @@ def launch_grow(
     batch, parents, most = draws.tokens.shape
     device, beam = logits.device, policy.by == "beam"
     from_logits = not beam and not policy.noisy
-    has_lines = not beam and policy.lines is not None
+    lines = None if beam else policy.lines
     logits = logits if logits.stride(2) == 1 else logits.contiguous()
     fed = Fed(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in Fed._fields))
     mask = torch.empty(batch, count, above.end + count, dtype=torch.bool, device=device)
     offers, worths = torch.empty(2, batch, parents, most, dtype=torch.float64, device=device)
-    block = triton.next_power_of_2(max(parents, count))
+    warps = max(1, min(8, triton.next_power_of_2(max(parents, count)) // 64))
     with torch.cuda.device_of(logits):
-        sums = _sums(logits, policy.temperature) if from_logits or has_lines else None
+        sums = _sums(logits, policy.temperature) if from_logits or lines is not None else None
         _grow_kernel[(batch,)](
             drawn_tokens_ptr=draws.tokens, drawn_keys_ptr=draws.keys, drawn_logprobs_ptr=draws.logprobs,
-            logits_ptr=logits, sums_ptr=sums, lines_ptr=policy.lines,
+            logits_ptr=logits, sums_ptr=sums, lines_ptr=lines,
             root_tokens_ptr=roots.tokens, lengths_ptr=roots.lengths, root_rows_ptr=roots.noise_rows,
             left_ptr=roots.left, parents_ptr=slots.parents, ranks_ptr=slots.ranks, depths_ptr=slots.depths,
             tokens_ptr=slots.tokens, values_ptr=slots.values, worths_ptr=slots.worths, keys_ptr=slots.keys,
@@ -363,9 +363,9 @@ def launch_grow(
             first=above.first, n=parents, K=most, W=count, S=slots.tokens.shape[1], depth=above.depth + 1,
             batch_stride=logits.stride(0), row_stride=logits.stride(1), temperature=policy.temperature,
             BEAM=beam, BY_NODE=policy.by == "node", NOISY=policy.noisy, FROM_LOGITS=from_logits,
-            HAS_LINES=has_lines, LINES=policy.lines.shape[1] if has_lines else 0, FIRST=above.first == 0,
+            HAS_LINES=lines is not None, LINES=0 if lines is None else lines.shape[1], FIRST=above.first == 0,
             THRESHOLD=policy.threshold, CHUNKS=0 if sums is None else sums.shape[1],
-            BLOCK_N=triton.next_power_of_2(parents), BLOCK_W=triton.next_power_of_2(count), BLOCK=1024,
-            num_warps=max(1, min(8, block // 64)), enable_fp_fusion=False,
+            BLOCK_N=triton.next_power_of_2(parents), BLOCK_W=triton.next_power_of_2(count), BLOCK=256 * warps,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return Grown(Level(above.end, count, above.depth + 1, mask), fed)

@@ -75,7 +75,7 @@ def heavy_path_order(parents: Tensor, ranks: Tensor | None = None, *, impl: str 
     batched_ranks = None if ranks is None else ranks.view(batched.shape)
     if parents.device.type == "cpu":
         _check_values(batched, batched_ranks)
-    order = (_launch if impl == "triton" else _reference)(batched, batched_ranks)
+    order = (launch_order if impl == "triton" else _reference)(batched, batched_ranks)
     return Ordering(*(field.view(parents.shape) for field in order))
 
 
@@ -231,7 +231,8 @@ def _heavy_path_kernel(
     tl.store(end_ptr + position, position + size, mask=exists)
 
 
-def _launch(parents: Tensor, ranks: Tensor | None) -> Ordering:
+def launch_order(parents: Tensor, ranks: Tensor | None) -> Ordering:
+    """`heavy_path_order` of trees [B, N] by the kernel, without checks."""
     batch, nodes = parents.shape
     order = Ordering(*(torch.empty(batch, nodes, dtype=torch.long, device=parents.device) for _ in range(4)))
     if batch == 0:

@@ -35,9 +35,9 @@ class Slots(NamedTuple):
     @classmethod
     def room_for(cls, batch: int, slots: int, device: torch.device) -> "Slots":
         """Memory for so many slots of each of `batch` trees."""
-        whole = (torch.empty(batch, slots, dtype=torch.long, device=device) for _ in range(4))
-        real = (torch.empty(batch, slots, dtype=torch.float64, device=device) for _ in range(3))
-        return cls(*whole, *real)
+        parents, ranks, depths, tokens = torch.empty(4, batch, slots, dtype=torch.long, device=device)
+        values, worths, keys = torch.empty(3, batch, slots, dtype=torch.float64, device=device)
+        return cls(parents, ranks, depths, tokens, values, worths, keys)
 
 
 class Roots(NamedTuple):
@@ -75,20 +75,20 @@ class Policy(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The slots first .. first + count - 1 of all trees: nodes of one depth, the last drafted.
+    """The slots first .. first + size - 1 of all trees: nodes of one depth, the last drafted.
 
-    mask: bool [B, count, first + count], which slots each of them sees, itself among them
+    mask: bool [B, size, first + size], which slots each of them sees, itself among them
     """
 
     first: int
-    count: int
+    size: int
     depth: int
     mask: Tensor
 
     @property
     def end(self) -> int:
         """The first slot of the level below."""
-        return self.first + self.count
+        return self.first + self.size
 
 
 class Grown(NamedTuple):

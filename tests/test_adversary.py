@@ -12,6 +12,8 @@ from pathlib import Path
 
 import adversary as tool
 import pytest
+import test_levels
+import test_slots
 import torch
 import triton
 import triton.language as tl
@@ -97,6 +99,21 @@ def compacts(adversary: Adversary, sequences: int) -> None:
     assert_right(storage, (path, length, prefix), "triton", lambda cache: cache.transpose(1, 2))
 
 
+def places(adversary: Adversary, trees: int) -> None:
+    for case in range(2):  # of one warp's nodes, and of more
+        test_levels.test_kernels_place_and_feed_as_their_references(2 * adversary.seed + case)
+
+
+def grows(adversary: Adversary, trees: int) -> None:
+    for way in (1, 4, 6):  # by confidence, by likeliest tokens, by beam
+        test_slots.test_kernels_grow_and_assemble_the_references_trees(8 * adversary.seed + way)
+
+
+def grows_wide(adversary: Adversary, trees: int) -> None:
+    """Levels so wide that a program has two warps."""
+    test_slots.grown_by_both(8 * adversary.seed + 1, batch=1, width=66, depth=1, vocab=70)
+
+
 CASES = {
     orders: ["_heavy_path_kernel"],
     orders_large: ["_heavy_path_kernel"],
@@ -106,6 +123,9 @@ CASES = {
     verifies_in_chunks: ["_decide_kernel", "_walk_kernel"],
     draws: ["_gumbel_topk_kernel", "_cuts_kernel"],
     compacts: ["_compact_kernel"],
+    places: ["_first_kernel", "_place_kernel", "_alike_kernel"],
+    grows: ["_sums_kernel", "_grow_kernel", "_keep_kernel", "_heavy_path_kernel", "_number_kernel"],
+    grows_wide: ["_sums_kernel", "_grow_kernel"],
 }
 OF_TREES = [orders, commits, attends, verifies, compacts]
 

@@ -138,7 +138,7 @@ def test_what_is_no_tree_is_ordered_all_the_same():
     for given in (None, ranks):
         expected = ordering._reference(parents, given)
         on_device = [None if values is None else values.to(DEVICE) for values in (parents, given)]
-        assert_same([field.cpu() for field in ordering._launch(*on_device)], expected)
+        assert_same([field.cpu() for field in ordering.launch_order(*on_device)], expected)
         assert torch.equal(expected.permutation.sort(-1).values, torch.arange(64).expand(8, 64))
 
 

@@ -75,14 +75,14 @@ def grown_by_both(case: int, batch: int, width: int, depth: int, vocab: int):
     level = Level(0, 1, 0, torch.ones(batch, 1, 1, dtype=torch.bool))
     noise_rows = roots.noise_rows[:, None]
     for _ in range(depth):
-        logits = random_logits(batch, level.count, vocab, case, generator)
+        logits = random_logits(batch, level.size, vocab, case, generator)
         if case % 7 == 4 and level.depth == depth - 1:  # below, reference and kernel may differ in what is not there
             logits[-1, -1, 0] = torch.nan
         drawn = gumbel_topk(logits, children, temperature=float(policy.noisy), seed=case, rows=noise_rows, impl="torch")
         given = level._replace(mask=level.mask.to(DEVICE)), on_device(drawn), logits.to(DEVICE), on_device(roots)
         found, fed_by_kernel = grow(slots[1], *given, on_device(policy), impl="triton")
         level, fed = grow(slots[0], level, drawn, logits, roots, policy, impl="torch")
-        assert (found.first, found.count, found.depth) == (level.first, level.count, level.depth)
+        assert (found.first, found.size, found.depth) == (level.first, level.size, level.depth)
         assert torch.equal(found.mask.cpu(), level.mask)
         for name, mine, theirs in zip(fed._fields, fed_by_kernel, fed, strict=True):
             assert torch.equal(mine.cpu(), theirs), name
@@ -124,7 +124,7 @@ def flat(field):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", range(560))
+@pytest.mark.parametrize("case", range(224))
 def test_kernels_grow_and_assemble_hundreds_of_the_references_trees(case):
     test_kernels_grow_and_assemble_the_references_trees(case)
 

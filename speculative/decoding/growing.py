@@ -93,7 +93,7 @@ def grow_tree(
     level = Level(0, 1, 0, feed.ancestor_mask[:, 1:, :1])  # the root, which sees itself
     logits: list[Tensor] = []
     while True:
-        after = draft(feed, cache)[:, -level.count :]  # [B, n, V]
+        after = draft(feed, cache)[:, -level.size :]  # [B, n, V]
         lap("draft")
         most = min(growth.width, after.shape[-1])
         drawn = gumbel_topk(after, most, **filters._asdict(), seed=state.seed, rows=noise_rows)

@@ -1,0 +1,99 @@
+"""What a model is given of a tree: by hand, and the kernels against their references on random trees."""
+
+import pytest
+import torch
+
+from heavypath.kernels.levels import Chosen, Drawn, Trees, alike, first_nodes, place
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def on_device(part):
+    """The tensors of a tuple on the device that there is."""
+    if isinstance(part, torch.Tensor):
+        return part.to(DEVICE)
+    return type(part)(*map(on_device, part)) if hasattr(part, "_fields") else part
+
+
+def copied(part):
+    """A copy whose tensors may change."""
+    return type(part)(*(field if field is None else field.clone() for field in part))
+
+
+def chosen(nodes, parents, depths):
+    return Chosen(*map(torch.tensor, (nodes, parents, depths)))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_step_begins_with_the_root_and_the_token_before_it(impl):
+    """The second text has one token."""
+    given = on_device(torch.tensor([5, 8])), on_device(torch.tensor([6, 8])), on_device(torch.tensor([7, 0]))
+    first = first_nodes(*given, 3, impl=impl)
+    assert first.tokens.tolist() == [[5, 6], [8, 8]]
+    assert first.cache_rows.tolist() == [[6, 7], [0, 0]]
+    assert first.parent_rows.tolist() == [[5, 6], [-1, -1]]
+    root, nothing = [True, False, False], [False, False, False]
+    assert first.ancestor_mask.tolist() == [[nothing, root], [root, root]]
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_level_and_a_tree_by_hand(impl):
+    """Node 1 and node 3 are the root's children, node 2 that of node 1. The second text has room for one level."""
+    tokens = torch.tensor([[4, 4, 4, 4], [5, 5, 5, 5]])
+    noise = torch.tensor([[100, 101, 102, 103], [200, 201, 202, 203]])
+    trees = on_device(Trees(tokens, noise, torch.tensor([10, 20]), torch.tensor([9, 2]), None))
+    drawn = Drawn(torch.tensor([[7, 8], [-1, 9]]), torch.tensor([1, 3]), torch.tensor([1, 0]))
+    fed = place(trees, on_device(drawn), on_device(chosen([1], [0], [1])), impl=impl)
+    assert trees.tokens.tolist() == [[4, 8, 4, 7], [5, 9, 5, -1]]
+    assert [field.tolist() for field in fed] == [[[8], [9]], [[11], [21]], [[11], [21]], [[10], [20]], [[101], [201]]]
+    drawn = Drawn(torch.tensor([[1, 2], [1, 3]]), torch.tensor([2]), torch.tensor([1]))
+    every = chosen([0, 1, 2, 3], [-1, 0, 1, 0], [0, 1, 2, 1])
+    fed = place(trees, on_device(drawn), on_device(every), whole=True, impl=impl)
+    assert trees.tokens.tolist() == [[4, 8, 2, 7], [5, 9, -1, -1]]
+    assert fed.tokens.tolist() == [[4, 8, 2, 7], [5, 9, 0, 0]]
+    assert fed.positions.tolist() == [[10, 11, 12, 11], [20, 21, 22, 21]]
+    assert fed.cache_rows.tolist() == [[10, 11, 12, 13], [20, 21, 22, 23]]
+    assert fed.noise_rows.tolist() == noise.tolist()
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_nodes_of_one_text_are_told_by_the_first_of_them(impl):
+    """Nodes 1, 2 and 3 have tokens 6, 6 and 7, and a child each: 8, 8 and 8. So the first two texts are equal."""
+    tokens = torch.tensor([[0, 6, 6, 7, 8, 8, 8]])
+    trees = on_device(Trees(tokens, tokens, tokens[0, :1], tokens[0, :1], torch.zeros_like(tokens)))
+    first = alike(trees, on_device(chosen([1, 2, 3], [0, 0, 0], [1, 1, 1])), impl=impl)
+    assert first.tolist() == [[0, 0, 2]]
+    first = alike(trees, on_device(chosen([4, 5, 6], [1, 2, 3], [2, 2, 2])), impl=impl)
+    assert first.tolist() == [[0, 0, 2]]
+    assert trees.texts.tolist() == [[0, 1, 1, 3, 4, 4, 6]]
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_kernels_place_and_feed_as_their_references(case):
+    generator = torch.Generator().manual_seed(case)
+
+    def random(most, *shape):
+        return torch.randint(most, shape, generator=generator)
+
+    batch, nodes, children, draws, count = 1 + case % 3, *((300, 150, 200, 140) if case % 2 else (12, 4, 9, 5))
+    tokens = random(4, batch, nodes) - 1
+    trees = Trees(tokens, random(1 << 40, batch, nodes), random(50, batch), random(5, batch), 0 * tokens)
+    order = torch.randperm(nodes - 1, generator=generator) + 1
+    drawn = Drawn(random(9, batch, draws) - 1, order[:children], random(draws, children))
+    level, every = order[:count], torch.arange(nodes)
+    given = [Chosen(level, 0 * level, 1 + 0 * level), Chosen(every, every - 1, random(6, nodes))]
+    for whole in (False, True):
+        mine, theirs = on_device(copied(trees)), copied(trees)
+        found = place(mine, on_device(drawn), on_device(given[whole]), whole=whole, impl="triton")
+        expected = place(theirs, drawn, given[whole], whole=whole, impl="torch")
+        for name, one, other in zip(found._fields, found, expected, strict=True):
+            assert torch.equal(one.cpu(), other), name
+        assert torch.equal(mine.tokens.cpu(), theirs.tokens)
+    found, expected = alike(mine, on_device(given[0]), impl="triton"), alike(theirs, given[0], impl="torch")
+    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(mine.texts.cpu(), theirs.texts)
+    left = trees.left.to(DEVICE)
+    found = first_nodes(left, left, left, nodes, impl="triton")
+    expected = first_nodes(trees.left, trees.left, trees.left, nodes, impl="torch")
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.cpu(), other)
