@@ -18,6 +18,7 @@ names, in processes that serve one architecture each. What is printed is read of
                  them; of a kernel without products, the first that loads from global memory, which in gumbel_topk has
                  a thread draw 8 tokens; of a kernel without such loops, all instructions
     fp32, exp    those of the loop that compute in fp32, and in the unit for special functions
+    seconds      that compiling took when it was compiled, which no comparison looks at
 
 The exit status is 1 and a list says why if a case does not compile, if a kernel of the package is in no case, if
 anything spills or takes more shared memory than there is, if 16-bit products of 64 rows and more lose wgmma on sm_90 or
@@ -40,7 +41,7 @@ from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import compile_record
 import torch
@@ -129,6 +130,13 @@ def compile_all(cases: Iterable[Case]) -> dict[Case, Kernels | str]:
 def compile_cases(arch: int, names: Sequence[str]) -> dict[str, Kernels | str]:
     """The kernels of each case, or why it failed. The process must serve no other architecture."""
     launched: list[CompiledKernel] = []
+    seconds: dict[str, float] = {}
+
+    def compiled(*, metadata: Mapping[str, Any], times: Any, **_: object) -> None:
+        seconds[metadata["hash"]] = times.total / 1e6
+
+    triton.knobs.compilation.listener = compiled
+    triton.knobs.compilation.always_compile = True  # what Triton has on disk would be loaded, which takes no time
     compile_for(arch, launched.append)
     read: dict[str, Figures] = {}
     done: dict[str, Kernels | str] = {}
@@ -140,7 +148,8 @@ def compile_cases(arch: int, names: Sequence[str]) -> dict[str, Kernels | str]:
             *_, reason = ["", *str(error).strip().splitlines()]
             done[name] = f"{type(error).__name__}: {reason}"
             continue
-        read |= {kernel.hash: figures(kernel, arch) for kernel in launched if kernel.hash not in read}
+        new = [kernel for kernel in launched if kernel.hash not in read]
+        read |= {kernel.hash: figures(kernel, arch, seconds[kernel.hash]) for kernel in new}
         done[name] = {kernel.hash[:12]: read[kernel.hash] for kernel in launched}
     return done
 
@@ -195,6 +204,7 @@ def as_table(rows: Sequence[Row]) -> str:
         "loop": lambda row: row.loop,
         "fp32": lambda row: row.fp32,
         "exp": lambda row: row.special,
+        "seconds": lambda row: f"{row.seconds:.1f}",
     }
     lines = [["kernel", "case", *columns]]
     lines += [[row.figures.kernel, row.case, *(str(cell(row.figures)) for cell in columns.values())] for row in rows]

@@ -5,20 +5,21 @@
 A model that is not under a CUDA graph calls attention for each layer of each token, and where the model is small the
 GPU waits for the host. Timed are
 
-    heavypath  the function that transformers calls for a layer, with all checks, allocations and what Triton does in
-               Python, on CPU tensors that say they are on a GPU; the driver's launch of a compiled kernel does nothing
-    sdpa       transformers' own function for the same kind of call on tensors of a few numbers on the CPU, so that
-               nearly all of it is dispatch, too. On a GPU sdpa also chooses a backend and makes tensors for its
-               gradient, which is not counted
+    heavypath  the function that transformers calls for a layer, with checks and allocations, on CPU tensors that say
+               they are on a GPU, where launches do nothing
+    sdpa       transformers' own function for the same kind of call, on tensors of a few numbers on the CPU, so that
+               nearly all of it is dispatch. On a GPU sdpa chooses a backend, too, and makes more tensors
 
 In each round both take turns, and a ratio is taken within the round: above 1, heavypath costs more. Microseconds of the
-thread's own CPU time and ratios are medians, with the quartiles of the ratio. `anew` is the first call with shapes that
-were not seen before, as that of the first layer in each step behind a growing cache. The kernels are compiled for an
-H100 first, which takes some seconds unless Triton has them on disk.
+thread's own CPU time and ratios are medians, with the quartiles of the ratio. `launched` includes what a launch does in
+Python; only the driver does nothing then. `anew` is that for shapes that were not seen before, as in the first layer of
+each step behind a growing cache. The kernels are compiled for an H100 first, which takes some seconds unless Triton has
+them on disk.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from statistics import median, quantiles
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from heavypath.kernels.variant import Launch
 from heavypath.speculative.models.attn_implementation import attention_forward
 
 CALLS = 50  # in a row, in each round
@@ -80,17 +82,29 @@ def microseconds(call: Callable[[], object], times: int = CALLS) -> float:
     return (time.thread_time_ns() - start) / times / 1000
 
 
+@contextmanager
+def without_launches() -> Iterator[None]:
+    launch = Launch.__call__
+    Launch.__call__ = lambda *_: None
+    try:
+        yield
+    finally:
+        Launch.__call__ = launch
+
+
 @torch.inference_mode()
 def measure(kind: Kind, rounds: int) -> dict:
     """Medians of the microseconds of a call, and of their ratio."""
     sdpa, ours, *anew = calls(kind, rounds // 10)
-    taken = {"sdpa": [], "heavypath": [], "anew": []}
+    taken = {"sdpa": [], "heavypath": [], "launched": [], "anew": []}
     with all_on_gpu():
         ours()
     for index in range(rounds):
         taken["sdpa"].append(microseconds(sdpa))
         with all_on_gpu():
-            taken["heavypath"].append(microseconds(ours))
+            with without_launches():
+                taken["heavypath"].append(microseconds(ours))
+            taken["launched"].append(microseconds(ours))
             if index % 10 == 0:
                 taken["anew"].append(microseconds(anew[index // 10], 1))
     low, ratio, high = quantiles((b / a for a, b in zip(taken["sdpa"], taken["heavypath"], strict=True)), n=4)
@@ -104,14 +118,14 @@ def main() -> None:
     torch.set_num_threads(1)
     compile_for(90, lambda kernel: None)
 
-    table = Table("call", "sdpa, us", "heavypath, us", "ratio", "its quartiles", "anew, us")
+    table = Table("call", "sdpa, us", "heavypath, us", "ratio", "its quartiles", "launched, us", "anew, us")
     results = []
     for name, kind in kinds().items():
         found = measure(kind, arguments.rounds)
         results.append({"call": name} | found)
         low, high = found["quartiles"]
         cells = f"{found['sdpa']:.1f}", f"{found['heavypath']:.1f}", f"{found['ratio']:.2f}", f"{low:.2f} - {high:.2f}"
-        table.add_row(name, *cells, f"{found['anew']:.0f}")
+        table.add_row(name, *cells, f"{found['launched']:.1f}", f"{found['anew']:.0f}")
     Console(highlight=False).print(table)
     write_results(arguments.json, environment("cpu") | {"rounds": arguments.rounds}, microseconds=results)
 

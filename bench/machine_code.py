@@ -31,10 +31,11 @@ class Figures(NamedTuple):
     wgmma: int  # ... take products on sm_90,
     fp32: int  # ... compute in fp32,
     special: int  # ... run in the unit for special functions
+    seconds: float  # that compiling took, on a machine as busy as it was
 
 
-def figures(kernel: CompiledKernel, arch: int) -> Figures:
-    """The figures of a kernel that was compiled for this architecture."""
+def figures(kernel: CompiledKernel, arch: int, seconds: float) -> Figures:
+    """The figures of a kernel that was compiled for this architecture in so many seconds."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
@@ -71,6 +72,7 @@ def figures(kernel: CompiledKernel, arch: int) -> Figures:
         wgmma=names["HGMMA"],
         fp32=sum(count for name, count in names.items() if re.match("F[A-Z]", name)),
         special=names["MUFU"],
+        seconds=round(seconds, 2),
     )
 
 

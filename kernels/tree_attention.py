@@ -215,7 +215,7 @@ def _compute(
         plan = _plan(layouts, nodes, window is not None, softcap is not None, query.is_cuda)
     rows, head_dim = of_key[0][2], of_query[0][3]
     shortest = longest = length
-    if lengths is not None and lengths.device.type == "cpu" and lengths.numel():
+    if lengths is not None and not lengths.is_cuda and lengths.device.type == "cpu" and lengths.numel():
         shortest, longest = int(lengths.min()), int(lengths.max())
     if shortest < 0 or longest + nodes > rows:
         got = length if lengths is None else lengths.tolist()

@@ -8,7 +8,6 @@ their addresses and values, so the layers of a forward pass share a plan.
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from heavypath.kernels.tree_attention_kernel import MIN_SPLIT, merge_kernel, tree_attention_kernel
@@ -94,6 +93,16 @@ def in_place(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def _blocks(count: int, size: int) -> int:
+    """How many blocks of this size hold so many; triton.cdiv, made for kernels, takes 3 us."""
+    return -(-count // size)
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
 def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> Plan:
     """The plan of launches with these layouts, for trees of `nodes` nodes, with or without a window and a soft cap."""
     query, key, value, lengths, subtree_end, ancestors, _, _ = layouts
@@ -107,19 +116,19 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     else:
         processors, roomy = 16, True
     block_m, block_n, warps, stages = _tiles(query.dtype, head_dim, rows, roomy)
-    tiles = triton.cdiv(rows, block_m)
+    tiles = _blocks(rows, block_m)
     # As many programs as run at once, where two of 4 warps share a processor, whatever the batch size. Splits are a
     # power of two, so that few variants are compiled.
     programs = processors * (2 if warps <= 4 else 1) // (tiles * kv_heads)
-    most = triton.next_power_of_2(triton.cdiv(key.shape[2], MIN_SPLIT))
+    most = _power(_blocks(key.shape[2], MIN_SPLIT))
     splits = min(1 << max(programs.bit_length() - 1, 0), most, 32)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, _power(head_dim))
     rows_each = max(1, 8192 // (splits * block_d))
     # A limit on registers keeps ptxas from spilling to fit one more program; with 16 warps it would make ptxas spill.
     registers = None if warps == 16 and head_dim > 128 and roomy else min(255, (1 << 16) // (32 * warps))
 
     # Masks are contiguous, and of one tree for all sequences where they lack the batch's dimension.
-    words = 0 if ancestors is None else 2 * triton.cdiv(nodes, 64)
+    words = 0 if ancestors is None else 2 * _blocks(nodes, 64)
     own_ends = nodes if subtree_end is not None and len(subtree_end.shape) == 2 else 0
     own_words = queries if ancestors is not None and len(ancestors.shape) == 3 else 0
     sizes = {
@@ -139,8 +148,8 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     }  # fmt: skip
     tiling = {
         "BLOCK_M": block_m,
-        "TOUCHED": triton.next_power_of_2(block_m // group if block_m % group == 0 else (block_m - 2) // group + 2),
-        "TREE_BLOCKS": triton.next_power_of_2(triton.cdiv(nodes, block_n)),
+        "TOUCHED": _power(block_m // group if block_m % group == 0 else (block_m - 2) // group + 2),
+        "TREE_BLOCKS": _power(_blocks(nodes, block_n)),
         "UPCAST": not on_gpu,
     }  # fmt: skip
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
@@ -154,9 +163,7 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
         out=(batch, queries, heads, head_dim),
         parts=batch * kv_heads * splits * rows * (head_dim + 2) if splits > 1 else 0,
         attend=Launch(attend, (tiles, splits, batch * kv_heads), sizes | strides | constants | tiling),
-        merge=Launch(
-            merge, (triton.cdiv(rows, rows_each), batch * kv_heads, 1), sizes | constants | {"ROWS": rows_each}
-        ),
+        merge=Launch(merge, (_blocks(rows, rows_each), batch * kv_heads, 1), sizes | constants | {"ROWS": rows_each}),
     )
 
 
@@ -181,12 +188,14 @@ def launch_tree_attention(
         counts = None if window is None else visible.path_lengths()
     if first_row is not None:
         first_row = first_row.contiguous()
-    # Triton's interpreter truncates float32 to bfloat16 and gets bfloat16 dots wrong.
-    out = query.new_empty(plan.out) if query.is_cuda else query.new_empty(plan.out, dtype=torch.float32)
+    batch, queries, heads, head_dim = plan.out
+    out = query.new_empty(batch, queries, heads, head_dim)  # four numbers are parsed sooner than a tuple
+    if not query.is_cuda:
+        out = out.float()  # Triton's interpreter truncates float32 to bfloat16 and gets bfloat16 dots wrong
     parts = query.new_empty(plan.parts, dtype=torch.float32) if plan.parts else None
     plan.attend(stream, (
         query, key, value, out, parts, length, lengths, first_row, ends, words, counts, scale, softcap, window
     ))  # fmt: skip
     if parts is not None:
         plan.merge(stream, (out, parts, length, lengths, first_row, window))
-    return out if query.is_cuda else out.to(query.dtype)
+    return out if out.dtype == query.dtype else out.to(query.dtype)

@@ -50,6 +50,7 @@ FIGURES = {
     "wgmma": 12,
     "fp32": 140,
     "special": 33,
+    "seconds": 4.0,
 }
 
 
@@ -292,6 +293,11 @@ def test_a_file_of_another_form_is_no_record(record, machine_code, tmp_path):
     assert record.read(path) == {}
     path.write_text("[]")
     assert record.read(path) == {}
+
+
+def test_how_long_compiling_took_is_no_difference(record, machine_code):
+    one = machine_code.Figures(**FIGURES)
+    assert record.differences({"a": one}, {"a": one._replace(seconds=9.0)}) == []
 
 
 def test_kernels_that_come_or_go_are_a_difference(record, machine_code):

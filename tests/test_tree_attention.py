@@ -10,11 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heavypath.kernels import tree_attention as entry
 from heavypath.kernels import tree_attention_kernel as module
 from heavypath.kernels import tree_attention_launch as launch
-from heavypath.kernels.tree_attention import tree_attention
+from heavypath.kernels.tree_attention import chain_attention, tree_attention
 from heavypath.kernels.tree_masks import attention_bias, pack_ancestors, unpack_ancestors
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -308,6 +309,32 @@ def test_compile_and_export_see_one_node():
     assert torch.equal(exported.module()(*arguments), expected)
     compiled = torch.compile(Attention(), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*arguments), expected)
+
+
+@IMPLS
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 2.0, "first_row": [3, 0]}], ids=str)
+def test_a_chain_is_a_tree_that_no_tensor_describes(impl, options):
+    query, key, value = inputs(2, 4, 2, 9, 60, 16)
+    options = {name: torch.tensor(x, device=DEVICE) if name == "first_row" else x for name, x in options.items()}
+    lengths, end = torch.tensor([30, 41], device=DEVICE), torch.full((9,), 9, device=DEVICE)
+    expected = tree_attention(query, key, value, prefix_length=lengths, subtree_end=end, **options, impl=impl)
+    out = chain_attention(query, key, value, lengths, **options, impl=impl)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_who_watches_operators_sees_one_and_others_go_without(monkeypatch):
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, given=(), options=None):
+            seen.append(str(operator))
+            return operator(*given, **(options or {}))
+
+    seen, tensors, end = [], inputs(1, 2, 1, 3, 8, 16), torch.full((3,), 3, device=DEVICE)
+    with Watching():
+        watched = tree_attention(*tensors, prefix_length=2, subtree_end=end, impl="triton")
+    assert seen[0] == "heavypath.tree_attention.default"
+    monkeypatch.setattr(entry, "_operator", None)
+    assert torch.equal(tree_attention(*tensors, prefix_length=2, subtree_end=end, impl="triton"), watched)
 
 
 def test_packed_ancestors_unpack_to_the_mask():

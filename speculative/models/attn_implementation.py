@@ -119,7 +119,11 @@ def attention_forward(
         has_tree, tree_ancestor_mask, tree_prefix_length = True, _as_tree(attention_mask, len(query)), 0
         attention_mask = None
     queries, rows = query.shape[2], key.shape[2]
-    first_row, prefix, window = _read_rows(module, attention_mask, queries, rows, sliding_window)
+    first_row, prefix, window = None, rows - queries, None
+    if attention_mask is not None:
+        first_row, prefix, window = _read_rows(module, attention_mask, sliding_window)
+    elif queries > rows:
+        raise _unserved(f"serves causal self-attention only, got {queries} queries and {rows} keys")
 
     if not has_tree and softcap is None and _takes_sdpa(query, key, value, dropout):
         mask = _dense_mask(queries, rows, first_row, prefix, window, query.device)
@@ -223,14 +227,8 @@ def _check_served(kwargs: Mapping[str, object]) -> None:
             raise TypeError(f"expected tree_subtree_end, tree_ancestor_mask or tree_prefix_length, got {name}")
 
 
-def _read_rows(
-    module: nn.Module, attention_mask: Tensor | None, queries: int, rows: int, window: int | None
-) -> tuple[Tensor | None, int | Tensor, int | None]:
+def _read_rows(module: nn.Module, attention_mask: Tensor, window: int | None) -> tuple[Tensor, Tensor, int | None]:
     """The first row, the rows before the queries, and the window, out of a mask that `visible_rows` made."""
-    if attention_mask is None:
-        if queries > rows:
-            raise _unserved(f"serves causal self-attention only, got {queries} queries and {rows} keys")
-        return None, rows - queries, None
     if attention_mask.dim() != 4 or attention_mask.shape[1:3] != (1, 1):
         given = f"{attention_mask.dtype} {[*attention_mask.shape]}"
         raise _unserved(f"takes an attention_mask [B, rows] that covers cache and new tokens, got {given}")
