@@ -10,9 +10,9 @@ A CUDA graph notes operations and launches, and does them again without any of o
 ask for a value. TRITON_INTERPRET is not set, for who looks.
 
 What is not: kernels run in Triton's interpreter, with the constants that it needs (INTERPRETED, UPCAST); nothing is
-asynchronous, streams and events are empty, a graph runs when it is captured and not when it is first replayed; there is
-one GPU without limits of memory, whose allocator counts nothing; gradients forget where they are; the numbers are those
-of a CPU. So it says nothing of compilers, races, rounding or speed.
+asynchronous, streams and events are empty, a graph runs when it is captured and not when it is first replayed; what
+torch.compile makes knows of no GPU; memory has no limits, and the allocator counts nothing; gradients forget where they
+are; the numbers are those of a CPU. So it says nothing of compilers, races, rounding or speed.
 """
 
 import inspect
@@ -347,6 +347,28 @@ def placed(function):
     return wrapped
 
 
+def compiling_without_placing(compile_function):
+    """torch.compile, whose tracing must not meet our mode; what it compiles stays on the CPU."""
+
+    def compile_(model=None, **options):
+        if model is None:
+            return lambda function: compile_(function, **options)
+        compiled = compile_function(model, **options)
+
+        @wraps(compiled)
+        def call(*args, **kwargs):
+            modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                for mode in reversed(modes):
+                    torch._C._push_on_torch_function_stack(mode)
+
+        return call
+
+    return compile_
+
+
 def install() -> None:
     """From now on this process is on a machine with a GPU. Before any kernel is imported."""
     global _run
@@ -392,6 +414,7 @@ def install() -> None:
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name} any more"
         setattr(torch.cuda, name, part)
     torch.Generator = Generator
+    torch.compile = compiling_without_placing(torch.compile)
     threading.Thread.run = placed(threading.Thread.run)
     custom_op = torch.library.custom_op
     torch.library.custom_op = lambda name, function=None, /, **kwargs: custom_op(
