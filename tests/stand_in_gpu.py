@@ -5,9 +5,9 @@
 
 What is played: torch.cuda says that there is one GPU. A tensor is on it if its memory was asked for there, or comes
 from what is there; it says so (`device`, `is_cuda`), is copied by `.to`, `.cuda` and `.cpu`, and may neither become a
-NumPy array nor meet a CPU tensor in an operation. A kernel that is given a CPU tensor is refused, as by Triton on a GPU.
-A CUDA graph notes operations and launches, and does them again without any of our Python; while it notes, nothing may
-ask for a value. TRITON_INTERPRET is not set, for who looks.
+NumPy array nor meet a CPU tensor in an operation. A kernel that is given a CPU tensor is refused, as Triton does it. A
+CUDA graph notes operations and launches, and does them again without any of our Python; while it notes, nothing may ask
+for a value. TRITON_INTERPRET is not set, for who looks.
 
 What is not: kernels run in Triton's interpreter, with the constants that it needs (INTERPRETED, UPCAST); nothing is
 asynchronous, streams and events are empty, a graph runs when it is captured and not when it is first replayed; what
