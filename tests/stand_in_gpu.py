@@ -358,9 +358,14 @@ def compiling_without_placing(compile_function):
         @wraps(compiled)
         def call(*args, **kwargs):
             modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+            looks = {name: getattr(torch.cuda, name) for name in ("is_available", "is_initialized")}
+            for name in looks:  # the compiler would go on to ask what only a build with CUDA has
+                setattr(torch.cuda, name, lambda: False)
             try:
                 return compiled(*args, **kwargs)
             finally:
+                for name, look in looks.items():
+                    setattr(torch.cuda, name, look)
                 for mode in reversed(modes):
                     torch._C._push_on_torch_function_stack(mode)
 
