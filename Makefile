@@ -25,13 +25,19 @@ MADE := $(VENV)/.made-with-$(notdir $(PYTHON))
 INSTALLED := $(VENV)/.installed-with-torch-$(TORCH_VERSION)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 
-.PHONY: help setup demo test test-all test-oldest test-libraries check report record pictures clean requirements
+# What differs where there is a GPU: tests that look for one, and those of the kernels.
+GPU_TESTS := $(addprefix tests/, test_sampling.py test_commit.py test_cache_compaction.py test_ordering.py test_windows.py \
+	test_huggingface.py test_transformers_forward.py test_step.py test_custom_generate.py test_cli.py test_decoder.py)
+
+.PHONY: help setup demo test test-all test-as-on-a-gpu gpu-miniature test-oldest test-libraries check report record pictures clean requirements
 
 help:
 	@echo "The first target also makes .venv and installs torch there, which takes some minutes."
 	@echo "make demo         decode real prompts with the shipped pair, then compare all methods"
 	@echo "make test         run the tests (about 9 minutes on two cores; TESTS=tests/test_tree.py runs some of them)"
 	@echo "make test-all     run the slow tests, too (several times as long)"
+	@echo "make test-as-on-a-gpu  run the tests that look for a GPU as on a machine that has one, which is played"
+	@echo "make gpu-miniature     run all that bench/gpu.sh runs on a GPU, in miniature"
 	@echo "make test-oldest  run the tests that depend on versions, with the oldest versions allowed"
 	@echo "make test-libraries  run the tests of models that other libraries quantise, which it installs"
 	@echo "make check        run ruff and pyright"
@@ -51,6 +57,13 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m "" $(TESTS)
+
+test-as-on-a-gpu: setup
+	PYTHONPATH=tests $(BIN)/python -m pytest -p stand_in_gpu --numprocesses $(WORKERS) -m "not gpu and not slow" \
+		$(or $(TESTS),$(GPU_TESTS))
+
+gpu-miniature: setup
+	bash bench/gpu.sh build/gpu-miniature all $(abspath $(BIN)/python)
 
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.ci/oldest.txt TESTS="$(VERSION_TESTS)"

@@ -1,4 +1,4 @@
-"""Where kernels are tested: on the GPU if there is one, else by Triton's interpreter. References are on a CPU."""
+"""Where kernels are tested: on the GPU if there is one, else on the CPU by Triton's interpreter."""
 
 from collections.abc import Callable
 from typing import Any

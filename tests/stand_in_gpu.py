@@ -5,14 +5,14 @@
 
 What is played: torch.cuda says that there is one GPU. A tensor is on it if its memory was asked for there, or comes
 from what is there; it says so (`device`, `is_cuda`), is copied by `.to`, `.cuda` and `.cpu`, and may neither become a
-NumPy array nor meet a CPU tensor in an operation. A kernel that is given a CPU tensor is refused, as by Triton there.
-A CUDA graph notes operations and launches, and does them again without any of our Python; while it notes, nothing may
-ask for a value. TRITON_INTERPRET is not set, for who looks.
+NumPy array nor meet a CPU tensor in an operation. A kernel that is given a CPU tensor is refused, as Triton does it. A
+CUDA graph notes operations and launches, and does them again without any of our Python; while it notes, nothing may ask
+for a value. TRITON_INTERPRET is not set, for who looks.
 
 What is not: kernels run in Triton's interpreter, with the constants that it needs (INTERPRETED, UPCAST); nothing is
-asynchronous, streams and events are empty, a graph runs when it is captured and not when it is first replayed; there is
-one GPU without limits of memory, whose allocator counts nothing; gradients forget where they are; the numbers are those
-of a CPU. So it says nothing of compilers, races, rounding or speed.
+asynchronous, streams and events are empty, a graph runs when it is captured and not when it is first replayed; what
+torch.compile makes knows of no GPU; memory has no limits, and the allocator counts nothing; gradients forget where they
+are; the numbers are those of a CPU. So it says nothing of compilers, races, rounding or speed.
 """
 
 import inspect
@@ -347,6 +347,33 @@ def placed(function):
     return wrapped
 
 
+def compiling_without_placing(compile_function):
+    """torch.compile, whose tracing must not meet our mode; what it compiles stays on the CPU."""
+
+    def compile_(model=None, **options):
+        if model is None:
+            return lambda function: compile_(function, **options)
+        compiled = compile_function(model, **options)
+
+        @wraps(compiled)
+        def call(*args, **kwargs):
+            modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+            looks = {name: getattr(torch.cuda, name) for name in ("is_available", "is_initialized")}
+            for name in looks:  # the compiler would go on to ask what only a build with CUDA has
+                setattr(torch.cuda, name, lambda: False)
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                for name, look in looks.items():
+                    setattr(torch.cuda, name, look)
+                for mode in reversed(modes):
+                    torch._C._push_on_torch_function_stack(mode)
+
+        return call
+
+    return compile_
+
+
 def install() -> None:
     """From now on this process is on a machine with a GPU. Before any kernel is imported."""
     global _run
@@ -392,6 +419,7 @@ def install() -> None:
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name} any more"
         setattr(torch.cuda, name, part)
     torch.Generator = Generator
+    torch.compile = compiling_without_placing(torch.compile)
     threading.Thread.run = placed(threading.Thread.run)
     custom_op = torch.library.custom_op
     torch.library.custom_op = lambda name, function=None, /, **kwargs: custom_op(

@@ -192,7 +192,8 @@ def test_stop_strings_and_criteria_end_a_text_where_generate_ends_it(demo_pair):
 def test_a_pipeline_writes_through_the_decoder(demo_pair):
     target, draft, tokenizer = demo_pair
     decoder, calls = SpeculativeDecoder(target, draft), []
-    write = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    # Without a device it would move the target, and not the draft, to a GPU.
+    write = pipeline("text-generation", model=target, tokenizer=tokenizer, device="cpu")
     settings = {"max_new_tokens": 16, "do_sample": False, "return_full_text": False}
 
     def counted(model, input_ids, **settings):
