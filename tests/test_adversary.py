@@ -132,7 +132,7 @@ OF_TREES = [orders, commits, attends, verifies, compacts]
 
 def test_every_kernel_meets_the_adversary():
     kernels = set()
-    for path in [*(ROOT / "kernels").glob("*.py"), *(ROOT / "speculative").rglob("*.py")]:
+    for path in [*(ROOT / "kernels").rglob("*.py"), *(ROOT / "speculative").rglob("*.py")]:
         functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
         kernels |= {node.name for node in functions if node.name.endswith("_kernel") and "jit" in ast.unparse(node)}
     assert kernels == {name for names in CASES.values() for name in names}
