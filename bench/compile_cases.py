@@ -103,7 +103,7 @@ def long_zeros(*shape: int) -> Tensor:
 
 def placing(nodes: int) -> None:
     """A step's first nodes, a level, the whole tree, and equal texts."""
-    from heavypath.kernels.levels import Chosen, Drawn, Trees, alike, first_nodes, place
+    from heavypath.kernels.trees.levels import Chosen, Drawn, Trees, alike, first_nodes, place
 
     some = long_zeros(nodes)
     every = Chosen(some, some, some)
@@ -117,10 +117,10 @@ def placing(nodes: int) -> None:
 
 def growing(by: str, dtype: str, width: int, vocabulary: int, **options) -> None:
     """The first level of a tree, the second, and the tree assembled of both."""
-    from heavypath.kernels.assembly import assemble
-    from heavypath.kernels.growing import grow
     from heavypath.kernels.sampling import TopK
-    from heavypath.kernels.slots import Level, Policy, Roots, Slots
+    from heavypath.kernels.trees.assembly import assemble
+    from heavypath.kernels.trees.growing import grow
+    from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 
     lines = on_gpu(torch.zeros(2, width, dtype=torch.float64)) if options.get("confidence") else None
     policy = Policy(by, width, 0.0, not options.get("likeliest", False), 0.6, lines)
@@ -293,7 +293,7 @@ def verification_cases() -> dict[str, Callable[[], None]]:
 
 
 def packing(nodes: int, window: int | None) -> None:
-    from heavypath.kernels.tree_masks import pack_ancestors
+    from heavypath.kernels.attention.masks import pack_ancestors
 
     pack_ancestors(on_gpu(torch.ones(4, nodes).bool()), window, impl="triton")
 

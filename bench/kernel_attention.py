@@ -29,9 +29,9 @@ from rich.table import Table
 from timing import alternated, compared, copy_bandwidth, gpu_milliseconds, in_graphs, matrix_flops, measure_cases
 from torch.nn.functional import scaled_dot_product_attention
 
-from heavypath.kernels.prepared_attention import prepared_attention
+from heavypath.kernels.attention.masks import interval_mask, pack_ancestors
+from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.kernels.tree_attention import attend, tree_attention
-from heavypath.kernels.tree_masks import interval_mask, pack_ancestors
 
 
 class Case(NamedTuple):

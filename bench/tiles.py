@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 def tiles(block_m: int, block_n: int, warps: int, stages: int) -> Choice:
     chosen = block_m, block_n, warps, stages
     name = f"{block_m} x {block_n}, {warps} warps, {stages} stages"
-    return Choice(name, "tree_attention_kernel", {"_tiles": lambda *_: chosen})
+    return Choice(name, "attention.launch", {"_tiles": lambda *_: chosen})
 
 
 TILES = [
@@ -54,7 +54,7 @@ TILES = [
     for block_m, block_n, warps in ((16, 64, 4), (32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 8), (128, 64, 8))
     for stages in (2, 3, 4)
 ]
-SPLITS = [Choice(f"splits of {rows} rows", "tree_attention_kernel", {"_MIN_SPLIT": rows}) for rows in (128, 512, 1024)]
+SPLITS = [Choice(f"splits of {rows} rows", "attention.launch", {"_MIN_SPLIT": rows}) for rows in (128, 512, 1024)]
 MOVED = [Choice(f"{units} units", "cache_compaction", {"_TILE": units}) for units in (1024, 2048, 4096, 16384)]
 REGISTERS = [Choice(f"at most {most} registers", options={"maxnreg": most}) for most in (64, 96, 128, 168)]
 

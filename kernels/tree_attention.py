@@ -7,13 +7,13 @@ Node i of a sequence with L prefix tokens sees cache row s when
 
 for nodes in depth-first order, where the subtree of j is the interval [j, end[j]): the whole mask is one integer per
 node. A chain has end = N, so causal prefill, decoding of single tokens and tree verification are one function. A tree
-that still grows is not in depth-first order and passes an explicit ancestor mask instead (see `tree_masks`).
+that still grows is not in depth-first order and passes an explicit ancestor mask instead (see `attention.masks`).
 
     out[i] = sum_s softmax_s(scale * query[i] . key[s] over the visible s) value[s]
 
 The output is 0 for a node that sees nothing. Two options narrow what is seen: rows before `first_row` are left padding;
 and with a sliding window node i, which is at position L + depth[i], sees only positions above L + depth[i] - window,
-where the position of a prefix row is its number; `tree_masks` says how that follows from the mask.
+where the position of a prefix row is its number; `attention.masks` says how that follows from the mask.
 Gemma 2's soft cap replaces the scores by softcap * tanh(scores / softcap).
 
 The Triton kernel is in `tree_attention_kernel`, what it costs too.
@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from heavypath.kernels.implementation import check_can_launch, choose_impl
-from heavypath.kernels.tree_attention_kernel import MAX_NODES
-from heavypath.kernels.tree_attention_launch import (
+from heavypath.kernels.attention.kernel import MAX_NODES
+from heavypath.kernels.attention.launch import (
     Layout,
     Layouts,
     Plan,
@@ -35,7 +34,8 @@ from heavypath.kernels.tree_attention_launch import (
     launch_tree_attention,
     plan_launch,
 )
-from heavypath.kernels.tree_masks import PackedAncestors, Visible, attention_bias
+from heavypath.kernels.attention.masks import PackedAncestors, Visible, attention_bias
+from heavypath.kernels.implementation import check_can_launch, choose_impl
 
 _FEW_QUERIES = 8  # up to this many, queries of a group share one matrix product on a CPU
 
@@ -62,7 +62,7 @@ def tree_attention(
     prefix_length: number of prefix rows, an int for all sequences or LongTensor[B]
     subtree_end:   int or long tensor [N] or [B, N], for nodes in depth-first order; or
     ancestor_mask: bool [N, N] or [B, N, N], [i, j] true where j is i or an ancestor of i; or that mask packed by
-                   `tree_masks.pack_ancestors`. Exactly one of subtree_end and ancestor_mask is given. The query of a
+                   `attention.masks.pack_ancestors`. Exactly one of subtree_end and ancestor_mask is given. The query of a
                    growing tree may hold Q of its nodes alone; the mask is then [Q, N] or [B, Q, N].
     first_row:     LongTensor[B]; rows before it are left padding, which no node sees
     window:        how many positions a node sees, its own included (Mistral's sliding_window). With an ancestor_mask,

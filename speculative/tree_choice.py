@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heavypath.kernels.tree_attention_kernel import MAX_NODES
+from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import adversary as tool
 import pytest
+import test_layer_kernels
 import test_levels
 import test_slots
+import test_tree_attention
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +28,8 @@ from test_tree_attention import inputs, masks, oracle, random_tree
 from test_verification_kernel import Problem as Verification
 from test_verification_kernel import random_problem
 
-from heavypath.kernels import cache_compaction, commit, ordering, sampling_kernel, tickets, tree_attention_kernel, walk
+from heavypath.kernels import cache_compaction, commit, ordering, sampling_kernel, tickets, walk
+from heavypath.kernels.attention import kernel as attention_kernel
 from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.tree_attention import tree_attention
@@ -114,11 +117,26 @@ def grows_wide(adversary: Adversary, trees: int) -> None:
     test_slots.grown_by_both(8 * adversary.seed + 1, batch=1, width=66, depth=1, vocab=70)
 
 
+def layers(adversary: Adversary, trees: int) -> None:
+    for columns in (40, 512):
+        test_layer_kernels.test_a_norm_behind_a_sum_is_that_of_transformers(3, columns, torch.bfloat16)
+    test_layer_kernels.test_gate_and_up_of_one_product_are_multiplied_as_by_transformers(2, 1030, torch.bfloat16)
+    for normed in (False, True):
+        test_layer_kernels.test_rotary_and_cache_rows_are_those_of_transformers(2, 3, 6, 2, 24, normed, torch.bfloat16)
+
+
+def packs(adversary: Adversary, trees: int) -> None:
+    for window in (None, 3):
+        test_tree_attention.test_the_kernel_packs_ancestors_as_pytorch_does(300, window)
+
+
 CASES = {
+    layers: ["_rms_norm_kernel", "_gated_kernel", "_rotary_kernel"],
+    packs: ["_pack_kernel"],
     orders: ["_heavy_path_kernel"],
     orders_large: ["_heavy_path_kernel"],
     commits: ["_commit_kernel"],
-    attends: ["_tree_attention_kernel", "_merge_kernel"],
+    attends: ["tree_attention_kernel", "merge_kernel"],
     verifies: ["_decide_kernel", "_walk_kernel"],
     verifies_in_chunks: ["_decide_kernel", "_walk_kernel"],
     draws: ["_gumbel_topk_kernel", "_cuts_kernel"],
@@ -177,11 +195,11 @@ FAULTS = {
         "tl.store(keys_ptr + out, key, mask=place <= K)", f"{OUTSIDE}|{UNORDERED}",
     ),
     "a read one past the end": (
-        tree_attention_kernel, "_tree_attention_kernel", attends, "keys < nodes, other=0", "keys <= nodes, other=0",
+        attention_kernel, "tree_attention_kernel", attends, "keys < nodes, other=0", "keys <= nodes, other=0",
         OUTSIDE,
     ),
     "a part that no other program may store": (
-        tree_attention_kernel, "_tree_attention_kernel", attends, "peak, mask=asks)", "peak)", f"{OUTSIDE}|{UNORDERED}"
+        attention_kernel, "tree_attention_kernel", attends, "peak, mask=asks)", "peak)", f"{OUTSIDE}|{UNORDERED}"
     ),
     "a value is fetched before it is stored": (
         ordering, "_scattered", orders_large, f"mask=place < N)\n    {BARRIER}", "mask=place < N)\n", NO_BARRIER

@@ -7,8 +7,8 @@ import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.prepared_attention import prepared_attention
 from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.demo import demo_prompts

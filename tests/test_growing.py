@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from test_decoder import tiny_llama
 from test_mutations import mutated
 
-from heavypath.kernels import growing as levels
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import TopK
+from heavypath.kernels.trees import growing as levels
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.decoding import growing
 from heavypath.speculative.decoding.growing import heap_tree

@@ -28,8 +28,8 @@ from transformers import (
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.masking_utils import chunked_causal_mask_function
 
+from heavypath.kernels.attention.masks import pack_ancestors
 from heavypath.kernels.tree_attention import chain_attention
-from heavypath.kernels.tree_masks import pack_ancestors
 from heavypath.speculative import TokenTree, huggingface
 from heavypath.speculative.demo import demo_prompts
 

@@ -20,7 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from heavypath.kernels import variant
 from heavypath.kernels.tree_attention import chain_attention, tree_attention
-from heavypath.kernels.tree_masks import pack_ancestors
+from heavypath.kernels.attention.masks import pack_ancestors
 
 def compile_nothing(function, key, signature, device, *_):
     kernel = object.__new__(CompiledKernel)

@@ -32,7 +32,7 @@ from heavypath.speculative.trees.tree import TokenTree
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="takes tensors of the host to the kernels")
-LAYER_KERNELS = ("layers.rms_norm", "layers.rotary", "layers.gated", "prepared_attention", "tree_attention")
+LAYER_KERNELS = ("layers.rms_norm", "layers.rotary", "layers.gated", "attention.prepared", "tree_attention")
 
 
 def poisoned(*shape, dtype):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from heavypath.kernels.levels import Chosen, Drawn, Trees, alike, first_nodes, place
+from heavypath.kernels.trees.levels import Chosen, Drawn, Trees, alike, first_nodes, place
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from heavypath.kernels.assembly import assemble
-from heavypath.kernels.growing import grow
 from heavypath.kernels.sampling import TopK, gumbel_topk
-from heavypath.kernels.slots import Level, Policy, Roots, Slots
+from heavypath.kernels.trees.assembly import assemble
+from heavypath.kernels.trees.growing import grow
+from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LINES = torch.tensor([[0.41, 0.16, 0.12, 0.09, 0.08], [0.5, 0.5, 0.4, 0.3, 0.3]], dtype=torch.float64)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.levels import Chosen
+from heavypath.kernels.trees.levels import Chosen
 from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
 from heavypath.speculative.decoding.device_tree import device_tree
 from heavypath.speculative.decoding.growth import Growth
@@ -31,12 +31,12 @@ from heavypath.speculative.models.llama import LlamaForward
 KERNELS = (
     *(
         "sampling",
-        "levels",
-        "growing",
-        "assembly",
+        "trees.levels",
+        "trees.growing",
+        "trees.assembly",
         "verification",
-        "prepared_attention",
-        "tree_masks",
+        "attention.prepared",
+        "attention.masks",
         "tree_attention",
     ),
     *("cache_compaction", "commit", "layers.rms_norm", "layers.rotary", "layers.gated"),

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, T5Config, T5Fo
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.prepared_attention import prepared_attention
 from heavypath.speculative import METHODS, EarlyExit, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.device_tree import device_tree
 from heavypath.speculative.decoding.growth import Growth

@@ -13,10 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heavypath.kernels import tree_attention as entry
-from heavypath.kernels import tree_attention_kernel as module
-from heavypath.kernels import tree_attention_launch as launch
+from heavypath.kernels.attention import kernel as module
+from heavypath.kernels.attention import launch
+from heavypath.kernels.attention.masks import attention_bias, pack_ancestors, unpack_ancestors
 from heavypath.kernels.tree_attention import chain_attention, tree_attention
-from heavypath.kernels.tree_masks import attention_bias, pack_ancestors, unpack_ancestors
 from heavypath.speculative.trees.tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

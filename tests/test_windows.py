@@ -10,10 +10,10 @@ from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from test_decoder import assert_same_text, exact_law, tiny_llama
 from test_transformers_forward import EXPERTS, tiny
 
+from heavypath.kernels.attention.masks import narrowed, pack_ancestors
+from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.prepared_attention import prepared_attention
 from heavypath.kernels.tree_attention import tree_attention
-from heavypath.kernels.tree_masks import narrowed, pack_ancestors
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.forward_of import forward_of

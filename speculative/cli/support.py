@@ -17,7 +17,7 @@ import transformers
 import typer
 from rich.console import Console
 
-from heavypath.kernels.tree_attention_kernel import MAX_NODES
+from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.speculative.loading import Pair, find_folder, load_pair
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.threads import Load, usable_cores

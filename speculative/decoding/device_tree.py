@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heavypath.kernels.levels import Chosen
+from heavypath.kernels.trees.levels import Chosen
 from heavypath.speculative.trees.tree import TokenTree
 
 

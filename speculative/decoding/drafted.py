@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.kernels.levels import Fed, first_nodes
+from heavypath.kernels.trees.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.drafts.feed import Feed

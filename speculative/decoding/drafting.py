@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from heavypath.kernels.levels import Drawn, Fed, Trees, alike, place
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
+from heavypath.kernels.trees.levels import Drawn, Fed, Trees, alike, place
 from heavypath.speculative.decoding.device_tree import DeviceTree
 from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions, feed_of, root_feed
 from heavypath.speculative.decoding.rules import Rules

@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from heavypath.kernels.assembly import assemble
-from heavypath.kernels.growing import grow
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.slots import Level, Policy, Roots, Slots
+from heavypath.kernels.trees.assembly import assemble
+from heavypath.kernels.trees.growing import grow
+from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions, feed_of, root_feed
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.rules import Rules

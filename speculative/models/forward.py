@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from heavypath.kernels.prepared_attention import first_row_seen, prepared_attention
-from heavypath.kernels.tree_masks import attention_bias, interval_mask
+from heavypath.kernels.attention.masks import attention_bias, interval_mask
+from heavypath.kernels.attention.prepared import first_row_seen, prepared_attention
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.structure import structure_of, weight_versions
 

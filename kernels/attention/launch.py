@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.kernels.tree_attention_kernel import MIN_SPLIT, merge_kernel, tree_attention_kernel
-from heavypath.kernels.tree_masks import Visible
+from heavypath.kernels.attention.kernel import MIN_SPLIT, merge_kernel, tree_attention_kernel
+from heavypath.kernels.attention.masks import Visible
 from heavypath.kernels.variant import Launch, current_stream, variant_of
 
 

@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
-from heavypath.kernels.levels import Fed
 from heavypath.kernels.ordering import MAX_NODES, Ordering, heavy_path_order, launch_order
-from heavypath.kernels.slots import Level, Roots, Slots
+from heavypath.kernels.trees.levels import Fed
+from heavypath.kernels.trees.slots import Level, Roots, Slots
 
 
 class Assembled(NamedTuple):

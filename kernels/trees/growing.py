@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heavypath.kernels.growing_kernel import launch_grow
 from heavypath.kernels.implementation import check_can_launch, choose_impl
-from heavypath.kernels.levels import Fed
 from heavypath.kernels.sampling import TopK, conditioned
-from heavypath.kernels.slots import Grown, Level, Policy, Roots, Slots
+from heavypath.kernels.trees.growing_kernel import launch_grow
+from heavypath.kernels.trees.levels import Fed
+from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots
 
 TINY = 1e-300
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of `tree_attention`, where the formula and the reference are; `tree_attention_launch` launches.
+"""The Triton kernels of `tree_attention`, where the formula and the reference are; `launch` launches them.
 
 A program owns BLOCK_M query rows of one key head: pairs (node, query head of the group), node by node, so that the
 heads of a group share every key they load. It walks over

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from heavypath.kernels.attention.masks import attention_bias, interval_mask, pack_ancestors
 from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.tree_attention import attend, tree_attention
-from heavypath.kernels.tree_masks import attention_bias, interval_mask, pack_ancestors
 
 
 def prepared_attention(

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.filtering import LOG2E, LOWEST
-from heavypath.kernels.levels import Fed
 from heavypath.kernels.sampling import TopK
-from heavypath.kernels.slots import Grown, Level, Policy, Roots, Slots
+from heavypath.kernels.trees.levels import Fed
+from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots
 
 _CHUNK = tl.constexpr(4096)  # tokens of a row that a program sums up
 _SUMS = tl.constexpr(3)  # largest logit, sum of exponentials, and of their squares

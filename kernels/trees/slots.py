@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.kernels.levels import Fed
+from heavypath.kernels.trees.levels import Fed
 
 
 class Slots(NamedTuple):
