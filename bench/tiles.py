@@ -54,7 +54,7 @@ TILES = [
     for block_m, block_n, warps in ((16, 64, 4), (32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 8), (128, 64, 8))
     for stages in (2, 3, 4)
 ]
-SPLITS = [Choice(f"splits of {rows} rows", "attention.launch", {"_MIN_SPLIT": rows}) for rows in (128, 512, 1024)]
+SPLITS = [Choice(f"splits of {rows} rows", "attention.launch", {"MIN_SPLIT": rows}) for rows in (128, 512, 1024)]
 MOVED = [Choice(f"{units} units", "cache_compaction", {"_TILE": units}) for units in (1024, 2048, 4096, 16384)]
 REGISTERS = [Choice(f"at most {most} registers", options={"maxnreg": most}) for most in (64, 96, 128, 168)]
 
@@ -74,6 +74,8 @@ def chosen(choice: Choice) -> Iterator[None]:
         launch = subscript(kernel, grid)
         return lambda *arguments, **given: launch(*arguments, **given | choice.options)
 
+    attention_plans = import_module("heavypath.kernels.tree_attention")._plan
+    attention_plans.cache_clear()
     for name, value in choice.values.items():
         setattr(module, name, value)
     if choice.options:
@@ -84,6 +86,7 @@ def chosen(choice: Choice) -> Iterator[None]:
         KernelInterface.__getitem__ = subscript
         for name, value in before.items():
             setattr(module, name, value)
+        attention_plans.cache_clear()
 
 
 def attention(nodes: int, prefix: int, heads: tuple[int, int], head_dim: int = 128) -> Run:

@@ -62,8 +62,8 @@ def tree_attention(
     prefix_length: number of prefix rows, an int for all sequences or LongTensor[B]
     subtree_end:   int or long tensor [N] or [B, N], for nodes in depth-first order; or
     ancestor_mask: bool [N, N] or [B, N, N], [i, j] true where j is i or an ancestor of i; or that mask packed by
-                   `attention.masks.pack_ancestors`. Exactly one of subtree_end and ancestor_mask is given. The query of a
-                   growing tree may hold Q of its nodes alone; the mask is then [Q, N] or [B, Q, N].
+                   `attention.masks.pack_ancestors`. Exactly one of subtree_end and ancestor_mask is given. The query
+                   of a growing tree may hold Q of its nodes alone; the mask is then [Q, N] or [B, Q, N].
     first_row:     LongTensor[B]; rows before it are left padding, which no node sees
     window:        how many positions a node sees, its own included (Mistral's sliding_window). With an ancestor_mask,
                    numbers must rise along each path, and a query that sees no node is the last row of the prefix. A

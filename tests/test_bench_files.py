@@ -64,8 +64,8 @@ def test_every_prediction_names_a_row_that_is_measured_and_says_where_it_comes_f
         assert ("field" in each) != ("kernels" in each)
         if each["file"] in cases:
             assert each["where"]["case"] in cases[each["file"]]
-        for kernel in re.findall(r"_\w+_kernel", each.get("kernels", "")):
-            sources = "".join(path.read_text() for path in (BENCH.parent / "kernels").glob("*.py"))
+        for kernel in re.findall(r"\w+_kernel", each.get("kernels", "")):
+            sources = "".join(path.read_text() for path in (BENCH.parent / "kernels").rglob("*.py"))
             assert f"def {kernel}(" in sources, f"no kernel is named {kernel} any more"
 
 

@@ -99,7 +99,7 @@ def _pack_kernel(
 def _launch_pack(mask: Tensor, window: int | None) -> PackedAncestors:
     """As `pack_ancestors`, of a contiguous mask."""
     queries, nodes = mask.shape[:-1], mask.shape[-1]
-    words = torch.empty(*queries, 2 * triton.cdiv(nodes, 64), dtype=torch.int32, device=mask.device)
+    words = mask.new_empty((*queries, 2 * triton.cdiv(nodes, 64)), dtype=torch.int32)
     counts = None if window is None else torch.empty(queries, dtype=torch.int32, device=mask.device)
     if words.numel():
         with torch.cuda.device_of(mask):
