@@ -196,15 +196,15 @@ def turning(dtype: str, heads: int, kv_heads: int, head_dim: int, normed: bool =
 
     sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     joined = on_gpu(torch.empty(32, sum(sizes), dtype=DTYPES[dtype]))
-    table = on_gpu(torch.empty(1, 32, 2, 1, head_dim, dtype=DTYPES[dtype]))
+    table, positions = on_gpu(torch.empty(4096, 2, head_dim, dtype=DTYPES[dtype])), on_gpu(torch.zeros(1, 32).long())
     keys, values = on_gpu(torch.empty(2, 1, kv_heads, 1024, head_dim, dtype=DTYPES[dtype]))
     norm = Norm(on_gpu(torch.empty(head_dim, dtype=DTYPES[dtype])), 1e-6)
     rotate_and_store(
         Projected(*(states.view(1, 32, -1, head_dim) for states in joined.split(sizes, -1))),
-        Turns(*table.unbind(2)),
+        Turns.at(table, positions, impl="triton"),
         keys,
         values,
-        on_gpu(torch.zeros(1, 32, dtype=torch.long)),
+        positions,
         HeadNorms(norm, norm) if normed else None,
         impl="triton",
     )

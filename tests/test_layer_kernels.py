@@ -121,6 +121,17 @@ def test_rotary_and_cache_rows_are_those_of_transformers(batch, nodes, heads, kv
     given = Projected(*(each.to(DEVICE) for each in (query, key, value)))
     turned = rotate_and_store(given, turns, keys, values, rows.to(DEVICE), norms, impl="triton")
 
+    positions = torch.randperm(batch * nodes + 2)[: batch * nodes].view(batch, nodes)
+    table = torch.full((batch * nodes + 2, 2, head_dim), torch.nan, dtype=dtype)
+    table[positions] = torch.stack([cos, signed(sin)], 2)
+    again = [torch.full_like(cache, torch.nan)[:, kv_heads:] for cache in caches]
+    for impl in ("triton", "torch"):
+        looked_up = Turns.at(table.to(DEVICE), positions.to(DEVICE), impl=impl)
+        same = rotate_and_store(given, looked_up, *again, rows.to(DEVICE), norms, impl="triton")
+        assert torch.equal(same, turned)
+        for cache, other in zip((keys, values), again, strict=True):
+            assert torch.equal(cache.nan_to_num(), other.nan_to_num())
+
     def of_transformers(wide):
         states = [each.double() if wide else each for each in (query, key)]
         if normed:

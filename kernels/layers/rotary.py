@@ -36,10 +36,22 @@ class Projected(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """Cosine and sine of each token's position, [B, N, 1, D] both, the sine with the signs of rotate_half."""
+    """Cosine and sine of each token's position, the sine with the signs of rotate_half.
+
+    cos, sin:  [B, N, 1, D]; or of all positions, [P, D], and then
+    positions: LongTensor[B, N] in 0 .. P - 1
+    """
 
     cos: Tensor
     sin: Tensor
+    positions: Tensor | None = None
+
+    @classmethod
+    def at(cls, table: Tensor, positions: Tensor, *, impl: str = "auto") -> "Turns":
+        """Those of positions LongTensor[B, N] in a table [P, 2, D]; the kernel looks them up itself."""
+        if choose_impl("Turns.at", impl, positions) == "triton":
+            return cls(table[:, 0], table[:, 1], positions)
+        return cls(*table[positions][:, :, :, None].unbind(2))
 
 
 class HeadNorms(NamedTuple):
@@ -78,7 +90,10 @@ def rotate_and_store(
     heads = query.shape[2]
     states = torch.cat([query, key], 2)
     # rotate_half is a roll by half of the columns and a change of signs, which the sine already has.
-    turned = torch.addcmul(states * turns.cos, states.roll(states.shape[-1] // 2, -1), turns.sin)
+    cos, sin = turns.cos, turns.sin
+    if turns.positions is not None:
+        cos, sin = (each[turns.positions][:, :, None] for each in (cos, sin))
+    turned = torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
     store_rows(keys, turned[:, :, heads:], cache_rows)
     store_rows(values, value, cache_rows)
     return turned[:, :, :heads]
@@ -119,9 +134,18 @@ def _turned(x, there, weight, epsilon, cos, sin, turn, column, like, HALF: tl.co
     return rounded(new_low, like, INTERPRETED), rounded(new_high, like, INTERPRETED)
 
 
+@triton.jit
+def _place(positions, token, tokens):
+    """Which row of the cosines and sines belongs to each token."""
+    if positions is not None:
+        token = tl.load(positions + token, mask=token < tokens, other=0)
+    return token
+
+
 @triton.jit(do_not_specialize=["tokens", "nodes", "rows_b", "rows_n"])
 def _rotary_kernel(
-    query, key, value, cos, sin, keys, values, out, rows, query_weight, key_weight, query_epsilon, key_epsilon,
+    query, key, value, cos, sin, positions, keys, values, out, rows, query_weight, key_weight,
+    query_epsilon, key_epsilon,
     tokens, nodes, query_row, key_row, value_row, turn_row, cache_b, cache_h, cache_s, rows_b, rows_n,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -136,7 +160,7 @@ def _rotary_kernel(
         there = (token < tokens)[:, None] & (column < HALF)[None, :]
         token = token.to(tl.int64)
         at = (token * query_row + head * (2 * HALF))[:, None] + column[None, :]
-        turn = (token * turn_row)[:, None] + column[None, :]
+        turn = (_place(positions, token, tokens) * turn_row)[:, None] + column[None, :]
         low, high = _turned(
             query + at, there, query_weight, query_epsilon, cos, sin, turn, column, out, HALF, INTERPRETED
         )  # fmt: skip
@@ -152,7 +176,7 @@ def _rotary_kernel(
         row = tl.load(rows + batch * rows_b + (token % nodes) * rows_n, mask=exists, other=0)
         token = token.to(tl.int64)
         at = (token * key_row + head * (2 * HALF))[:, None] + column[None, :]
-        turn = (token * turn_row)[:, None] + column[None, :]
+        turn = (_place(positions, token, tokens) * turn_row)[:, None] + column[None, :]
         low, high = _turned(key + at, there, key_weight, key_epsilon, cos, sin, turn, column, out, HALF, INTERPRETED)
         to = (batch * cache_b + head.to(tl.int64) * cache_h + row * cache_s)[:, None] + column[None, :]
         tl.store(keys + to, low, mask=there)
@@ -167,7 +191,10 @@ def _launch(
 ) -> Tensor:
     """`rotate_and_store` by the kernel."""
     _check(projected, turns, keys, values, cache_rows)
-    query, key, value, cos, sin = map(_by_token, (*projected, *turns))
+    query, key, value = map(_by_token, projected)
+    cos, sin, positions = turns
+    if positions is None:
+        cos, sin = _by_token(cos), _by_token(sin)
     kv_heads, nodes = keys.shape[1], cache_rows.shape[1]
     tokens, heads, head_dim = query.shape
     out = query.new_empty(*projected.query.shape)
@@ -176,7 +203,8 @@ def _launch(
     (query_weight, query_epsilon), (key_weight, key_epsilon) = ((None, 0.0), (None, 0.0)) if norms is None else norms
     with torch.cuda.device_of(query):
         _rotary_kernel[(triton.cdiv(tokens * heads, at_once) + triton.cdiv(tokens * kv_heads, at_once),)](
-            query, key, value, cos, sin, keys, values, out, cache_rows,
+            query, key, value, cos, sin, None if positions is None else positions.contiguous(), keys, values, out,
+            cache_rows,
             query_weight, key_weight, query_epsilon, key_epsilon,
             tokens, nodes, query.stride(0), key.stride(0), value.stride(0), cos.stride(0),
             keys.stride(0), keys.stride(1), keys.stride(2), cache_rows.stride(0), cache_rows.stride(1),
@@ -192,13 +220,15 @@ def _check(projected: Projected, turns: Turns, keys: Tensor, values: Tensor, cac
     kv_heads = key.shape[2]
     by_token, of_cache = (batch, nodes, kv_heads, head_dim), (batch, kv_heads, keys.shape[2], head_dim)
     given = {"key": (key, by_token), "value": (value, by_token), "keys": (keys, of_cache), "values": (values, of_cache)}
-    given |= {name: (each, (batch, nodes, 1, head_dim)) for name, each in turns._asdict().items()}
+    turned = (batch, nodes, 1, head_dim) if turns.positions is None else (len(turns.cos), head_dim)
+    given |= {"cos": (turns.cos, turned), "sin": (turns.sin, turned)}
     for name, (each, shape) in given.items():
         if each.shape != shape or each.dtype != query.dtype:
             raise ValueError(f"{name} must be {query.dtype} {[*shape]}, got {each.dtype} {[*each.shape]}")
-    if cache_rows.shape != (batch, nodes) or cache_rows.dtype != torch.long:
-        got = f"{cache_rows.dtype} {[*cache_rows.shape]}"
-        raise ValueError(f"cache_rows must be a LongTensor {[batch, nodes]}, got {got}")
+    for name, each in (("cache_rows", cache_rows), ("positions", turns.positions)):
+        if each is not None and (each.shape != (batch, nodes) or each.dtype != torch.long):
+            got = f"{each.dtype} {[*each.shape]}"
+            raise ValueError(f"{name} must be a LongTensor {[batch, nodes]}, got {got}")
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16) or head_dim % 2:
         got = f"{query.dtype} and heads of {head_dim}"
         raise ValueError(f"impl 'triton' has float32, float16 and bfloat16, and heads of even size; got {got}")

@@ -182,10 +182,10 @@ class LlamaForward(Forward):
         by_head = *tokens.shape, -1, self._head_dim
         assert cache.rotary is not None
         if self.rope_limit is None:
-            table = cache.rotary[positions]
+            turns = Turns.at(cache.rotary, positions)
         else:  # the largest position decides, as in transformers
             table = cache.rotary[(positions.amax(1, keepdim=True) >= self.rope_limit).long(), positions]
-        turns = Turns(*table[:, :, :, None].unbind(2))  # [B, N, 1, D]
+            turns = Turns(*table[:, :, :, None].unbind(2))  # [B, N, 1, D]
 
         hidden, computed = self.embedding(tokens.flatten()), None
         for index, layer in enumerate(self._layers):
