@@ -107,7 +107,9 @@ def placing(nodes: int) -> None:
 
     some = long_zeros(nodes)
     every = Chosen(some, some, some)
-    trees = Trees(long_zeros(4, nodes), long_zeros(4, nodes), long_zeros(4), long_zeros(4), long_zeros(4, nodes))
+    trees = Trees(
+        long_zeros(4, nodes), long_zeros(4), long_zeros(4, nodes), long_zeros(4), long_zeros(4), long_zeros(4, nodes)
+    )
     first_nodes(trees.left, trees.left, trees.lengths, nodes, impl="triton")
     place(trees, Drawn(long_zeros(4, nodes), some, some), every, impl="triton")
     place(trees, Drawn(long_zeros(4, nodes), some, some), every, whole=True, impl="triton")

@@ -39,12 +39,12 @@ def test_a_step_begins_with_the_root_and_the_token_before_it(impl):
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_a_level_and_a_tree_by_hand(impl):
     """Node 1 and node 3 are the root's children, node 2 that of node 1. The second text has room for one level."""
-    tokens = torch.tensor([[4, 4, 4, 4], [5, 5, 5, 5]])
+    tokens = torch.full((2, 4), 99)
     noise = torch.tensor([[100, 101, 102, 103], [200, 201, 202, 203]])
-    trees = on_device(Trees(tokens, noise, torch.tensor([10, 20]), torch.tensor([9, 2]), None))
+    trees = on_device(Trees(tokens, torch.tensor([4, 5]), noise, torch.tensor([10, 20]), torch.tensor([9, 2]), None))
     drawn = Drawn(torch.tensor([[7, 8], [-1, 9]]), torch.tensor([1, 3]), torch.tensor([1, 0]))
     fed = place(trees, on_device(drawn), on_device(chosen([1], [0], [1])), impl=impl)
-    assert trees.tokens.tolist() == [[4, 8, 4, 7], [5, 9, 5, -1]]
+    assert trees.tokens.tolist() == [[4, 8, 99, 7], [5, 9, 99, -1]]
     assert [field.tolist() for field in fed] == [[[8], [9]], [[11], [21]], [[11], [21]], [[10], [20]], [[101], [201]]]
     drawn = Drawn(torch.tensor([[1, 2], [1, 3]]), torch.tensor([2]), torch.tensor([1]))
     every = chosen([0, 1, 2, 3], [-1, 0, 1, 0], [0, 1, 2, 1])
@@ -60,7 +60,7 @@ def test_a_level_and_a_tree_by_hand(impl):
 def test_nodes_of_one_text_are_told_by_the_first_of_them(impl):
     """Nodes 1, 2 and 3 have tokens 6, 6 and 7, and a child each: 8, 8 and 8. So the first two texts are equal."""
     tokens = torch.tensor([[0, 6, 6, 7, 8, 8, 8]])
-    trees = on_device(Trees(tokens, tokens, tokens[0, :1], tokens[0, :1], torch.zeros_like(tokens)))
+    trees = on_device(Trees(tokens, tokens[:, 0], tokens, tokens[0, :1], tokens[0, :1], torch.zeros_like(tokens)))
     first = alike(trees, on_device(chosen([1, 2, 3], [0, 0, 0], [1, 1, 1])), impl=impl)
     assert first.tolist() == [[0, 0, 2]]
     first = alike(trees, on_device(chosen([4, 5, 6], [1, 2, 3], [2, 2, 2])), impl=impl)
@@ -77,7 +77,9 @@ def test_kernels_place_and_feed_as_their_references(case):
 
     batch, nodes, children, draws, count = 1 + case % 3, *((300, 150, 200, 140) if case % 2 else (12, 4, 9, 5))
     tokens = random(4, batch, nodes) - 1
-    trees = Trees(tokens, random(1 << 40, batch, nodes), random(50, batch), random(5, batch), 0 * tokens)
+    trees = Trees(
+        tokens, random(4, batch), random(1 << 40, batch, nodes), random(50, batch), random(5, batch), 0 * tokens
+    )
     order = torch.randperm(nodes - 1, generator=generator) + 1
     drawn = Drawn(random(9, batch, draws) - 1, order[:children], random(draws, children))
     level, every = order[:count], torch.arange(nodes)

@@ -87,6 +87,7 @@ class Trees(NamedTuple):
     """Trees of N nodes, of one shape, that are being drafted.
 
     tokens:     LongTensor[B, N], of the nodes placed so far; -1 for an absent node
+    roots:      LongTensor[B], the tokens of the roots, which are placed first
     noise_rows: LongTensor[B, N]
     lengths:    LongTensor[B], tokens before the root
     left:       LongTensor[B], tokens that a sequence may still write; at depth `left` and deeper all nodes are absent
@@ -94,6 +95,7 @@ class Trees(NamedTuple):
     """
 
     tokens: Tensor
+    roots: Tensor
     noise_rows: Tensor
     lengths: Tensor
     left: Tensor
@@ -156,6 +158,7 @@ def alike(trees: Trees, given: Chosen, *, impl: str = "auto") -> Tensor:
 
 def _reference(trees: Trees, drawn: Drawn | None, given: Chosen, whole: bool) -> Fed:
     tokens, lengths = trees.tokens, trees.lengths[:, None]
+    tokens[:, 0] = trees.roots
     if drawn is not None:
         tokens.index_copy_(1, drawn.children, drawn.tokens.index_select(1, drawn.draws))
     if whole:
@@ -205,7 +208,8 @@ def _first_kernel(
 def _place_kernel(
     tokens_ptr,  # [B, N], in place
     noise_ptr,  # [B, N]
-    lengths_ptr,  # [B], as left_ptr
+    roots_ptr,  # [B], as the next two
+    lengths_ptr,
     left_ptr,
     drawn_ptr,  # [B, DRAWS]; None if CHILDREN is 0
     children_ptr,  # [CHILDREN], as draws_ptr
@@ -231,6 +235,7 @@ def _place_kernel(
     tokens_ptr += sequence * N
     noise_ptr += sequence * N
     length = tl.load(lengths_ptr + sequence)
+    tl.store(tokens_ptr, tl.load(roots_ptr + sequence))
     if HAS_DRAWN:
         for start in range(0, CHILDREN, BLOCK):
             i = start + tl.arange(0, BLOCK)
@@ -238,7 +243,7 @@ def _place_kernel(
             draw = tl.load(draws_ptr + i, mask=i < CHILDREN, other=0)
             token = tl.load(drawn_ptr + sequence * DRAWS + draw, mask=i < CHILDREN, other=0)
             tl.store(tokens_ptr + child, token, mask=i < CHILDREN)
-        tl.debug_barrier()  # tokens that other threads have stored are read below
+    tl.debug_barrier()  # tokens that other threads have stored are read below
     for start in range(0, GIVEN, BLOCK):
         i = start + tl.arange(0, BLOCK)
         here = i < GIVEN
@@ -307,7 +312,7 @@ def _launch(trees: Trees, drawn: Drawn | None, given: Chosen, whole: bool) -> Fe
     fed = Fed(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in Fed._fields))
     with torch.cuda.device_of(trees.tokens):
         _place_kernel[(batch,)](
-            tokens_ptr=trees.tokens, noise_ptr=trees.noise_rows.contiguous(),
+            tokens_ptr=trees.tokens, noise_ptr=trees.noise_rows.contiguous(), roots_ptr=trees.roots,
             lengths_ptr=trees.lengths, left_ptr=trees.left,
             drawn_ptr=None if drawn is None else drawn.tokens.contiguous(),
             children_ptr=None if drawn is None else drawn.children, draws_ptr=None if drawn is None else drawn.draws,

@@ -68,10 +68,10 @@ def draft_tree(
 
 
 def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, replacement: bool) -> Trees:
-    """Trees in which nothing but the root has been placed yet."""
-    tokens = state.root[:, None].repeat(1, len(tree))  # a copy, because the step moves the state on
+    """Trees in which nothing has been placed yet."""
+    tokens = state.root.new_empty(len(state.root), len(tree))
     texts = torch.zeros_like(tokens) if replacement else None
-    return Trees(tokens, noise_rows, state.lengths, state.left, texts)
+    return Trees(tokens, state.root, noise_rows, state.lengths, state.left, texts)
 
 
 def _placed(trees: Trees, tokens: Tensor, tree: DeviceTree, depth: int) -> Fed:

@@ -11,6 +11,7 @@ the same noise wherever in the tree it is reached, and in plain decoding: so the
 draft.
 """
 
+import torch
 from torch import Tensor
 
 NODE_BITS = 12
@@ -27,7 +28,7 @@ def sequence_rows(sequence_ids: Tensor) -> Tensor:
 
 def root_rows(sequence_rows: Tensor, positions: Tensor) -> Tensor:
     """The noise rows of roots at these positions, LongTensor[B]; sequence_rows: of `sequence_rows`."""
-    return sequence_rows | (positions << NODE_BITS)
+    return torch.add(sequence_rows, positions, alpha=ROWS_PER_ROOT)
 
 
 def node_rows(root_rows: Tensor, nodes: Tensor) -> Tensor:
