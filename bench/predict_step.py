@@ -7,7 +7,8 @@ A step of a static tree at batch 1 is a chain of kernels, each of which waits fo
     draw of a level          + DRAW, verification + DECIDE          what these take beyond a small kernel
 
 `before` is a layer as PyTorch's operations make it, with seven products and fourteen other kernels; `now` is with
-joined products and fused kernels. The limit is the time to read the target's weights once.
+joined products and fused kernels, as tests/test_layer_kernels.py and tests/test_step.py count them. The limit is the time
+to read the target's weights once.
 """
 
 from typing import NamedTuple
@@ -38,18 +39,19 @@ class Layer(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Kernels of a layer, of the rest of a pass beside its head, and of a step beside its passes."""
+    """Kernels of a layer, of the rest of the target's and of the draft's pass, and of a step beside its passes."""
 
     layer: Layer
-    ends: int
+    target_ends: int
+    draft_ends: int
     step: int
 
 
 TARGETS = {"Llama-2-7B": Model(32, 4096, 11008)}
 DRAFT = Model(2, 768, 3072)  # llama-68m
 LEVELS, NODES = 5, 32
-BEFORE = Kernels(Layer(products=7, others=14), ends=6, step=78)
-NOW = Kernels(Layer(products=4, others=6), ends=6, step=50)
+BEFORE = Kernels(Layer(products=7, others=14), target_ends=3, draft_ends=7, step=78)
+NOW = Kernels(Layer(products=4, others=5), target_ends=2, draft_ends=3, step=23)
 
 
 def read_bytes(model: Model) -> int:
@@ -58,20 +60,22 @@ def read_bytes(model: Model) -> int:
     return BYTES * (model.layers * layer + model.hidden * model.vocabulary)
 
 
-def pass_seconds(model: Model, kernels: Kernels, bandwidth: float) -> dict[str, float]:
+def pass_seconds(model: Model, layer: Layer, ends: int, bandwidth: float) -> dict[str, float]:
     """A forward pass over few tokens, by what it spends its time on."""
-    products = model.layers * kernels.layer.products + 1
+    products = model.layers * layer.products + 1
     return {
         "reading weights": read_bytes(model) / bandwidth,
         "starts of products": products * PRODUCT,
-        "other kernels": (model.layers * kernels.layer.others + kernels.ends) * SMALL,
+        "other kernels": (model.layers * layer.others + ends) * SMALL,
     }
 
 
 def step_seconds(target: Model, draft: Model, kernels: Kernels, bandwidth: float) -> dict[str, float]:
     """A step, by what it spends its time on."""
-    parts = {f"target: {name}": time for name, time in pass_seconds(target, kernels, bandwidth).items()}
-    parts |= {f"draft: {name}": LEVELS * time for name, time in pass_seconds(draft, kernels, bandwidth).items()}
+    of_target = pass_seconds(target, kernels.layer, kernels.target_ends, bandwidth)
+    of_draft = pass_seconds(draft, kernels.layer, kernels.draft_ends, bandwidth)
+    parts = {f"target: {name}": time for name, time in of_target.items()}
+    parts |= {f"draft: {name}": LEVELS * time for name, time in of_draft.items()}
     parts["beside: launches"] = kernels.step * SMALL
     parts["beside: drawing"] = LEVELS * DRAW
     parts["beside: deciding"] = DECIDE
