@@ -6,37 +6,57 @@ ever waits for another.
 
 Counters live in one buffer for each GPU and stream, which is zeroed when it is made: the launches on one stream follow
 each other. A CUDA graph has counters of its own, in its own memory, which it sets to zero itself, so that it may be
-replayed on any stream and beside any other graph.
+replayed on any stream and beside any other graph: once, where `captured_on_one_stream` says that its launches follow
+each other, too; otherwise before each launch, which takes as long as a small kernel.
 """
 
 # A type checker does not understand Triton kernels.
 # pyright: reportCallIssue=false
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
-_buffers: dict[tuple[int, int], Tensor] = {}
+_of_streams: dict[object, Tensor] = {}
+_of_capture = threading.local()
 
 
 def tickets(count: int, device: torch.device) -> Tensor:
-    """`count` int32 counters that are zero; the kernel that draws tickets from them leaves them at zero."""
+    """At least `count` int32 counters that are zero; the kernel that draws tickets from them leaves them at zero."""
     if device.type != "cuda":  # in the interpreter an exception may end a kernel and leave its counters at any value
         return torch.zeros(count, dtype=torch.int32)
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    key = device.index, torch.cuda.current_stream(device).cuda_stream
-    if key not in _buffers or len(_buffers[key]) < count:
-        _buffers[key] = torch.zeros(max(4096, triton.next_power_of_2(count)), dtype=torch.int32, device=device)
-    return _buffers[key]
+        buffers, key = getattr(_of_capture, "buffers", {}), device.index
+    else:
+        active: Any = driver.active
+        buffers, key = _of_streams, (device.index, active.get_current_stream(device.index))
+    if key not in buffers or len(buffers[key]) < count:
+        buffers[key] = torch.zeros(max(4096, triton.next_power_of_2(count)), dtype=torch.int32, device=device)
+    return buffers[key]
+
+
+@contextmanager
+def captured_on_one_stream() -> Iterator[None]:
+    """Around the capture of one CUDA graph: all that this thread captures is on one stream, and so shares counters."""
+    _of_capture.buffers = {}
+    try:
+        yield
+    finally:
+        del _of_capture.buffers
 
 
 @triton.jit
-def is_last(ticket_ptr, COUNT: tl.constexpr):
-    """Whether the other COUNT - 1 programs have all drawn a ticket here before, and so have stored their parts."""
+def is_last(ticket_ptr, count):
+    """Whether the other count - 1 programs have all drawn a ticket here before, and so have stored their parts."""
     tl.debug_barrier()
-    last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == COUNT - 1
+    last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == count - 1
     if last:
         tl.store(ticket_ptr, 0)
     return last

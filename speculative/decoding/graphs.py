@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from heavypath.kernels.tickets import captured_on_one_stream
+
 MOST = 16  # graphs kept: those used last
 
 Result = TypeVar("Result")
@@ -45,7 +47,7 @@ class Graph(Generic[Result]):
         """
         graph, self.fails = torch.cuda.CUDAGraph(), True
         self._stream.wait_stream(torch.cuda.current_stream())
-        with _capturing, torch.cuda.stream(self._stream):
+        with _capturing, torch.cuda.stream(self._stream), captured_on_one_stream():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = function()
