@@ -13,6 +13,8 @@ from common import DEVICE, made, until_stopped, write_results
 from rich.console import Console
 from rich.table import Table
 
+from heavypath.kernels.tickets import captured_on_one_stream
+
 Run = Callable[[], object]
 
 
@@ -25,7 +27,7 @@ def captured(run: Run) -> Run:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), captured_on_one_stream():
         run()
     return graph.replay
 

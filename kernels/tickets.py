@@ -16,13 +16,15 @@ its own memory to zero before each kernel.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
-_buffers: dict[tuple[int, int], Tensor] = {}
+_buffers: dict[object, Tensor] = {}
 _given = threading.local()
 
 
@@ -40,7 +42,7 @@ def counters_for(counters: Tensor) -> Iterator[None]:
 
 
 def tickets(count: int, device: torch.device) -> Tensor:
-    """`count` int32 counters that are zero; the kernel that draws tickets from them leaves them at zero."""
+    """At least `count` int32 counters that are zero; the kernel that draws tickets from them leaves them at zero."""
     if device.type != "cuda":  # in the interpreter an exception may end a kernel and leave its counters at any value
         return torch.zeros(count, dtype=torch.int32)
     if torch.cuda.is_current_stream_capturing():
@@ -48,17 +50,18 @@ def tickets(count: int, device: torch.device) -> Tensor:
         if given is not None and len(given) >= count:
             return given
         return torch.zeros(count, dtype=torch.int32, device=device)
-    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    active: Any = driver.active
+    key = device.index, active.get_current_stream(device.index)
     if key not in _buffers or len(_buffers[key]) < count:
         _buffers[key] = torch.zeros(max(4096, triton.next_power_of_2(count)), dtype=torch.int32, device=device)
     return _buffers[key]
 
 
 @triton.jit
-def is_last(ticket_ptr, COUNT: tl.constexpr):
-    """Whether the other COUNT - 1 programs have all drawn a ticket here before, and so have stored their parts."""
+def is_last(ticket_ptr, count):
+    """Whether the other count - 1 programs have all drawn a ticket here before, and so have stored their parts."""
     tl.debug_barrier()
-    last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == COUNT - 1
+    last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == count - 1
     if last:
         tl.store(ticket_ptr, 0)
     return last

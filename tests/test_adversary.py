@@ -29,7 +29,9 @@ from test_verification_kernel import Problem as Verification
 from test_verification_kernel import random_problem
 
 from heavypath.kernels import cache_compaction, commit, ordering, sampling_kernel, tickets, walk
-from heavypath.kernels.attention import kernel as attention_kernel
+from heavypath.kernels import tree_attention as attention
+from heavypath.kernels.attention import kernel as tree_attention_kernel
+from heavypath.kernels.attention import launch as tree_attention_launch
 from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.tree_attention import tree_attention
@@ -39,6 +41,12 @@ from heavypath.speculative import TokenTree
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adversary needs Triton's interpreter")
 ROOT = Path(__file__).parent.parent
 FEW, MANY = 4, 217  # random trees; with three seeds, MANY are 651 for each kernel
+
+
+@pytest.fixture(autouse=True)
+def no_kept_plans(monkeypatch):
+    """Plans of attention know their kernel, and where its prefix is cut."""
+    monkeypatch.setattr(attention, "_plan", attention._plan.__wrapped__)
 
 
 def orders(adversary: Adversary, trees: int, nodes: int = 12) -> None:
@@ -69,6 +77,19 @@ def attends(adversary: Adversary, trees: int) -> None:
     for visible in masks(drawn_trees)[::3] if trees == FEW else masks(drawn_trees)[:1]:
         out = tree_attention(query, key, value, prefix_length=lengths, **visible, impl="triton")
         torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=0)
+
+
+def attends_in_parts(adversary: Adversary, trees: int = FEW) -> None:
+    """Up to six programs share each of two tiles, and the last of them merges their parts, in two times 16 rows."""
+    drawn_trees = [random_tree(20, adversary.seed + tree) for tree in range(3)]
+    lengths, visible = torch.tensor([150, 0, 70]), masks(drawn_trees)[0]
+    tensors = inputs(3, 2, 1, 20, 170, 64, seed=adversary.seed)
+    exact = oracle(*tensors, lengths, torch.stack([tree.mask() for tree in drawn_trees]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention_launch, "MIN_SPLIT", 32)
+        out, again = (tree_attention(*tensors, prefix_length=lengths, **visible, impl="triton") for _ in range(2))
+    torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=0)
+    assert torch.equal(out, again), "it depends on which program is the last one"
 
 
 def verifies(adversary: Adversary, trees: int) -> None:
@@ -136,7 +157,8 @@ CASES = {
     orders: ["_heavy_path_kernel"],
     orders_large: ["_heavy_path_kernel"],
     commits: ["_commit_kernel"],
-    attends: ["tree_attention_kernel", "merge_kernel"],
+    attends: ["tree_attention_kernel"],
+    attends_in_parts: ["tree_attention_kernel"],
     verifies: ["_decide_kernel", "_walk_kernel"],
     verifies_in_chunks: ["_decide_kernel", "_walk_kernel"],
     draws: ["_gumbel_topk_kernel", "_cuts_kernel"],
@@ -172,6 +194,7 @@ def test_kernels_are_right_on_650_random_trees_in_any_order_of_their_programs(ca
 
 BARRIER = "tl.debug_barrier()\n"
 TICKET = (tickets, "is_last")
+ATTENTION = (tree_attention_kernel, "tree_attention_kernel")
 ORDERING = (ordering, "_heavy_path_kernel", orders_large)
 UNORDERED, NO_BARRIER, OUTSIDE = "another program .* in no order", "another thread .* with no barrier", "outside"
 FAULTS = {
@@ -179,6 +202,7 @@ FAULTS = {
     "a ticket orders nothing (verification)": (
         *TICKET, verifies_in_chunks, 'sem="acq_rel"', 'sem="relaxed"', UNORDERED
     ),
+    "a ticket orders nothing (attention)": (*TICKET, attends_in_parts, 'sem="acq_rel"', 'sem="relaxed"', UNORDERED),
     "a ticket does not release": (*TICKET, draws, 'sem="acq_rel"', 'sem="acquire"', UNORDERED),
     "a ticket does not acquire": (*TICKET, draws, 'sem="acq_rel"', 'sem="release"', UNORDERED),
     "a ticket is drawn before all threads have stored": (*TICKET, draws, BARRIER, "pass\n", UNORDERED),
@@ -195,11 +219,20 @@ FAULTS = {
         "tl.store(keys_ptr + out, key, mask=place <= K)", f"{OUTSIDE}|{UNORDERED}",
     ),
     "a read one past the end": (
-        attention_kernel, "tree_attention_kernel", attends, "keys < nodes, other=0", "keys <= nodes, other=0",
-        OUTSIDE,
+        *ATTENTION, attends, "keys < nodes, other=0", "keys <= nodes, other=0", OUTSIDE
     ),
     "a part that no other program may store": (
-        attention_kernel, "tree_attention_kernel", attends, "peak, mask=asks)", "peak)", f"{OUTSIDE}|{UNORDERED}"
+        *ATTENTION, attends, "peak, mask=asks)", "peak)", f"{OUTSIDE}|{UNORDERED}"
+    ),
+    "the first program merges all parts": (
+        *ATTENTION, attends_in_parts, "if is_last(tickets + tl.program_id(2) * tl.num_programs(0) + tile, parts):",
+        "if part == 0:", UNORDERED,
+    ),
+    "two tiles draw from one counter": (
+        *ATTENTION, attends_in_parts, "tl.num_programs(0) + tile, parts)", "tl.num_programs(0), parts)", UNORDERED
+    ),
+    "the last but one merges all parts": (
+        *ATTENTION, attends_in_parts, "+ tile, parts)", "+ tile, parts - 1)", UNORDERED
     ),
     "a value is fetched before it is stored": (
         ordering, "_scattered", orders_large, f"mask=place < N)\n    {BARRIER}", "mask=place < N)\n", NO_BARRIER

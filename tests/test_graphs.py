@@ -14,7 +14,6 @@ from test_own_draft import Bigrams
 from test_step import PROMPTS, Event, Stream, Tape, as_on_a_gpu  # noqa: F401
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from heavypath.kernels.tickets import counters_for, tickets
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.snapshots import Snapshots
@@ -201,16 +200,6 @@ def test_on_a_cpu_warming_up_leaves_the_text_as_it_is():
     assert torch.equal(decoder.generate(ONE, **SAMPLED).sequences, before)
     with pytest.raises(ValueError, match="positions"):
         decoder.warm_up(prompt_tokens=60, max_new_tokens=8)
-
-
-def test_kernels_that_are_captured_share_the_graphs_counters(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    gpu, few = torch.device("cuda", 0), torch.zeros(8, dtype=torch.int32)
-    with counters_for(few):
-        assert tickets(8, gpu) is tickets(3, gpu) is few
-        monkeypatch.setattr(torch, "zeros", lambda count, **options: count)
-        assert tickets(9, gpu) == 9
-    assert tickets(3, gpu) == 3
 
 
 def test_a_capture_that_fails_leaves_the_stream_and_the_lock(as_on_a_gpu):  # noqa: F811

@@ -205,7 +205,7 @@ def without_values(as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: None)
     for name in ("sampling_kernel", "filter_cuts", "decision", "walk"):
         module = importlib.import_module(f"heavypath.kernels.{name}")
-        monkeypatch.setattr(module, "tickets", lambda count, device: torch.zeros(count, device=device))
+        monkeypatch.setattr(module, "tickets", lambda count, device: torch.empty(count, device=device))
 
 
 def llama_without_values(layers: int) -> LlamaForward:
@@ -274,15 +274,15 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
 
 MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and launches
     "autoregressive": (0, 10),
-    "sequoia": (5, 32),
-    "ersd": (5, 32),
-    "top-k": (5, 32),
-    "naive": (5, 40),
-    "rsd-c": (4, 28),
-    "dyspec": (5, 37),
-    "eagle-2": (5, 36),
-    "rsd-s": (5, 32),
-    "chain of 5": (5, 32),
+    "sequoia": (5, 26),
+    "ersd": (5, 27),
+    "top-k": (5, 26),
+    "naive": (5, 35),
+    "rsd-c": (4, 23),
+    "dyspec": (5, 31),
+    "eagle-2": (5, 31),
+    "rsd-s": (5, 26),
+    "chain of 5": (5, 26),
 }
 
 
@@ -309,7 +309,7 @@ def test_a_step_launches_little_beside_the_models(name, temperature, batch, with
     launches.names.clear()
     with launches:
         step(state, *caches, 160, lambda phase: None)
-    assert 0 < len(launches.names) <= most, launches.names
+    assert 0 < len(launches.names) < most, launches.names  # one more sets the counters of `tickets` to zero
 
 
 class Launches(TorchDispatchMode):

@@ -16,6 +16,7 @@ from heavypath.kernels import tree_attention as entry
 from heavypath.kernels.attention import kernel as module
 from heavypath.kernels.attention import launch
 from heavypath.kernels.attention.masks import attention_bias, pack_ancestors, unpack_ancestors
+from heavypath.kernels.tickets import tickets
 from heavypath.kernels.tree_attention import chain_attention, tree_attention
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -199,6 +200,22 @@ def test_results_of_the_kernel_do_not_depend_on_the_rest_of_the_batch():
         alone = (x[b : b + 1] for x in (query, key, value))
         one = tree_attention(*alone, prefix_length=lengths[b : b + 1], **masks(tree)[0], impl="triton")
         assert torch.equal(out[b : b + 1], one)
+
+
+def test_all_rows_of_a_tile_are_merged_and_counters_are_left_at_zero(monkeypatch):
+    """Five programs share a tile of 32 rows, and 8 of these are merged at a time."""
+    drawn_from = []
+    monkeypatch.setattr(launch, "tickets", lambda *size: drawn_from.append(tickets(*size)) or drawn_from[-1])
+    tree, lengths = random_tree(27), [1_100, 200]
+    query, key, value = inputs(2, 2, 1, 27, 1_130, 128)
+    visible = {"prefix_length": torch.tensor(lengths, device=DEVICE), **masks(tree)[0], "impl": "triton"}
+    exact = oracle(query, key, value, lengths, tree.mask().expand(2, -1, -1).to(DEVICE))
+    for _ in range(2):
+        out = tree_attention(query, key, value, **visible)
+        torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=0)
+    assert len(drawn_from) == 2
+    assert all(len(counters) >= 4 for counters in drawn_from)  # two sequences of two tiles
+    assert not any(counters.any() for counters in drawn_from)
 
 
 @IMPLS
@@ -463,8 +480,7 @@ def test_a_bug_of_the_kernel_is_found(name, tmp_path, monkeypatch):
         right = tree_attention(query, key, value, **problem)
         torch.testing.assert_close(right.double(), exact, atol=5e-3, rtol=0)
         with monkeypatch.context() as patch:
-            for kernel in ("tree_attention_kernel", "merge_kernel"):
-                patch.setattr(launch, kernel, getattr(mutated, kernel))
+            patch.setattr(launch, "tree_attention_kernel", mutated.tree_attention_kernel)
             patch.setattr(entry, "_plan", entry._plan.__wrapped__)  # plans know the kernel
             mutant = tree_attention(query, key, value, **problem)
         wrong.append(not torch.allclose(mutant, right, atol=1e-2))

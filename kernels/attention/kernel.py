@@ -10,9 +10,14 @@ heads of a group share every key they load. It walks over
     Both tests are exact. They read N integers once and leave a bit for each block in two 64-bit words.
 
 with the usual online softmax, in base 2. A few nodes alone would leave most of a GPU idle. So the prefix is cut into up
-to SPLITS parts, each with its own sum, maximum and unnormalised output, which a second kernel merges. Where the cuts
-are depends on the sequence's own length and on the model's shape, never on the rest of the batch. Lengths are read on
-the device, so a CUDA graph holds for all lengths.
+to SPLITS parts, and a program attends to one of them. It stores a sum, a maximum and an unnormalised output, and the
+program that finishes last (see `tickets`) merges those of all parts p, for each query row:
+
+    out = sum_p 2^(peak_p - peak) out_p / sum_p 2^(peak_p - peak) total_p,   peak = max_p peak_p
+
+It reads its own part back, too, so that it does not matter which one is last. Where the cuts are depends on the
+sequence's own length and on the model's shape, never on the rest of the batch. Lengths are read on the device, so a
+CUDA graph holds for all lengths.
 
 Costs, for G query heads per key head, L >> N and 2-byte numbers: 4 G N L D FLOPs for 4 L D bytes of a head's keys and
 values, which is G N FLOPs per byte. Above about 165 FLOPs per byte (an H200 has 790 TFLOP/s and 4.3 TB/s, a ratio of
@@ -25,6 +30,8 @@ values, which is G N FLOPs per byte. Above about 165 FLOPs per byte (an H200 has
 
 import triton
 import triton.language as tl
+
+from heavypath.kernels.tickets import is_last
 
 MAX_NODES = 2048  # each of 64 blocks of 32 keys has a bit in one word
 MIN_SPLIT = 256  # fewest rows worth a program of their own; a multiple of every BLOCK_N
@@ -115,11 +122,11 @@ _MASKS = ["lengths", "first_row", "ends", "words", "counts"]
     do_not_specialize=["length", "window", *_SIZES, *_MASK_STRIDES, *_STRIDES], do_not_specialize_on_alignment=_MASKS
 )
 def tree_attention_kernel(
-    query, key, value, out, partial, length, lengths, first_row, ends, words, counts, scale, softcap, window,
+    query, key, value, out, partial, tickets, length, lengths, first_row, ends, words, counts, scale, softcap, window,
     queries, nodes, kv_heads, lengths_stride, ends_stride, words_stride, counts_stride, word_count,
     query_b, query_h, query_n, key_b, key_h, key_s, value_b, value_h, value_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, MERGED: tl.constexpr,
     BLOCK_M: tl.constexpr, TOUCHED: tl.constexpr, TREE_BLOCKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """A program for each tile of (node, head of the group) rows, part of the keys, and (sequence, key head).
@@ -264,54 +271,51 @@ def tree_attention_kernel(
                 visible, readable, acc, peak, total, scale, softcap, columns, HEAD_DIM, UPCAST,
             )  # fmt: skip
 
+    out += batch.to(tl.int64) * (queries * kv_heads * GROUP * HEAD_DIM)
     if parts == 1:
         acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-        out += batch.to(tl.int64) * (queries * kv_heads * GROUP * HEAD_DIM)
         out_row = node * (kv_heads * GROUP) + head
         tl.store(out + (out_row[:, None] * HEAD_DIM + columns[None, :]), acc, mask=query_mask)
     elif SPLITS > 1:
-        slots = tl.num_programs(2).to(tl.int64) * SPLITS * (queries * GROUP)
-        slot = (tl.program_id(2).to(tl.int64) * SPLITS + part) * (queries * GROUP)
+        rows = queries * GROUP
+        slots = tl.num_programs(2).to(tl.int64) * SPLITS * rows
+        first_slot = tl.program_id(2).to(tl.int64) * SPLITS * rows
+        slot = first_slot + part * rows
         tl.store(partial + slot * HEAD_DIM + (row[:, None] * HEAD_DIM + columns[None, :]), acc, mask=query_mask)
-        partial += slots * HEAD_DIM + slot
-        tl.store(partial + row, peak, mask=asks)
-        tl.store(partial + slots + row, total, mask=asks)
+        tl.store(partial + slots * HEAD_DIM + slot + row, peak, mask=asks)
+        tl.store(partial + slots * (HEAD_DIM + 1) + slot + row, total, mask=asks)
+        if is_last(tickets + tl.program_id(2) * tl.num_programs(0) + tile, parts):
+            for some in tl.range(tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, rows), MERGED):
+                _merge(
+                    out, partial, some + tl.arange(0, MERGED), first_slot, slots, parts, kv_head, kv_heads, rows,
+                    GROUP, HEAD_DIM, BLOCK_D, SPLITS,
+                )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["length", "window", *_SIZES], do_not_specialize_on_alignment=["lengths", "first_row"])
-def merge_kernel(
-    out, partial, length, lengths, first_row, window, queries, nodes, kv_heads, lengths_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit
+def _merge(
+    out, partial, row, first_slot, slots, parts, kv_head, kv_heads, rows,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts p: out = sum_p 2^(peak_p - peak) out_p / sum_p 2^(peak_p - peak) total_p.
+    """Merge the parts of some query rows, loading all parts at once.
 
-    A program for each ROWS query rows and each (sequence, key head); it loads all parts at once. `partial` has the
-    outputs of all parts, [slots, D], then their peaks and then their totals, [slots] each.
+    `partial` has the outputs of all parts, [slots, D], then their peaks and then their totals, [slots] each.
     """
-    batch, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
-    _, _, _, _, parts = _cut(
-        batch, length, lengths, lengths_stride, first_row, nodes, window, SPLITS, MIN_SPLIT, BLOCK_N
-    )  # fmt: skip
-    if parts == 1:
-        return
-    row, part, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-    slot = (tl.program_id(1).to(tl.int64) * SPLITS + part)[:, None] * (queries * GROUP) + row[None, :]
-    asks = row < queries * GROUP
+    part, columns, asks = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D), row < rows
+    slot = first_slot + part[:, None] * rows + row[None, :]
     there = (part < parts)[:, None] & asks[None, :]
-    slots = tl.num_programs(1).to(tl.int64) * SPLITS * (queries * GROUP)
-    peaks = tl.load(partial + slots * HEAD_DIM + slot, mask=there, other=float("-inf"))
-    totals = tl.load(partial + slots * (HEAD_DIM + 1) + slot, mask=there, other=0.0)
+    peaks = tl.load(partial + slots * HEAD_DIM + slot, mask=there, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(partial + slots * (HEAD_DIM + 1) + slot, mask=there, other=0.0, cache_modifier=".cg")
     outs = tl.load(
         partial + slot[:, :, None] * HEAD_DIM + columns[None, None, :],
-        mask=there[:, :, None] & (columns < HEAD_DIM)[None, None, :], other=0.0,
+        mask=there[:, :, None] & (columns < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
     )  # fmt: skip
     peak = tl.max(peaks, 0)
     weights = tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
     total = tl.sum(weights * totals, 0)
     merged = tl.sum(weights[:, :, None] * outs, 0) / tl.where(total == 0, 1.0, total)[:, None]
-    out_row = (batch.to(tl.int64) * queries + row // GROUP) * (kv_heads * GROUP) + kv_head * GROUP + row % GROUP
+    out_row = row // GROUP * (kv_heads * GROUP) + kv_head * GROUP + row % GROUP
     tl.store(
-        out + out_row[:, None] * HEAD_DIM + columns[None, :], merged,
+        out + (out_row[:, None] * HEAD_DIM + columns[None, :]), merged,
         mask=asks[:, None] & (columns < HEAD_DIM)[None, :],
     )  # fmt: skip

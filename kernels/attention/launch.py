@@ -1,4 +1,4 @@
-"""How the kernels of `tree_attention` are launched: tiles, splits and all else that follows from shapes is a plan.
+"""How the kernel of `tree_attention` is launched: tiles, splits and all else that follows from shapes is a plan.
 
 A model that is not under a CUDA graph calls attention for each layer of each token, and the host's time counts, of
 which checks, tiles and Triton's own search for a variant would take most. They depend on the layouts of tensors, not on
@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heavypath.kernels.attention.kernel import MIN_SPLIT, merge_kernel, tree_attention_kernel
+from heavypath.kernels.attention.kernel import MIN_SPLIT, tree_attention_kernel
 from heavypath.kernels.attention.masks import Visible
+from heavypath.kernels.tickets import tickets
 from heavypath.kernels.variant import Launch, current_stream, variant_of
 
 
@@ -68,16 +69,17 @@ class Layouts(NamedTuple):
 class Plan(NamedTuple):
     """All of a launch that follows from the layouts of its tensors; the layers of a forward pass share it.
 
-    in_place:      whether the kernel can read query, key and value where they are, if their addresses are aligned
-    out, parts:    shape of the output, and how many numbers the parts of the prefix leave for the merge
-    attend, merge: the launches
+    in_place:     whether the kernel can read query, key and value where they are, if their addresses are aligned
+    out:          shape of the output
+    parts, tiles: how many numbers the parts of the prefix leave to be merged, and for how many tiles; 0 for one part
+    attend:       the launch
     """
 
     in_place: bool
     out: tuple[int, int, int, int]
     parts: int
+    tiles: int
     attend: Launch
-    merge: Launch
 
 
 def _is_in_place(layout: Layout) -> bool:
@@ -123,7 +125,6 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     most = _power(_blocks(key.shape[2], MIN_SPLIT))
     splits = min(1 << max(programs.bit_length() - 1, 0), most, 32)
     block_d = max(16, _power(head_dim))
-    rows_each = max(1, 8192 // (splits * block_d))
     # A limit on registers keeps ptxas from spilling to fit one more program; with 16 warps it would make ptxas spill.
     registers = None if warps == 16 and head_dim > 128 and roomy else min(255, (1 << 16) // (32 * warps))
 
@@ -145,6 +146,7 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     constants = {
         "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n,
         "SPLITS": splits, "MIN_SPLIT": MIN_SPLIT,
+        "MERGED": min(block_m, max(1, 8192 // (splits * block_d))),  # with all parts as many numbers as fit in flight
     }  # fmt: skip
     tiling = {
         "BLOCK_M": block_m,
@@ -157,13 +159,12 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     dtypes = tuple(None if layout is None else layout.dtype for layout in layouts)
     kind = (query.device, dtypes, windowed, capped, wide, *constants.values())
     attend = variant_of(tree_attention_kernel, (*kind, *tiling.values()), tuple(options.items()))
-    merge = variant_of(merge_kernel, (*kind, rows_each), (("enable_fp_fusion", True),))
     return Plan(
         in_place=all(map(_is_in_place, (query, key, value))),
         out=(batch, queries, heads, head_dim),
         parts=batch * kv_heads * splits * rows * (head_dim + 2) if splits > 1 else 0,
+        tiles=batch * kv_heads * tiles if splits > 1 else 0,
         attend=Launch(attend, (tiles, splits, batch * kv_heads), sizes | strides | constants | tiling),
-        merge=Launch(merge, (_blocks(rows, rows_each), batch * kv_heads, 1), sizes | constants | {"ROWS": rows_each}),
     )
 
 
@@ -192,10 +193,10 @@ def launch_tree_attention(
     out = query.new_empty(batch, queries, heads, head_dim)  # four numbers are parsed sooner than a tuple
     if not query.is_cuda:
         out = out.float()  # Triton's interpreter truncates float32 to bfloat16 and gets bfloat16 dots wrong
-    parts = query.new_empty(plan.parts, dtype=torch.float32) if plan.parts else None
+    parts = counters = None
+    if plan.parts:
+        parts, counters = query.new_empty(plan.parts, dtype=torch.float32), tickets(plan.tiles, query.device)
     plan.attend(stream, (
-        query, key, value, out, parts, length, lengths, first_row, ends, words, counts, scale, softcap, window
+        query, key, value, out, parts, counters, length, lengths, first_row, ends, words, counts, scale, softcap, window
     ))  # fmt: skip
-    if parts is not None:
-        plan.merge(stream, (out, parts, length, lengths, first_row, window))
     return out if out.dtype == query.dtype else out.to(query.dtype)

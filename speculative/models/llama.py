@@ -8,8 +8,8 @@ along, and it asks the host questions that a CUDA graph can't answer. This is th
     logits = lm_head(norm(x))
 
 Keys and values are written to given rows of a cache that was allocated before, and attention follows the caller's mask.
-On a GPU a layer is ten launches, for any batch: sum and norm; q, k and v in one product (see `joined`); rotary and the
-cache's new rows; attention and the merge of its parts; o_proj; sum and norm; gate and up; act and product; down.
+On a GPU a layer is nine launches, for any batch: sum and norm; q, k and v in one product (see `joined`); rotary and the
+cache's new rows; attention; o_proj; sum and norm; gate and up; act and product; down.
 """
 
 from collections.abc import Callable, Sequence
