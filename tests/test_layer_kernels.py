@@ -247,10 +247,7 @@ def test_16_bits_by_the_kernels_are_as_near_as_by_pytorch(dtype, monkeypatch):
 
 
 def launches_of(forward, batch, nodes, monkeypatch):
-    """What one forward pass on the meta device would launch.
-
-    Attention is an operator there, which launches a kernel and, for long texts, another that merges their parts.
-    """
+    """What one forward pass on the meta device would launch; attention is an operator there, of one launch."""
     cache = forward.new_cache(batch, 4096)
     cache.rotary = forward._rotary.to("meta")
     tokens = torch.zeros(batch, nodes, dtype=torch.long, device="meta")
@@ -260,7 +257,7 @@ def launches_of(forward, batch, nodes, monkeypatch):
     monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_, **__: launches.note(self.fn.__name__))
     with launches:
         forward(tokens, tokens, tokens, cache, mask)
-    return launches.names + ["merge"] * launches.names.count("tree_attention.default")
+    return launches.names
 
 
 def on_meta(model, layers=None):
