@@ -6,9 +6,9 @@ A step of a static tree at batch 1 is a chain of kernels, each of which waits fo
     any other kernel         SMALL                                  a launch in a graph, and what it does
     draw of a level          + DRAW, verification + DECIDE          what these take beyond a small kernel
 
-`before` is a layer as PyTorch's operations make it, with seven products and fourteen other kernels. `now` is with joined
-products and fused kernels, as tests/test_layer_kernels.py and tests/test_step.py count them. The limit is the time to
-read the target's weights once.
+`before` is a layer as PyTorch's operations make it, with seven products and fourteen other kernels. `now` is with
+joined products and fused kernels, as tests/test_layer_kernels.py and tests/test_step.py count them. The limit is the
+time to read the target's weights once.
 """
 
 from typing import NamedTuple
