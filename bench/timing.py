@@ -13,7 +13,7 @@ from common import DEVICE, made, until_stopped, write_results
 from rich.console import Console
 from rich.table import Table
 
-from heavypath.kernels.tickets import captured_on_one_stream
+from heavypath.kernels.tickets import counters_for, new_counters
 
 Run = Callable[[], object]
 
@@ -26,10 +26,15 @@ def captured(run: Run) -> Run:
         for _ in range(3):
             run()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), captured_on_one_stream():
+    graph, counters = torch.cuda.CUDAGraph(), new_counters(DEVICE)
+    with torch.cuda.graph(graph), counters_for(counters):
         run()
-    return graph.replay
+
+    def replay() -> None:
+        graph.replay()
+        assert counters is not None  # they are there for as long as the graph is
+
+    return replay
 
 
 def gpu_milliseconds(run: Run, budget: int = 40) -> float:

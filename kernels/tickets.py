@@ -28,6 +28,11 @@ _buffers: dict[object, Tensor] = {}
 _given = threading.local()
 
 
+def new_counters(device: torch.device | str) -> Tensor:
+    """Counters for `counters_for`: enough for most kernels, in 64 KiB."""
+    return torch.zeros(1 << 14, dtype=torch.int32, device=device)
+
+
 @contextmanager
 def counters_for(counters: Tensor) -> Iterator[None]:
     """Give int32 counters, which are zero, to the launches that this thread captures in the block, on one stream.

@@ -273,16 +273,16 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
 
 
 MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and launches
-    "autoregressive": (0, 10),
-    "sequoia": (5, 26),
-    "ersd": (5, 27),
-    "top-k": (5, 26),
-    "naive": (5, 35),
-    "rsd-c": (4, 23),
-    "dyspec": (5, 31),
-    "eagle-2": (5, 31),
-    "rsd-s": (5, 26),
-    "chain of 5": (5, 26),
+    "autoregressive": (0, 7),
+    "sequoia": (5, 23),
+    "ersd": (5, 24),
+    "top-k": (5, 23),
+    "naive": (5, 32),
+    "rsd-c": (4, 20),
+    "dyspec": (5, 29),
+    "eagle-2": (5, 29),
+    "rsd-s": (5, 24),
+    "chain of 5": (5, 23),
 }
 
 
@@ -309,7 +309,7 @@ def test_a_step_launches_little_beside_the_models(name, temperature, batch, with
     launches.names.clear()
     with launches:
         step(state, *caches, 160, lambda phase: None)
-    assert 0 < len(launches.names) < most, launches.names  # one more sets the counters of `tickets` to zero
+    assert 0 < len(launches.names) <= most, launches.names
 
 
 class Launches(TorchDispatchMode):

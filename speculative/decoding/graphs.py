@@ -15,10 +15,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from heavypath.kernels.tickets import counters_for
+from heavypath.kernels.tickets import counters_for, new_counters
 
 MOST = 16  # graphs kept: those used last
-COUNTERS = 1 << 14  # of a graph: enough for the tickets of most kernels, in 64 KiB
 
 Result = TypeVar("Result")
 
@@ -30,7 +29,7 @@ class Graph(Generic[Result]):
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream, device: torch.device):
         self._pool, self._stream = pool, stream
-        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self._counters = new_counters(device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self.is_warm = False  # whether the function ran once, which compiles kernels and fills tables
         self.fails = False  # whether the function cannot be captured
