@@ -37,9 +37,11 @@ def tickets(count: int, device: torch.device) -> Tensor:
     else:
         active: Any = driver.active
         buffers, key = _of_streams, (device.index, active.get_current_stream(device.index))
-    if key not in buffers or len(buffers[key]) < count:
-        buffers[key] = torch.zeros(max(4096, triton.next_power_of_2(count)), dtype=torch.int32, device=device)
-    return buffers[key]
+    counters = buffers.get(key)
+    if counters is None or counters.numel() < count:
+        size = max(4096, triton.next_power_of_2(count))
+        counters = buffers[key] = torch.zeros(size, dtype=torch.int32, device=device)
+    return counters
 
 
 @contextmanager
