@@ -57,9 +57,11 @@ def tickets(count: int, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     active: Any = driver.active
     key = device.index, active.get_current_stream(device.index)
-    if key not in _buffers or len(_buffers[key]) < count:
-        _buffers[key] = torch.zeros(max(4096, triton.next_power_of_2(count)), dtype=torch.int32, device=device)
-    return _buffers[key]
+    counters = _buffers.get(key)
+    if counters is None or counters.numel() < count:
+        size = max(4096, triton.next_power_of_2(count))
+        counters = _buffers[key] = torch.zeros(size, dtype=torch.int32, device=device)
+    return counters
 
 
 @triton.jit

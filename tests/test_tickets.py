@@ -46,7 +46,7 @@ def test_launches_of_one_stream_share_counters(cuda):
 def test_what_is_captured_has_the_counters_that_it_was_given(cuda):
     eager, cuda.captures = tickets(3, GPU), True
     assert len({id(each) for each in [eager, tickets(3, GPU), tickets(3, GPU)]}) == 3
-    given, elsewhere = torch.zeros(8, dtype=torch.int32), []
+    given, elsewhere = torch.empty(8, dtype=torch.int32), []
     with counters_for(given):
         assert tickets(3, GPU) is tickets(8, GPU) is given
         assert len(tickets(9, GPU)) == 9
