@@ -74,8 +74,8 @@ def chosen(choice: Choice) -> Iterator[None]:
         launch = subscript(kernel, grid)
         return lambda *arguments, **given: launch(*arguments, **given | choice.options)
 
-    attention_plans = import_module("heavypath.kernels.tree_attention")._plan
-    attention_plans.cache_clear()
+    plans = vars(import_module("heavypath.kernels.tree_attention"))["_plan"]  # which hold the tiles
+    plans.cache_clear()
     for name, value in choice.values.items():
         setattr(module, name, value)
     if choice.options:
@@ -86,7 +86,7 @@ def chosen(choice: Choice) -> Iterator[None]:
         KernelInterface.__getitem__ = subscript
         for name, value in before.items():
             setattr(module, name, value)
-        attention_plans.cache_clear()
+        plans.cache_clear()
 
 
 def attention(nodes: int, prefix: int, heads: tuple[int, int], head_dim: int = 128) -> Run:
