@@ -260,16 +260,16 @@ def test_decoding_goes_on_after_it_was_broken_off(error, which, tiny_pair, monke
     expected = decoder.generate(IDS, 20, temperature=0.8, seed=4).sequences
     before = [copy.deepcopy(model.state_dict()) for model in tiny_pair]
     config = tiny_pair[0].config.to_dict()
-    calls = []
+    calls, broken = [], tiny_pair[which].model.layers[0].mlp.down_proj
 
     def breaks(self, hidden):
-        calls.append(hidden)
-        if len(calls) == 12:
+        calls.extend([hidden] * (self is broken))
+        if len(calls) == 6:
             raise error("in the middle")
-        return nn.functional.silu(hidden)
+        return nn.functional.linear(hidden, self.weight, self.bias)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(tiny_pair[which].model.layers[0].mlp.act_fn), "forward", breaks)
+        patch.setattr(nn.Linear, "forward", breaks)
         with pytest.raises(error, match="in the middle"):
             decoder.generate(IDS, 20, temperature=0.8, seed=4)
     assert not torch.is_inference_mode_enabled()
