@@ -1,5 +1,7 @@
 """Rotary embeddings whose factors depend on the text's length: longrope and dynamic, where one set of factors holds."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from test_decoder import assert_same_text, tiny_llama
@@ -129,6 +131,7 @@ def test_nodes_beyond_the_end_of_the_text_change_nothing(kind, monkeypatch):
     for method in ("chain", "dyspec"):
         decoder = SpeculativeDecoder(model, model, method, tree_size=8)
         monkeypatch.setattr("heavypath.speculative.decoding.runner.host_can_read", lambda device: False)
+        monkeypatch.setattr(torch.cuda, "device", nullcontext)
         out = decoder.generate(ids, LIMIT - 6, attention_mask=mask)
         assert_same_text(model, out.sequences, expected)
 
