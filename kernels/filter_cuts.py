@@ -338,6 +338,6 @@ def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
             batch_stride=logits.stride(0), row_stride=logits.stride(1),
             temperature=raised(filters.temperature), top_k=top_k, top_p=top_p, log_min_p=log_min_p,
             HAS_TOP_K=top_k < vocab_size, HAS_TOP_P=top_p < 1, HIDDEN=HIDDEN_BITS[logits.dtype], CHUNKS=chunks,
-            HELPERS=helping, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=128,
+            HELPERS=helping, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
         )  # fmt: skip
     return cuts
