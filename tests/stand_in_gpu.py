@@ -390,6 +390,7 @@ def install() -> None:
     triton.runtime.driver.set_active(Driver())
     properties = SimpleNamespace(
         name=NAME, multi_processor_count=132, major=9, minor=0, total_memory=80 << 30, L2_cache_size=50 << 20,
+        clock_rate=1_830_000, memory_clock_rate=2_619_000, memory_bus_width=5120,
         shared_memory_per_block_optin=232_448, warp_size=32, regs_per_multiprocessor=65536, uuid="played",
     )  # fmt: skip
     constant = {
