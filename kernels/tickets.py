@@ -48,7 +48,8 @@ def counters_for(counters: Tensor) -> Iterator[None]:
 
 def tickets(count: int, device: torch.device) -> Tensor:
     """At least `count` int32 counters that are zero; the kernel that draws tickets from them leaves them at zero."""
-    if device.type != "cuda":  # in the interpreter an exception may end a kernel and leave its counters at any value
+    index = device.index
+    if index is None:  # a CPU; in the interpreter an exception may end a kernel and leave its counters at any value
         return torch.zeros(count, dtype=torch.int32)
     if torch.cuda.is_current_stream_capturing():
         given = getattr(_given, "counters", None)
@@ -56,7 +57,7 @@ def tickets(count: int, device: torch.device) -> Tensor:
             return given
         return torch.zeros(count, dtype=torch.int32, device=device)
     active: Any = driver.active
-    key = device.index, active.get_current_stream(device.index)
+    key = index, active.get_current_stream(index)
     counters = _buffers.get(key)
     if counters is None or counters.numel() < count:
         size = max(4096, triton.next_power_of_2(count))

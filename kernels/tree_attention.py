@@ -16,10 +16,11 @@ and with a sliding window node i, which is at position L + depth[i], sees only p
 where the position of a prefix row is its number; `attention.masks` says how that follows from the mask.
 Gemma 2's soft cap replaces the scores by softcap * tanh(scores / softcap).
 
-The Triton kernel is in `tree_attention_kernel`, what it costs too.
+The Triton kernel is in `attention.kernel`, what it costs too.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -204,24 +205,28 @@ def _compute(
     if not lengths is subtree_end is ancestors is first_row is None:
         given = (lengths, subtree_end, ancestors, first_row, counts)
         masks = tuple([None if mask is None else _layout(mask) for mask in given])
-    of_query, of_key = _layout(query), _layout(key)
-    layouts = (of_query, of_key, _layout(value), masks)
+    layouts = (
+        query.shape, query.stride(), query.dtype, query.device,
+        key.shape, key.stride(), key.dtype, key.device,
+        value.shape, value.stride(), value.dtype, value.device, masks,
+    )  # fmt: skip
     plan = None
-    if impl == "triton":
+    on_gpu = query.is_cuda
+    if impl == "triton" and not on_gpu:
         check_can_launch(query)
     if impl == "torch" or query.numel() == 0:
         _check_layouts(_named(layouts), nodes)
     else:
-        plan = _plan(layouts, nodes, window is not None, softcap is not None, query.is_cuda)
-    rows, head_dim = of_key[0][2], of_query[0][3]
+        plan = _plan(layouts, nodes, window is not None, softcap is not None, on_gpu)
+    rows = layouts[4][2]
     shortest = longest = length
-    if lengths is not None and not lengths.is_cuda and lengths.device.type == "cpu" and lengths.numel():
+    if not on_gpu and lengths is not None and lengths.device.type == "cpu" and lengths.numel():
         shortest, longest = int(lengths.min()), int(lengths.max())
     if shortest < 0 or longest + nodes > rows:
         got = length if lengths is None else lengths.tolist()
         raise ValueError(f"prefix_length + {nodes} nodes must lie in 0 .. {rows}, got prefix_length {got}")
 
-    factor = head_dim**-0.5 if scale is None else float(scale)
+    factor = layouts[0][3] ** -0.5 if scale is None else float(scale)
     if plan is None:
         return _by_node(query) if query.numel() == 0 else _reference(query, key, value, visible, softcap, factor)
     if plan.in_place and (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0:
@@ -229,22 +234,21 @@ def _compute(
     return _compute(in_place(query), in_place(key), in_place(value), visible, softcap, scale, impl)
 
 
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # a `Layout` without names, made sooner
-_Layouts = tuple[_Layout, _Layout, _Layout, tuple[_Layout | None, ...] | None]  # `Layouts`; None without any mask
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # a `Layout` without its names
 
 
 def _layout(tensor: Tensor) -> _Layout:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _named(layouts: _Layouts) -> Layouts:
-    query, key, value, masks = layouts
-    named = [None if mask is None else Layout._make(mask) for mask in masks or (None,) * 5]
-    return Layouts._make([Layout._make(query), Layout._make(key), Layout._make(value), *named])
+def _named(layouts: tuple[Any, ...]) -> Layouts:
+    """`Layouts` of what `_compute` makes in less time: those of query, key and value in one tuple, and then the masks'."""
+    query, key, value = (Layout._make(layouts[at : at + 4]) for at in (0, 4, 8))
+    return Layouts(query, key, value, *(mask and Layout._make(mask) for mask in layouts[12] or (None,) * 5))
 
 
 @lru_cache(maxsize=1024)
-def _plan(layouts: _Layouts, nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> Plan:
+def _plan(layouts: tuple[Any, ...], nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> Plan:
     """The plan of launches with these layouts, which are checked. A cache that grows has others for each length."""
     named = _named(layouts)
     _check_layouts(named, nodes)

@@ -172,8 +172,8 @@ def launch_tree_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float, plan: Plan
 ) -> Tensor:
     """`tree_attention` of checked arguments, by nodes: [B, N, Hq, D]."""
-    stream = None
-    if query.is_cuda:
+    stream, on_gpu = None, query.is_cuda
+    if on_gpu:
         device = query.get_device()
         if device != torch.cuda.current_device():
             with torch.cuda.device_of(query):
@@ -191,7 +191,7 @@ def launch_tree_attention(
         first_row = first_row.contiguous()
     batch, queries, heads, head_dim = plan.out
     out = query.new_empty(batch, queries, heads, head_dim)  # four numbers are parsed sooner than a tuple
-    if not query.is_cuda:
+    if not on_gpu:
         out = out.float()  # Triton's interpreter truncates float32 to bfloat16 and gets bfloat16 dots wrong
     parts = counters = None
     if plan.parts:
@@ -199,4 +199,4 @@ def launch_tree_attention(
     plan.attend(stream, (
         query, key, value, out, parts, counters, length, lengths, first_row, ends, words, counts, scale, softcap, window
     ))  # fmt: skip
-    return out if out.dtype == query.dtype else out.to(query.dtype)
+    return out if on_gpu else out.to(query.dtype)

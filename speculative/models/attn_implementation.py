@@ -229,15 +229,17 @@ def _check_served(kwargs: Mapping[str, object]) -> None:
 
 def _read_rows(module: nn.Module, attention_mask: Tensor, window: int | None) -> tuple[Tensor, Tensor, int | None]:
     """The first row, the rows before the queries, and the window, out of a mask that `visible_rows` made."""
-    if attention_mask.dim() != 4 or attention_mask.shape[1:3] != (1, 1):
-        given = f"{attention_mask.dtype} {[*attention_mask.shape]}"
+    shape = attention_mask.shape
+    if len(shape) != 4 or shape[1:3] != (1, 1):
+        given = f"{attention_mask.dtype} {[*shape]}"
         raise _unserved(f"takes an attention_mask [B, rows] that covers cache and new tokens, got {given}")
-    if attention_mask.shape[3] == 1:  # a decoder's, which only stands for the mask of tree_attend
+    batch, _, _, numbers = shape
+    if numbers == 1:  # a decoder's, which only stands for the mask of tree_attend
         raise _unserved(f"needs the arguments of the call, which {type(module).__name__} does not get")
-    windowed = attention_mask.shape[3] == 3
+    windowed = numbers == 3
     if windowed and window is None:
         raise _unserved(f"needs the sliding window, which {type(module).__name__} does not pass to its attention")
-    first_row, prefix, *_ = attention_mask.flatten(1).unbind(1)
+    first_row, prefix, *_ = attention_mask.view(batch, numbers).unbind(1)
     return first_row, prefix, window if windowed else None
 
 
@@ -293,8 +295,9 @@ def _first_ones(attention_mask: Tensor, end: int | Tensor, check: bool) -> tuple
 
 
 def _takes_sdpa(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    return needs_gradient or dropout > 0 or not _has_kernel(query)
+    if not _has_kernel(query) or dropout > 0:
+        return True
+    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
 def _has_kernel(tensor: Tensor) -> bool:
