@@ -242,7 +242,7 @@ def _layout(tensor: Tensor) -> _Layout:
 
 
 def _named(layouts: tuple[Any, ...]) -> Layouts:
-    """`Layouts` of what `_compute` makes in less time: those of query, key and value in one tuple, and then the masks'."""
+    """`Layouts` of what `_compute` makes in less time: query, key and value in one tuple, and then the masks."""
     query, key, value = (Layout._make(layouts[at : at + 4]) for at in (0, 4, 8))
     return Layouts(query, key, value, *(mask and Layout._make(mask) for mask in layouts[12] or (None,) * 5))
 
