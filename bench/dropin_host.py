@@ -121,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     compile_for(90, lambda kernel: None)
     torch.cuda.graphs._cuda_isCurrentStreamCapturing = torch._C._is_tracing  # another question that C answers with no
-    tickets._buffers[0, 0] = torch.zeros(4096, dtype=torch.int32)  # of GPU 0, for its stream 0
+    tickets.buffers[0, 0] = torch.zeros(4096, dtype=torch.int32)  # of GPU 0, for its stream 0
     attention_launch.tickets = lambda count, _: tickets.tickets(count, GPU)  # a tensor's device says that it is a CPU
 
     table = Table("call", "sdpa, us", "heavypath, us", "ratio", "its quartiles", "launched, us", "anew, us")

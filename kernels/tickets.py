@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-_buffers: dict[object, Tensor] = {}
+buffers: dict[object, Tensor] = {}
 _given = threading.local()
 
 
@@ -58,10 +58,10 @@ def tickets(count: int, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     active: Any = driver.active
     key = index, active.get_current_stream(index)
-    counters = _buffers.get(key)
+    counters = buffers.get(key)
     if counters is None or counters.numel() < count:
         size = max(4096, triton.next_power_of_2(count))
-        counters = _buffers[key] = torch.zeros(size, dtype=torch.int32, device=device)
+        counters = buffers[key] = torch.zeros(size, dtype=torch.int32, device=device)
     return counters
 
 

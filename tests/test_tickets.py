@@ -19,7 +19,7 @@ def cuda(monkeypatch):
     """The current stream of each GPU, and whether it is captured."""
     state = SimpleNamespace(stream={0: 1, 1: 1}, captures=False)
     zeros = torch.zeros
-    monkeypatch.setattr(module, "_buffers", {})
+    monkeypatch.setattr(module, "buffers", {})
     monkeypatch.setattr(
         module, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=state.stream.__getitem__))
     )

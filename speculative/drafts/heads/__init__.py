@@ -1,0 +1,1 @@
+"""Trained heads: drafts that read the target's hidden states, of a layer or less (EAGLE)."""

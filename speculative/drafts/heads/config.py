@@ -1,0 +1,46 @@
+"""What an EAGLE head consists of, whichever checkpoint it came from and whatever that calls it."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Shapes and variants of a head.
+
+    generation:          1 for EAGLE-1 and EAGLE-2, whose heads are the same; 3 for EAGLE-3 and 3.1
+    taps:                which hidden states of the target it reads, by transformers' numbers: number i is what layer i
+                         gets, the last one, with as many layers before it, is behind the final norm
+    vocab_size:          of the target, draft_vocab_size of the tokens that the head can propose
+    rope_parameters:     as transformers has them
+    biases:              the linear layers that have one, by name: "fc", "q_proj", ...
+    head_norms:          queries and keys are normed by head, as in Qwen3
+    tap_norms:           each tap is normed before `fc` (EAGLE-3.1)
+    norm_before_fc:      all taps are normed together before `fc`
+    norm_before_residual: the residual stream begins behind the norm of the features
+    feeds_back_normed:   the next level gets what is behind the final norm (EAGLE-3.1)
+    owns_embedding, owns_lm_head: whether it has its own, or takes the target's
+    """
+
+    generation: Literal[1, 3]
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    taps: tuple[int, ...]
+    layers: int = 1
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    biases: frozenset[str] = frozenset()
+    head_norms: bool = False
+    tap_norms: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    feeds_back_normed: bool = False
+    owns_embedding: bool = False
+    owns_lm_head: bool = False

@@ -1,0 +1,175 @@
+"""An EAGLE head, as PyTorch: what its checkpoints hold, what training goes through, and what decoding must agree with.
+
+Entry i of a text x_0 x_1 .. pairs the target's features f_i, which it had computed when x_i was read, with the token
+after it, and predicts the token behind that:
+
+    (f_i, x_{i+1})  ->  logits of x_{i+2},  at rotary position i
+
+so the root of a tree, the last committed token x_L, is the entry (f_{L-1}, x_L). Below it there are no features of the
+target yet: a node's entry has its parent's output h in their place. With e the token's embedding, [;] side by side:
+
+    EAGLE-1 (Li et al. 2024, sec. 3; EAGLE-2 has the same head)    EAGLE-3 (Li et al. 2025, sec. 3)
+
+    f_i    behind the target's final norm                          g_i = fc[three hidden states of the target]
+    x      fc[e; f]                                                g
+    layer  h = x + attention(x)                                    h = g + attention([norm(e); norm(g)])
+           h = h + mlp(norm(h))                                    h = h + mlp(norm(h))
+    logits the target's lm_head(h), no norm                        lm_head(norm(h)), of fewer tokens than the target's
+    below  h in the place of f                                     h in the place of g
+
+`HeadConfig` lists the variants. A head of fewer tokens proposes token i + d2t[i] by its logit i.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from heavypath.speculative.drafts.heads.config import HeadConfig
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of query [B, Hq, N, D], key and value [B, Hkv, N, D]; as query
+
+
+class HeadAttention(nn.Module):
+    """Attention whose queries, keys and values are made of `width` columns."""
+
+    def __init__(self, config: HeadConfig, width: int):
+        super().__init__()
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.head_dim = head_dim
+        self.q_proj = _linear(config, "q_proj", width, heads * head_dim)
+        self.k_proj = _linear(config, "k_proj", width, kv_heads * head_dim)
+        self.v_proj = _linear(config, "v_proj", width, kv_heads * head_dim)
+        self.o_proj = _linear(config, "o_proj", heads * head_dim, config.hidden_size)
+        if config.head_norms:
+            self.q_norm = LlamaRMSNorm(head_dim, config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(head_dim, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """[B, N, H] of [B, N, width]; turns: cosine and sine [B or 1, N, D] of the entries' positions."""
+        by_head = *hidden.shape[:2], -1, self.head_dim
+        query, key = self.q_proj(hidden).view(by_head), self.k_proj(hidden).view(by_head)
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        cos, sin = turns
+        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+        mixed = attend(query, key, self.v_proj(hidden).view(by_head).transpose(1, 2))
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class HeadMLP(nn.Module):
+    """A gated perceptron, as Llama's."""
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.gate_proj = _linear(config, "gate_proj", config.hidden_size, config.intermediate_size)
+        self.up_proj = _linear(config, "up_proj", config.hidden_size, config.intermediate_size)
+        self.down_proj = _linear(config, "down_proj", config.intermediate_size, config.hidden_size)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[.., H] of [.., H]."""
+        return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class HeadLayer(nn.Module):
+    """A layer of a head. Those of EAGLE-3 attend over embedding and features side by side."""
+
+    def __init__(self, config: HeadConfig, index: int):
+        super().__init__()
+        self.side_by_side = config.generation == 3 and index == 0
+        self.norm_before_residual = config.norm_before_residual
+        width = config.hidden_size
+        if self.side_by_side or index > 0:  # the first layer of EAGLE-1 has no norm before attention
+            self.input_layernorm = LlamaRMSNorm(width, config.rms_norm_eps)
+        if self.side_by_side:
+            self.hidden_norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.self_attn = HeadAttention(config, 2 * width if self.side_by_side else width)
+        self.post_attention_layernorm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.mlp = HeadMLP(config)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """[B, N, H] of the features, or what is in their place, and of the tokens' embeddings, [B, N, H] both."""
+        attended = hidden
+        if self.side_by_side:
+            normed = self.hidden_norm(hidden)
+            attended = torch.cat([self.input_layernorm(embedded), normed], -1)
+            hidden = normed if self.norm_before_residual else hidden
+        elif hasattr(self, "input_layernorm"):
+            attended = self.input_layernorm(hidden)
+        hidden = hidden + self.self_attn(attended, turns, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class EagleHead(nn.Module):
+    """A head of EAGLE-1, 2, 3 or 3.1.
+
+    Where it has no embedding or no lm_head of its own, `embed_tokens` or `lm_head` is None, and the caller takes the
+    target's. d2t: LongTensor[Vd], token i + d2t[i] of the target is token i of the head; None if it has all tokens.
+    """
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.config = config
+        width, eps, read = config.hidden_size, config.rms_norm_eps, config.target_hidden_size * len(config.taps)
+        if config.owns_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        else:
+            self.embed_tokens = None
+        self.fc = _linear(config, "fc", read + (width if config.generation == 1 else 0), width)
+        self.fc_norm = None
+        if config.tap_norms:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps) for _ in config.taps)
+        self.input_norm = LlamaRMSNorm(read, eps) if config.norm_before_fc else None
+        self.layers = nn.ModuleList(HeadLayer(config, index) for index in range(config.layers))
+        self.norm = LlamaRMSNorm(width, eps) if config.generation == 3 else None
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.owns_lm_head else None
+        reduced = config.draft_vocab_size < config.vocab_size
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
+        self.rotary_emb = LlamaRotaryEmbedding(
+            LlamaConfig(
+                head_dim=config.head_dim,
+                hidden_size=width,
+                num_attention_heads=config.num_attention_heads,
+                rope_parameters=config.rope_parameters,
+            )
+        )
+
+    def features(self, taps: Sequence[Tensor]) -> Tensor:
+        """What is kept of the target's hidden states [.., Ht], of `config.taps`: [.., H], or of EAGLE-1 [.., Ht]."""
+        if self.config.generation == 1:
+            return taps[0]
+        if self.fc_norm is not None:
+            taps = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
+        joined = torch.cat([*taps], -1)
+        return self.fc(joined if self.input_norm is None else self.input_norm(joined))
+
+    def forward(self, features: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """The outputs h [B, N, H] of entries.
+
+        features: [B, N, H] from `features`, or what `fed_back` made of their parents' outputs
+        embedded: [B, N, H], of the entries' tokens
+        turns:    cosine and sine [B or 1, N, D] of the entries' positions, as `rotary_emb` gives them
+        attend:   attention from the entries to whatever they see
+        """
+        hidden = features
+        if self.config.generation == 1:
+            hidden = self.fc(torch.cat([embedded, features], -1))
+        for layer in self.layers:
+            hidden = layer(hidden, embedded, turns, attend)
+        return hidden
+
+    def fed_back(self, hidden: Tensor) -> Tensor:
+        """What the entries below get in the place of features, [.., H] of outputs [.., H]."""
+        return self.norm(hidden) if self.norm is not None and self.config.feeds_back_normed else hidden
+
+    def before_lm_head(self, hidden: Tensor) -> Tensor:
+        """What the lm_head is applied to, [.., H] of outputs [.., H]."""
+        return hidden if self.norm is None else self.norm(hidden)
+
+
+def _linear(config: HeadConfig, name: str, columns: int, rows: int) -> nn.Linear:
+    return nn.Linear(columns, rows, bias=name in config.biases)
