@@ -21,6 +21,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.drafted import check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of
+from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of, taps_of
 from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind
 from heavypath.speculative.models.forward import Forward, TreeMask
@@ -399,7 +400,8 @@ def walk(
     padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
     cache_rows = padded.shape[1] + tokens + 1
     target_cache, draft_cache = target.new_cache(sequences, cache_rows), draft.new_cache(sequences, cache_rows)
-    target.prefill(padded, target_cache)
+    taps = taps_of(draft, draft_cache)
+    target.prefill(padded, target_cache, taps=taps)
     draft.prefill(padded, draft_cache)
     state = Sequences.room_for(sequences, new_tokens=tokens, stops=1, vocab_size=0, count_slots=0, device=target.device)
     state.begin(
@@ -425,9 +427,10 @@ def walk(
         walked += 1
         here = state.lengths[:, None]
         longest = int(state.lengths.max())
-        after = draft(root_feed(state, longest, nodes=2), draft_cache)[:, -1]
+        feed = replace(root_feed(state, longest, 2, depth), drafted=at.where(at < depth, 0))
+        after = draft(feed, draft_cache)[:, -1]
         mask = TreeMask(prefix_length=state.lengths, visible_rows=longest + 1, subtree_end=torch.ones_like(star[:1]))
-        logits = target(state.root[:, None], here, here, target_cache, mask)
+        logits = target(state.root[:, None], here, here, target_cache, mask, taps=taps)
         noise = root_rows(state.noise, state.lengths)
         drawn = gumbel_topk(
             after, children, **drawing._asdict(), seed=seed, rows=noise, replacement=way.kind.replacement

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from heavypath.speculative.costs import Costs
+from heavypath.speculative.drafts import Drafting, HeadDraft
 from heavypath.speculative.models.forward import Forward
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose costs are estimated
@@ -65,8 +66,16 @@ class Work(NamedTuple):
     itemsize: int
 
     @classmethod
-    def of(cls, model: Forward) -> "Work":
-        """That of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too."""
+    def of(cls, model: Drafting) -> "Work":
+        """That of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too.
+
+        A trained head that has no lm_head of its own reads the target's.
+        """
+        if isinstance(model, HeadDraft):
+            passed = [weight for name, weight in model.weights() if not name.startswith(("embed_tokens", "lm_head"))]
+            passed.append(model.lm_head.weight)
+            weights = sum(weight.numel() for weight in passed)
+            return cls(sum(weight.nbytes for weight in passed), weights, model.layers, model.dtype.itemsize)
         head: Any = model.model.get_output_embeddings()
         own_head = getattr(head, "weight", None) is not model.embedding.weight
         passed = [weight for _, weight in model.weights() if not (own_head and weight is model.embedding.weight)]
@@ -82,7 +91,7 @@ class Work(NamedTuple):
         return products + self.layers * LAYER_KERNELS * SMALL_KERNEL
 
 
-def estimated_costs(target: Forward, draft: Forward | None, device: Device, sizes: Sequence[int] = SIZES) -> Costs:
+def estimated_costs(target: Forward, draft: Drafting | None, device: Device, sizes: Sequence[int] = SIZES) -> Costs:
     """The costs of steps and levels. A draft that is no model, as None, costs nothing but the kernels of a level."""
     work = Work.of(target)
     logits = target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read those of a node once

@@ -40,7 +40,7 @@ class Drafted(NamedTuple):
         return self.fed.noise_rows
 
 
-def root_feed(state: Sequences, visible_rows: int, nodes: int) -> Feed:
+def root_feed(state: Sequences, visible_rows: int, nodes: int, levels: int) -> Feed:
     """The first feed of a step: the root, and the token before it.
 
     That token may have been an accepted leaf, which the draft has not been given yet. In a text of one token there is
@@ -48,6 +48,7 @@ def root_feed(state: Sequences, visible_rows: int, nodes: int) -> Feed:
 
     visible_rows: cache rows that hold the longest prefix
     nodes: of the tree so far, for the columns of the mask; at least 2, since there are as many queries
+    levels: that are drafted in this step
     """
     first = first_nodes(state.previous, state.root, state.lengths, nodes)
     return Feed(
@@ -58,6 +59,7 @@ def root_feed(state: Sequences, visible_rows: int, nodes: int) -> Feed:
         prefix_lengths=state.lengths,
         visible_rows=visible_rows + nodes,
         ancestor_mask=first.ancestor_mask,
+        news=levels + 1,
     )
 
 

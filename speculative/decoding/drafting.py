@@ -38,7 +38,7 @@ def draft_tree(
     """
     batch = len(state.root)
     trees = _blank(state, noise_rows, tree, rules.replacement)
-    feed, level_noise = root_feed(state, visible_rows, len(tree)), noise_rows[:, :1]
+    feed, level_noise = root_feed(state, visible_rows, len(tree), len(tree.levels)), noise_rows[:, :1]
     logits = fed = None
     for depth, level in enumerate(tree.levels):
         if fed is not None:

@@ -89,7 +89,7 @@ def grow_tree(
     filters = rules.draft_filters if growth.by == "beam" else rules.drawing_filters
     roots = Roots(state.root, state.lengths, root_rows, state.left)
     slots = Slots.room_for(batch, growth.slots, device)
-    feed, noise_rows = root_feed(state, visible_rows, nodes=2), root_rows[:, None]
+    feed, noise_rows = root_feed(state, visible_rows, 2, growth.depth), root_rows[:, None]
     level = Level(0, 1, 0, feed.ancestor_mask[:, 1:, :1])  # the root, which sees itself
     logits: list[Tensor] = []
     while True:

@@ -13,6 +13,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.stopping import Stopping
+from heavypath.speculative.drafts import Drafting
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.text_cache import TextCache
 
@@ -68,7 +69,7 @@ class Request:
 
 def checked_request(
     target: Forward,
-    draft: Forward | None,
+    draft: Drafting | None,
     prompts: Prompts,
     ending: Ending,
     *,
@@ -185,7 +186,7 @@ def _prompt_lengths(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return mask.ne(0).sum(1)
 
 
-def _check_positions(model: Forward | None, shortest: int, longest: int, new: int) -> None:
+def _check_positions(model: Drafting | None, shortest: int, longest: int, new: int) -> None:
     """shortest, longest: tokens of the prompts; new: max_new_tokens."""
     if model is None:
         return

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.commit import State, commit
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
@@ -24,6 +23,7 @@ from heavypath.speculative.decoding.noise_rows import node_rows, race_rows, root
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.kinds import taps_of
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.trees.tree import TokenTree
@@ -82,6 +82,7 @@ class Step:
             drafted.fed.cache_rows,
             target_cache,
             TreeMask(prefix_length=lengths, visible_rows=visible_rows + nodes, subtree_end=drafted.subtree_end),
+            taps=taps_of(self.draft, draft_cache),
         )
         check_distributions("target", logits, state, drafted.depths)
         lap("target")
@@ -92,12 +93,8 @@ class Step:
         verified = self.rules.verify(drafted_nodes, logits, drafted.logits, min(self.depth, nodes - 1), noise)
         lap("verification")
         if draft_cache is not None and nodes > 1:
-            path, length, draft_rows = verified.path, verified.length, drafted.draft_rows
-            path_in_draft = path if draft_rows is None else draft_rows.gather(1, path.clamp(min=0))
-            compact_unchecked([target_cache.keys, target_cache.values], path=path, length=length, prefix_length=lengths)
-            compact_unchecked(
-                [draft_cache.keys, draft_cache.values], path=path_in_draft, length=length, prefix_length=lengths
-            )
+            target_cache.accept(verified.path, verified.length, lengths)
+            draft_cache.accept(verified.path, verified.length, lengths, drafted.draft_rows)
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
         commit(written, drafted_nodes, drafted.depths, verified, self.branching)
         lap("compaction")

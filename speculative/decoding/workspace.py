@@ -15,9 +15,12 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
+from heavypath.speculative.drafts.heads.cache import HeadCache
+from heavypath.speculative.drafts.heads.draft import HeadDraft
+from heavypath.speculative.drafts.kinds import Drafting, model_of, taps_of
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
-from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
 
 logger = logging.getLogger(__name__)
@@ -137,16 +140,26 @@ class Workspace:
         before_roots = request.prompt[:, :-1]
         batch, width = before_roots.shape
         draft = plan.draft
+        _, target_cache, draft_cache = self.first(batch)
+        if isinstance(draft_cache, HeadCache):
+            draft_cache.known.copy_(request.lengths - 1)
         if width == 0:
             return [0] * batch
-        _, target_cache, draft_cache = self.first(batch)
         past, ends = request.past, (request.lengths - 1).tolist()
         shared = None if past is None else past.shared(before_roots, ends)
-        cached = [0] * batch if shared is None else shared.copy_rows(self._target, target_cache)
-        reused = _prefill(self._target, target_cache, before_roots, ends, cached)
-        if isinstance(draft, ModelDraft) and isinstance(draft_cache, KeyValueCache):
-            cached = [0] * batch if shared is None else shared.copy_rows(draft.forward, draft_cache)
-            _prefill(draft, draft_cache, before_roots, ends, cached)
+
+        def copied(model: Drafting, cache: RowCache) -> list[int]:
+            return [0] * batch if shared is None else shared.copy_rows(model, cache)
+
+        cached, drafting = copied(self._target, target_cache), model_of(draft)
+        in_draft = [] if drafting is None or draft_cache is None else copied(drafting, draft_cache)
+        if isinstance(draft, HeadDraft):  # it must have read what the target does not compute again
+            cached = [min(pair) for pair in zip(cached, in_draft, strict=True)]
+            in_draft = [max(0, rows - 1) for rows in cached]  # the last entry was made of another next token
+        reused = _prefill(self._target, target_cache, before_roots, ends, cached, taps_of(draft, draft_cache))
+        if isinstance(draft, ModelDraft | HeadDraft):
+            assert isinstance(draft_cache, KeyValueCache)
+            _prefill(draft, draft_cache, before_roots, ends, in_draft)
         elif draft is not None:
             draft.prefill(before_roots, draft_cache)
         return reused
@@ -167,9 +180,12 @@ class Workspace:
         texts = texts.scatter(1, after, self.state.output[:batch])[:, : int(lengths.max())].cpu()
         texts = texts.where(torch.arange(texts.shape[1]) < lengths[:, None], -1)
         models = [ModelRows(self._target, self._kept(self.target_cache, texts))]
-        if isinstance(draft, ModelDraft) and self.draft_cache is not None:
-            # The draft may lack the last root, behind which nothing was drafted, and an accepted leaf before it.
-            models.append(ModelRows(draft.forward, self._kept(self.draft_cache, texts), unsure=2))
+        drafting = model_of(draft)
+        if drafting is not None and self.draft_cache is not None:
+            # The draft may lack the last root, behind which nothing was drafted, and an accepted leaf before it; a head
+            # the entries of all that was accepted last.
+            unsure = 2 + plan.tree.depth * isinstance(draft, HeadDraft)
+            models.append(ModelRows(drafting, self._kept(self.draft_cache, texts), unsure))
         return TextCache(texts, slots.tolist(), models)
 
     def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:
@@ -190,7 +206,12 @@ class Workspace:
 
 
 def _prefill(
-    model: Forward | ModelDraft, cache: KeyValueCache, tokens: Tensor, ends: list[int], cached: list[int]
+    model: Forward | ModelDraft | HeadDraft,
+    cache: Any,
+    tokens: Tensor,
+    ends: list[int],
+    cached: list[int],
+    taps: Taps | None = None,
 ) -> list[int]:
     """Cache what is missing of texts LongTensor[B, T], which end at `ends` and of which `cached` tokens are cached.
 
@@ -201,5 +222,9 @@ def _prefill(
     starts = [max(0, end - width) for end in ends]
     if width > 0:
         places = torch.tensor(starts, device=tokens.device)[:, None] + torch.arange(width, device=tokens.device)
-        model.prefill(tokens.gather(1, places), cache, starts)
+        texts = tokens.gather(1, places)
+        if isinstance(model, Forward):
+            model.prefill(texts, cache, starts, taps)
+        else:
+            model.prefill(texts, cache, starts)
     return starts

@@ -2,7 +2,9 @@
 
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
-from heavypath.speculative.drafts.kinds import AnyDraft, as_draft, is_own, model_of
+from heavypath.speculative.drafts.heads.draft import HeadDraft
+from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.kinds import AnyDraft, Drafting, as_draft, is_own, model_of, taps_of
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft
@@ -10,8 +12,11 @@ from heavypath.speculative.drafts.own import OwnDraft
 __all__ = [
     "AnyDraft",
     "Draft",
+    "Drafting",
+    "EagleHead",
     "EarlyExit",
     "Feed",
+    "HeadDraft",
     "LookupDraft",
     "ModelDraft",
     "OwnDraft",
@@ -19,4 +24,5 @@ __all__ = [
     "as_draft",
     "is_own",
     "model_of",
+    "taps_of",
 ]

@@ -6,13 +6,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.heads.cache import HeadCache
+from heavypath.speculative.drafts.heads.draft import HeadDraft
+from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft, has_methods
-from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.forward_of import forward_of
 
-AnyDraft = PreTrainedModel | PromptLookup | EarlyExit | Draft  # what users give
+AnyDraft = PreTrainedModel | EagleHead | PromptLookup | EarlyExit | Draft  # what users give
+Drafting = Forward | HeadDraft  # what has weights to draft with
 
 
 def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
@@ -25,6 +30,8 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
         return LookupDraft(draft, target.vocab_size, target.device)
     if isinstance(draft, EarlyExit):
         return ModelDraft(forward_of(model, "draft", layers=draft.layers), target.vocab_size)
+    if isinstance(draft, EagleHead):
+        return HeadDraft(draft, target)
     if is_own(draft):
         return OwnDraft(draft, target.vocab_size, target.device)
     forward = forward_of(draft, "draft")  # pyright: ignore[reportArgumentType]
@@ -38,6 +45,11 @@ def is_own(draft: object) -> TypeGuard[Draft]:
     return not isinstance(draft, (PromptLookup, EarlyExit)) and (not isinstance(draft, nn.Module) or has_methods(draft))
 
 
-def model_of(draft: Draft | None) -> Forward | None:
-    """The forward pass that drafts; None for a draft without a model, and for a user's own."""
-    return draft.forward if isinstance(draft, ModelDraft) else None
+def model_of(draft: Draft | None) -> Drafting | None:
+    """What drafts with weights of its own; None for a draft without a model, and for a user's own."""
+    return draft.forward if isinstance(draft, ModelDraft) else draft if isinstance(draft, HeadDraft) else None
+
+
+def taps_of(draft: Draft | None, cache: RowCache | None) -> Taps | None:
+    """What a draft reads of the target's passes; None for all but heads."""
+    return draft.taps(cache) if isinstance(draft, HeadDraft) and isinstance(cache, HeadCache) else None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
 
 
@@ -42,6 +43,17 @@ class RowCache:
             kept = field[one].clone()
             field[one] = field[other]
             field[other] = kept
+
+    def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
+        """Move the rows of an accepted path behind the prefix, see `kernels.cache_compaction`.
+
+        path: LongTensor[B, P], the root, accepted nodes, then anything; length: LongTensor[B], accepted nodes
+        prefix_length: LongTensor[B], rows before the tree
+        node_rows: LongTensor[B, N], the row of each node behind the prefix, where it is not the node's own number
+        """
+        if node_rows is not None:
+            path = node_rows.gather(1, path.clamp(min=0))
+        compact_unchecked([self.keys, self.values], path=path, length=length, prefix_length=prefix_length)
 
     def take(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
         """Copy the first `rows` rows of sequence `of` of another cache to `sequence`."""

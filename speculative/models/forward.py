@@ -7,7 +7,7 @@ transformers' own forward pass; `forward_of` chooses between the two.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,28 @@ class TreeMask:
         return made
 
 
+def chain_mask(prefix_length: Tensor, nodes: int, visible_rows: int) -> TreeMask:
+    """What the nodes of a chain see behind prefixes, LongTensor[B] or []; visible_rows as in `TreeMask`."""
+    end = torch.full((nodes,), nodes, device=prefix_length.device)
+    return TreeMask(prefix_length=prefix_length, visible_rows=visible_rows, subtree_end=end)
+
+
+class Taps(NamedTuple):
+    """Hidden states of a forward pass that somebody reads.
+
+    numbers: which, by transformers' numbers: 0 is the embedding, i what layer i gets, and the last, with as many layers
+             before it, is behind the final norm
+    read:    called with these states [B, N, H], the tokens LongTensor[B, N] and their cache rows LongTensor[B, N]
+    """
+
+    numbers: tuple[int, ...]
+    read: Callable[[list[Tensor], Tensor, Tensor], None]
+
+    def take(self, states: Sequence[Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
+        """Hand on those asked for of all hidden states, [B * N, H] or [B, N, H] each."""
+        self.read([states[number].reshape(*tokens.shape, -1) for number in self.numbers], tokens, cache_rows)
+
+
 class Forward(ABC):
     """A causal language model of transformers, in eval mode, as decoding calls it.
 
@@ -163,9 +185,7 @@ class Forward(ABC):
 
     def check_weights(self) -> None:
         """Raise ValueError if a weight is NaN or infinite. Quantised weights are not looked at."""
-        for name, weight in self.weights():
-            if is_plain(weight) and not weight.sum(dtype=torch.float32).isfinite():
-                raise ValueError(f"{self.name} has NaN or infinite weights in {name}")
+        check_finite(self.name, self.weights())
 
     @abstractmethod
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
@@ -181,6 +201,7 @@ class Forward(ABC):
         mask: TreeMask,
         *,
         needs_logits: bool = True,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Run the model on N tokens of each sequence, and return its logits [B, N, V] after each token.
 
@@ -191,12 +212,20 @@ class Forward(ABC):
         cache_rows:   LongTensor[B, N], where the keys and values of each token are stored in `cache`
         mask:         what the tokens see
         needs_logits: False, as for a prompt, leaves the language-model head out and returns [B, 0, V]
+        taps:         who reads hidden states of this pass
         """
 
-    def prefill(self, tokens: Tensor, cache: KeyValueCache, starts: Sequence[int] | None = None) -> None:
+    def prefill(
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache,
+        starts: Sequence[int] | None = None,
+        taps: Taps | None = None,
+    ) -> None:
         """Cache the keys and values of right-padded texts, LongTensor[B, T]; the cache has more than T rows.
 
         starts: the position of each sequence's first token here, if the cache holds the rows before it (default: 0)
+        taps:   who reads hidden states of each chunk
 
         Padding is cached too. It lies behind the sequence's length, where each row is overwritten before it is read.
         """
@@ -215,13 +244,8 @@ class Forward(ABC):
                 # has the position that tells; it lies behind the piece, as padding does.
                 rows, positions = torch.cat([rows, rows[:, -1:] + 1], 1), pad(rows, (0, 1), value=limit)
                 chunk = pad(chunk, (0, 1))
-            nodes = rows.shape[1]
-            mask = TreeMask(
-                prefix_length=first + begin,
-                visible_rows=max(starts) + begin + nodes,
-                subtree_end=torch.full((nodes,), nodes, device=tokens.device),
-            )
-            self(chunk, positions, rows, cache, mask, needs_logits=False)
+            mask = chain_mask(first + begin, rows.shape[1], visible_rows=max(starts) + begin + rows.shape[1])
+            self(chunk, positions, rows, cache, mask, needs_logits=False, taps=taps)
 
     def settled(self, positions: Tensor, prefix_length: Tensor) -> Tensor:
         """A step's positions LongTensor[B, N], such that absent nodes do not make a text pass for a longer one.
@@ -247,6 +271,13 @@ def check_no_autocast(device: torch.device) -> None:
             f"decoding does not run under torch.autocast({device.type!r}, ...); leave that, or convert the models: "
             "model.to(torch.bfloat16)"
         )
+
+
+def check_finite(whose: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if one of the weights, given with their names, is NaN or infinite; quantised ones may be."""
+    for name, weight in weights:
+        if is_plain(weight) and not weight.sum(dtype=torch.float32).isfinite():
+            raise ValueError(f"{whose} has NaN or infinite weights in {name}")
 
 
 def is_plain(weight: Tensor) -> bool:

@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 
 from heavypath.speculative.models.attn_implementation import NAME
 from heavypath.speculative.models.caches import KeyValueCache
-from heavypath.speculative.models.forward import Forward, TreeMask, as_logits
+from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits
 
 _ATTENTION = ("sdpa", "eager", NAME)
 
@@ -79,6 +79,7 @@ class TransformersForward(Forward):
         mask: TreeMask,
         *,
         needs_logits: bool = True,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Logits [B, N, V] after each token, see `Forward`."""
         within = positions.clamp(max=self.max_positions - 1)  # absent nodes may lie beyond
@@ -94,9 +95,13 @@ class TransformersForward(Forward):
             first_row = {kind: mask.first_row(window) for kind, window in self._window_of.items()}
             first_rows = [first_row[kind] for kind in self._kinds]
         arguments["past_key_values"] = cache.at(cache_rows, mask.visible_rows, first_rows)
+        if taps is not None:
+            arguments["output_hidden_states"] = True
+        out = (self.model if needs_logits else self.model.base_model)(**arguments)
+        if taps is not None:
+            taps.take(out.hidden_states, tokens, cache_rows)
         if needs_logits:
-            return as_logits(self.model(**arguments).logits)
-        self.model.base_model(**arguments)
+            return as_logits(out.logits)
         return torch.empty(len(tokens), 0, self.vocab_size, dtype=self.dtype, device=tokens.device)
 
     def _attend(self, mask: TreeMask) -> Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]:

@@ -14,11 +14,11 @@ cache's new rows; attention; o_proj; sum and norm; gate and up; act and product;
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
@@ -26,15 +26,12 @@ from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
 from heavypath.speculative.models.caches import KeyValueCache
-from heavypath.speculative.models.forward import Forward, TreeMask, as_logits, is_plain
+from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits
 from heavypath.speculative.models.joined import Joining, Products
+from heavypath.speculative.models.linear import linear_of, read_from_memory
 from heavypath.speculative.models.structure import has_hooks
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# On a CPU, at most FEW_ROWS rows times a weight of at most SMALL elements are multiplied as columns.
-FEW_ROWS = 5
-SMALL = 1 << 19
-_HAS_BOTH = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 _SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 
@@ -50,14 +47,14 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.project = products((attention.q_proj, attention.k_proj, attention.v_proj))
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self.head_norms = None if None in norms else HeadNorms(*map(_norm, norms))
+        self.head_norms = None if None in norms else HeadNorms(*map(norm_of, norms))
         self.scaling: float = attention.scaling
         windowed = attention.config if attention.config.model_type == "mistral" else attention
         self.window: int | None = getattr(windowed, "sliding_window", None)  # Llama's have none
         self.mix = linear(attention.o_proj)
         self.gate_and_up, self.down = products((mlp.gate_proj, mlp.up_proj)), linear(mlp.down_proj)
-        self.gated = _gated(mlp.act_fn)
-        self.norm, self.mlp_norm = map(_norm, (layer.input_layernorm, layer.post_attention_layernorm))
+        self.gated = gated_of(mlp.act_fn)
+        self.norm, self.mlp_norm = map(norm_of, (layer.input_layernorm, layer.post_attention_layernorm))
 
 
 def is_as_published(model: PreTrainedModel) -> bool:
@@ -125,7 +122,7 @@ class LlamaForward(Forward):
                 f"{name} must be a transformers causal language model of type {', '.join(MODEL_TYPES)}; got {kind!r}"
             )
         super().__init__(model, name)
-        self._from_memory = sum(weight.numel() for _, weight in self.weights()) > 1 << 20  # no core's cache holds more
+        self._linear = partial(linear_of, from_memory=read_from_memory(weight for _, weight in self.weights()))
         every = list(model.model.layers)
         if layers is not None and not 1 <= layers < len(every):
             raise ValueError(f"an early exit must leave 1 .. {len(every) - 1} layers, got {layers}")
@@ -150,7 +147,7 @@ class LlamaForward(Forward):
             return lambda hidden: [product(hidden) for product in apart]
 
         self._layers = [_Layer(layer, self._linear, products) for layer in [*model.model.layers][: self.layers]]
-        self._norm, self._head = _norm(model.model.norm), self._linear(model.lm_head)
+        self._norm, self._head = norm_of(model.model.norm), self._linear(model.lm_head)
 
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences; tokens may have positions below `rows`."""
@@ -176,6 +173,7 @@ class LlamaForward(Forward):
         mask: TreeMask,
         *,
         needs_logits: bool = True,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Logits [B, N, V] after each token, see `Forward`."""
         attends = mask.attention(self.dtype, self.windows)
@@ -188,8 +186,11 @@ class LlamaForward(Forward):
             turns = Turns(*table[:, :, :, None].unbind(2))  # [B, N, 1, D]
 
         hidden, computed = self.embedding(tokens.flatten()), None
+        states: list[Tensor] = []
         for index, layer in enumerate(self._layers):
             hidden, normed = add_rms_norm(hidden, computed, layer.norm)
+            if taps is not None:
+                states.append(hidden)
             projected = Projected(*[states.view(by_head) for states in layer.project(normed)])
             keys, values = cache.read(index)
             query = rotate_and_store(projected, turns, keys, values, cache_rows, layer.head_norms)
@@ -197,17 +198,15 @@ class LlamaForward(Forward):
             mixed = layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
             hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
             computed = layer.down(layer.gated(*layer.gate_and_up(normed)))
+        if not needs_logits and (taps is None or self.layers not in taps.numbers):
+            last = hidden.new_empty(0)
+        else:
+            _, last = add_rms_norm(hidden, computed, self._norm)
+        if taps is not None:
+            taps.take([*states, last], tokens, cache_rows)
         if not needs_logits:
             return hidden.new_empty(len(tokens), 0, self.vocab_size)
-        _, normed = add_rms_norm(hidden, computed, self._norm)
-        return as_logits(self._head(normed).view(*tokens.shape, -1))
-
-    def _linear(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """A function that does what a linear layer does to [rows, K]."""
-        on_cpu = self.device.type == "cpu" and self.dtype == torch.float32 and _HAS_BOTH
-        if not (self._from_memory and on_cpu and type(module) is nn.Linear) or has_hooks(module):
-            return module
-        return _Linear(module) if is_plain(module.weight) else module  # torchao quantises the weight, not the module
+        return as_logits(self._head(last).view(*tokens.shape, -1))
 
     @torch.inference_mode()
     def _rotary_table(self, positions: int) -> Tensor:
@@ -226,47 +225,22 @@ class LlamaForward(Forward):
 
     def _turns(self, positions: Tensor) -> Tensor:
         """The rotary table [N, 2, D] of LongTensor[N] as the positions of one text."""
-        cos, sin = self.model.model.rotary_emb(self.embedding.weight, positions[None])
-        half = self._head_dim // 2
-        return torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)], 1)
+        return turns_of(self.model.model.rotary_emb, positions, self.embedding.weight)
 
 
-class _Linear:
-    """A linear layer in fp32 on a CPU, for few rows, where the time goes into reading the weight.
-
-    PyTorch asks MKL for rows @ weight.T. Written as weight @ rows.T, the same product takes MKL a third to two thirds
-    of the time, for 2 to 5 rows and a small weight. oneDNN, which torch.compile uses on a CPU, has a larger fixed cost,
-    but reads larger weights 1.3 to 5 times as fast as MKL, also for whole prompts (`python bench/linear.py`).
-
-    oneDNN generates code for each number of rows that it meets, which takes half a millisecond and 0.7 MB. So numbers
-    of rows are rounded up, to four different ones between a power of two and the next.
-    """
-
-    def __init__(self, module: nn.Linear):
-        self._module = module
-        self._small = module.weight.numel() <= SMALL
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        module, rows = self._module, len(hidden)
-        if self._small and rows > FEW_ROWS:
-            return module(hidden)
-        if not self._small:
-            step = 1 << max(0, rows.bit_length() - 3)
-            padded = pad(hidden, (0, 0, 0, -rows % step)) if rows % step else hidden
-            product = torch.ops.mkldnn._linear_pointwise(padded, module.weight, module.bias, "none", [], "")
-            return product[:rows]
-        flat = hidden.contiguous() if rows > 1 else hidden.repeat(2, 1)
-        product = torch.mm(module.weight, flat.t()).t()
-        if rows == 1:
-            product = product[:1]
-        return product if module.bias is None else product + module.bias
+def turns_of(rotary_emb: Any, positions: Tensor, like: Tensor) -> Tensor:
+    """Cosine and sine [N, 2, D] of LongTensor[N] by a module of transformers; the sine has the signs of rotate_half."""
+    cos, sin = (turn[0] for turn in rotary_emb(like, positions[None]))
+    half = cos.shape[-1] // 2
+    return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1)
 
 
-def _norm(module: Any) -> Norm:
+def norm_of(module: Any) -> Norm:
+    """What an RMS norm of transformers' Llama does."""
     return Norm(module.weight, module.variance_epsilon)
 
 
-def _gated(activation: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+def gated_of(activation: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     """act(gate) * up: in one launch for SiLU, which all models of these types were published with."""
     if type(activation) in _SILU and not has_hooks(activation):
         return silu_product

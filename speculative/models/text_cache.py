@@ -5,7 +5,7 @@ prefix serve a later text, whatever comes behind it in either of the two.
 """
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from transformers import Cache
@@ -14,17 +14,32 @@ from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward
 
 
+class Caching(Protocol):
+    """A model whose cache rows may be kept: a `Forward`, or a head at work.
+
+    layers: of the model that the rows are of; rope_limit: as of `Forward`
+    """
+
+    model: Any
+    layers: int
+    rope_limit: int | None
+
+    def state(self) -> int:
+        """A number that is another one after a change of the model."""
+        ...
+
+
 class ModelRows:
     """The rows that one model computed: its cache, and what is known of the model, which is not kept alive.
 
     unsure: how many of a text's last rows may not have been computed
     """
 
-    def __init__(self, forward: Forward, cache: RowCache, unsure: int = 0):
+    def __init__(self, forward: Caching, cache: RowCache, unsure: int = 0):
         self.cache, self.unsure = cache, unsure
         self._model, self._layers, self._state = weakref.ref(forward.model), forward.layers, forward.state()
 
-    def are_of(self, forward: Forward) -> bool:
+    def are_of(self, forward: Caching) -> bool:
         """Whether the model of `forward`, as it is now, would compute the same rows."""
         same_model = self._model() is forward.model and self._layers == forward.layers
         return same_model and self._state == forward.state()
@@ -80,7 +95,7 @@ class TextCache(Cache):
             lengths.append(min(int(same.max()), limit))
         return SharedPrefixes(self, texts, lengths, most)
 
-    def copy_rows(self, forward: Forward, cache: RowCache, shared: "SharedPrefixes") -> list[int]:
+    def copy_rows(self, forward: Caching, cache: RowCache, shared: "SharedPrefixes") -> list[int]:
         """Copy the first lengths[b] rows of texts[b] to sequence b of another cache; returns how many there were.
 
         There are none if `forward` is another model than those that computed the rows, or where its rotary embeddings
@@ -97,7 +112,7 @@ class TextCache(Cache):
             cache.take(sequence, model.cache, self._slots[text], rows)
         return copied
 
-    def _rows_of(self, forward: Forward) -> ModelRows | None:
+    def _rows_of(self, forward: Caching) -> ModelRows | None:
         return next((model for model in self._models if model.are_of(forward)), None)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -132,6 +147,6 @@ class SharedPrefixes(NamedTuple):
     lengths: list[int]
     ends: list[int]
 
-    def copy_rows(self, forward: Forward, cache: RowCache) -> list[int]:
+    def copy_rows(self, forward: Caching, cache: RowCache) -> list[int]:
         """Copy the prefixes' rows of a model to another cache of it; returns how many rows of each were there."""
         return self.cache.copy_rows(forward, cache, self)

@@ -44,3 +44,8 @@ class HeadConfig:
     feeds_back_normed: bool = False
     owns_embedding: bool = False
     owns_lm_head: bool = False
+
+    @property
+    def model_type(self) -> str:
+        """What a trace calls it."""
+        return f"eagle-{self.generation}"

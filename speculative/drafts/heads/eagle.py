@@ -127,6 +127,7 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList(HeadLayer(config, index) for index in range(config.layers))
         self.norm = LlamaRMSNorm(width, eps) if config.generation == 3 else None
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.owns_lm_head else None
+        self.d2t: Tensor | None
         reduced = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
         self.rotary_emb = LlamaRotaryEmbedding(

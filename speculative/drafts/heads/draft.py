@@ -1,0 +1,301 @@
+"""An EAGLE head at work: it drafts a tree level by level out of what the target saw in the text.
+
+A step's first feed makes the entries of all tokens that are new since the last step, of the target's features, and the
+last of them, the root's, says what may follow it. The entries of drafted nodes are made of the head's own outputs, and
+not kept: an accepted node gets its entry anew. So the keys and values behind a root are those of a pass over the text.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
+from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store, store_rows
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.heads.cache import HeadCache
+from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.models.forward import (
+    PREFILL_CHUNK,
+    Forward,
+    Taps,
+    TreeMask,
+    as_logits,
+    chain_mask,
+    check_finite,
+)
+from heavypath.speculative.models.linear import linear_of, read_from_memory
+from heavypath.speculative.models.llama import gated_of, norm_of, turns_of
+from heavypath.speculative.models.structure import structure_of, weight_versions
+
+Linear = Callable[[Tensor], Tensor]
+
+
+class _Layer:
+    """A `HeadLayer`'s functions."""
+
+    def __init__(self, layer: Any, linear: Callable[[Any], Linear]):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.side_by_side, self.norm_before_residual = layer.side_by_side, layer.norm_before_residual
+        self.norm, self.hidden_norm = (_norm(layer, name) for name in ("input_layernorm", "hidden_norm"))
+        self.project = [linear(each) for each in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        query_norm, key_norm = (_norm(attention, name) for name in ("q_norm", "k_norm"))
+        self.head_norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm)
+        self.mix, self.mlp_norm = linear(attention.o_proj), norm_of(layer.post_attention_layernorm)
+        self.gate, self.up, self.down = (linear(each) for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        self.gated, self.scaling = gated_of(mlp.act_fn), attention.head_dim**-0.5
+
+    def before_attention(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream [R, H], and what queries, keys and values are made of, [R, H] or [R, 2 H]."""
+        if self.side_by_side:
+            assert self.norm is not None
+            assert self.hidden_norm is not None
+            _, normed = add_rms_norm(hidden, None, self.hidden_norm)
+            _, beside = add_rms_norm(embedded, None, self.norm)
+            return (normed if self.norm_before_residual else hidden), torch.cat([beside, normed], -1)
+        return add_rms_norm(hidden, None, self.norm) if self.norm is not None else (hidden, hidden)
+
+
+class HeadDraft:
+    """An `EagleHead` as a draft for the target whose hidden states it reads.
+
+    Raises ValueError for a head of another device or dtype than the target's, one that reads states that the target
+    does not have, and one whose rotary embeddings depend on the length of the text.
+    """
+
+    name = "draft"
+    rope_limit: int | None = None
+    has_dynamic_rope = False
+
+    def __init__(self, head: EagleHead, target: Forward):
+        config = head.config
+        self.model, self.config = head, config
+        self.layers, self.vocab_size, self.max_positions = config.layers, target.vocab_size, target.max_positions
+        _check_fits(head, target)
+        if head.training:
+            raise ValueError("draft is in training mode; call draft.eval() first")
+        self._target = target
+        self.embedding: Any = target.embedding if head.embed_tokens is None else head.embed_tokens
+        linear = partial(linear_of, from_memory=read_from_memory(head.parameters()))
+        self._fc = linear(head.fc)
+        self._tap_norms = None if head.fc_norm is None else [norm_of(each) for each in head.fc_norm]
+        self._fc_norm = None if head.input_norm is None else norm_of(head.input_norm)
+        self._layers = [_Layer(layer, linear) for layer in head.layers]
+        self._norm = None if head.norm is None else norm_of(head.norm)
+        self._lm_head = linear(self.lm_head)
+        offsets: Any = head.d2t
+        self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+        self._rotary = self._rotary_table(1)
+        self._structure = structure_of(head)
+
+    @property
+    def lm_head(self) -> Any:
+        """Its own, or the target's."""
+        return self._target.model.get_output_embeddings() if self.model.lm_head is None else self.model.lm_head
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.model.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return self.model.fc.weight.dtype
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The head's parameters with their names."""
+        return self.model.named_parameters()
+
+    def check_weights(self) -> None:
+        """Raise ValueError if a weight is NaN or infinite."""
+        check_finite(self.name, self.weights())
+
+    def is_current(self) -> bool:
+        """Whether the head still consists of what it did when it was taken."""
+        return structure_of(self.model) == self._structure
+
+    def state(self) -> int:
+        """A number that is another one after a change of the head, or of its weights in place."""
+        return hash((*self._structure.function, weight_versions(self.model), self._target.state()))
+
+    def new_cache(self, batch: int, rows: int) -> HeadCache:
+        """An empty cache of `rows` rows for each of `batch` sequences."""
+        if rows > len(self._rotary):
+            self._rotary = self._rotary_table(rows)
+        config = self.config
+        width = config.hidden_size
+        return HeadCache(
+            batch,
+            rows,
+            (config.target_hidden_size if config.generation == 1 else width, width),
+            layers=config.layers,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            like=self.model.fc.weight,
+            rotary=self._rotary,
+        )
+
+    def taps(self, cache: HeadCache) -> Taps:
+        """What the head reads of the target's passes, to be kept in a cache."""
+
+        def read(states: list[Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
+            cache.keep(self._features(states), tokens, cache_rows)
+
+        return Taps(self.config.taps, read)
+
+    def prefill(self, tokens: Tensor, cache: HeadCache, starts: Sequence[int] | None = None) -> None:
+        """Make the entries of right-padded texts LongTensor[B, T], all but the last; the target has read the texts.
+
+        starts: as of `Forward.prefill`
+        """
+        batch, entries = len(tokens), tokens.shape[1] - 1
+        starts = [0] * batch if starts is None else starts
+        first = torch.tensor(starts if max(starts) > min(starts) else starts[0], device=tokens.device)  # [B] or []
+        for begin in range(0, entries, PREFILL_CHUNK):
+            end = min(begin + PREFILL_CHUNK, entries)
+            rows = (first[..., None] + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
+            mask = chain_mask(first + begin, end - begin, visible_rows=max(starts) + end)
+            self._run(_rows_of(cache.features[:, 0], rows), tokens[:, begin + 1 : end + 1], rows, cache, mask)
+
+    def __call__(self, feed: Feed, cache: HeadCache) -> Tensor:
+        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+        hidden = self._after_root(feed, cache) if feed.news else self._after_nodes(feed, cache)
+        normed = hidden if self._norm is None else add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1]
+        logits = as_logits(self._lm_head(normed.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:2], -1))
+        if self._proposed is None:
+            return logits
+        every = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
+        return every.index_copy_(2, self._proposed, logits)
+
+    def _after_root(self, feed: Feed, cache: HeadCache) -> Tensor:
+        """Make the entries of what is new in the texts; the outputs of the roots', [B, 1, H]."""
+        lengths, root, drafted = feed.prefix_lengths, feed.tokens[:, -1:], feed.drafted
+        new = lengths - cache.known if drafted is None else (lengths - cache.known).where(drafted == 0, 1)
+        entries = max(1, int(new.max())) if lengths.device.type == "cpu" else feed.news
+        cache.known.copy_(lengths if drafted is None else lengths.where(drafted == 0, cache.known))
+        # The last so many rows of entries. Where there are not so many, the first of them is made several times.
+        first = torch.zeros_like(lengths) if drafted is None else (lengths - 1).clamp(min=0).where(drafted > 0, 0)
+        rows = (lengths[:, None] + torch.arange(-entries, 0, device=lengths.device)).maximum(first[:, None])
+        features = _rows_of(cache.features[:, 0], rows)
+        features = features.masked_fill((lengths == 0)[:, None, None], 0)  # nothing is before a text of one token
+        if drafted is not None:
+            features = features.where((drafted == 0)[:, None, None], _rows_of(cache.outputs, (rows - 1).clamp(min=0)))
+        tokens = _rows_of(cache.tokens[:, 0, :, 0], (rows + 1).clamp(max=cache.tokens.shape[2] - 1))
+        mask = TreeMask(
+            prefix_length=rows[:, 0],
+            visible_rows=max(feed.visible_rows, entries),
+            ancestor_mask=torch.arange(entries, device=lengths.device) <= (rows - rows[:, :1])[..., None],
+        )
+        hidden = self._run(features, tokens.where(rows + 1 < lengths[:, None], root), rows, cache, mask)[:, -1:]
+        self._keep_outputs(hidden, rows[:, -1:], cache)
+        return hidden
+
+    def _after_nodes(self, feed: Feed, cache: HeadCache) -> Tensor:
+        """The outputs [B, n, H] of drafted nodes."""
+        before = (feed.prefix_lengths - 1).clamp(min=0)  # the root's row
+        shift = (feed.prefix_lengths - before)[:, None]
+        rows = feed.cache_rows - shift
+        mask = TreeMask(prefix_length=before, visible_rows=feed.visible_rows, ancestor_mask=feed.ancestor_mask)
+        features = _rows_of(cache.outputs, feed.parent_rows - shift)
+        hidden = self._run(features, feed.tokens, rows, cache, mask, feed.positions - shift)
+        self._keep_outputs(hidden, rows, cache)
+        return hidden
+
+    def _run(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        rows: Tensor,
+        cache: HeadCache,
+        mask: TreeMask,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """`EagleHead.forward` on entries, whose keys and values are stored at these rows of the cache: [B, N, H].
+
+        positions: where they are not the rows
+        """
+        attend = mask.attention(self.dtype, {None})[None]
+        assert cache.rotary is not None
+        turns = Turns.at(cache.rotary, rows if positions is None else positions)
+        by_head = *tokens.shape, -1, self.config.head_dim
+        embedded, hidden = self.embedding(tokens.flatten()), features.flatten(0, 1)
+        if self.config.generation == 1:
+            hidden = self._fc(torch.cat([embedded, hidden], -1))
+        for index, layer in enumerate(self._layers):
+            hidden, attended = layer.before_attention(hidden, embedded)
+            projected = Projected(*[project(attended).view(by_head) for project in layer.project])
+            keys, values = cache.read(index)
+            query = rotate_and_store(projected, turns, keys, values, rows, layer.head_norms)
+            mixed = attend(query.transpose(1, 2), keys, values, layer.scaling)
+            hidden, normed = add_rms_norm(
+                hidden, layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1)), layer.mlp_norm
+            )
+            hidden = hidden + layer.down(layer.gated(layer.gate(normed), layer.up(normed)))
+        return hidden.view(*tokens.shape, -1)
+
+    def _features(self, taps: Sequence[Tensor]) -> Tensor:
+        """`EagleHead.features` of [B, N, Ht] each."""
+        if self.config.generation == 1:
+            return taps[0]
+        flat = [tap.flatten(0, 1) for tap in taps]
+        if self._tap_norms is not None:
+            flat = [add_rms_norm(tap, None, norm)[1] for norm, tap in zip(self._tap_norms, flat, strict=True)]
+        joined = torch.cat(flat, -1)
+        if self._fc_norm is not None:
+            _, joined = add_rms_norm(joined, None, self._fc_norm)
+        return self._fc(joined).view(*taps[0].shape[:2], -1)
+
+    def _keep_outputs(self, hidden: Tensor, rows: Tensor, cache: HeadCache) -> None:
+        """Keep what the entries below get in the place of features."""
+        if self.config.feeds_back_normed:
+            assert self._norm is not None
+            hidden = add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1].view_as(hidden)
+        store_rows(cache.outputs[:, None], hidden[:, :, None], rows)
+
+    @torch.inference_mode()
+    def _rotary_table(self, positions: int) -> Tensor:
+        every = torch.arange(positions, device=self.device)
+        return turns_of(self.model.rotary_emb, every, self.model.fc.weight)
+
+
+def _rows_of(field: Tensor, rows: Tensor) -> Tensor:
+    """Those rows LongTensor[B, N] of [B, S, ..]."""
+    return field[torch.arange(len(field), device=rows.device)[:, None], rows]
+
+
+def _norm(module: Any, name: str) -> Norm | None:
+    return norm_of(getattr(module, name)) if hasattr(module, name) else None
+
+
+def _check_fits(head: EagleHead, target: Forward) -> None:
+    """Raise ValueError where a head and a target do not fit."""
+    config, weight = head.config, head.fc.weight
+    if weight.device != target.device:
+        raise ValueError(f"target and draft must be on one device, got {target.device} and {weight.device}")
+    if weight.dtype != target.dtype:
+        raise ValueError(
+            f"target and head must have one dtype, got {target.dtype} and {weight.dtype}; use head.to(dtype)"
+        )
+    width = target.embedding.weight.shape[1]
+    if config.target_hidden_size != width or config.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the head was made for a target of width {config.target_hidden_size} with {config.vocab_size} tokens, "
+            f"got one of width {width} with {target.vocab_size}"
+        )
+    if head.embed_tokens is None and config.hidden_size != width:
+        raise ValueError(
+            f"a head of width {config.hidden_size} needs an embedding of its own; the target's has {width}"
+        )
+    if max(config.taps) > target.layers or min(config.taps) < 0:
+        raise ValueError(
+            f"the head reads the hidden states {[*config.taps]}, the target has 0 .. {target.layers}; "
+            "it was made for a target of more layers"
+        )
+    kind = config.rope_parameters.get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ValueError(
+            f"a head's rotary embeddings must not depend on the length of the text, got rope type {kind!r}"
+        )
