@@ -6,6 +6,7 @@ Of a model on the hub nothing is fetched but its config.json and the first that 
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
@@ -88,14 +89,17 @@ def read_tensors(files: CheckpointFiles) -> dict[str, Tensor]:
             if path.suffix == ".safetensors":
                 tensors |= load_file(path)
             else:
-                tensors |= torch.load(path, map_location="cpu", weights_only=True)
+                tensors |= torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
         except Exception as error:
             raise ValueError(f"cannot read the weights in {str(path)!r}: {error}") from error
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name!r} in {files.folder!r} is a {type(tensor).__name__}; expected tensors by name")
     return tensors
 
 
 def tensor_names(files: CheckpointFiles) -> set[str]:
-    """The names alone, without reading a safetensors file's weights."""
+    """The names alone, without reading the tensors; pickles of before PyTorch 1.6 are read whole."""
     if any(path.suffix != ".safetensors" for path in files.weights):
         return {*read_tensors(files)}
     names: set[str] = set()
