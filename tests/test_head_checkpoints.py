@@ -209,7 +209,7 @@ def test_a_folder_without_files_is_refused(target, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"is neither a folder with a config\.json"):
         load_head(tmp_path, target)
     (tmp_path / "config.json").write_text(json.dumps(settings(variant())))
-    with pytest.raises(FileNotFoundError, match=r"has no weights; expected one of model\.safetensors, "):
+    with pytest.raises(FileNotFoundError, match=r"no weights of .* expected one of model\.safetensors, "):
         load_head(tmp_path, target)
     (tmp_path / "config.json").write_text("[")
     write(tmp_path / "x", {}, official(variant()))
@@ -221,8 +221,25 @@ def test_a_folder_without_files_is_refused(target, tmp_path):
 def test_a_whole_model_is_no_head(target, tmp_path):
     target.save_pretrained(tmp_path)
     assert not is_head(tmp_path)
-    with pytest.raises(ValueError, match=r"no fc\.weight .* AutoModelForCausalLM"):
+    with pytest.raises(ValueError, match=r"fc\.weight, .* is missing; .* AutoModelForCausalLM"):
         load_head(tmp_path, target)
+
+
+def test_a_head_is_known_by_its_tensors_or_its_config(tmp_path):
+    config, tensors = settings(variant(generation=1)), official(variant(generation=1))
+    assert "eagle" not in json.dumps(config).lower()
+    assert is_head(write(tmp_path / "a", config, tensors))
+    without_fc = {name: tensor for name, tensor in official(variant()).items() if name != "fc.weight"}
+    assert is_head(write(tmp_path / "b", settings(variant()), without_fc))
+    assert not is_head(write(tmp_path / "c", config | {"architectures": ["Eagle2_5_VL"]}, without_fc))
+
+
+def test_a_head_may_be_saved_where_it_came_from(target, tmp_path):
+    kind = variant(generation=1)
+    head = load_head(write(tmp_path, settings(kind), official(kind)), target)
+    save_head(head, tmp_path)
+    assert_same(head, kind, official(kind), target)
+    assert [*sorted(path.name for path in tmp_path.iterdir())] == ["config.json", "model.safetensors"]
 
 
 def test_load_draft_takes_heads_and_models_by_one_argument(target, tmp_path):
@@ -288,7 +305,7 @@ def refused(folder, target, config, tensors, *expected):
 @pytest.mark.parametrize("kind", [variant(), variant(generation=1)], ids=["eagle-3", "eagle-1"])
 def test_every_tensor_that_is_missing_is_named(kind, target, tmp_path):
     tensors = official(kind)
-    for name in tensors.keys() - {"t2d", "embed_tokens.weight", "fc.weight"}:
+    for name in tensors.keys() - {"t2d", "embed_tokens.weight"}:
         some = {other: tensor for other, tensor in tensors.items() if other != name}
         refused(tmp_path, target, settings(kind), some, re.escape(name.replace("midlayer.", "layers.0.")), "missing")
 
@@ -308,6 +325,8 @@ def test_tensors_that_are_not_known_are_named(target, tmp_path):
     config, tensors = settings(variant()), official(variant())
     more = {"mask_hidden": torch.zeros(1), "layers.0.self_attn.sinks": torch.zeros(4)}
     refused(tmp_path, target, config, tensors | more, "2 tensors are not known: layers.0.self_attn.sinks, mask_hidden")
+    twice = {"layers.0.hidden_norm.weight": torch.ones(16)}
+    refused(tmp_path, target, config, tensors | twice, "has 'layers.0.hidden_norm.weight' twice, once as")
     more = {"layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     load_head(write(tmp_path, config, tensors | more), target)
     refused(tmp_path, target, config, tensors | {"fc.weight": torch.zeros(16, 48, dtype=torch.int8)}, "fc.*int8")

@@ -165,6 +165,8 @@ def test_scaled_rotary_settings_are_taken_and_those_that_depend_on_the_length_ar
     for kind in ("dynamic", "longrope"):
         config = settings(variant(), rope_scaling={"rope_type": kind, "factor": 2.0})
         refused(tmp_path, target, config, official(variant()), f"type '{kind}', expected default, linear")
+    config = settings(variant(), partial_rotary_factor=0.5)
+    refused(tmp_path, target, config, official(variant()), "partial_rotary_factor 0.5; expected")
 
 
 def test_max_position_embeddings_neither_sizes_a_table_nor_refuses_a_text(target, tmp_path):

@@ -14,6 +14,7 @@ by name: a head that is half loaded drafts noise, and nothing else would show it
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,9 @@ def load_head(
     target, are missing, or are not known.
     """
     files = find_files(path_or_name, revision, local_files_only)
-    settings, tensors = read_json(files.config), _renamed(read_tensors(files))
+    settings, tensors = read_json(files.config), read_tensors(files)
     try:
+        tensors = _renamed(tensors)
         head = _built(settings, tensors, target)
         _fill(head, tensors, dtype or target.dtype, torch.device(device or target.device))
     except ValueError as error:
@@ -69,7 +71,7 @@ def is_head(path_or_name: str | Path, revision: str | None = None) -> bool:
         files = find_files(path_or_name, revision, local_files_only=True)
     except FileNotFoundError:
         return False
-    return is_settings_of_head(read_json(files.config)) or _has_fc(_renamed(dict.fromkeys(tensor_names(files))))
+    return is_settings_of_head(read_json(files.config)) or _has_fc({_ours(name) for name in tensor_names(files)})
 
 
 def save_head(head: EagleHead, folder: str | Path) -> None:
@@ -83,7 +85,9 @@ def save_head(head: EagleHead, folder: str | Path) -> None:
             kept = torch.zeros(config.vocab_size, dtype=torch.bool)
             kept[torch.arange(config.draft_vocab_size) + tensors["d2t"]] = True
             tensors["t2d"] = kept
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    written = folder / "model.safetensors.new"
+    save_file(tensors, written, metadata={"format": "pt"})
+    written.replace(folder / "model.safetensors")  # the head may be one that maps this very file
     rope = config.rope_parameters
     settings: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3" if config.generation == 3 else "LlamaForCausalLM"],
@@ -119,31 +123,34 @@ def save_head(head: EagleHead, folder: str | Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _renamed(tensors: dict[str, Any]) -> dict[str, Any]:
+def _ours(name: str) -> str:
+    for theirs, replacement in _RENAMED.items():
+        if name.startswith(theirs):
+            name = replacement + name.removeprefix(theirs)
+    return name
+
+
+def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors by the names of `EagleHead`, without those that it does not need; `t2d` stays."""
-    found: dict[str, Any] = {}
+    found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        ours = name
-        for theirs, replacement in _RENAMED.items():
-            if ours.startswith(theirs):
-                ours = replacement + ours.removeprefix(theirs)
+        ours = _ours(name)
         if ours in found:
-            raise ValueError(f"the head has {ours!r} twice, once as {name!r}; keep one of them")
-        found[ours] = tensor
-    return {name: tensor for name, tensor in found.items() if name == "t2d" or not _HARMLESS.match(name)}
+            raise ValueError(f"the checkpoint has {ours!r} twice, once as {name!r}; expected one of them")
+        if ours == "t2d" or not _HARMLESS.match(ours):
+            found[ours] = tensor
+    return found
 
 
-def _has_fc(names: dict[str, Any]) -> bool:
+def _has_fc(names: Collection[str]) -> bool:
     return "fc.weight" in names and any(name.startswith("layers.0.") for name in names)
 
 
 def _built(settings: dict[str, Any], tensors: dict[str, Tensor], target: PreTrainedModel) -> EagleHead:
     """The module that the tensors fit into, still without them; `tensors` is left as that has them."""
     if not _has_fc(tensors):
-        raise ValueError(
-            "it has no fc.weight beside layers.0, which reads the target's hidden states; a whole model is a draft by "
-            "AutoModelForCausalLM.from_pretrained"
-        )
+        hint = "" if is_settings_of_head(settings) else "; a whole model loads by AutoModelForCausalLM.from_pretrained"
+        raise ValueError(f"fc.weight, which reads the target's hidden states for layers.0, is missing{hint}")
     kept = tensors.pop("t2d", None)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() and name != "d2t":

@@ -130,7 +130,7 @@ class EagleHead(nn.Module):
         reduced = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
         rope = config.rope_parameters
-        longest = rope.get("original_max_position_embeddings", 2048) * rope.get("factor", 1)  # only not too short
+        longest = rope.get("original_max_position_embeddings", 2048) * rope.get("factor", 1)  # sizes no table
         self.rotary_emb = LlamaRotaryEmbedding(
             LlamaConfig(
                 max_position_embeddings=int(longest),

@@ -43,10 +43,13 @@ def find_files(
     folder = Path(name).expanduser()
     where = str(folder) if folder.is_dir() else name
 
+    errors: list[Exception] = []
+
     def find(file: str) -> Path | None:
         try:
             found = cached_file(where, file, revision=revision, local_files_only=local_files_only)
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            errors.append(error)
             return None
         return None if found is None else Path(found)
 
@@ -55,10 +58,12 @@ def find_files(
         raise FileNotFoundError(
             f"the head {name!r} is neither a folder with a config.json nor a model in the Hugging Face cache"
             f"{'' if local_files_only else ' or on the hub'}; give such a folder, or fetch it first with `hf download`"
-        )
+        ) from (errors or [None])[-1]
     first = next((path for path in map(find, WEIGHTS) if path is not None), None)
     if first is None:
-        raise FileNotFoundError(f"the head {name!r} has no weights; expected one of {', '.join(WEIGHTS)}")
+        raise FileNotFoundError(
+            f"no weights of the head {name!r} were found; expected one of {', '.join(WEIGHTS)}"
+        ) from (errors or [None])[-1]
     if first.suffix != ".json":
         return CheckpointFiles(name, config, (first,))
     shards: dict[str, Path] = {}

@@ -27,8 +27,8 @@ _ROPES = ("default", "linear", "llama3", "yarn")
 
 def is_settings_of_head(settings: Mapping[str, Any]) -> bool:
     """Whether a config.json says by itself that it is of an EAGLE head."""
-    kinds = [settings.get("speculators_model_type"), *(settings.get("architectures") or ())]
-    return "eagle_config" in settings or any("eagle" in str(kind).lower() for kind in kinds)
+    told = settings.get("speculators_model_type") in ("eagle", "eagle3") or "eagle_config" in settings
+    return told or any("CausalLMEagle" in kind for kind in settings.get("architectures") or ())
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> HeadConfig:
@@ -131,6 +131,9 @@ def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
     kind = given.pop("rope_type", given.pop("type", "default"))
     if "mrope_section" in given:  # of images and text; of text alone it is the usual one
         kind, given = "default", {"rope_theta": given.get("rope_theta")}
+    turning = given.get("partial_rotary_factor", layer.get("partial_rotary_factor", 1))
+    if turning != 1:
+        raise ValueError(f"config.json gives partial_rotary_factor {turning}; expected heads that are turned whole, 1")
     theta = layer.get("rope_theta") or given.get("rope_theta") or 10000.0
     if kind not in _ROPES or any(isinstance(value, dict) for value in given.values()):
         raise ValueError(f"config.json gives rotary settings {given} of type {kind!r}, expected {', '.join(_ROPES)}")
