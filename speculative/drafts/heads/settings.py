@@ -137,7 +137,6 @@ def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
     theta = layer.get("rope_theta") or given.get("rope_theta") or 10000.0
     if kind not in _ROPES or any(isinstance(value, dict) for value in given.values()):
         raise ValueError(f"config.json gives rotary settings {given} of type {kind!r}, expected {', '.join(_ROPES)}")
-    given.pop("type", None)
     if kind in ("llama3", "yarn") and "max_position_embeddings" in layer:
         given.setdefault("original_max_position_embeddings", layer["max_position_embeddings"])
     return {**given, "rope_type": kind, "rope_theta": float(theta)}
