@@ -21,6 +21,7 @@ from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_pair
 from heavypath.speculative.drafts import Draft, EarlyExit, Feed, PromptLookup
 from heavypath.speculative.generation import Generation
+from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import METHODS, Method
 from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.models.caches import RowCache
@@ -70,6 +71,7 @@ __all__ = [
     "expected_tokens",
     "greedy_tree",
     "load_demo_pair",
+    "load_draft",
     "read_trace",
     "select_tree",
     "sequoia_tree",

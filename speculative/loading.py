@@ -1,6 +1,7 @@
 """Load a target, its draft and their tokenizer from local folders or the Hugging Face cache.
 
-Nothing is downloaded, no code that comes with a model is run, and weights must be safetensors.
+Nothing is downloaded, no code that comes with a model is run, and weights must be safetensors; those of EAGLE heads may
+be pickles of tensors alone, as some were published.
 """
 
 from pathlib import Path
@@ -13,6 +14,8 @@ from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import load_demo_pair
 from heavypath.speculative.drafts import EarlyExit, PromptLookup
+from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
+from heavypath.speculative.drafts.heads.eagle import EagleHead
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -21,7 +24,7 @@ class Pair(NamedTuple):
     """Models in eval mode on one device, and the target's tokenizer. Without a draft only plain decoding works."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | PromptLookup | EarlyExit | None
+    draft: PreTrainedModel | EagleHead | PromptLookup | EarlyExit | None
     tokenizer: PreTrainedTokenizerBase
 
     @property
@@ -42,10 +45,11 @@ def load_pair(
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
-    target, draft: default the shipped pair. draft may also be "prompt-lookup" or "early-exit:LAYERS", which need no
-        model.
+    target, draft: default the shipped pair. draft may also be an EAGLE head, or "prompt-lookup" or "early-exit:LAYERS",
+        which need no model.
     device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
+        A head has its target's.
 
     Raises ValueError, TypeError or OSError, in one line, for a missing folder, a model type that is not supported,
     files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
@@ -53,15 +57,16 @@ def load_pair(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     modelless = None if draft is None else _modelless(draft)
     if target is None:
-        if draft is not None and modelless is None:
+        if draft is not None and modelless is None and not is_head(draft):
             raise ValueError(f"a draft ({draft!r}) needs its target; only the shipped pair loads without one")
-        pair = load_demo_pair(dtype or torch.float32, device)
-        return Pair(pair.target, modelless or pair.draft, pair.tokenizer)
+        shipped = Pair(*load_demo_pair(dtype or torch.float32, device))
+        return shipped if draft is None else shipped._replace(draft=load_draft(draft, shipped))
     if modelless is not None:
         draft = None
     folders = {
         role: find_folder(role, name) for role, name in (("target", target), ("draft", draft)) if name is not None
     }
+    head = folders.pop("draft") if "draft" in folders and is_head(folders["draft"]) else None
     for role, folder in folders.items():
         _check_type(role, folder)
     if not _has_tokenizer(folders["target"]):
@@ -70,26 +75,44 @@ def load_pair(
             f"(tokenizer.save_pretrained), so that it has one of {', '.join(_TOKENIZER_FILES)}"
         )
     tokenizer = _load_tokenizer("target", folders["target"])
-    if "draft" in folders and _has_tokenizer(folders["draft"]):
-        _check_vocabularies(tokenizer, _load_tokenizer("draft", folders["draft"]))
+    drafting = head or folders.get("draft")
+    if drafting is not None and _has_tokenizer(drafting):
+        _check_vocabularies(tokenizer, _load_tokenizer("draft", drafting))
     models = {role: _load_model(role, folder, device, dtype) for role, folder in folders.items()}
-    return Pair(models["target"], modelless or models.get("draft"), tokenizer)
+    loaded = models.get("draft") if head is None else load_head(head, models["target"])
+    return Pair(models["target"], modelless or loaded, tokenizer)
 
 
 def load_draft(
-    draft: str, pair: Pair, target: str | None = None, dtype: torch.dtype | None = None
-) -> PreTrainedModel | PromptLookup | EarlyExit:
-    """Load one more draft for the target of a pair, which `load_pair` loaded by the name `target`; raises as that."""
-    modelless = _modelless(draft)
+    path_or_name: str | Path,
+    target: PreTrainedModel | Pair,
+    target_name: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel | EagleHead | PromptLookup | EarlyExit:
+    """Load a draft for a target: an EAGLE head, as published, or a model; from a folder or the Hugging Face cache.
+
+    path_or_name: may also be "prompt-lookup" or "early-exit:LAYERS"
+    target: the model; or a pair that `load_pair` loaded by `target_name`, whose tokenizer is then compared, too
+    dtype: default the target's for a head, the one that it was saved in for a model
+
+    Raises as `load_pair` does, and ValueError for a head that does not fit the target, naming the tensor.
+    """
+    name = str(path_or_name)
+    modelless = _modelless(name)
     if modelless is not None:
         return modelless
-    if target is None:
-        raise ValueError(f"a draft ({draft!r}) needs its target; only the shipped pair loads without one")
-    folder = find_folder("draft", draft)
-    _check_type("draft", folder)
-    if any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        _check_vocabularies(pair.tokenizer, _load_tokenizer("draft", folder))
-    return _load_model("draft", folder, pair.target.device, dtype)
+    model = target.target if isinstance(target, Pair) else target
+    head = is_head(name)
+    if isinstance(target, Pair) and target_name is None and not head:
+        raise ValueError(f"a draft ({name!r}) needs its target; only the shipped pair loads without one")
+    folder = find_folder("draft", name)
+    if not head:
+        _check_type("draft", folder)
+    if isinstance(target, Pair) and _has_tokenizer(folder):
+        _check_vocabularies(target.tokenizer, _load_tokenizer("draft", folder))
+    if head:
+        return load_head(folder, model, dtype=dtype)
+    return _load_model("draft", folder, model.device, dtype)
 
 
 def _modelless(draft: str) -> PromptLookup | EarlyExit | None:

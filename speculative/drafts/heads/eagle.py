@@ -130,12 +130,15 @@ class EagleHead(nn.Module):
         self.d2t: Tensor | None
         reduced = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
+        rope = config.rope_parameters
+        longest = rope.get("original_max_position_embeddings", 2048) * rope.get("factor", 1)  # sizes no table
         self.rotary_emb = LlamaRotaryEmbedding(
             LlamaConfig(
+                max_position_embeddings=int(longest),
                 head_dim=config.head_dim,
                 hidden_size=width,
                 num_attention_heads=config.num_attention_heads,
-                rope_parameters=config.rope_parameters,
+                rope_parameters=dict(rope),
             )
         )
 

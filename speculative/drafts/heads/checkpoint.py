@@ -1,0 +1,246 @@
+"""Load an EAGLE head as its authors published it, and save one in the official layout.
+
+What is read, by the names of its tensors:
+
+    official EAGLE-1 and 2    fc, layers.0.*, embed_tokens
+    official EAGLE-3          fc, midlayer.*, norm, lm_head, d2t; SpecForge's and NVIDIA's alike
+    speculators               fc, layers.0.*, ...; of EAGLE-1 fusion_fc, transformer.*
+    EAGLE-3.1                 fc_norm.0, .1, .2 in either of the last two
+
+Which variant a head is follows from the tensors where they tell: biases, layers, norms, its own embedding and lm_head.
+`settings.py` reads the rest from config.json. Whatever does not fit the target, is missing or is not known is refused
+by name: a head that is half loaded drafts noise, and nothing else would show it.
+"""
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from heavypath.speculative.drafts.heads.config import HeadConfig
+from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.heads.files import find_files, read_json, read_tensors, tensor_names
+from heavypath.speculative.drafts.heads.settings import OWN_KEY, config_of, is_settings_of_head
+
+# Other names of the same tensors.
+_RENAMED = {"model.": "", "midlayer.": "layers.0.", "fusion_fc.": "fc.", "transformer.": "layers.0."}
+# What a head does without: copies of the target's tensors, tables that are computed, and the inverse of d2t.
+_HARMLESS = re.compile(r"(t2d|verifier_lm_head\.weight|verifier_norm\.weight|(.*\.)?rotary_emb\.inv_freq)$")
+_ANOTHER_TARGET = "give the target that the head was trained for"
+
+
+def load_head(
+    path_or_name: str | Path,
+    target: PreTrainedModel,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> EagleHead:
+    """An EAGLE head for a target, in eval mode and without gradients.
+
+    path_or_name: its folder, or its name on the Hugging Face hub
+    dtype, device: default the target's
+    revision, local_files_only: of a name, as transformers' `from_pretrained` takes them
+
+    Raises FileNotFoundError for missing files; ValueError for what is no head, and for tensors that do not fit the
+    target, are missing, or are not known.
+    """
+    files = find_files(path_or_name, revision, local_files_only)
+    settings, tensors = read_json(files.config), read_tensors(files)
+    try:
+        tensors = _renamed(tensors)
+        head = _built(settings, tensors, target)
+        _fill(head, tensors, dtype or target.dtype, torch.device(device or target.device))
+    except ValueError as error:
+        raise ValueError(f"the head {files.folder!r} cannot draft for this target: {error}") from error
+    return head.requires_grad_(False).eval()
+
+
+def is_head(path_or_name: str | Path, revision: str | None = None) -> bool:
+    """Whether a folder, or a model in the Hugging Face cache, is an EAGLE head. Nothing is downloaded."""
+    try:
+        files = find_files(path_or_name, revision, local_files_only=True)
+    except FileNotFoundError:
+        return False
+    return is_settings_of_head(read_json(files.config)) or _has_fc({_ours(name) for name in tensor_names(files)})
+
+
+def save_head(head: EagleHead, folder: str | Path) -> None:
+    """Write a head to a folder in the official layout, in its own dtype; `load_head` gives the same head back."""
+    folder, config = Path(folder), head.config
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in head.state_dict().items()}
+    if config.generation == 3:
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+        if head.d2t is not None:
+            kept = torch.zeros(config.vocab_size, dtype=torch.bool)
+            kept[torch.arange(config.draft_vocab_size) + tensors["d2t"]] = True
+            tensors["t2d"] = kept
+    written = folder / "model.safetensors.new"
+    save_file(tensors, written, metadata={"format": "pt"})
+    written.replace(folder / "model.safetensors")  # the head may be one that maps this very file
+    rope = config.rope_parameters
+    settings: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3" if config.generation == 3 else "LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.target_hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        "bias": "fc" in config.biases,
+        "attention_bias": "q_proj" in config.biases,
+        "mlp_bias": "gate_proj" in config.biases,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+        OWN_KEY: {"taps": config.taps, "feeds_back_normed": config.feeds_back_normed},
+    }
+    if config.generation == 3:
+        settings |= {
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": config.taps, "use_aux_hidden_state": True},
+            "fc_norm": config.tap_norms,
+            "norm_before_fc": config.norm_before_fc,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_output": config.feeds_back_normed,
+        }
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _ours(name: str) -> str:
+    for theirs, replacement in _RENAMED.items():
+        if name.startswith(theirs):
+            name = replacement + name.removeprefix(theirs)
+    return name
+
+
+def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by the names of `EagleHead`, without those that it does not need; `t2d` stays."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        ours = _ours(name)
+        if ours in found:
+            raise ValueError(f"the checkpoint has {ours!r} twice, once as {name!r}; expected one of them")
+        if ours == "t2d" or not _HARMLESS.match(ours):
+            found[ours] = tensor
+    return found
+
+
+def _has_fc(names: Collection[str]) -> bool:
+    return "fc.weight" in names and any(name.startswith("layers.0.") for name in names)
+
+
+def _built(settings: dict[str, Any], tensors: dict[str, Tensor], target: PreTrainedModel) -> EagleHead:
+    """The module that the tensors fit into, still without them; `tensors` is left as that has them."""
+    if not _has_fc(tensors):
+        hint = "" if is_settings_of_head(settings) else "; a whole model loads by AutoModelForCausalLM.from_pretrained"
+        raise ValueError(f"fc.weight, which reads the target's hidden states for layers.0, is missing{hint}")
+    kept = tensors.pop("t2d", None)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() and name != "d2t":
+            raise ValueError(f"{name} is {tensor.dtype}; expected floating point: quantised heads are not supported")
+    config = config_of(settings, tensors, target)
+    if settings.get("tie_word_embeddings") and config.generation == 3 and _could_be_tied(config, tensors):
+        tensors["lm_head.weight"], config = tensors["embed_tokens.weight"], replace(config, owns_lm_head=True)
+    _take_the_tokens(config, tensors, kept)
+    with torch.device("meta"):
+        return EagleHead(config)
+
+
+def _could_be_tied(config: HeadConfig, tensors: dict[str, Tensor]) -> bool:
+    """Whether the lm_head may have been left out as a copy of the head's own embedding."""
+    all_tokens = config.draft_vocab_size == config.vocab_size
+    return all_tokens and "embed_tokens.weight" in tensors and "lm_head.weight" not in tensors
+
+
+def _take_the_tokens(config: HeadConfig, tensors: dict[str, Tensor], kept: Tensor | None) -> None:
+    """Check d2t, and drop it where the head has all tokens. kept: t2d, which tells offsets from absolute ids."""
+    size, vocab, d2t = config.draft_vocab_size, config.vocab_size, tensors.pop("d2t", None)
+    if kept is not None and "embed_tokens.weight" not in tensors and len(kept) != vocab:
+        raise ValueError(f"t2d has shape {[*kept.shape]}, expected [{vocab}], the target's tokens; {_ANOTHER_TARGET}")
+    if d2t is None:
+        if size != vocab:
+            raise ValueError(
+                f"lm_head.weight has shape [{size}, {config.hidden_size}], expected [{vocab}, {config.hidden_size}] "
+                f"for the target's tokens, or beside it d2t of shape [{size}], which is missing; {_ANOTHER_TARGET}"
+            )
+        return
+    if d2t.is_floating_point() or [*d2t.shape] != [size]:
+        raise ValueError(f"d2t is {d2t.dtype} of shape {[*d2t.shape]}, expected integers of shape [{size}]")
+    offsets = d2t.long()
+    tokens = offsets + torch.arange(size)
+    confirmed = kept is not None and torch.equal(tokens.sort().values, kept.nonzero().flatten())
+    # Tokens side by side have one offset: where all entries differ they are ids.
+    if size > 1 and not confirmed and offsets.min() >= 0 and len(offsets.unique()) == size:
+        raise ValueError(
+            "d2t holds absolute ids of tokens, expected offsets: token i of the head is token i + d2t[i] of the "
+            "target; subtract torch.arange(len(d2t)) from it"
+        )
+    if tokens.min() < 0 or tokens.max() >= vocab or len(tokens.unique()) < size:
+        raise ValueError(
+            f"d2t of shape [{size}] leads to tokens {int(tokens.min())} to {int(tokens.max())}, {len(tokens.unique())} "
+            f"different ones; expected {size} different ones of the target's {vocab}; {_ANOTHER_TARGET}"
+        )
+    if size < vocab:
+        tensors["d2t"] = offsets
+    elif offsets.any():
+        raise ValueError(f"d2t permutes all {vocab} tokens; expected zeros where the head has all tokens of the target")
+
+
+def _fill(head: EagleHead, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    """Put the tensors into a module on "meta"; ValueError unless they are those that it has."""
+    expected = head.state_dict()
+    unknown, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
+    if unknown:
+        raise ValueError(f"{len(unknown)} tensors are not known: {_list(unknown)}; it is another kind of head")
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing: {_list(missing)}{_in_its_place(head.config, missing)}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{name} has shape {[*tensor.shape]}, expected {[*expected[name].shape]}{_why(name, head.config)}"
+            )
+    on_device = {name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in tensors.items()}
+    head.load_state_dict(on_device, assign=True)
+    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config).to(device)  # of no tensor; stays float32
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def _in_its_place(config: HeadConfig, missing: list[str]) -> str:
+    """Why the target's own cannot stand in for what is missing."""
+    if not {"lm_head.weight", "embed_tokens.weight"} & {*missing}:
+        return "; fetch the checkpoint again"
+    return (
+        f"; the target's cannot stand in, of width {config.target_hidden_size} and {config.vocab_size} tokens, for a "
+        f"head of width {config.hidden_size} and {config.draft_vocab_size} tokens"
+    )
+
+
+def _why(name: str, config: HeadConfig) -> str:
+    if name in ("fc.weight", "input_norm.weight") or name.startswith("fc_norm."):
+        return (
+            f" to read hidden states {', '.join(map(str, config.taps))} of width {config.target_hidden_size} of the "
+            f"target; {_ANOTHER_TARGET}"
+        )
+    if name in ("embed_tokens.weight", "lm_head.weight"):
+        return f" for the target's vocabulary of {config.vocab_size} tokens; {_ANOTHER_TARGET}"
+    return ", by config.json and the tensors beside it; fetch the checkpoint again"

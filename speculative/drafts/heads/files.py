@@ -1,0 +1,114 @@
+"""The files of a head's checkpoint: found in a folder or in the Hugging Face cache, and read.
+
+Of a model on the hub nothing is fetched but its config.json and the first that there is of its `WEIGHTS`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import is_zipfile
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.utils.hub import cached_file
+
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+class CheckpointFiles(NamedTuple):
+    """Where the files of a checkpoint are. folder: the folder or name that was asked for, as messages call it."""
+
+    folder: str
+    config: Path
+    weights: tuple[Path, ...]
+
+
+def find_files(
+    path_or_name: str | Path, revision: str | None = None, local_files_only: bool = False
+) -> CheckpointFiles:
+    """The files of a checkpoint, from its folder or its name on the hub.
+
+    revision, local_files_only: of a name, as transformers' `from_pretrained` takes them
+
+    Raises FileNotFoundError for files that are missing or cannot be fetched.
+    """
+    name = str(path_or_name)
+    folder = Path(name).expanduser()
+    where = str(folder) if folder.is_dir() else name
+
+    errors: list[Exception] = []
+
+    def find(file: str) -> Path | None:
+        try:
+            found = cached_file(where, file, revision=revision, local_files_only=local_files_only)
+        except (OSError, ValueError) as error:
+            errors.append(error)
+            return None
+        return None if found is None else Path(found)
+
+    config = find("config.json")
+    if config is None:
+        raise FileNotFoundError(
+            f"the head {name!r} is neither a folder with a config.json nor a model in the Hugging Face cache"
+            f"{'' if local_files_only else ' or on the hub'}; give such a folder, or fetch it first with `hf download`"
+        ) from (errors or [None])[-1]
+    first = next((path for path in map(find, WEIGHTS) if path is not None), None)
+    if first is None:
+        raise FileNotFoundError(
+            f"no weights of the head {name!r} were found; expected one of {', '.join(WEIGHTS)}"
+        ) from (errors or [None])[-1]
+    if first.suffix != ".json":
+        return CheckpointFiles(name, config, (first,))
+    shards: dict[str, Path] = {}
+    for file in sorted({*read_json(first)["weight_map"].values()}):
+        shard = find(file) if Path(file).name == file else None  # names lead out of no folder
+        if shard is None:
+            raise FileNotFoundError(f"the head {name!r} lacks {file!r}, which {first.name} names; fetch it again")
+        shards[file] = shard
+    return CheckpointFiles(name, config, tuple(shards.values()))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"cannot read {str(path)!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def read_tensors(files: CheckpointFiles) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, on the CPU, by the names that they have there. Pickles hold tensors alone."""
+    tensors: dict[str, Tensor] = {}
+    for path in files.weights:
+        try:
+            if path.suffix == ".safetensors":
+                tensors |= load_file(path)
+            else:
+                tensors |= torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        except Exception as error:
+            raise ValueError(f"cannot read the weights in {str(path)!r}: {error}") from error
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name!r} in {files.folder!r} is a {type(tensor).__name__}; expected tensors by name")
+    return tensors
+
+
+def tensor_names(files: CheckpointFiles) -> set[str]:
+    """The names alone, without reading the tensors; pickles of before PyTorch 1.6 are read whole."""
+    if any(path.suffix != ".safetensors" for path in files.weights):
+        return {*read_tensors(files)}
+    names: set[str] = set()
+    for path in files.weights:
+        with safe_open(path, framework="pt") as opened:
+            names |= {*opened.keys()}
+    return names

@@ -1,0 +1,163 @@
+"""Which head a checkpoint holds: its `HeadConfig`, from config.json, its tensors and the target.
+
+Tensors are believed before config.json. Where checkpoints that look alike mean different things, this is decided so:
+
+    norm_before_residual  false where it is not given, as in the configs of official heads and of speculators
+    norm_output           what is fed back is normed (EAGLE-3.1) in a checkpoint of speculators, and beside norms before
+                          fc; otherwise it is SpecForge's, which says that there is a norm before lm_head
+    layer ids             hidden state i is what layer i gets; if the first is 1, layers' outputs are meant, of 1 more
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from heavypath.speculative.drafts.heads.config import HeadConfig
+
+# What `save_head` writes besides, since the official keys leave it open.
+OWN_KEY = "heavypath"
+_LINEAR = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_FIRST = "layers.0."
+_ROPES = ("default", "linear", "llama3", "yarn")
+
+
+def is_settings_of_head(settings: Mapping[str, Any]) -> bool:
+    """Whether a config.json says by itself that it is of an EAGLE head."""
+    told = settings.get("speculators_model_type") in ("eagle", "eagle3") or "eagle_config" in settings
+    return told or any("CausalLMEagle" in kind for kind in settings.get("architectures") or ())
+
+
+def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> HeadConfig:
+    """What the tensors, by the names of `EagleHead`, make up for this target; ValueError if nothing does.
+
+    It has an embedding or an lm_head of its own where the checkpoint does, and where the target's would not fit.
+    """
+    layer = _together(settings, settings.get("transformer_layer_config"))
+    options = _together(settings.get("eagle_config"), settings)
+    own = settings.get(OWN_KEY) or {}
+    text, names = target.config.get_text_config(), tensors.keys()
+    width, heads = tensors["fc.weight"].shape[0], _number(layer, "num_attention_heads")
+    tap_norms = bool(options.get("fc_norm")) or any(name.startswith("fc_norm.") for name in names)
+    norm_before_fc = bool(options.get("norm_before_fc")) or "input_norm.weight" in names
+    eagle31 = "speculators_model_type" in settings or tap_norms or norm_before_fc
+    third = _attends_side_by_side(tensors)
+    drafted = _drafted_tokens(layer, options, tensors, text.vocab_size) if third else text.vocab_size
+    same_lm_head = not third or (drafted == text.vocab_size and width == text.hidden_size)
+    return HeadConfig(
+        generation=3 if third else 1,
+        hidden_size=width,
+        target_hidden_size=text.hidden_size,
+        intermediate_size=_rows(tensors, "mlp.gate_proj"),
+        num_attention_heads=heads,
+        num_key_value_heads=layer.get("num_key_value_heads", heads),
+        head_dim=layer.get("head_dim") or _rows(tensors, "self_attn.q_proj") // heads,
+        vocab_size=text.vocab_size,
+        draft_vocab_size=drafted,
+        taps=_taps(options, own, text.num_hidden_layers) if third else (text.num_hidden_layers,),
+        layers=1 + max(int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))),
+        rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
+        hidden_act=_activation(layer),
+        rope_parameters=_rope(layer),
+        biases=frozenset(name for name in _LINEAR if any(re.search(rf"\b{name}\.bias$", found) for found in names)),
+        head_norms=any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in names),
+        tap_norms=third and tap_norms,
+        norm_before_fc=third and norm_before_fc,
+        norm_before_residual=third and bool(options.get("norm_before_residual")),
+        feeds_back_normed=third and bool(own.get("feeds_back_normed", eagle31 and options.get("norm_output"))),
+        owns_embedding="embed_tokens.weight" in names or width != text.hidden_size,
+        owns_lm_head="lm_head.weight" in names or not same_lm_head,
+    )
+
+
+def _together(*parts: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is set in any of them, to something; the last one counts."""
+    return {key: value for part in parts for key, value in (part or {}).items() if value is not None}
+
+
+def _attends_side_by_side(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether it is a head of EAGLE-3: its first layer attends over embedding and features side by side."""
+    query = tensors.get(f"{_FIRST}self_attn.q_proj.weight")
+    twice = query is not None and query.shape[-1] == 2 * tensors["fc.weight"].shape[0]
+    return twice or f"{_FIRST}hidden_norm.weight" in tensors or "d2t" in tensors
+
+
+def _drafted_tokens(
+    layer: Mapping[str, Any], options: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size: int
+) -> int:
+    """How many tokens a head of EAGLE-3 can propose."""
+    if "lm_head.weight" in tensors:
+        drafted = len(tensors["lm_head.weight"])
+    elif "d2t" in tensors:
+        drafted = len(tensors["d2t"])
+    else:
+        drafted = options.get("draft_vocab_size", vocab_size)
+    told = layer.get("vocab_size", vocab_size)
+    if drafted != vocab_size and "embed_tokens.weight" not in tensors and told != vocab_size:
+        raise ValueError(
+            f"config.json gives vocab_size {told}, expected the target's {vocab_size}; give the target that the head "
+            "was trained for"
+        )
+    return drafted
+
+
+def _taps(options: Mapping[str, Any], own: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """The hidden states that a head of EAGLE-3 reads of a target of so many layers, by transformers' numbers."""
+    if "taps" in own:
+        taps, last = tuple(own["taps"]), layers
+    else:
+        taps = tuple(options.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3))
+        taps = tuple(tap + 1 for tap in taps) if taps[0] == 1 else taps
+        last = layers - 1
+    if layers in taps and last < layers:
+        raise ValueError(
+            f"the head reads the outputs of layers {', '.join(str(tap - 1) for tap in taps)}; that of the last, "
+            f"{layers - 1}, is not to be had before the target's final norm: a head of earlier layers is expected"
+        )
+    if not all(isinstance(tap, int) and 0 <= tap <= last for tap in taps):
+        raise ValueError(
+            f"the head reads the hidden states {', '.join(map(str, taps))}, expected 0 to {last} of a target of "
+            f"{layers} layers; give the target that the head was trained for"
+        )
+    return taps
+
+
+def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings as transformers 5 has them. The length that the head was trained for limits nothing."""
+    given = _together(layer.get("rope_scaling"), layer.get("rope_parameters"))
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    if "mrope_section" in given:  # of images and text; of text alone it is the usual one
+        kind, given = "default", {"rope_theta": given.get("rope_theta")}
+    turning = given.get("partial_rotary_factor", layer.get("partial_rotary_factor", 1))
+    if turning != 1:
+        raise ValueError(f"config.json gives partial_rotary_factor {turning}; expected heads that are turned whole, 1")
+    theta = layer.get("rope_theta") or given.get("rope_theta") or 10000.0
+    if kind not in _ROPES or any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(f"config.json gives rotary settings {given} of type {kind!r}, expected {', '.join(_ROPES)}")
+    if kind in ("llama3", "yarn") and "max_position_embeddings" in layer:
+        given.setdefault("original_max_position_embeddings", layer["max_position_embeddings"])
+    return {**given, "rope_type": kind, "rope_theta": float(theta)}
+
+
+def _activation(layer: Mapping[str, Any]) -> str:
+    found = layer.get("hidden_act", "silu")
+    if found not in ACT2FN:
+        raise ValueError(f"config.json gives hidden_act {found!r}, which transformers does not have")
+    return found
+
+
+def _rows(tensors: Mapping[str, Tensor], name: str) -> int:
+    found = tensors.get(f"{_FIRST}{name}.weight")
+    if found is None:
+        raise ValueError(f"{_FIRST}{name}.weight is missing; it is another kind of head, or fetch the checkpoint again")
+    return found.shape[0]
+
+
+def _number(settings: Mapping[str, Any], key: str) -> int:
+    found = settings.get(key)
+    if not isinstance(found, int) or found < 1:
+        raise ValueError(f"config.json must give {key}, a positive number, got {found!r}")
+    return found
