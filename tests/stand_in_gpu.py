@@ -39,7 +39,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 _there: dict[int, StorageWeakRef] = {}  # memory "on the GPU"; a weak reference keeps the address
 _most = 1000  # entries before those of freed memory are looked for
-_capturing: list["Graph"] = []
+_capturing: list["Graph"] = []  # which notes what its own thread does
 
 
 def is_there(tensor: Tensor) -> bool:
@@ -79,8 +79,15 @@ def tensors_in(values: object) -> list[Tensor]:
     return found
 
 
+def capturing() -> "Graph | None":
+    """The graph that this thread captures."""
+    return next((graph for graph in _capturing if graph.thread == threading.get_ident()), None)
+
+
 def refuse_while_capturing() -> None:
-    if _capturing:
+    graph = capturing()
+    if graph is not None:
+        graph.broken = True
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
@@ -103,8 +110,8 @@ class Placing(TorchFunctionMode):
         if fake or function in (torch.device, torch._C._nn._parse_to):  # fake tensors know of devices themselves
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
-        if name == "__get__" and isinstance(args[0], Tensor):
-            answer = self.property(getattr(function.__self__, "__name__", ""), args[0])
+        if isinstance(args[0] if args else None, Tensor):
+            answer = self.property(getattr(function.__self__, "__name__", "") if name == "__get__" else name, args[0])
             if answer is not None:
                 return answer
         kwargs.pop("pin_memory", None)
@@ -139,9 +146,8 @@ class Placing(TorchFunctionMode):
 
     def property(self, name: str, tensor: Tensor) -> object:
         """What a tensor on the GPU says of itself; None for what is as on a CPU."""
-        if name not in ("device", "is_cuda", "is_cpu") or not _there or not is_there(tensor):
-            return None
-        return {"device": CUDA, "is_cuda": True, "is_cpu": False}[name]
+        answers = {"device": CUDA, "is_cuda": True, "is_cpu": False, "get_device": 0}
+        return answers[name] if name in answers and _there and is_there(tensor) else None
 
     def asked_for(self, name: str, args: tuple, kwargs: dict) -> torch.device | None:
         """The device that a call names."""
@@ -192,6 +198,19 @@ class Graph(TorchDispatchMode):
     def __init__(self, keep_graph: bool = False):
         super().__init__()
         self.notes, self.within, self.done = [], False, True
+        self.thread, self.broken = 0, False
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        assert not _capturing, "one capture may be underway in a process"
+        self.thread, self.broken = threading.get_ident(), False
+        _capturing.append(self)
+        self.__enter__()
+
+    def capture_end(self):
+        self.__exit__(None, None, None)
+        _capturing.remove(self)
+        if self.broken:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         within, self.within = self.within, True
@@ -226,13 +245,11 @@ class Graph(TorchDispatchMode):
 @contextmanager
 def capture(graph, pool=None, stream=None, capture_error_mode="global"):
     """`torch.cuda.graph`'s part."""
-    assert not _capturing, "one capture may be underway in a process"
-    _capturing.append(graph)
+    graph.capture_begin(pool, capture_error_mode)
     try:
-        with graph:
-            yield
+        yield
     finally:
-        _capturing.remove(graph)
+        graph.capture_end()
 
 
 class Event:
@@ -321,10 +338,14 @@ def launch(executor, *args, **kwargs):
     for name, tensor in [*named, *kwargs.items()]:
         if isinstance(tensor, Tensor) and not is_there(tensor) and not tensor.is_meta:
             raise ValueError(f"Pointer argument {name} cannot be accessed from Triton (cpu tensor?)")
-    for name in ("INTERPRETED", "UPCAST"):
-        if name in executor.arg_names:
+    for name in {"INTERPRETED", "UPCAST"}.intersection(executor.arg_names):
+        place = executor.arg_names.index(name)
+        if place < len(args):
+            args = (*args[:place], True, *args[place + 1 :])
+        else:
             kwargs[name] = True
-    (_capturing[-1].launch if _capturing else _launch)(executor, *args, **kwargs)
+    graph = capturing()
+    (_launch if graph is None else graph.launch)(executor, *args, **kwargs)
 
 
 def _launch(executor, *args, **kwargs):
@@ -405,7 +426,7 @@ def install() -> None:
     parts |= {name: (lambda *args, **kwargs: None) for name in nothing}
     parts |= {
         "synchronize": lambda device=None: refuse_while_capturing(),
-        "is_current_stream_capturing": lambda: bool(_capturing),
+        "is_current_stream_capturing": lambda: capturing() is not None,
         "current_stream": lambda device=None: Stream(number=0),
         "default_stream": lambda device=None: Stream(number=0),
         "stream": lambda stream: nullcontext(),
