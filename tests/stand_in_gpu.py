@@ -12,10 +12,12 @@ for a value. TRITON_INTERPRET is not set, for who looks.
 What is not: kernels run in Triton's interpreter, with the constants that it needs (INTERPRETED, UPCAST); nothing is
 asynchronous, streams and events are empty, a graph runs when it is captured and not when it is first replayed; what
 torch.compile makes knows of no GPU; memory has no limits, and the allocator counts nothing; gradients forget where they
-are; the numbers are those of a CPU. So it says nothing of compilers, races, rounding or speed.
+are; the numbers are those of a CPU. So it says nothing of compilers, races, rounding or speed. A test that launches
+kernels for longer than LONGEST is broken off and counts as skipped: decoding with the shipped pair takes minutes here.
 """
 
 import inspect
+import math
 import os
 import threading
 import time
@@ -25,6 +27,7 @@ from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton's own functions look when they are imported
 
+import pytest
 import torch
 import triton
 import triton.language
@@ -35,10 +38,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 NAME = "a GPU that is only played"
+PROCESSORS = 16  # few, because the interpreter runs the programs of a launch one after the other
+LONGEST = 20  # seconds of a processor that a test may take
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 _there: dict[int, StorageWeakRef] = {}  # memory "on the GPU"; a weak reference keeps the address
 _most = 1000  # entries before those of freed memory are looked for
+_until = math.inf  # when a test that still launches kernels is broken off
 _capturing: list["Graph"] = []  # which notes what its own thread does
 
 
@@ -307,7 +313,7 @@ class Driver:
     """Triton's driver: what its benchmarks ask for."""
 
     def __init__(self):
-        facts = {"multiprocessor_count": 132, "sm_clock_rate": 1_980_000, "max_shared_mem": 232_448}
+        facts = {"multiprocessor_count": PROCESSORS, "sm_clock_rate": 1_980_000, "max_shared_mem": 232_448}
         self.utils = SimpleNamespace(get_device_properties=lambda device: facts)
 
     def get_current_target(self):
@@ -334,6 +340,8 @@ class Driver:
 
 def launch(executor, *args, **kwargs):
     """A kernel's launch: refused for tensors of the host, and noted where a graph is captured."""
+    if time.process_time() > _until:
+        pytest.skip(f"takes longer than {LONGEST} s where a GPU is played")
     named = zip(executor.arg_names, args, strict=False)
     for name, tensor in [*named, *kwargs.items()]:
         if isinstance(tensor, Tensor) and not is_there(tensor) and not tensor.is_meta:
@@ -410,7 +418,7 @@ def install() -> None:
     implementation.knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
     triton.runtime.driver.set_active(Driver())
     properties = SimpleNamespace(
-        name=NAME, multi_processor_count=132, major=9, minor=0, total_memory=80 << 30, L2_cache_size=50 << 20,
+        name=NAME, multi_processor_count=PROCESSORS, major=9, minor=0, total_memory=80 << 30, L2_cache_size=50 << 20,
         clock_rate=1_830_000, memory_clock_rate=2_619_000, memory_bus_width=5120,
         shared_memory_per_block_optin=232_448, warp_size=32, regs_per_multiprocessor=65536, uuid="played",
     )  # fmt: skip
@@ -454,3 +462,13 @@ def pytest_load_initial_conftests() -> None:
     """As a plugin of pytest: before tests/conftest.py looks for a GPU."""
     if inspect.getmodule(torch.cuda.is_available) is torch.cuda:
         install()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    global _until
+    _until = time.process_time() + LONGEST
+    try:
+        return (yield)
+    finally:
+        _until = math.inf
