@@ -464,11 +464,24 @@ def pytest_load_initial_conftests() -> None:
         install()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
+@contextmanager
+def limited():
+    """Let a test, or what it is given, launch kernels for LONGEST and no longer."""
     global _until
     _until = time.process_time() + LONGEST
     try:
-        return (yield)
+        yield
     finally:
         _until = math.inf
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup():
+    with limited():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    with limited():
+        return (yield)

@@ -176,7 +176,8 @@ def calibrated(heavypath, folders, tmp_path, monkeypatch, any_noise):
     (tmp_path / "own.txt").write_text("one two three four five six " * 30)
     models = ("--target", folders / "target", "--draft", folders / "draft")
     path = tmp_path / "profile.json"
-    code, output, errors = heavypath("calibrate", *models, "--text", tmp_path / "own.txt", "--out", path)
+    options = ("--text", tmp_path / "own.txt", "--out", path, "--limit", 3600)
+    code, output, errors = heavypath("calibrate", *models, *options)
     assert (code, output) == (0, "")
     assert "heavypath plan" in errors
     return models, path
