@@ -25,9 +25,13 @@ MADE := $(VENV)/.made-with-$(notdir $(PYTHON))
 INSTALLED := $(VENV)/.installed-with-torch-$(TORCH_VERSION)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 
-# What differs where there is a GPU: tests that look for one, and those of the kernels.
+# What differs where there is a GPU: tests that look for one, and those of the kernels. Most of the command line's
+# decode with the shipped pair, which takes minutes where a GPU is played, and most of the decoder's are on the CPU.
 GPU_TESTS := $(addprefix tests/, test_sampling.py test_commit.py test_cache_compaction.py test_ordering.py test_windows.py \
-	test_huggingface.py test_transformers_forward.py test_step.py test_custom_generate.py test_cli.py test_decoder.py)
+	test_huggingface.py test_transformers_forward.py test_step.py test_custom_generate.py \
+	$(addprefix test_cli.py::test_, a_target_alone_decodes_plainly info_reports_what_is_installed \
+	unusable_prompts_are_refused_in_one_line unusable_models_are_refused_in_one_line) \
+	test_decoder.py::test_statistics_add_up)
 
 .PHONY: help setup demo test test-all test-as-on-a-gpu gpu-miniature test-oldest test-libraries check report record pictures clean requirements
 
@@ -36,7 +40,8 @@ help:
 	@echo "make demo         decode real prompts with the shipped pair, then compare all methods"
 	@echo "make test         run the tests (about 9 minutes on two cores; TESTS=tests/test_tree.py runs some of them)"
 	@echo "make test-all     run the slow tests, too (several times as long)"
-	@echo "make test-as-on-a-gpu  run the tests that look for a GPU as on a machine that has one, which is played"
+	@echo "make test-as-on-a-gpu  run the tests that look for a GPU as on a machine that has one, which is played; of those"
+	@echo "                  of the command line and the decoder a part"
 	@echo "make gpu-miniature     run all that bench/gpu.sh runs on a GPU, in miniature"
 	@echo "make test-oldest  run the tests that depend on versions, with the oldest versions allowed"
 	@echo "make test-libraries  run the tests of models that other libraries quantise, which it installs"

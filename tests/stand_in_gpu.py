@@ -12,10 +12,12 @@ for a value. TRITON_INTERPRET is not set, for who looks.
 What is not: kernels run in Triton's interpreter, with the constants that it needs (INTERPRETED, UPCAST); nothing is
 asynchronous, streams and events are empty, a graph runs when it is captured and not when it is first replayed; what
 torch.compile makes knows of no GPU; memory has no limits, and the allocator counts nothing; gradients forget where they
-are; the numbers are those of a CPU. So it says nothing of compilers, races, rounding or speed.
+are; the numbers are those of a CPU. So it says nothing of compilers, races, rounding or speed. A test that launches
+kernels for longer than LONGEST is broken off and counts as skipped: decoding with the shipped pair takes minutes here.
 """
 
 import inspect
+import math
 import os
 import threading
 import time
@@ -25,6 +27,7 @@ from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton's own functions look when they are imported
 
+import pytest
 import torch
 import triton
 import triton.language
@@ -35,11 +38,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 NAME = "a GPU that is only played"
+PROCESSORS = 16  # few, because the interpreter runs the programs of a launch one after the other
+LONGEST = 20  # seconds of a processor that a test may take
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 _there: dict[int, StorageWeakRef] = {}  # memory "on the GPU"; a weak reference keeps the address
 _most = 1000  # entries before those of freed memory are looked for
-_capturing: list["Graph"] = []
+_until = math.inf  # when a test that still launches kernels is broken off
+_capturing: list["Graph"] = []  # which notes what its own thread does
 
 
 def is_there(tensor: Tensor) -> bool:
@@ -79,8 +85,15 @@ def tensors_in(values: object) -> list[Tensor]:
     return found
 
 
+def capturing() -> "Graph | None":
+    """The graph that this thread captures."""
+    return next((graph for graph in _capturing if graph.thread == threading.get_ident()), None)
+
+
 def refuse_while_capturing() -> None:
-    if _capturing:
+    graph = capturing()
+    if graph is not None:
+        graph.broken = True
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
@@ -103,8 +116,8 @@ class Placing(TorchFunctionMode):
         if fake or function in (torch.device, torch._C._nn._parse_to):  # fake tensors know of devices themselves
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
-        if name == "__get__" and isinstance(args[0], Tensor):
-            answer = self.property(getattr(function.__self__, "__name__", ""), args[0])
+        if isinstance(args[0] if args else None, Tensor):
+            answer = self.property(getattr(function.__self__, "__name__", "") if name == "__get__" else name, args[0])
             if answer is not None:
                 return answer
         kwargs.pop("pin_memory", None)
@@ -139,9 +152,8 @@ class Placing(TorchFunctionMode):
 
     def property(self, name: str, tensor: Tensor) -> object:
         """What a tensor on the GPU says of itself; None for what is as on a CPU."""
-        if name not in ("device", "is_cuda", "is_cpu") or not _there or not is_there(tensor):
-            return None
-        return {"device": CUDA, "is_cuda": True, "is_cpu": False}[name]
+        answers = {"device": CUDA, "is_cuda": True, "is_cpu": False, "get_device": 0}
+        return answers[name] if name in answers and _there and is_there(tensor) else None
 
     def asked_for(self, name: str, args: tuple, kwargs: dict) -> torch.device | None:
         """The device that a call names."""
@@ -192,6 +204,19 @@ class Graph(TorchDispatchMode):
     def __init__(self, keep_graph: bool = False):
         super().__init__()
         self.notes, self.within, self.done = [], False, True
+        self.thread, self.broken = 0, False
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        assert not _capturing, "one capture may be underway in a process"
+        self.thread, self.broken = threading.get_ident(), False
+        _capturing.append(self)
+        self.__enter__()
+
+    def capture_end(self):
+        self.__exit__(None, None, None)
+        _capturing.remove(self)
+        if self.broken:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         within, self.within = self.within, True
@@ -226,13 +251,11 @@ class Graph(TorchDispatchMode):
 @contextmanager
 def capture(graph, pool=None, stream=None, capture_error_mode="global"):
     """`torch.cuda.graph`'s part."""
-    assert not _capturing, "one capture may be underway in a process"
-    _capturing.append(graph)
+    graph.capture_begin(pool, capture_error_mode)
     try:
-        with graph:
-            yield
+        yield
     finally:
-        _capturing.remove(graph)
+        graph.capture_end()
 
 
 class Event:
@@ -290,7 +313,7 @@ class Driver:
     """Triton's driver: what its benchmarks ask for."""
 
     def __init__(self):
-        facts = {"multiprocessor_count": 132, "sm_clock_rate": 1_980_000, "max_shared_mem": 232_448}
+        facts = {"multiprocessor_count": PROCESSORS, "sm_clock_rate": 1_980_000, "max_shared_mem": 232_448}
         self.utils = SimpleNamespace(get_device_properties=lambda device: facts)
 
     def get_current_target(self):
@@ -317,14 +340,20 @@ class Driver:
 
 def launch(executor, *args, **kwargs):
     """A kernel's launch: refused for tensors of the host, and noted where a graph is captured."""
+    if time.process_time() > _until:
+        pytest.skip(f"takes longer than {LONGEST} s where a GPU is played")
     named = zip(executor.arg_names, args, strict=False)
     for name, tensor in [*named, *kwargs.items()]:
         if isinstance(tensor, Tensor) and not is_there(tensor) and not tensor.is_meta:
             raise ValueError(f"Pointer argument {name} cannot be accessed from Triton (cpu tensor?)")
-    for name in ("INTERPRETED", "UPCAST"):
-        if name in executor.arg_names:
+    for name in {"INTERPRETED", "UPCAST"}.intersection(executor.arg_names):
+        place = executor.arg_names.index(name)
+        if place < len(args):
+            args = (*args[:place], True, *args[place + 1 :])
+        else:
             kwargs[name] = True
-    (_capturing[-1].launch if _capturing else _launch)(executor, *args, **kwargs)
+    graph = capturing()
+    (_launch if graph is None else graph.launch)(executor, *args, **kwargs)
 
 
 def _launch(executor, *args, **kwargs):
@@ -389,7 +418,7 @@ def install() -> None:
     implementation.knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
     triton.runtime.driver.set_active(Driver())
     properties = SimpleNamespace(
-        name=NAME, multi_processor_count=132, major=9, minor=0, total_memory=80 << 30, L2_cache_size=50 << 20,
+        name=NAME, multi_processor_count=PROCESSORS, major=9, minor=0, total_memory=80 << 30, L2_cache_size=50 << 20,
         clock_rate=1_830_000, memory_clock_rate=2_619_000, memory_bus_width=5120,
         shared_memory_per_block_optin=232_448, warp_size=32, regs_per_multiprocessor=65536, uuid="played",
     )  # fmt: skip
@@ -405,7 +434,7 @@ def install() -> None:
     parts |= {name: (lambda *args, **kwargs: None) for name in nothing}
     parts |= {
         "synchronize": lambda device=None: refuse_while_capturing(),
-        "is_current_stream_capturing": lambda: bool(_capturing),
+        "is_current_stream_capturing": lambda: capturing() is not None,
         "current_stream": lambda device=None: Stream(number=0),
         "default_stream": lambda device=None: Stream(number=0),
         "stream": lambda stream: nullcontext(),
@@ -433,3 +462,26 @@ def pytest_load_initial_conftests() -> None:
     """As a plugin of pytest: before tests/conftest.py looks for a GPU."""
     if inspect.getmodule(torch.cuda.is_available) is torch.cuda:
         install()
+
+
+@contextmanager
+def limited():
+    """Let a test, or what it is given, launch kernels for LONGEST and no longer."""
+    global _until
+    _until = time.process_time() + LONGEST
+    try:
+        yield
+    finally:
+        _until = math.inf
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup():
+    with limited():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    with limited():
+        return (yield)

@@ -51,7 +51,7 @@ def heavypath(capsys, monkeypatch):
 
 def save_llama(folder, words=WORDS, seed=0):
     torch.manual_seed(seed)
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"vocab_size": len(words), "max_position_embeddings": 32}
     model = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None))
     model.save_pretrained(folder)
@@ -116,7 +116,7 @@ def test_generate_reads_a_file_or_standard_input_and_prints_json(heavypath, tmp_
 @pytest.mark.parametrize("method", ["sequoia", "autoregressive"])
 def test_generate_takes_models_from_folders_and_ends_at_their_end_token(heavypath, folders, tmp_path, method):
     models = ("--target", folders / "target", "--draft", folders / "draft")
-    options = ("--method", method, "--max-new-tokens", 6, "--temperature", 1, "--json")
+    options = ("--method", method, "--max-new-tokens", 6, "--temperature", 1, "--seed", 1, "--json")
     answer = json.loads(heavypath("generate", "one two", *models, *options)[1])
     assert answer["text"] == " " + " ".join(WORDS[token] for token in answer["token_ids"])
     assert len(answer["token_ids"]) == 6
@@ -176,7 +176,8 @@ def calibrated(heavypath, folders, tmp_path, monkeypatch, any_noise):
     (tmp_path / "own.txt").write_text("one two three four five six " * 30)
     models = ("--target", folders / "target", "--draft", folders / "draft")
     path = tmp_path / "profile.json"
-    code, output, errors = heavypath("calibrate", *models, "--text", tmp_path / "own.txt", "--out", path)
+    options = ("--text", tmp_path / "own.txt", "--out", path, "--limit", 3600)
+    code, output, errors = heavypath("calibrate", *models, *options)
     assert (code, output) == (0, "")
     assert "heavypath plan" in errors
     return models, path

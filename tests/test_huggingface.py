@@ -4,6 +4,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from devices import DEVICE
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
@@ -611,9 +612,9 @@ def test_dropout_in_a_tree_is_refused():
 def test_a_head_size_that_the_kernel_has_not_is_refused(monkeypatch):
     monkeypatch.setattr(huggingface, "_takes_sdpa", lambda *_: False)
     monkeypatch.setattr(huggingface, "chain_attention", partial(chain_attention, impl="triton"))
-    model = patched(LlamaForCausalLM(LlamaConfig(**TINY, head_dim=20)))
+    model = patched(LlamaForCausalLM(LlamaConfig(**TINY, head_dim=20))).to(DEVICE)
     with torch.no_grad(), pytest.raises(ValueError, match=r"head sizes 16 to 256.*use attn_implementation=\"sdpa\""):
-        model(TEXT)
+        model(TEXT.to(DEVICE))
 
 
 @torch.no_grad()
