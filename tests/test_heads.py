@@ -237,7 +237,7 @@ def test_a_later_turn_drafts_the_same_with_and_without_what_is_cached(variant, t
     decoder = SpeculativeDecoder(target, head_of(target, **VARIANTS[variant]), "sequoia", tree_size=8)
     first = decoder.generate(torch.tensor([[3, 1, 4, 1, 5, 2, 2]]), max_new_tokens=30, temperature=1.0)
     cache = first.cache
-    for kept in (32, 20, 3):
+    for kept in (37, 20, 3):
         prompt = torch.cat([first.sequences[:, :kept], torch.tensor([[1, 6, 2]])], 1)
         fresh, fresh_steps = steps_of(decoder, prompt, max_new_tokens=20, temperature=1.0)
         again, again_steps = steps_of(decoder, prompt, max_new_tokens=20, temperature=1.0, past=cache)
