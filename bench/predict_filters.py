@@ -24,6 +24,7 @@ from math import ceil
 from typing import NamedTuple
 
 import numpy as np
+from assumed_gpu import H200, SCHEDULERS, Gpu
 from common import argument_parser
 from rich.console import Console
 from rich.table import Table
@@ -31,24 +32,6 @@ from rich.table import Table
 from heavypath.kernels.filter_cuts import CHUNK, LANES, THRESHOLDS
 
 WARPS = LANES.value // 32
-SCHEDULERS = 4  # of a multiprocessor, each of which issues an instruction of a warp a cycle
-
-
-class Gpu(NamedTuple):
-    """What is assumed; times in microseconds."""
-
-    processors: int = 132
-    clock: float = 1.7e3  # cycles a microsecond
-    bandwidth: float = 4.3e6  # bytes a microsecond
-    launch: float = 1.3  # in a graph
-    trip: float = 0.3  # to the second cache and back
-    memory: float = 0.8  # to the memory and back
-    fence: float = 0.5
-    alone: float = 1.5  # cycles an instruction, by one warp a scheduler
-    issued: float = 0.8  # of the cycles of a scheduler with work of several programs
-
-
-H200 = Gpu()
 FIRST = 390  # instructions of a warp for a chunk of the first pass,
 PASS = 970  # of a later one,
 NEXT = 230  # and between passes, of the leader

@@ -27,6 +27,7 @@ import json
 from math import ceil
 from typing import NamedTuple
 
+from assumed_gpu import H200, SCHEDULERS, Gpu
 from common import argument_parser
 from rich.console import Console
 from rich.table import Table
@@ -35,25 +36,7 @@ from heavypath.kernels.distributions import CHUNK, LANES, PIECE
 from heavypath.kernels.k_seq import SEARCH_STEPS
 
 WARPS = LANES.value // 32
-SCHEDULERS = 4  # of a multiprocessor, each of which issues an instruction of a warp a cycle
 SPECIAL = 16  # results a cycle of a multiprocessor's units for 2^x
-
-
-class Gpu(NamedTuple):
-    """What is assumed; times in microseconds."""
-
-    processors: int = 132
-    clock: float = 1.7e3  # cycles a microsecond
-    bandwidth: float = 4.3e6  # bytes a microsecond
-    launch: float = 1.3  # in a graph
-    trip: float = 0.3  # to the second cache and back
-    memory: float = 0.8  # to the memory and back
-    fence: float = 0.5
-    dependent: float = 4.0  # cycles from an instruction to the next one that needs it, by two warps a scheduler
-    barrier: float = 30.0  # cycles
-
-
-H200 = Gpu()
 
 
 class Code(NamedTuple):
