@@ -32,7 +32,6 @@ from heavypath.speculative.decoding.request import Ending, Prompts, Request, che
 from heavypath.speculative.decoding.rules import OWN, OwnVerifier, Rules, Verifier
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.slot_values import Confidence
-from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
@@ -42,6 +41,7 @@ from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording

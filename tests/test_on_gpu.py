@@ -11,6 +11,7 @@ import torch
 from devices import moved
 from test_commit import Problem as CommitProblem
 from test_decoder import tiny_llama
+from test_heads import head_of
 from test_transformers_forward import tiny
 
 from heavypath.kernels.cache_compaction import compact_cache
@@ -302,6 +303,17 @@ def test_drafts_without_a_model_write_the_eager_text(draft, pair):
     target = tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).to("cuda") if MINIATURE else pair[0]
     options = {"max_new_tokens": size(64, 5), "temperature": 0.7, "eos_token_id": None, "seed": 3}
     graphs, eager = with_and_without_graphs((target, draft), "sequoia", tree_size=size(8, 3))
+    assert_alike(*(decoder.generate(prompts(2, 12), **options) for decoder in (graphs, eager)))
+
+
+@pytest.mark.parametrize("method", ["sequoia", "dyspec", "ersd"])
+def test_heads_write_the_eager_text(method, pair):
+    """With the features of what was accepted, of which a GPU takes as many rows as a tree has levels."""
+    target = pair[0]
+    last = target.config.num_hidden_layers
+    head = head_of(target, taps=(0, last // 2, last), head_dim=16).cuda()
+    options = {"max_new_tokens": size(64, 5), "temperature": 1.0, "eos_token_id": None, "seed": 3}
+    graphs, eager = with_and_without_graphs((target, head), method, tree_size=size(8, 3))
     assert_alike(*(decoder.generate(prompts(2, 12), **options) for decoder in (graphs, eager)))
 
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from test_decoder import tiny_llama
+from test_heads import head_of
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
@@ -41,7 +42,7 @@ KERNELS = (
     ),
     *("cache_compaction", "commit", "layers.rms_norm", "layers.rotary", "layers.gated"),
 )
-HOST = ("decoding.drafted", "decoding.growing", "decoding.loop", "decoding.runner", "decoder")
+HOST = ("decoding.drafted", "decoding.growing", "decoding.loop", "decoding.runner", "decoder", "drafts.heads.draft")
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
 PADDING = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 
@@ -186,6 +187,29 @@ def test_steps_done_by_rote_write_the_same_text(method, shape, sampling, as_on_a
         assert torch.equal(out.stats.accepted, alone.stats.accepted)
     assert Tape.replays >= 4
     assert 0 < len(decoder.runner.idle.graphs) < 6
+
+
+@pytest.mark.parametrize(
+    ("variant", "method", "shape"),
+    [
+        ({}, "sequoia", {"tree_size": 4}),
+        pytest.param({"draft_vocab_size": 4, "owns_lm_head": True}, "dyspec", {"tree_size": 4, "width": 2}, marks=slow),
+        pytest.param({"generation": 1, "taps": (1,)}, "chain", {"tree_size": 3}, marks=slow),
+    ],
+    ids=["eagle-3", "eagle-3, four tokens", "eagle-1"],
+)
+def test_steps_of_a_head_done_by_rote_write_the_same_text(variant, method, shape, as_on_a_gpu):
+    target = tiny_llama(1, layers=1, hidden_size=32, num_attention_heads=2)
+    head = head_of(target, **({"taps": (0, 1), "head_dim": 16} | variant))
+    options = {"attention_mask": PADDING, "max_new_tokens": 8, "pad_token_id": 0, "temperature": 1.0, "seed": 3}
+    expected = SpeculativeDecoder(target, head, method, **shape).generate(PROMPTS, **options)
+    as_on_a_gpu()
+    decoder = SpeculativeDecoder(target, head, method, **shape)
+    for _ in range(2):
+        out = decoder.generate(PROMPTS, **options)
+        assert torch.equal(out.sequences, expected.sequences)
+        assert torch.equal(out.stats.accepted, expected.stats.accepted)
+    assert Tape.replays >= 4
 
 
 class Strict(TorchDispatchMode):

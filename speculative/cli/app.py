@@ -187,9 +187,7 @@ def generate(
             top_p=top_p,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
-            min_new_tokens=None,
             eos_token_id=pair.eos_token_ids,
-            pad_token_id=None,
             stop_strings=stop or None,
         ).filled_from(pair.target.generation_config, pair.target.config.get_text_config(decoder=True).vocab_size)
         tree_size = len(decoder.tree_for(in_force.filters))

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from heavypath.kernels.trees.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.models.host import host_can_read
 
 Lap = Callable[[str], object]  # called with the name of a phase when it ends
 

@@ -32,9 +32,9 @@ from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distribut
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.host import host_can_read
 
 
 def heap_tree(

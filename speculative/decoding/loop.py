@@ -16,10 +16,11 @@ from heavypath.kernels.commit import StateField
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.decoding.snapshots import Snapshots, host_can_read
+from heavypath.speculative.decoding.snapshots import Snapshots
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
+from heavypath.speculative.models.host import host_can_read
 
 logger = logging.getLogger(__name__)
 

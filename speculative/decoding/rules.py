@@ -17,7 +17,7 @@ from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.verification import DRAFT_AWARE, verify_unchecked
 from heavypath.speculative.decoding.processing import Processing
-from heavypath.speculative.decoding.snapshots import host_can_read
+from heavypath.speculative.models.host import host_can_read
 
 OWN = "own"  # the name of a user's verification, beside the methods of `verify_tree`
 

@@ -15,10 +15,10 @@ import torch
 from heavypath.speculative.decoding.drafted import Lap
 from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.request import Request
-from heavypath.speculative.decoding.snapshots import host_can_read
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
 from heavypath.speculative.drafts import OwnDraft, model_of
+from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
 
 logger = logging.getLogger(__name__)

@@ -4,11 +4,6 @@ import torch
 from torch import Tensor
 
 
-def host_can_read(device: torch.device) -> bool:
-    """Whether the host may read a device's tensors at any time, as on a CPU; for a GPU's tensors it would wait."""
-    return device.type == "cpu"
-
-
 class Snapshots:
     """Copies of small tensors on the host: as they are after this step or, if `late`, as they were one step before.
 

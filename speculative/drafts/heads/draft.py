@@ -26,6 +26,7 @@ from heavypath.speculative.models.forward import (
     chain_mask,
     check_finite,
 )
+from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.linear import linear_of, read_from_memory
 from heavypath.speculative.models.llama import gated_of, norm_of, turns_of
 from heavypath.speculative.models.structure import structure_of, weight_versions
@@ -174,7 +175,7 @@ class HeadDraft:
         """Make the entries of what is new in the texts; the outputs of the roots', [B, 1, H]."""
         lengths, root, drafted = feed.prefix_lengths, feed.tokens[:, -1:], feed.drafted
         new = lengths - cache.known if drafted is None else (lengths - cache.known).where(drafted == 0, 1)
-        entries = max(1, int(new.max())) if lengths.device.type == "cpu" else feed.news
+        entries = max(1, int(new.max())) if host_can_read(lengths.device) else feed.news
         cache.known.copy_(lengths if drafted is None else lengths.where(drafted == 0, cache.known))
         # The last so many rows of entries. Where there are not so many, the first of them is made several times.
         first = torch.zeros_like(lengths) if drafted is None else (lengths - 1).clamp(min=0).where(drafted > 0, 0)
