@@ -1,18 +1,26 @@
-"""The training of an EAGLE head: its loss, against entries run one by one, and its loop."""
+"""The training of an EAGLE head: its loss, against entries run one by one, its loop, and the head that ships."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heavypath.speculative.demo import head_training
+from heavypath.speculative import demo
+from heavypath.speculative.demo import demo_prompts, head_training
 from heavypath.speculative.demo.head_training import HeadPhase, HeadTraining, RowSet, TapRows, head_config
 from heavypath.speculative.demo.measurement import measure_agreement
+from heavypath.speculative.demo.train import HEAD_PHASES
+from heavypath.speculative.drafts.heads.checkpoint import load_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 
+FOLDER = demo.FOLDER / "head"
+RECORD = json.loads((FOLDER / "record.json").read_text())
 WIDTH, VOCABULARY, LENGTH, DEPTHS = 16, 24, 10, 4
 SETTINGS = HeadTraining(
     steps=8,
@@ -51,6 +59,11 @@ def random_rows(seed: int, count: int = 2, length: int = LENGTH) -> TapRows:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (count, length), generator=generator).to(torch.int16)
     return TapRows(tokens, torch.randn(count, length, 3, WIDTH, generator=generator).bfloat16())
+
+
+def taught(target: LlamaForCausalLM, work: Path) -> list[TapRows]:
+    documents = [random_rows(8, 1, 600).tokens[0]]
+    return head_training.ask_for_taps(target, documents, (1, 2, 3), SETTINGS, work, resume=False)
 
 
 def one_entry(
@@ -134,20 +147,20 @@ def uncompiled(monkeypatch):
 
 
 def test_training_raises_the_overlap(uncompiled, tmp_path):
-    head, target, documents = tiny_head(7), tiny_target(), [random_rows(8, 1, 600).tokens[0]]
+    head, target = tiny_head(7), tiny_target()
     held_out = random_rows(9, 8, 32).tokens.long()
     before, _ = measure_agreement(head, target, held_out, 3)
     settings = replace(SETTINGS, steps=60, decay_steps=30, phases=(HeadPhase(60, 16, 3),))
-    head_training.train_head(head, target, documents, settings, tmp_path, resume=False)
+    head_training.train_head(head, target, taught(target, tmp_path), settings, tmp_path, resume=False)
     after, _ = measure_agreement(head, target, held_out, 3)
     assert (after > before + 0.05).all()
 
 
 def test_an_interrupted_training_continues_as_if_it_had_not_been(uncompiled, tmp_path, monkeypatch):
-    target, documents = tiny_target(), [random_rows(8, 1, 600).tokens[0]]
-    whole, parts, interrupted = tiny_head(7), tiny_head(7), tmp_path / "interrupted"
+    target, whole, parts, interrupted = tiny_target(), tiny_head(7), tiny_head(7), tmp_path / "interrupted"
     interrupted.mkdir()
-    head_training.train_head(whole, target, documents, SETTINGS, tmp_path, resume=False)
+    teacher = taught(target, tmp_path)
+    head_training.train_head(whole, target, teacher, SETTINGS, tmp_path, resume=False)
 
     monkeypatch.setattr(head_training, "CHECKPOINT_STEPS", 3)
     step_taken = head_training.Optimization.step
@@ -159,9 +172,45 @@ def test_an_interrupted_training_continues_as_if_it_had_not_been(uncompiled, tmp
 
     monkeypatch.setattr(head_training.Optimization, "step", step_or_stop)
     with pytest.raises(KeyboardInterrupt):
-        head_training.train_head(parts, target, documents, SETTINGS, interrupted, resume=False)
+        head_training.train_head(parts, target, teacher, SETTINGS, interrupted, resume=False)
     monkeypatch.setattr(head_training.Optimization, "step", step_taken)
     again = tiny_head(10)
-    head_training.train_head(again, target, documents, SETTINGS, interrupted, resume=True)
+    head_training.train_head(again, target, teacher, SETTINGS, interrupted, resume=True)
     for ours, theirs in zip(again.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_the_shipped_head_is_small_and_in_the_official_layout():
+    files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
+    assert set(files) == {"config.json", "model.safetensors", "record.json"}
+    assert sum(files.values()) <= 4e6
+    with safe_open(FOLDER / "model.safetensors", "pt") as weights:
+        tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    assert {"fc.weight", "fc_norm.2.weight", "midlayer.self_attn.q_proj.weight", "norm.weight"} < set(tensors)
+    assert sum(tensor.numel() for tensor in tensors.values()) == RECORD["parameters"]
+
+
+def test_the_shipped_head_has_the_shape_that_the_script_trains(demo_pair):
+    head = load_head(FOLDER, demo_pair.target)
+    assert head.config == head_config()
+    assert RECORD["training"]["phases"] == json.loads(json.dumps([asdict(phase) for phase in HEAD_PHASES]))
+
+
+def test_the_shipped_head_agrees_with_the_target_on_held_out_text_better_than_the_draft():
+    overlaps = RECORD["overlap_at_temperature_1"]
+    assert overlaps == sorted(overlaps, reverse=True)
+    assert overlaps[0] >= 0.68
+    assert overlaps[4] >= 0.52
+    assert overlaps[2] > json.loads((FOLDER.parent / "record.json").read_text())["overlap_at_temperature_1"]
+
+
+def test_recorded_overlaps_are_about_those_of_the_prompts(demo_pair):
+    """The prompts are held-out text too, though a small part of it."""
+    target, _, tokenizer = demo_pair
+    head, total, positions = load_head(FOLDER, target), torch.zeros(5), 0
+    for prompt in demo_prompts():
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        total += ids.numel() * measure_agreement(head, target, ids, 5)[0]
+        positions += ids.numel()
+    assert (total / positions - torch.tensor(RECORD["overlap_at_temperature_1"])).abs().max() < 0.08

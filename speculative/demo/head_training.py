@@ -52,17 +52,35 @@ class RowSet:
 class HeadTraining(Distillation):
     """Every setting of the head's training. Few depths come first: they cost less, and all depths learn from them."""
 
-    steps: int = 1300
+    steps: int = 900
     warmup_steps: int = 40
-    decay_steps: int = 700
+    decay_steps: int = 550
     matrix_rate: float = 6e-3
     vector_rate: float = 4e-3
     weight_decay: float = 0.01
     tokens_per_step: int = 4096
-    phases: tuple[HeadPhase, ...] = (HeadPhase(600, 256, 2), HeadPhase(668, 256, 5), HeadPhase(32, 1024, 5))
+    phases: tuple[HeadPhase, ...] = (
+        HeadPhase(500, 256, 2),
+        HeadPhase(280, 256, 5),
+        HeadPhase(30, 1024, 2),  # without it the head loses its way past position 512
+        HeadPhase(90, 256, 5),
+    )
     corpus_sets: tuple[RowSet, ...] = (RowSet(2048, 256), RowSet(128, 1024))
     decay: float = 0.8
     seed: int = 3
+
+
+@dataclass(frozen=True)
+class LastHeadTraining(HeadTraining):
+    """A last, gentle round over the same rows."""
+
+    steps: int = 200
+    warmup_steps: int = 15
+    decay_steps: int = 185
+    matrix_rate: float = 2.5e-3
+    vector_rate: float = 1.7e-3
+    phases: tuple[HeadPhase, ...] = (HeadPhase(200, 256, 5),)
+    seed: int = 4
 
 
 class TapRows(NamedTuple):
@@ -129,16 +147,16 @@ def tapped_states(target: LlamaForCausalLM, rows: Tensor, taps: tuple[int, ...])
 def train_head(
     head: EagleHead,
     target: LlamaForCausalLM,
-    documents: list[Tensor],
+    teacher: list[TapRows],
     settings: HeadTraining,
     work: Path,
     resume: bool,
 ) -> float:
-    """Train the head for the target; checkpoints go to the work folder. Returns the seconds of its steps alone."""
-    optimization = Optimization(head, settings)
-    done, seconds = optimization.load(work / "head.pt") if resume else (0, 0.0)
+    """Train the head on the rows of `ask_for_taps`; checkpoints go to the work folder. Returns the seconds it took."""
     steps = settings.steps
-    teacher = ask_for_taps(target, documents, head.config.taps, settings, work, resume)
+    checkpoint = work / f"head_{steps}.pt"
+    optimization = Optimization(head, settings)
+    done, seconds = optimization.load(checkpoint) if resume else (0, 0.0)
     shared = target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
     compiled_loss = torch.compile(chain_loss, dynamic=False)
     progress = Progress(steps, settings.tokens_per_step, done, seconds)
@@ -151,7 +169,7 @@ def train_head(
         shown = " ".join(f"{overlap:.3f}" for overlap in overlaps.tolist())
         progress.report(step + 1, f"length {rows.tokens.shape[1]}  overlaps {shown}")
         if (step + 1) % CHECKPOINT_STEPS == 0 or step + 1 == steps:
-            optimization.save(work / "head.pt", step + 1, progress.seconds)
+            optimization.save(checkpoint, step + 1, progress.seconds)
     return progress.seconds
 
 

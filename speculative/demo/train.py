@@ -25,13 +25,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heavypath.speculative.demo import FOLDER, corpus, load_demo_pair
 from heavypath.speculative.demo.distillation import DraftTraining, LongDraftTraining, train_draft
-from heavypath.speculative.demo.head_training import HeadTraining, head_config, train_head
+from heavypath.speculative.demo.head_training import (
+    HeadTraining,
+    LastHeadTraining,
+    ask_for_taps,
+    head_config,
+    train_head,
+)
 from heavypath.speculative.demo.measurement import agreement_on, measure_pair
 from heavypath.speculative.demo.optimization import Optimization, Progress, Schedule, fast_autocast
 from heavypath.speculative.drafts.heads.checkpoint import load_head, save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 
 STAGES = ("tokenizer", "target", "draft", "measure", "head", "measure-head")
+HEAD_PHASES = (HeadTraining(), LastHeadTraining())
 
 
 @dataclass(frozen=True)
@@ -168,17 +175,18 @@ def distil_draft(work: Path, phases: tuple[DraftTraining, ...], resume: bool) ->
     finish(draft, work, "draft", {"phases": [asdict(phase) for phase in phases]}, seconds)
 
 
-def distil_head(work: Path, settings: HeadTraining, resume: bool) -> None:
+def distil_head(work: Path, phases: tuple[HeadTraining, ...], resume: bool) -> None:
     """Train the head for the target of the work folder or, where there is none, of the package; leaves `head/`."""
     documents, _ = load_documents(work)
     folder = work / "target" if (work / "target").exists() else FOLDER / "target"
     target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(phases[0].seed)
     head = EagleHead(head_config())
-    seconds = train_head(head, target, documents, settings, work, resume)
+    teacher = ask_for_taps(target, documents, head.config.taps, phases[0], work, resume)
+    seconds = sum(train_head(head, target, teacher, phase, work, resume) for phase in phases)
     save_head(head.half(), work / "head")
-    facts = {"wall_seconds": round(seconds), "threads": torch.get_num_threads(), **asdict(settings)}
-    write_json(work / "head.json", facts)
+    facts = {"wall_seconds": round(seconds), "threads": torch.get_num_threads()}
+    write_json(work / "head.json", {**facts, "phases": [asdict(phase) for phase in phases]})
 
 
 def finish(model: LlamaForCausalLM, work: Path, name: str, settings: dict[str, Any], seconds: float) -> None:
@@ -273,7 +281,7 @@ def main() -> None:
     if "measure" in stages:
         measure(work)
     if "head" in stages:
-        distil_head(work, HeadTraining(), resume)
+        distil_head(work, HEAD_PHASES, resume)
         export_head(work)
     if "measure-head" in stages:
         measure_head(work)
