@@ -23,7 +23,19 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class DraftTraining(Schedule):
+class Distillation(Schedule):
+    """What learning from the target takes, be it a draft or a head that learns."""
+
+    tokens_per_step: int
+    seed: int
+    sampled_rows: int = 1024  # of text the target writes: three quarters at temperature 1, the rest at 0.6
+    sampled_length: int = 256
+    prompt_length: int = 32
+    divergence_weight: float = 0.5
+
+
+@dataclass(frozen=True)
+class DraftTraining(Distillation):
     """Every setting of the draft's training."""
 
     steps: int = 2400
@@ -35,10 +47,6 @@ class DraftTraining(Schedule):
     tokens_per_step: int = 8192
     corpus_rows: int = 4096  # two thirds of the corpus
     corpus_length: int = 512
-    sampled_rows: int = 1024  # of text the target writes: three quarters at temperature 1, the rest at 0.6
-    sampled_length: int = 256
-    prompt_length: int = 32
-    divergence_weight: float = 0.5
     seed: int = 2
 
 
@@ -152,7 +160,7 @@ def last_hidden_states(target: LlamaForCausalLM, rows: torch.Tensor) -> torch.Te
 
 
 @torch.no_grad()
-def write_text(target: LlamaForCausalLM, documents: list[torch.Tensor], settings: DraftTraining) -> torch.Tensor:
+def write_text(target: LlamaForCausalLM, documents: list[torch.Tensor], settings: Distillation) -> torch.Tensor:
     """Rows the target writes after prompts cut from the training text: int16 [sampled_rows, sampled_length]."""
     torch.manual_seed(settings.seed)
     prompts = corpus.windows(documents, settings.prompt_length)

@@ -1,4 +1,4 @@
-"""What the pair reaches, on text that neither the tokenizer nor the models saw."""
+"""What the pair and the head reach, on text that neither the tokenizer nor the models saw."""
 
 import os
 import platform
@@ -11,12 +11,15 @@ import transformers
 from transformers import LlamaForCausalLM
 
 from heavypath.speculative.demo import corpus
+from heavypath.speculative.demo.head_training import TapRows, chain_outputs
+from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.trees.acceptance import measure_acceptance
 
 ROW_LENGTH = 512
 TRAIN_ROWS = 200  # of 513 tokens, spread over the corpus
 TEMPERATURES = (0.0, 0.6, 1.0)
 CHILDREN = 8
+HEAD_DEPTHS = 5
 
 
 def measure_pair(
@@ -44,13 +47,21 @@ def measure_pair(
         },
         "acceptance_measured_on": f"{input_ids.numel()} held-out positions, rows of {ROW_LENGTH}, children without "
         "replacement (temperature 0: the draft's largest logits)",
-        "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "tokenizers": tokenizers.__version__,
-        },
+        **_environment(),
+    }
+
+
+def agreement_on(head: EagleHead, target: LlamaForCausalLM, held_out: list[torch.Tensor]) -> dict:
+    """A head's size and, for every depth from the root, how well it agrees with the target."""
+    rows = corpus.windows(held_out, ROW_LENGTH)
+    overlaps, same = measure_agreement(head, target, rows.long(), HEAD_DEPTHS)
+    return {
+        "parameters": sum(each.numel() for each in head.parameters()),
+        "overlap_at_temperature_1": [_rounded(value) for value in overlaps],
+        "same_likeliest_token": [_rounded(value) for value in same],
+        "measured_on": f"{len(rows) * (ROW_LENGTH - HEAD_DEPTHS)} held-out positions, rows of {ROW_LENGTH}, at depths "
+        f"1 to {HEAD_DEPTHS}, the text's own tokens on the way",
+        **_environment(),
     }
 
 
@@ -76,6 +87,28 @@ def mean_overlap(target: LlamaForCausalLM, draft: LlamaForCausalLM, input_ids: t
     return torch.cat(parts).mean()
 
 
+@torch.no_grad()
+def measure_agreement(
+    head: EagleHead, target: LlamaForCausalLM, input_ids: torch.Tensor, depths: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """E[sum_v min(P, Q)] at temperature 1, and how often P and Q have the same likeliest token: [depths] each.
+
+    Over all positions of [rows, length]; the nodes at depth d are fed the text's own tokens and the head's outputs at
+    the depths above.
+    """
+    overlaps, same = torch.zeros(depths), torch.zeros(depths)
+    for part in input_ids.split(8):
+        hidden = target.model(input_ids=part, use_cache=False, output_hidden_states=True).hidden_states
+        rows = TapRows(part, torch.stack([hidden[tap] for tap in head.config.taps], 2))
+        target_probs = target.lm_head(hidden[-1]).float().softmax(-1)
+        for depth, output in enumerate(chain_outputs(head, rows, target.model.embed_tokens.weight, depths)):
+            wanted = target_probs[:, 1 + depth :][:, : output.shape[1]]
+            draft_probs = target.lm_head(head.before_lm_head(output)).softmax(-1)
+            overlaps[depth] += torch.minimum(wanted, draft_probs).sum(-1).mean() * len(part) / len(input_ids)
+            same[depth] += (wanted.argmax(-1) == draft_probs.argmax(-1)).float().mean() * len(part) / len(input_ids)
+    return overlaps, same
+
+
 def machine() -> dict:
     """The processor and the cores in use, without names of hosts or people."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -86,6 +119,18 @@ def machine() -> dict:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+    }
+
+
+def _environment() -> dict:
+    return {
+        "machine": machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "tokenizers": tokenizers.__version__,
+        },
     }
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Optimization:
     tenth less speed.
     """
 
-    def __init__(self, model: LlamaForCausalLM, schedule: Schedule):
+    def __init__(self, model: nn.Module, schedule: Schedule):
         self.model, self.schedule = model, schedule
         named = list(model.named_parameters())
         matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]

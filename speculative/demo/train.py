@@ -1,7 +1,8 @@
-"""Train the demo pair from nothing: tokenizer, target, draft, and the record of what they reach.
+"""Train the demo pair from nothing: tokenizer, target, draft, a head for the target, and records of what they reach.
 
-    python -m heavypath.speculative.demo.train                    # everything, an hour and a half on two CPU cores
+    python -m heavypath.speculative.demo.train                    # everything, two hours and a half on two CPU cores
     python -m heavypath.speculative.demo.train --stage target --resume
+    python -m heavypath.speculative.demo.train --stage head       # for the package's target if there is no other
 
 Checkpoints and half-made models stay in the work folder; the package's own folder changes only when the pair is whole.
 """
@@ -20,14 +21,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heavypath.speculative.demo import FOLDER, corpus, load_demo_pair
 from heavypath.speculative.demo.distillation import DraftTraining, LongDraftTraining, train_draft
-from heavypath.speculative.demo.measurement import measure_pair
+from heavypath.speculative.demo.head_training import (
+    HeadTraining,
+    LastHeadTraining,
+    ask_for_taps,
+    head_config,
+    train_head,
+)
+from heavypath.speculative.demo.measurement import agreement_on, measure_pair
 from heavypath.speculative.demo.optimization import Optimization, Progress, Schedule, fast_autocast
+from heavypath.speculative.drafts.heads.checkpoint import load_head, save_head
+from heavypath.speculative.drafts.heads.eagle import EagleHead
 
-STAGES = ("tokenizer", "target", "draft", "measure")
+STAGES = ("tokenizer", "target", "draft", "measure", "head", "measure-head")
+HEAD_PHASES = (HeadTraining(), LastHeadTraining())
 
 
 @dataclass(frozen=True)
@@ -85,11 +96,7 @@ def make_tokenizer(work: Path) -> None:
     tokenizer = corpus.train_tokenizer(sources)
     tokenizer.save_pretrained(work / "tokenizer")
     write_json(work / "prompts.json", corpus.choose_prompts(sources, tokenizer))
-    train, held_out = (
-        corpus.encode_documents(tokenizer, [source.text for source in sources if source.held_out == wanted])
-        for wanted in (False, True)
-    )
-    torch.save({"train": train, "held_out": held_out}, work / "tokens.pt")
+    train, held_out = encode_corpus(sources, tokenizer, work)
     facts = {
         "source": "the Python standard library, its own .py files without tests and generated tables",
         "licence": "PSF-2.0",
@@ -100,6 +107,18 @@ def make_tokenizer(work: Path) -> None:
     }
     write_json(work / "data.json", facts)
     print(facts, flush=True)
+
+
+def encode_corpus(
+    sources: list[corpus.Source], tokenizer: PreTrainedTokenizerFast, work: Path
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Leave the encoded files at `tokens.pt`; the training files and the held-out ones, int16 each."""
+    train, held_out = (
+        corpus.encode_documents(tokenizer, [source.text for source in sources if source.held_out == wanted])
+        for wanted in (False, True)
+    )
+    torch.save({"train": train, "held_out": held_out}, work / "tokens.pt")
+    return train, held_out
 
 
 def train_target(work: Path, settings: TargetTraining, resume: bool) -> None:
@@ -156,6 +175,20 @@ def distil_draft(work: Path, phases: tuple[DraftTraining, ...], resume: bool) ->
     finish(draft, work, "draft", {"phases": [asdict(phase) for phase in phases]}, seconds)
 
 
+def distil_head(work: Path, phases: tuple[HeadTraining, ...], resume: bool) -> None:
+    """Train the head for the target of the work folder or, where there is none, of the package; leaves `head/`."""
+    documents, _ = load_documents(work)
+    folder = work / "target" if (work / "target").exists() else FOLDER / "target"
+    target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    torch.manual_seed(phases[0].seed)
+    head = EagleHead(head_config())
+    teacher = ask_for_taps(target, documents, head.config.taps, phases[0], work, resume)
+    seconds = sum(train_head(head, target, teacher, phase, work, resume) for phase in phases)
+    save_head(head.half(), work / "head")
+    facts = {"wall_seconds": round(seconds), "threads": torch.get_num_threads()}
+    write_json(work / "head.json", {**facts, "phases": [asdict(phase) for phase in phases]})
+
+
 def finish(model: LlamaForCausalLM, work: Path, name: str, settings: dict[str, Any], seconds: float) -> None:
     """Save the model in fp16, as it ships, and how it was trained."""
     model.half().save_pretrained(work / name)
@@ -169,6 +202,11 @@ def export(work: Path) -> None:
     for name in ("target", "draft"):
         shutil.copytree(work / name, FOLDER / name, copy_function=shutil.copyfile, dirs_exist_ok=True)
     shutil.copyfile(work / "prompts.json", FOLDER / "prompts.json")
+
+
+def export_head(work: Path) -> None:
+    """Replace the package's head by the one in the work folder."""
+    shutil.copytree(work / "head", FOLDER / "head", copy_function=shutil.copyfile, dirs_exist_ok=True)
 
 
 def measure(work: Path) -> None:
@@ -187,8 +225,26 @@ def measure(work: Path) -> None:
     print(json.dumps(record, indent=1))
 
 
+def measure_head(work: Path) -> None:
+    """Measure the package's head and write its record.json."""
+    started = time.monotonic()
+    _, held_out = load_documents(work)
+    target = load_demo_pair().target
+    record = {
+        "licence_of_weights": "Apache-2.0",
+        "training": read_json(work / "head.json"),
+        **agreement_on(load_head(FOLDER / "head", target), target, held_out),
+        "measurement_wall_seconds": round(time.monotonic() - started),
+    }
+    write_json(FOLDER / "head" / "record.json", record)
+    print(json.dumps(record, indent=1))
+
+
 def load_documents(work: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The encoded training files and the held-out ones, int16 each."""
+    """The encoded training files and the held-out ones, int16 each; encoded by the package's tokenizer if not yet."""
+    if not (work / "tokens.pt").exists():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER, local_files_only=True)
+        encode_corpus(corpus.read_corpus(), tokenizer, work)
     tokens = torch.load(work / "tokens.pt", weights_only=True)
     return tokens["train"], tokens["held_out"]
 
@@ -224,6 +280,11 @@ def main() -> None:
         export(work)
     if "measure" in stages:
         measure(work)
+    if "head" in stages:
+        distil_head(work, HEAD_PHASES, resume)
+        export_head(work)
+    if "measure-head" in stages:
+        measure_head(work)
 
 
 if __name__ == "__main__":
