@@ -36,7 +36,8 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
@@ -117,14 +118,25 @@ def compile_all(cases: Iterable[Case]) -> dict[Case, Kernels | str]:
     ]
     if not chunks:
         return {}
-    workers = min(len(chunks), len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(workers, get_context("spawn"), max_tasks_per_child=1) as processes:
-        done = processes.map(compile_cases, *zip(*chunks, strict=True))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        done = threads.map(compile_apart, *zip(*chunks, strict=True))
         return {
             (arch, name): found
             for (arch, _), by_name in zip(chunks, done, strict=True)
             for name, found in by_name.items()
         }
+
+
+def compile_apart(arch: int, names: Sequence[str]) -> dict[str, Kernels | str]:
+    """The same as `compile_cases`, in a process of its own; a compiler that dies takes only the one case with it."""
+    try:
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            return process.submit(compile_cases, arch, names).result()
+    except BrokenProcessPool:
+        half = len(names) // 2
+        if half == 0:
+            return {names[0]: "the compiler died"}
+        return compile_apart(arch, names[:half]) | compile_apart(arch, names[half:])
 
 
 def compile_cases(arch: int, names: Sequence[str]) -> dict[str, Kernels | str]:

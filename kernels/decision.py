@@ -163,12 +163,12 @@ def _decide_kernel(
     parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
     token = tl.load(tokens_ptr + index, mask=index < N, other=-1).to(tl.int32)
     child = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
-    if REPLACEMENT and not POINT_MASSES:
+    if not HAS_DRAFT:
+        child &= index < 0
+    elif REPLACEMENT and not POINT_MASSES:
         child &= _equal_contexts(parent, token, node, parents_ptr, tokens_ptr)
     else:
         child &= parent == node
-    if not HAS_DRAFT:
-        child &= index < 0
     has_children = tl.max(child.to(tl.int32)) > 0
     first = tl.argmax(child.to(tl.int32), 0)
     source = tl.max(tl.where(index == first, parent, 0))  # whose draft row the children were drawn from
@@ -296,6 +296,8 @@ def decide(
     tokens, parents, ranks = nodes
     batch, count = tokens.shape
     device, vocab_size = tokens.device, target.shape[-1]
+    if count == 1:  # no children; and Triton 3.6 crashes on loads in a loop that a known node, 0, leaves without a turn
+        draft = None
     chunks, pieces = triton.cdiv(vocab_size, CHUNK.value), triton.cdiv(vocab_size, PIECE.value)
     passes = draft is not None and draft_filters.temperature > 0
     helping = helpers(device) if passes else 0

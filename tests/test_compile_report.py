@@ -131,6 +131,29 @@ compile_report.main(["--arch", "90", "--case", {CASE!r}, "--anew"])
     assert "KiB of shared memory, and 8 are there" in process.stderr
 
 
+def test_a_compiler_that_dies_takes_one_case_with_it(tmp_path):
+    program = tmp_path / "program.py"  # a file, since the processes that compile import it
+    program.write_text(f"""
+import os, sys
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, {str(BENCH)!r})
+import compile_report
+compile_report.CASES["a case"] = os.abort
+if __name__ == "__main__":
+    for name, done in compile_report.compile_apart(90, ["a case", "mask of 32"]).items():
+        print(name, done if isinstance(done, str) else [row.kernel for row in done.values()])
+""")
+    process = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert process.stdout.splitlines() == ["a case the compiler died", "mask of 32 ['pack']"], process.stderr
+
+
+def test_a_tree_of_one_node_compiles():
+    """Triton 3.6, unlike later ones, fails on memory accesses in a loop that it knows takes no turn."""
+    command = [sys.executable, BENCH / "compile_report.py", "--arch", "90", "--case", "kseq bf16 1 nodes", "--anew"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
