@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder
-from heavypath.speculative.demo import demo_prompts, load_demo_head
+from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, load_demo_head
+from heavypath.speculative.demo import demo_prompts
 
 METHODS = ("chain", "sequoia", "dyspec", "ersd", "eagle-2")
 CHAIN = 6  # nodes of a chain, whatever the trees have

@@ -18,8 +18,8 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
-from heavypath.speculative.demo import load_demo_pair
-from heavypath.speculative.drafts import Draft, EarlyExit, Feed, PromptLookup
+from heavypath.speculative.demo import load_demo_head, load_demo_pair
+from heavypath.speculative.drafts import Draft, EagleHead, EarlyExit, Feed, PromptLookup
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import METHODS, Method
@@ -51,6 +51,7 @@ __all__ = [
     "METHODS",
     "Confidence",
     "Draft",
+    "EagleHead",
     "EarlyExit",
     "Feed",
     "Generation",
@@ -70,6 +71,7 @@ __all__ = [
     "compare",
     "expected_tokens",
     "greedy_tree",
+    "load_demo_head",
     "load_demo_pair",
     "load_draft",
     "read_trace",

@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
-from heavypath.speculative.demo import load_demo_pair
+from heavypath.speculative.demo import FOLDER, load_demo_pair
 from heavypath.speculative.drafts import EarlyExit, PromptLookup
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 
+DEMO_HEAD = "demo-head"  # names the shipped head
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -45,8 +46,8 @@ def load_pair(
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
-    target, draft: default the shipped pair. draft may also be an EAGLE head, or "prompt-lookup" or "early-exit:LAYERS",
-        which need no model.
+    target, draft: default the shipped pair. draft may also be an EAGLE head, "demo-head" the shipped one, or
+        "prompt-lookup" or "early-exit:LAYERS", which need no model.
     device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
         A head has its target's.
@@ -55,6 +56,7 @@ def load_pair(
     files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    draft = str(FOLDER / "head") if draft == DEMO_HEAD else draft
     modelless = None if draft is None else _modelless(draft)
     if target is None:
         if draft is not None and modelless is None and not is_head(draft):
@@ -91,13 +93,13 @@ def load_draft(
 ) -> PreTrainedModel | EagleHead | PromptLookup | EarlyExit:
     """Load a draft for a target: an EAGLE head, as published, or a model; from a folder or the Hugging Face cache.
 
-    path_or_name: may also be "prompt-lookup" or "early-exit:LAYERS"
+    path_or_name: may also be "demo-head", "prompt-lookup" or "early-exit:LAYERS"
     target: the model; or a pair that `load_pair` loaded by `target_name`, whose tokenizer is then compared, too
     dtype: default the target's for a head, the one that it was saved in for a model
 
     Raises as `load_pair` does, and ValueError for a head that does not fit the target, naming the tensor.
     """
-    name = str(path_or_name)
+    name = str(FOLDER / "head") if path_or_name == DEMO_HEAD else str(path_or_name)
     modelless = _modelless(name)
     if modelless is not None:
         return modelless

@@ -1,4 +1,4 @@
-"""The pair that ships with the package: a small Llama target, a smaller draft and their tokenizer.
+"""The pair that ships with the package: a small Llama target, a smaller draft and their tokenizer; and a trained head.
 
 Everything is read from this folder; nothing is downloaded. `record.json` beside the weights says how they were
 trained and what they reach, `train.py` makes them again.
@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from heavypath.speculative.drafts.heads.checkpoint import load_head
+from heavypath.speculative.drafts.heads.eagle import EagleHead
 
 FOLDER = Path(__file__).parent
 
@@ -36,6 +39,15 @@ def load_demo_pair(dtype: torch.dtype = torch.float32, device: torch.device | st
     tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER, local_files_only=True, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
     return DemoPair(_load_model("target", dtype, device), _load_model("draft", dtype, device), tokenizer)
+
+
+def load_demo_head(target: LlamaForCausalLM) -> EagleHead:
+    """Load the shipped EAGLE-3 head of the shipped target, in the target's dtype and on its device.
+
+    target, _, tokenizer = load_demo_pair()
+    decoder = SpeculativeDecoder(target, load_demo_head(target))
+    """
+    return load_head(FOLDER / "head", target)
 
 
 def demo_prompts() -> list[str]:

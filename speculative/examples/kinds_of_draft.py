@@ -4,7 +4,7 @@ import argparse
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, load_demo_pair
+from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, load_demo_head, load_demo_pair
 
 PROMPT = "def min(a, b):\n    if a < b:\n        return a\n    return b\n\ndef max(a, b):"
 
@@ -18,12 +18,13 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 
-    target, draft, tokenizer = load_demo_pair(device=args.device)
+    shipped, draft, tokenizer = load_demo_pair(device=args.device)
+    target, drafts = shipped, {"trained head": load_demo_head(shipped)}
     if args.models:
         target, draft = (AutoModelForCausalLM.from_pretrained(name).to(args.device) for name in args.models)
-        tokenizer = AutoTokenizer.from_pretrained(args.models[0])
+        tokenizer, drafts = AutoTokenizer.from_pretrained(args.models[0]), {}
     prompt = tokenizer(args.prompt, return_tensors="pt").input_ids.to(args.device)
-    drafts = {"draft model": draft, "prompt lookup": PromptLookup(), "early exit": EarlyExit(args.layers)}
+    drafts |= {"draft model": draft, "prompt lookup": PromptLookup(), "early exit": EarlyExit(args.layers)}
     decoders = {name: SpeculativeDecoder(target, each, "ersd") for name, each in drafts.items()}
     decoders["no draft"] = SpeculativeDecoder(target, None, "autoregressive")
     texts = set()
