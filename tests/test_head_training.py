@@ -200,14 +200,15 @@ def test_the_shipped_head_has_the_shape_that_the_script_trains(demo_pair):
 def test_the_shipped_head_agrees_with_the_target_on_held_out_text_better_than_the_draft():
     overlaps = RECORD["overlap_at_temperature_1"]
     assert overlaps == sorted(overlaps, reverse=True)
-    assert overlaps[0] >= 0.68
-    assert overlaps[4] >= 0.52
-    assert overlaps[2] > json.loads((FOLDER.parent / "record.json").read_text())["overlap_at_temperature_1"]
+    assert overlaps[0] >= 0.66
+    assert overlaps[4] >= 0.6
+    assert overlaps[4] > json.loads((FOLDER.parent / "record.json").read_text())["overlap_at_temperature_1"]
 
 
 def test_recorded_overlaps_are_about_those_of_the_prompts(demo_pair):
     """The prompts are held-out text too, though a small part of it."""
-    target, _, tokenizer = demo_pair
+    tokenizer = demo_pair.tokenizer
+    target = demo.load_demo_pair().target  # transformers leaves hooks in a model that it took hidden states from
     head, total, positions = load_head(FOLDER, target), torch.zeros(5), 0
     for prompt in demo_prompts():
         ids = tokenizer(prompt, return_tensors="pt").input_ids

@@ -246,9 +246,11 @@ class ChainAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Of query [B, Hq, N, D], and this step's key and value [B, Hkv, N, D]; as query."""
         groups = query.shape[1] // key.shape[1]
-        self.keys.append(_for_all_heads(key, groups))
-        self.values.append(_for_all_heads(value, groups))
-        return _AttentionToChains.apply(query, *self.keys, *self.values)  # pyright: ignore[reportReturnType]
+        self.keys.append(key)
+        self.values.append(value)
+        return _AttentionToChains.apply(  # pyright: ignore[reportReturnType]
+            query, *(_for_all_heads(states, groups) for states in (*self.keys, *self.values))
+        )
 
 
 def _for_all_heads(states: Tensor, groups: int) -> Tensor:
