@@ -19,7 +19,7 @@ from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_pair
-from heavypath.speculative.drafts import Draft, EarlyExit, Feed, PromptLookup
+from heavypath.speculative.drafts import Draft, EarlyExit, Feed, PromptLookup, Retrieval
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.methods import METHODS, Method
 from heavypath.speculative.models import attn_implementation
@@ -57,6 +57,7 @@ __all__ = [
     "Plan",
     "Profile",
     "PromptLookup",
+    "Retrieval",
     "RowCache",
     "SpeculativeDecoder",
     "Statistics",

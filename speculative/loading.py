@@ -12,7 +12,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import load_demo_pair
-from heavypath.speculative.drafts import EarlyExit, PromptLookup
+from heavypath.speculative.drafts import EarlyExit, PromptLookup, Retrieval
+
+Modelless = PromptLookup | Retrieval | EarlyExit
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -21,7 +23,7 @@ class Pair(NamedTuple):
     """Models in eval mode on one device, and the target's tokenizer. Without a draft only plain decoding works."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | PromptLookup | EarlyExit | None
+    draft: PreTrainedModel | Modelless | None
     tokenizer: PreTrainedTokenizerBase
 
     @property
@@ -42,8 +44,8 @@ def load_pair(
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
-    target, draft: default the shipped pair. draft may also be "prompt-lookup" or "early-exit:LAYERS", which need no
-        model.
+    target, draft: default the shipped pair. draft may also be "prompt-lookup", "early-exit:LAYERS" or "retrieval:PATH",
+        which need no model; PATH is a file that `Retrieval.save` wrote, or a text or a folder of texts.
     device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
 
@@ -51,17 +53,14 @@ def load_pair(
     files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    modelless = None if draft is None else _modelless(draft)
+    modelless = draft is not None and _check_modelless(draft)
     if target is None:
-        if draft is not None and modelless is None:
+        if draft is not None and not modelless:
             raise ValueError(f"a draft ({draft!r}) needs its target; only the shipped pair loads without one")
         pair = load_demo_pair(dtype or torch.float32, device)
-        return Pair(pair.target, modelless or pair.draft, pair.tokenizer)
-    if modelless is not None:
-        draft = None
-    folders = {
-        role: find_folder(role, name) for role, name in (("target", target), ("draft", draft)) if name is not None
-    }
+        return Pair(pair.target, _modelless(draft, pair.tokenizer) if modelless else pair.draft, pair.tokenizer)
+    named = {"target": target} | ({} if draft is None or modelless else {"draft": draft})
+    folders = {role: find_folder(role, name) for role, name in named.items()}
     for role, folder in folders.items():
         _check_type(role, folder)
     if not _has_tokenizer(folders["target"]):
@@ -73,16 +72,15 @@ def load_pair(
     if "draft" in folders and _has_tokenizer(folders["draft"]):
         _check_vocabularies(tokenizer, _load_tokenizer("draft", folders["draft"]))
     models = {role: _load_model(role, folder, device, dtype) for role, folder in folders.items()}
-    return Pair(models["target"], modelless or models.get("draft"), tokenizer)
+    return Pair(models["target"], _modelless(draft, tokenizer) if modelless else models.get("draft"), tokenizer)
 
 
 def load_draft(
     draft: str, pair: Pair, target: str | None = None, dtype: torch.dtype | None = None
-) -> PreTrainedModel | PromptLookup | EarlyExit:
+) -> PreTrainedModel | Modelless:
     """Load one more draft for the target of a pair, which `load_pair` loaded by the name `target`; raises as that."""
-    modelless = _modelless(draft)
-    if modelless is not None:
-        return modelless
+    if _check_modelless(draft):
+        return _modelless(draft, pair.tokenizer)
     if target is None:
         raise ValueError(f"a draft ({draft!r}) needs its target; only the shipped pair loads without one")
     folder = find_folder("draft", draft)
@@ -92,16 +90,28 @@ def load_draft(
     return _load_model("draft", folder, pair.target.device, dtype)
 
 
-def _modelless(draft: str) -> PromptLookup | EarlyExit | None:
-    """The draft without a model that the text names; None if it names a folder or a model."""
-    if draft == "prompt-lookup":
-        return PromptLookup()
-    kind, _, layers = draft.partition(":")
-    if kind != "early-exit":
-        return None
-    if not layers.isdecimal():
+def _check_modelless(draft: str) -> bool:
+    """Whether the text names a draft without a model; raises ValueError or FileNotFoundError if it does so wrongly."""
+    kind, _, what = draft.partition(":")
+    if kind == "early-exit" and not what.isdecimal():
         raise ValueError(f"expected early-exit:LAYERS, a number of the target's layers, got {draft!r}")
-    return EarlyExit(int(layers))
+    if kind == "retrieval":
+        if not what:
+            raise ValueError("expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder of texts")
+        if not Path(what).expanduser().exists():
+            raise FileNotFoundError(f"expected retrieval:PATH, and there is no file or folder {what!r}")
+    return draft == "prompt-lookup" or kind in ("early-exit", "retrieval")
+
+
+def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase) -> Modelless:
+    """The draft without a model that the text names, once it has been checked."""
+    kind, _, what = (draft or "").partition(":")
+    if kind == "early-exit":
+        return EarlyExit(int(what))
+    if kind == "prompt-lookup":
+        return PromptLookup()
+    path = Path(what).expanduser()
+    return Retrieval.load(path, tokenizer) if path.suffix == ".safetensors" else Retrieval([path], tokenizer)
 
 
 def find_folder(role: str, name: str) -> Path:

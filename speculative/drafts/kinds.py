@@ -9,10 +9,11 @@ from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft, has_methods
+from heavypath.speculative.drafts.retrieval import Retrieval, RetrievalDraft
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.forward_of import forward_of
 
-AnyDraft = PreTrainedModel | PromptLookup | EarlyExit | Draft  # what users give
+AnyDraft = PreTrainedModel | PromptLookup | Retrieval | EarlyExit | Draft  # what users give
 
 
 def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
@@ -23,6 +24,8 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
     """
     if isinstance(draft, PromptLookup):
         return LookupDraft(draft, target.vocab_size, target.device)
+    if isinstance(draft, Retrieval):
+        return RetrievalDraft(draft, target.vocab_size, target.device)
     if isinstance(draft, EarlyExit):
         return ModelDraft(forward_of(model, "draft", layers=draft.layers), target.vocab_size)
     if is_own(draft):
@@ -35,7 +38,8 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
 
 def is_own(draft: object) -> TypeGuard[Draft]:
     """Whether it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
-    return not isinstance(draft, (PromptLookup, EarlyExit)) and (not isinstance(draft, nn.Module) or has_methods(draft))
+    ours = isinstance(draft, PromptLookup | Retrieval | EarlyExit)
+    return not ours and (not isinstance(draft, nn.Module) or has_methods(draft))
 
 
 def model_of(draft: Draft | None) -> Forward | None:
