@@ -19,7 +19,7 @@ integers, so that Q has the same bits in whatever order that happens.
 
 # A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from typing import NamedTuple
 
@@ -78,7 +78,7 @@ def _reference(
         before, own = lows[b, 1, : length + 1], highs[b, 1, : length + 1, -1]
         last = before[:, -1]
         for row in rows:
-            context, times = highs[b, 1, row], _NEVER
+            context, times, matched = highs[b, 1, row], _NEVER, None
             there = (last == context[-1]).nonzero()[0]  # where the last token occurred in the text
             if len(there):
                 alike = before[there] == context
@@ -87,7 +87,7 @@ def _reference(
                 matched = np.logical_and.accumulate(alike[:, ::-1], 1)  # [occurrences, M], whether the last k did
                 times = matched.sum(0).tolist()
             in_text, parts = _weights(lows[b, 0, row].tolist(), highs[b, 0, row].tolist(), times)
-            if len(there):
+            if matched is not None:
                 entered.append(own[there] + (first + 1))
                 counted.append(matched @ in_text)
             for part in parts:

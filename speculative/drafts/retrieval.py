@@ -85,7 +85,7 @@ class Retrieval:
         except SafetensorError as error:
             raise ValueError(f"{str(path)!r} must be a file that Retrieval.save wrote, but: {error}") from None
         vocabulary = metadata.get("vocabulary")
-        if None not in (vocabulary, tokenizer) and vocabulary != _fingerprint(tokenizer):
+        if vocabulary is not None and tokenizer is not None and vocabulary != _fingerprint(tokenizer):
             raise ValueError(
                 f"{str(path)!r} has tokens of another vocabulary than the target's; make it anew with its tokenizer"
             )
