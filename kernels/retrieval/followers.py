@@ -214,7 +214,7 @@ def _launch(
     sums = torch.zeros(batch, count, 1 + vocab_size, dtype=torch.int32, device=keys.device)
     with torch.cuda.device_of(keys):
         _followers_kernel[(count, batch)](
-            cache_rows.contiguous(), prefix_lengths, corpus.followers, keys, values, sums,
+            cache_rows.contiguous(), prefix_lengths.contiguous(), corpus.followers, keys, values, sums,
             count, keys.stride(0), keys.stride(1), vocab_size,
             M=longest, LANES=triton.next_power_of_2(longest), BLOCK=256, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
