@@ -294,6 +294,18 @@ def verification_cases() -> dict[str, Callable[[], None]]:
     }
 
 
+def retrieving(longest: int) -> None:
+    from heavypath.kernels.retrieval.corpus import SortedCorpus
+    from heavypath.kernels.retrieval.followers import follower_logprobs
+    from heavypath.kernels.retrieval.ranges import Appended, append_tokens
+
+    corpus = SortedCorpus(on_gpu(torch.zeros(99, dtype=torch.int32)), long_zeros(99))
+    nodes = Appended(*(long_zeros(2, 16) for _ in Appended._fields))
+    keys, values = long_zeros(2, 2, 64, longest), long_zeros(2, 2, 64, longest)
+    append_tokens(corpus, nodes, keys, values, impl="triton")
+    follower_logprobs(corpus, nodes.cache_rows, long_zeros(2), keys, values, vocab_size=9, impl="triton")
+
+
 def packing(nodes: int, window: int | None) -> None:
     from heavypath.kernels.attention.masks import pack_ancestors
 
@@ -309,6 +321,7 @@ CASES = {
     **verification_cases(),
     **sampling_cases(),
     **attention_cases(),
+    **{f"retrieval of {longest}": partial(retrieving, longest) for longest in (8, 16)},
     **{f"tree of {nodes}": partial(committing, nodes, per_sequence=nodes > 64) for nodes in (1, 64, 2048)},
     **{f"level of {nodes}": partial(placing, nodes) for nodes in (5, 2048)},
     **growing_cases(),

@@ -13,9 +13,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import FOLDER, load_demo_pair
-from heavypath.speculative.drafts import EarlyExit, PromptLookup
+from heavypath.speculative.drafts import EarlyExit, PromptLookup, Retrieval
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+
+Modelless = PromptLookup | Retrieval | EarlyExit
 
 DEMO_HEAD = "demo-head"  # names the shipped head
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -25,7 +27,7 @@ class Pair(NamedTuple):
     """Models in eval mode on one device, and the target's tokenizer. Without a draft only plain decoding works."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | EagleHead | PromptLookup | EarlyExit | None
+    draft: PreTrainedModel | EagleHead | Modelless | None
     tokenizer: PreTrainedTokenizerBase
 
     @property
@@ -46,8 +48,9 @@ def load_pair(
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
-    target, draft: default the shipped pair. draft may also be an EAGLE head, "demo-head" the shipped one, or
-        "prompt-lookup" or "early-exit:LAYERS", which need no model.
+    target, draft: default the shipped pair. draft may also be an EAGLE head, "demo-head" the shipped one; or
+        "prompt-lookup", "early-exit:LAYERS" or "retrieval:PATH", which need no model; PATH is a file that
+        `Retrieval.save` wrote, or a text or a folder of texts.
     device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
         A head has its target's.
@@ -57,17 +60,14 @@ def load_pair(
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     draft = str(FOLDER / "head") if draft == DEMO_HEAD else draft
-    modelless = None if draft is None else _modelless(draft)
+    modelless = draft is not None and _check_modelless(draft)
     if target is None:
-        if draft is not None and modelless is None and not is_head(draft):
+        if draft is not None and not modelless and not is_head(draft):
             raise ValueError(f"a draft ({draft!r}) needs its target; only the shipped pair loads without one")
         shipped = Pair(*load_demo_pair(dtype or torch.float32, device))
         return shipped if draft is None else shipped._replace(draft=load_draft(draft, shipped))
-    if modelless is not None:
-        draft = None
-    folders = {
-        role: find_folder(role, name) for role, name in (("target", target), ("draft", draft)) if name is not None
-    }
+    named = {"target": target} | ({} if draft is None or modelless else {"draft": draft})
+    folders = {role: find_folder(role, name) for role, name in named.items()}
     head = folders.pop("draft") if "draft" in folders and is_head(folders["draft"]) else None
     for role, folder in folders.items():
         _check_type(role, folder)
@@ -81,8 +81,9 @@ def load_pair(
     if drafting is not None and _has_tokenizer(drafting):
         _check_vocabularies(tokenizer, _load_tokenizer("draft", drafting))
     models = {role: _load_model(role, folder, device, dtype) for role, folder in folders.items()}
-    loaded = models.get("draft") if head is None else load_head(head, models["target"])
-    return Pair(models["target"], modelless or loaded, tokenizer)
+    if head is not None:
+        return Pair(models["target"], load_head(head, models["target"]), tokenizer)
+    return Pair(models["target"], _modelless(draft, tokenizer) if modelless else models.get("draft"), tokenizer)
 
 
 def load_draft(
@@ -90,19 +91,18 @@ def load_draft(
     target: PreTrainedModel | Pair,
     target_name: str | None = None,
     dtype: torch.dtype | None = None,
-) -> PreTrainedModel | EagleHead | PromptLookup | EarlyExit:
+) -> PreTrainedModel | EagleHead | Modelless:
     """Load a draft for a target: an EAGLE head, as published, or a model; from a folder or the Hugging Face cache.
 
-    path_or_name: may also be "demo-head", "prompt-lookup" or "early-exit:LAYERS"
+    path_or_name: may also be "demo-head", "prompt-lookup", "early-exit:LAYERS", or for a pair "retrieval:PATH"
     target: the model; or a pair that `load_pair` loaded by `target_name`, whose tokenizer is then compared, too
     dtype: default the target's for a head, the one that it was saved in for a model
 
     Raises as `load_pair` does, and ValueError for a head that does not fit the target, naming the tensor.
     """
     name = str(FOLDER / "head") if path_or_name == DEMO_HEAD else str(path_or_name)
-    modelless = _modelless(name)
-    if modelless is not None:
-        return modelless
+    if _check_modelless(name):
+        return _modelless(name, target.tokenizer if isinstance(target, Pair) else None)
     model = target.target if isinstance(target, Pair) else target
     head = is_head(name)
     if isinstance(target, Pair) and target_name is None and not head:
@@ -117,16 +117,30 @@ def load_draft(
     return _load_model("draft", folder, model.device, dtype)
 
 
-def _modelless(draft: str) -> PromptLookup | EarlyExit | None:
-    """The draft without a model that the text names; None if it names a folder or a model."""
-    if draft == "prompt-lookup":
-        return PromptLookup()
-    kind, _, layers = draft.partition(":")
-    if kind != "early-exit":
-        return None
-    if not layers.isdecimal():
+def _check_modelless(draft: str) -> bool:
+    """Whether the text names a draft without a model; raises ValueError or FileNotFoundError if it does so wrongly."""
+    kind, _, what = draft.partition(":")
+    if kind == "early-exit" and not what.isdecimal():
         raise ValueError(f"expected early-exit:LAYERS, a number of the target's layers, got {draft!r}")
-    return EarlyExit(int(layers))
+    if kind == "retrieval":
+        if not what:
+            raise ValueError("expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder of texts")
+        if not Path(what).expanduser().exists():
+            raise FileNotFoundError(f"expected retrieval:PATH, and there is no file or folder {what!r}")
+    return draft == "prompt-lookup" or kind in ("early-exit", "retrieval")
+
+
+def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> Modelless:
+    """The draft without a model that the text names, once it has been checked."""
+    kind, _, what = (draft or "").partition(":")
+    if kind == "early-exit":
+        return EarlyExit(int(what))
+    if kind == "prompt-lookup":
+        return PromptLookup()
+    if tokenizer is None:
+        raise ValueError(f"{draft!r} needs a tokenizer, got a target alone; use Retrieval(texts, tokenizer)")
+    path = Path(what).expanduser()
+    return Retrieval.load(path, tokenizer) if path.suffix == ".safetensors" else Retrieval([path], tokenizer)
 
 
 def find_folder(role: str, name: str) -> Path:

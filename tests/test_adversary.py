@@ -14,6 +14,7 @@ import adversary as tool
 import pytest
 import test_layer_kernels
 import test_levels
+import test_retrieval
 import test_slots
 import test_tree_attention
 import torch
@@ -133,6 +134,11 @@ def grows(adversary: Adversary, trees: int) -> None:
         test_slots.test_kernels_grow_and_assemble_the_references_trees(8 * adversary.seed + way)
 
 
+def retrieves(adversary: Adversary, trees: int) -> None:
+    test_retrieval.test_both_implementations_give_the_same_numbers(adversary.seed, 60)
+    test_retrieval.test_of_many_occurrences_some_are_taken_evenly("triton")
+
+
 def grows_wide(adversary: Adversary, trees: int) -> None:
     """Levels so wide that a program has two warps."""
     test_slots.grown_by_both(8 * adversary.seed + 1, batch=1, width=66, depth=1, vocab=70)
@@ -166,6 +172,7 @@ CASES = {
     places: ["_first_kernel", "_place_kernel", "_alike_kernel"],
     grows: ["_sums_kernel", "_grow_kernel", "_keep_kernel", "_heavy_path_kernel", "_number_kernel"],
     grows_wide: ["_sums_kernel", "_grow_kernel"],
+    retrieves: ["_append_kernel", "_followers_kernel"],
 }
 OF_TREES = [orders, commits, attends, verifies, compacts]
 

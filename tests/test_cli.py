@@ -219,7 +219,7 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
     assert_refused(heavypath("calibrate", "--out", path / "below"), 1, "--out must be in a folder that exists")
 
 
-@pytest.mark.parametrize("draft", ["prompt-lookup", "early-exit:4"])
+@pytest.mark.parametrize("draft", ["prompt-lookup", "early-exit:4", f"retrieval:{__file__}"])
 def test_generate_drafts_without_a_draft_model(heavypath, draft):
     _, plain, _ = heavypath("generate", PROMPT, "--max-new-tokens", 12)
     assert heavypath("generate", PROMPT, "--max-new-tokens", 12, "--draft", draft)[:2] == (0, plain)
@@ -404,6 +404,12 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
         ("nan weights", "draft", "target has NaN or infinite weights in lm_head.weight"),
         ("target", None, "--method sequoia needs a --draft"),
         ("target", "early-exit:all", "expected early-exit:LAYERS, a number of the target's layers"),
+        (
+            "target",
+            "retrieval:",
+            "expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder",
+        ),
+        ("target", "retrieval:none", "expected retrieval:PATH, and there is no file or folder 'none'"),
         ("target", "early-exit:1", "an early exit must leave 1 .. 0 layers, got 1"),
         (None, "draft", r"a draft \('draft'\) needs its target"),
     ],

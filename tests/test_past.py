@@ -13,7 +13,7 @@ from test_step import as_on_a_gpu  # noqa: F401
 from test_transformers_forward import tiny
 from transformers import Cache, DynamicCache
 
-from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree
+from heavypath.speculative import METHODS, EarlyExit, PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.models.llama import LlamaForward
 
@@ -88,7 +88,7 @@ def test_a_turn_has_the_text_that_it_has_without_its_past(method, temperature, t
     assert both == expected.stats.prefill_tokens == int(turn["attention_mask"].sum()) - 4
 
 
-@pytest.mark.parametrize("draft", [PromptLookup(), EarlyExit(1)], ids=str)
+@pytest.mark.parametrize("draft", [PromptLookup(), Retrieval([[1, 2, 3, 4]]), EarlyExit(1)], ids=str)
 def test_other_drafts_have_a_past_too(draft, tiny_pair, computed):
     target, _ = tiny_pair
     decoder = SpeculativeDecoder(target, draft, "sequoia")
@@ -99,7 +99,7 @@ def test_other_drafts_have_a_past_too(draft, tiny_pair, computed):
     out = decoder.generate(turn, 12, temperature=0.7, seed=2, past=first.cache)
     assert torch.equal(out.sequences, expected.sequences)
     assert torch.equal(out.stats.accepted, expected.stats.accepted)
-    assert computed(target) == (len(IDS[0]) if draft == PromptLookup() else 2 * len(IDS[0]) + 2)
+    assert computed(target) == (2 * len(IDS[0]) + 2 if draft == EarlyExit(1) else len(IDS[0]))
 
 
 @pytest.mark.parametrize("kind", ["granite", "gemma2"])

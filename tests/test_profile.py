@@ -15,6 +15,7 @@ from heavypath.speculative import (
     Plan,
     Profile,
     PromptLookup,
+    Retrieval,
     SpeculativeDecoder,
     TokenTree,
     expected_tokens,
@@ -153,7 +154,15 @@ def test_drafts_are_accepted_as_often_as_in_decoding(method, tree):
     assert stats.tokens_per_step == pytest.approx(expected, abs=0.06 + 5 * 1.2 / stats.steps**0.5)
 
 
-@pytest.mark.parametrize("draft", [None, PromptLookup(), EarlyExit(1)], ids=["model", "prompt lookup", "early exit"])
+DRAFTS = {
+    "model": None,
+    "prompt lookup": PromptLookup(),
+    "retrieval": Retrieval([[1, 2, 3, 4, 5, 6, 0]]),
+    "early exit": EarlyExit(1),
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path, any_noise):
     target = tiny_llama(1, max_position_embeddings=128)
     draft = draft or tiny_llama(2, layers=1, max_position_embeddings=128)

@@ -55,7 +55,10 @@ MinP = Annotated[
 Target = Annotated[str | None, typer.Option(help="The target model: a folder, or a name in the Hugging Face cache.")]
 Draft = Annotated[
     str | None,
-    typer.Option(help="The draft model or trained head, given alike; or demo-head, prompt-lookup, early-exit:LAYERS."),
+    typer.Option(
+        help="A draft model or trained head, given alike; or demo-head, prompt-lookup, early-exit:LAYERS, "
+        "or retrieval:PATH (texts)."
+    ),
 ]
 Dtype = Annotated[Precision | None, typer.Option(help="Precision of the models; default: what they were saved in.")]
 Stop = Annotated[

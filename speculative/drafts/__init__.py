@@ -1,4 +1,4 @@
-"""What can propose tokens: a draft model, the target's own first layers, the text so far, or a user's own draft."""
+"""What can propose tokens: a draft model, the target's own first layers, the text so far, a corpus, or one's own."""
 
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
@@ -8,6 +8,7 @@ from heavypath.speculative.drafts.kinds import AnyDraft, Drafting, as_draft, is_
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft
+from heavypath.speculative.drafts.retrieval import Retrieval, RetrievalDraft
 
 __all__ = [
     "AnyDraft",
@@ -21,6 +22,8 @@ __all__ = [
     "ModelDraft",
     "OwnDraft",
     "PromptLookup",
+    "Retrieval",
+    "RetrievalDraft",
     "as_draft",
     "is_own",
     "model_of",

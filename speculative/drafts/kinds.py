@@ -12,11 +12,12 @@ from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft, has_methods
+from heavypath.speculative.drafts.retrieval import Retrieval, RetrievalDraft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.forward_of import forward_of
 
-AnyDraft = PreTrainedModel | EagleHead | PromptLookup | EarlyExit | Draft  # what users give
+AnyDraft = PreTrainedModel | EagleHead | PromptLookup | Retrieval | EarlyExit | Draft  # what users give
 Drafting = Forward | HeadDraft  # what has weights to draft with
 
 
@@ -28,6 +29,8 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
     """
     if isinstance(draft, PromptLookup):
         return LookupDraft(draft, target.vocab_size, target.device)
+    if isinstance(draft, Retrieval):
+        return RetrievalDraft(draft, target.vocab_size, target.device)
     if isinstance(draft, EarlyExit):
         return ModelDraft(forward_of(model, "draft", layers=draft.layers), target.vocab_size)
     if isinstance(draft, EagleHead):
@@ -42,7 +45,8 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
 
 def is_own(draft: object) -> TypeGuard[Draft]:
     """Whether it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
-    return not isinstance(draft, (PromptLookup, EarlyExit)) and (not isinstance(draft, nn.Module) or has_methods(draft))
+    ours = isinstance(draft, PromptLookup | Retrieval | EarlyExit)
+    return not ours and (not isinstance(draft, nn.Module) or has_methods(draft))
 
 
 def model_of(draft: Draft | None) -> Drafting | None:

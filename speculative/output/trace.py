@@ -62,7 +62,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped
-from heavypath.speculative.drafts import Draft, Drafting, OwnDraft, model_of
+from heavypath.speculative.drafts import Draft, Drafting, OwnDraft, RetrievalDraft, model_of
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.output.reasons import Reasons, VerifiedTree, VerifyOptions, explain, shown
 from heavypath.speculative.output.text_stream import UNFINISHED, TextStream
@@ -244,7 +244,7 @@ def _described_draft(draft: Draft) -> dict[str, Any]:
     model = model_of(draft)
     if model is not None:
         return _described(model)
-    return {"name": draft.name if isinstance(draft, OwnDraft) else "prompt lookup"}
+    return {"name": draft.name if isinstance(draft, OwnDraft | RetrievalDraft) else "prompt lookup"}
 
 
 def _described(model: Drafting) -> dict[str, Any]:

@@ -1,0 +1,174 @@
+"""Where the last k tokens of a text are in a sorted corpus, for every k <= M, after each node of a tree.
+
+    [lo_k, hi_k) of a node with token t = [LF(t, lo), LF(t, hi)) of its parent's range k - 1
+
+where range 0 is the whole corpus, and LF is a binary search (see `corpus`). A text of fewer than k tokens has an empty
+range k. So a node's ranges follow from its parent's. They are kept in the rows of a cache, with the tokens:
+
+    keys   [B, 2, rows, M]      lo_1 .. lo_M of the row's token;  and the M tokens before it
+    values [B, 2, rows, M]      hi_1 .. hi_M;                     and the token itself behind M - 1 tokens before it
+
+LongTensors; tokens are -1 where the text had not begun, oldest first.
+"""
+
+# A type checker does not understand Triton kernels.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.retrieval.corpus import SortedCorpus
+
+
+class Appended(NamedTuple):
+    """n nodes of each of B texts: LongTensor[B, n] each.
+
+    cache_rows:  where each node is kept
+    parent_rows: the rows of the tokens before them, -1 before the text. A parent that is appended in the same call
+                 stands right before its only child.
+    """
+
+    tokens: Tensor
+    cache_rows: Tensor
+    parent_rows: Tensor
+
+
+def store_texts(corpus: SortedCorpus, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Write the rows of texts from their beginning: token p of text b into row p; tokens LongTensor[B, T]."""
+    (batch, width), longest = tokens.shape, keys.shape[-1]
+    windows = pad(tokens, (longest, 0), value=-1).unfold(1, longest, 1)  # [B, T + 1, M]
+    keys[:, 1, :width], values[:, 1, :width] = windows[:, :-1], windows[:, 1:]
+    size = len(corpus.steps)
+    low, high = tokens.new_zeros(batch, width), tokens.new_full((batch, width), size)
+    first = (tokens + 1) * size
+    for k in range(longest):
+        low, high = (torch.searchsorted(corpus.steps, first + bound) for bound in (low, high))
+        keys[:, 0, :width, k], values[:, 0, :width, k] = low, high
+        low, high = (pad(bound[:, :-1], (1, 0)) for bound in (low, high))  # of the token before
+
+
+def append_tokens(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor, *, impl: str = "auto") -> None:
+    """Write the rows of nodes whose parents' rows are written, or are among the nodes.
+
+    keys, values: LongTensor[B, 2, rows, M], whose last dimension is contiguous
+
+    impl "triton" is one launch without host synchronisation; "torch" computes in NumPy.
+    """
+    if choose_impl("append_tokens", impl, keys) == "triton":
+        check_can_launch(keys)
+        _launch(corpus, nodes, keys, values)
+    else:
+        _reference(corpus, nodes, keys, values)
+
+
+def _reference(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor) -> None:
+    """Node by node, so that a parent's row is written before its child's."""
+    steps, lows, highs = corpus.steps.numpy(), keys.numpy(), values.numpy()
+    size, longest = len(steps), keys.shape[-1]
+    bounds = np.empty(2 * longest, np.int64)
+    for b, sequence in enumerate(zip(*(field.tolist() for field in nodes), strict=True)):
+        low, high, before, own = lows[b, 0], highs[b, 0], lows[b, 1], highs[b, 1]
+        for token, row, parent in zip(*sequence, strict=True):
+            first = (token + 1) * size
+            bounds[0], bounds[longest] = first, first + size
+            if parent >= 0:
+                bounds[1:longest], bounds[longest + 1 :] = low[parent, :-1] + first, high[parent, :-1] + first
+                before[row] = own[parent]
+            else:
+                bounds[1:longest] = bounds[longest + 1 :] = first
+                before[row] = -1
+            found = steps.searchsorted(bounds)
+            low[row], high[row] = found[:longest], found[longest:]
+            own[row, :-1], own[row, -1] = before[row, 1:], token
+
+
+@triton.jit
+def _less(steps_ptr, wanted, size):
+    """How many of the sorted steps are less than each number that is wanted."""
+    low = tl.zeros_like(wanted)
+    high = low + size
+    while tl.max(high - low) > 0:
+        middle = (low + high) // 2
+        open = low < high
+        step = tl.load(steps_ptr + middle, mask=open, other=0)
+        low = tl.where(open & (step < wanted), middle + 1, low)
+        high = tl.where(open & (step >= wanted), middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["nodes", "size", "sequence_stride", "head_stride"])
+def _append_kernel(
+    tokens_ptr,  # [B, nodes]
+    rows_ptr,
+    parents_ptr,
+    steps_ptr,  # [size]
+    keys_ptr,  # [B, 2, rows, M]
+    values_ptr,
+    nodes,
+    size,
+    sequence_stride,
+    head_stride,
+    M: tl.constexpr,
+    LANES: tl.constexpr,  # of which the first half is for lower bounds, the second for upper ones
+):
+    """A program for each node. It reads no row that another writes: a parent among the nodes is computed again."""
+    node = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    given = sequence * nodes + node
+    keys_ptr += sequence * sequence_stride
+    values_ptr += sequence * sequence_stride
+    token = tl.load(tokens_ptr + given)
+    row = tl.load(rows_ptr + given)
+    parent = tl.load(parents_ptr + given)
+    later = node > 0
+    before = tl.load(tokens_ptr + given - 1, mask=later, other=0)
+    both = later & (parent >= 0) & (tl.load(rows_ptr + given - 1, mask=later, other=-1) == parent)
+    parent = tl.where(both, tl.load(parents_ptr + given - 1, mask=later, other=0), parent)  # the last row to be read
+    new = 1 + both.to(tl.int64)  # tokens behind that row
+
+    lane = tl.arange(0, LANES)
+    lower = lane < LANES // 2
+    upper = lane >= LANES // 2
+    k = lane % (LANES // 2)  # range k + 1
+    whole = tl.where(upper, size, 0).to(tl.int64)
+    there = tl.where(parent >= 0, M, 0)  # numbers in that row
+    kept = (k >= new) & (k < there)
+    low = tl.load(keys_ptr + parent * M + k - new, mask=kept & lower, other=0)
+    high = tl.load(values_ptr + parent * M + k - new, mask=kept & upper, other=0)
+    bound = tl.where(k == new - 1, whole, tl.where(upper, high, low))
+    if both:
+        bound = tl.where(k == 0, whole, _less(steps_ptr, (before + 1) * size + bound, size))
+    bound = _less(steps_ptr, (token + 1) * size + bound, size)
+    tl.store(keys_ptr + row * M + k, bound, mask=(k < M) & lower)
+    tl.store(values_ptr + row * M + k, bound, mask=(k < M) & upper)
+
+    keys_ptr += head_stride
+    values_ptr += head_stride
+    texts = (k < M) & lower
+    with_parent = k + new - 1  # of the M tokens that end with the parent
+    old = tl.load(values_ptr + parent * M + with_parent, mask=texts & (with_parent < there), other=-1)
+    tl.store(keys_ptr + row * M + k, tl.where(with_parent < M, old, before), mask=texts)
+    with_self = k + new
+    old = tl.load(values_ptr + parent * M + with_self, mask=texts & (with_self < there), other=-1)
+    own = tl.where(k == M - 1, token, tl.where(with_self < M, old, before))
+    tl.store(values_ptr + row * M + k, own, mask=texts)
+
+
+def _launch(corpus: SortedCorpus, nodes: Appended, keys: Tensor, values: Tensor) -> None:
+    """As `_reference`."""
+    batch, count = nodes.tokens.shape
+    longest = keys.shape[-1]
+    with torch.cuda.device_of(keys):
+        _append_kernel[(count, batch)](
+            *(field.contiguous() for field in nodes),
+            corpus.steps, keys, values, count, len(corpus.steps), keys.stride(0), keys.stride(1),
+            M=longest, LANES=2 * triton.next_power_of_2(longest), num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,156 @@
+"""Retrieval: a draft without a model, which proposes what followed the last tokens in a corpus of texts."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from heavypath.kernels.retrieval.corpus import MOST_TOKENS, SortedCorpus, sort_corpus
+from heavypath.kernels.retrieval.followers import follower_logprobs
+from heavypath.kernels.retrieval.ranges import Appended, append_tokens, store_texts
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.texts import Text, tokens_of
+from heavypath.speculative.models.caches import RowCache
+
+FORMAT = "heavypath retrieval 1"
+MOST_NGRAM = 64
+
+
+class Retrieval:
+    """A draft without a model: what followed the last tokens in texts of your own, and earlier in the text itself.
+
+    What followed the longest suffix of at most max_ngram tokens, and shorter suffixes for what that leaves open, is
+    proposed in proportion to how often it followed; `kernels/retrieval/followers.py` has the law. Give it to
+    SpeculativeDecoder in place of a draft model. Source: He et al. 2024, "REST: Retrieval-Based Speculative Decoding".
+
+        Retrieval([Path("src"), Path("notes.txt")], tokenizer).save("mine.safetensors")     # a few seconds a million
+        SpeculativeDecoder(target, Retrieval.load("mine.safetensors"))                      # read as it is needed
+
+    texts: each a str (the text itself), a Path (a file, or a folder: every file of text in it), or its tokens, a list
+        of integers or a LongTensor[any]
+    tokenizer: the target's, for texts that are not tokens. Behind each of them comes its end-of-text token, if any
+
+    It takes 12 bytes for each token, on a GPU there; a loaded one is mapped into memory. Raises ValueError or TypeError
+    for texts without tokens, other tokens than 0 .. 2**31 - 3, and files that are not UTF-8.
+    """
+
+    def __init__(self, texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | None = None, *, max_ngram: int = 8):
+        if not 1 <= max_ngram <= MOST_NGRAM:
+            raise ValueError(f"max_ngram must be in 1 .. {MOST_NGRAM}, got {max_ngram}")
+        tokens = tokens_of(texts, tokenizer)
+        count = sum(map(len, tokens))
+        if not count or count + len(tokens) > MOST_TOKENS:
+            raise ValueError(
+                f"Retrieval needs texts of 1 .. {MOST_TOKENS} tokens in all, got {count} in {len(tokens)} texts"
+            )
+        self.max_ngram = max_ngram
+        self.tokens = count
+        self.largest = max(int(text.max()) for text in tokens if len(text))
+        self.vocabulary = None if tokenizer is None else _fingerprint(tokenizer)
+        self._corpus = sort_corpus(tokens, max_ngram)
+        self._copies: WeakValueDictionary[torch.device, _Copy] = WeakValueDictionary()
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file for `load`, 12 bytes for each token."""
+        facts = {"max_ngram": self.max_ngram, "tokens": self.tokens, "largest": self.largest}
+        metadata = {name: str(fact) for name, fact in facts.items()} | {"format": FORMAT}
+        if self.vocabulary is not None:
+            metadata["vocabulary"] = self.vocabulary
+        save_file(self._corpus._asdict(), path, metadata)
+
+    @classmethod
+    def load(cls, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> "Retrieval":
+        """What `save` wrote, mapped into memory: what is not asked for is not read.
+
+        tokenizer: the target's; a corpus of another vocabulary is refused
+
+        Raises FileNotFoundError, or ValueError for a file of something else, or of another version.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise ValueError(
+                        f"{str(path)!r} must be a file of {FORMAT!r}, which Retrieval.save writes, got "
+                        f"{metadata.get('format', 'one of something else')!r}; make it anew from its texts"
+                    )
+                corpus = SortedCorpus(*(file.get_tensor(name) for name in SortedCorpus._fields))
+        except SafetensorError as error:
+            raise ValueError(f"{str(path)!r} must be a file that Retrieval.save wrote, but: {error}") from None
+        vocabulary = metadata.get("vocabulary")
+        if vocabulary is not None and tokenizer is not None and vocabulary != _fingerprint(tokenizer):
+            raise ValueError(
+                f"{str(path)!r} has tokens of another vocabulary than the target's; make it anew with its tokenizer"
+            )
+        loaded = cls.__new__(cls)
+        loaded.max_ngram, loaded.tokens, loaded.largest = (
+            int(metadata[name]) for name in ("max_ngram", "tokens", "largest")
+        )
+        loaded.vocabulary, loaded._corpus, loaded._copies = vocabulary, corpus, WeakValueDictionary()
+        return loaded
+
+    def on(self, device: torch.device) -> "_Copy":
+        """The sorted corpus on a device, which all decoders there share."""
+        copy = self._copies.get(device)
+        if copy is None:
+            copy = self._copies[device] = _Copy(SortedCorpus(*(field.to(device) for field in self._corpus)))
+        return copy
+
+    def __repr__(self) -> str:
+        return f"Retrieval({self.tokens} tokens, max_ngram={self.max_ngram})"
+
+
+class _Copy:
+    """A corpus on a device, for as long as somebody drafts with it."""
+
+    def __init__(self, corpus: SortedCorpus):
+        self.corpus = corpus
+
+
+class RetrievalDraft:
+    """`Retrieval` at work. A row of its cache has the places of the last 1 .. M tokens in the corpus, and the tokens.
+
+    Raises ValueError if the corpus has tokens that the target lacks.
+    """
+
+    def __init__(self, retrieval: Retrieval, vocab_size: int, device: torch.device):
+        if retrieval.largest >= vocab_size:
+            raise ValueError(
+                f"the texts of {retrieval} must have tokens in 0 .. {vocab_size - 1}, the target's vocabulary, got "
+                f"{retrieval.largest}; make it with the target's tokenizer"
+            )
+        self.name = "retrieval"
+        self._longest, self._vocab_size, self._device = retrieval.max_ngram, vocab_size, device
+        self._copy = retrieval.on(device)
+
+    def new_cache(self, batch: int, rows: int) -> RowCache:
+        """An empty cache of `rows` rows for each of `batch` sequences: see `kernels/retrieval/ranges.py`."""
+        keys = torch.full((batch, 2, rows, self._longest), -1, device=self._device)
+        return RowCache(keys, torch.full_like(keys, -1))
+
+    def prefill(self, tokens: Tensor, cache: Any) -> None:
+        """Cache right-padded texts LongTensor[B, T]; rows behind a text are overwritten before they are read."""
+        store_texts(self._copy.corpus, tokens, cache.keys, cache.values)
+
+    def __call__(self, feed: Feed, cache: Any) -> Tensor:
+        """fp32 logits [B, n, V] after each node; -inf for what never followed its last token."""
+        corpus, keys, values = self._copy.corpus, cache.keys, cache.values
+        append_tokens(corpus, Appended(feed.tokens, feed.cache_rows, feed.parent_rows), keys, values)
+        return follower_logprobs(
+            corpus, feed.cache_rows, feed.prefix_lengths, keys, values, vocab_size=self._vocab_size
+        )
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What tells a vocabulary from others."""
+    digest = hashlib.sha256()
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        digest.update(f"{index} {token}\n".encode())
+    return digest.hexdigest()
