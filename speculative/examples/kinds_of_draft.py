@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,14 +22,13 @@ if __name__ == "__main__":
     args = parser.parse_args()
 
     shipped, draft, tokenizer = load_demo_pair(device=args.device)
-    target, drafts = shipped, {"trained head": load_demo_head(shipped)}
+    target, drafts = shipped, dict[str, Any]({"trained head": load_demo_head(shipped)})
     if args.models:
         target, draft = (AutoModelForCausalLM.from_pretrained(name).to(args.device) for name in args.models)
         tokenizer, drafts = AutoTokenizer.from_pretrained(args.models[0]), {}
     prompt = tokenizer(args.prompt, return_tensors="pt").input_ids.to(args.device)
-    texts = Retrieval([Path(file) for file in args.texts], tokenizer)
-    drafts |= {"draft model": draft, "prompt lookup": PromptLookup(), "retrieval": texts}
-    drafts["early exit"] = EarlyExit(args.layers)
+    drafts |= {"draft model": draft, "prompt lookup": PromptLookup(), "early exit": EarlyExit(args.layers)}
+    drafts["retrieval"] = Retrieval([Path(file) for file in args.texts], tokenizer)
     decoders = {name: SpeculativeDecoder(target, each, "ersd") for name, each in drafts.items()}
     decoders["no draft"] = SpeculativeDecoder(target, None, "autoregressive")
     different = set()
