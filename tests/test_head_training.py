@@ -200,7 +200,7 @@ def test_the_shipped_head_has_the_shape_that_the_script_trains(demo_pair):
 def test_the_shipped_head_agrees_with_the_target_on_held_out_text_better_than_the_draft():
     overlaps = RECORD["overlap_at_temperature_1"]
     assert overlaps == sorted(overlaps, reverse=True)
-    assert overlaps[0] >= 0.66
+    assert overlaps[0] >= 0.68
     assert overlaps[4] >= 0.6
     assert overlaps[4] > json.loads((FOLDER.parent / "record.json").read_text())["overlap_at_temperature_1"]
 

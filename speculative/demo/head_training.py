@@ -71,8 +71,8 @@ class HeadTraining(Distillation):
 
 
 @dataclass(frozen=True)
-class LastHeadTraining(HeadTraining):
-    """A last, gentle round over the same rows."""
+class GentleHeadTraining(HeadTraining):
+    """A second, gentle round over the same rows."""
 
     steps: int = 200
     warmup_steps: int = 15
@@ -81,6 +81,33 @@ class LastHeadTraining(HeadTraining):
     vector_rate: float = 1.7e-3
     phases: tuple[HeadPhase, ...] = (HeadPhase(200, 256, 5),)
     seed: int = 4
+
+
+@dataclass(frozen=True)
+class LongHeadTraining(HeadTraining):
+    """A round over longer rows, most of them new: the first two rounds left the head weaker past position 256."""
+
+    steps: int = 300
+    warmup_steps: int = 15
+    decay_steps: int = 285
+    matrix_rate: float = 4e-3
+    vector_rate: float = 2.7e-3
+    sampled_rows: int = 0
+    phases: tuple[HeadPhase, ...] = (HeadPhase(180, 512, 2), HeadPhase(20, 1024, 2), HeadPhase(100, 512, 5))
+    corpus_sets: tuple[RowSet, ...] = (RowSet(1400, 512), RowSet(128, 1024))
+    decay: float = 0.7
+
+
+@dataclass(frozen=True)
+class DeepHeadTraining(LongHeadTraining):
+    """A last round over the long rows, at all depths: the round before went to depth 2 for most of its steps."""
+
+    steps: int = 270
+    decay_steps: int = 255
+    matrix_rate: float = 3e-3
+    vector_rate: float = 2e-3
+    phases: tuple[HeadPhase, ...] = (HeadPhase(20, 1024, 5), HeadPhase(250, 512, 5))
+    seed: int = 5
 
 
 class TapRows(NamedTuple):

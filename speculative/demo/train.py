@@ -1,6 +1,6 @@
 """Train the demo pair from nothing: tokenizer, target, draft, a head for the target, and records of what they reach.
 
-    python -m heavypath.speculative.demo.train                    # everything, two hours and a half on two CPU cores
+    python -m heavypath.speculative.demo.train                    # everything, about three hours on two CPU cores
     python -m heavypath.speculative.demo.train --stage target --resume
     python -m heavypath.speculative.demo.train --stage head       # for the package's target if there is no other
 
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from heavypath.speculative.demo import FOLDER, corpus, load_demo_pair
 from heavypath.speculative.demo.distillation import DraftTraining, LongDraftTraining, train_draft
 from heavypath.speculative.demo.head_training import (
+    DeepHeadTraining,
+    GentleHeadTraining,
     HeadTraining,
-    LastHeadTraining,
+    LongHeadTraining,
     ask_for_taps,
     head_config,
     train_head,
@@ -38,7 +40,7 @@ from heavypath.speculative.drafts.heads.checkpoint import load_head, save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 
 STAGES = ("tokenizer", "target", "draft", "measure", "head", "measure-head")
-HEAD_PHASES = (HeadTraining(), LastHeadTraining())
+HEAD_PHASES = (HeadTraining(), GentleHeadTraining(), LongHeadTraining(), DeepHeadTraining())
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,17 @@ def distil_head(work: Path, phases: tuple[HeadTraining, ...], resume: bool) -> N
     target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     torch.manual_seed(phases[0].seed)
     head = EagleHead(head_config())
-    teacher = ask_for_taps(target, documents, head.config.taps, phases[0], work, resume)
-    seconds = sum(train_head(head, target, teacher, phase, work, resume) for phase in phases)
+    seconds: list[float] = []
+    for _, on_same_rows in groupby(phases, lambda phase: phase.corpus_sets):
+        first, *others = on_same_rows
+        teacher = ask_for_taps(target, documents, head.config.taps, first, work, resume)
+        seconds += [train_head(head, target, teacher, phase, work, resume) for phase in (first, *others)]
     save_head(head.half(), work / "head")
-    facts = {"wall_seconds": round(seconds), "threads": torch.get_num_threads()}
+    facts = {
+        "wall_seconds": round(sum(seconds)),
+        "wall_seconds_by_phase": [round(each) for each in seconds],
+        "threads": torch.get_num_threads(),
+    }
     write_json(work / "head.json", {**facts, "phases": [asdict(phase) for phase in phases]})
 
 
