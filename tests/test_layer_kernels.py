@@ -280,10 +280,10 @@ def test_a_layer_is_nine_launches(name, batch, nodes, by_kernels, monkeypatch):
 
 
 def test_activations_without_a_kernel_are_called():
-    assert llama._gated(tiny_llama(1).model.layers[0].mlp.act_fn) is silu_product
+    assert llama.gated_of(tiny_llama(1).model.layers[0].mlp.act_fn) is silu_product
     gelu = tiny_llama(1, hidden_act="gelu").model.layers[0].mlp.act_fn
     gate, up = torch.randn(2, 3, 4)
-    assert torch.equal(llama._gated(gelu)(gate, up), torch.nn.functional.gelu(gate) * up)
+    assert torch.equal(llama.gated_of(gelu)(gate, up), torch.nn.functional.gelu(gate) * up)
     patched = tiny_llama(1).model.layers[0].mlp.act_fn
     patched.forward = torch.zeros_like
-    assert llama._gated(patched)(gate, up).abs().max() == 0
+    assert llama.gated_of(patched)(gate, up).abs().max() == 0

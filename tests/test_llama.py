@@ -18,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from heavypath.speculative.models import llama
+from heavypath.speculative.models import linear, llama
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.trees.tree import TokenTree
@@ -55,15 +55,15 @@ def sharpened(model):
 
 
 PRODUCTS = {
-    "plain": lambda self, module: module,
-    "own": lambda self, module: llama._Linear(module),
+    "plain": lambda module, from_memory: module,
+    "own": lambda module, from_memory: linear._FewRows(module),
 }
 
 
 def test_on_a_cpu_the_way_to_multiply_by_a_weight_depends_on_its_size():
     sizes = TINY | {"hidden_size": 640, "intermediate_size": 1024, "num_hidden_layers": 1}
     forward = LlamaForward(LlamaForCausalLM(LlamaConfig(**sizes)).eval())
-    if llama._HAS_BOTH:
+    if linear._HAS_BOTH:
         assert (forward._layers[0].mix._small, forward._layers[0].down._small) == (True, False)
     for dtype, model in ((torch.bfloat16, forward.model), (torch.float32, LlamaForCausalLM(LlamaConfig(**TINY)))):
         layer = LlamaForward(model.to(dtype).eval())._layers[0]
@@ -71,13 +71,13 @@ def test_on_a_cpu_the_way_to_multiply_by_a_weight_depends_on_its_size():
         assert layer.down is model.model.layers[0].mlp.down_proj
 
 
-@pytest.mark.skipif(not llama._HAS_BOTH, reason="needs MKL and oneDNN")
+@pytest.mark.skipif(not linear._HAS_BOTH, reason="needs MKL and oneDNN")
 @torch.inference_mode()
 def test_one_dnn_meets_few_numbers_of_rows(monkeypatch):
     """For each it keeps code."""
-    monkeypatch.setattr(llama, "SMALL", 0)
+    monkeypatch.setattr(linear, "SMALL", 0)
     module, met = torch.nn.Linear(8, 6), set()
-    own, one_dnn = llama._Linear(module), torch.ops.mkldnn._linear_pointwise
+    own, one_dnn = linear._FewRows(module), torch.ops.mkldnn._linear_pointwise
 
     def noted(rows, *arguments):
         met.add(len(rows))
@@ -95,9 +95,9 @@ def test_one_dnn_meets_few_numbers_of_rows(monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_logits_of_prompts_then_trees_are_those_of_transformers(name, product, small, monkeypatch):
-    monkeypatch.setattr(LlamaForward, "_linear", PRODUCTS[product])
-    monkeypatch.setattr(llama, "SMALL", small)
-    monkeypatch.setattr(llama, "FEW_ROWS", 12)  # fewer than those of a prompt
+    monkeypatch.setattr(llama, "linear_of", PRODUCTS[product])
+    monkeypatch.setattr(linear, "SMALL", small)
+    monkeypatch.setattr(linear, "FEW_ROWS", 12)  # fewer than those of a prompt
     model = sharpened(MODELS[name]())
     forward = LlamaForward(model)
     prompts, prefix = torch.randint(0, 61, (2, 9)), 9

@@ -32,9 +32,9 @@ def computed(monkeypatch):
     """What goes through models' forward passes: for each call the model, its positions, and whether it is a prefill."""
     calls, forward = [], LlamaForward.__call__
 
-    def noted(self, tokens, positions, *arguments, needs_logits=True):
+    def noted(self, tokens, positions, *arguments, needs_logits=True, taps=None):
         calls.append((self.model, positions.clone(), not needs_logits))
-        return forward(self, tokens, positions, *arguments, needs_logits=needs_logits)
+        return forward(self, tokens, positions, *arguments, needs_logits=needs_logits, taps=taps)
 
     monkeypatch.setattr(LlamaForward, "__call__", noted)
 
