@@ -17,6 +17,8 @@ TESTS ?=
 # the models' forward passes, generation against that of transformers, and the command line; and a kernel compiled.
 VERSION_TESTS := $(addprefix tests/, test_packaging.py test_noise.py test_filtering.py test_commit.py \
 	test_cache_compaction.py test_huggingface.py test_transformers_forward.py test_changed_models.py test_custom_generate.py test_cli.py \
+	test_head_checkpoints.py test_heads.py::test_a_target_by_transformers_own_forward_pass \
+	test_heads.py::test_greedy_text_is_the_targets_own \
 	test_decoder.py::test_greedy_text_is_that_of_transformers_generate \
 	test_decoder.py::test_decoding_through_the_kernel test_compile_report.py::test_a_tree_of_one_node_compiles)
 
