@@ -5,12 +5,13 @@ from itertools import pairwise
 import pytest
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
-from test_decoder import exact_law, tiny_llama
+from test_decoder import assert_same_text, exact_law, tiny_llama, transformers_greedy
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import METHODS, SpeculativeDecoder
+from heavypath.speculative import METHODS, SpeculativeDecoder, load_demo_head
+from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts import Feed, as_draft
 from heavypath.speculative.drafts.heads import draft as head_module
 from heavypath.speculative.drafts.heads.config import HeadConfig
@@ -186,6 +187,19 @@ def test_greedy_text_is_the_targets_own(method, target):
     expected = SpeculativeDecoder(target, method="autoregressive").generate(prompt, max_new_tokens=60)
     out = SpeculativeDecoder(target, head, method, tree_size=8).generate(prompt, max_new_tokens=60)
     assert torch.equal(out.sequences, expected.sequences)
+
+
+@pytest.mark.slow
+def test_greedy_text_with_the_shipped_head_is_that_of_transformers(demo_pair):
+    target, _, tokenizer = demo_pair
+    head = load_demo_head(target)
+    decoders = {method: SpeculativeDecoder(target, head, method, tree_size=16) for method in DRAFTED}
+    for prompt in demo_prompts()[:20]:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        expected = transformers_greedy(target, ids, 128)
+        for decoder in decoders.values():
+            out = decoder.generate(ids, max_new_tokens=128, temperature=0.0, eos_token_id=None)
+            assert_same_text(target, out.sequences, expected)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 1.0, "top_k": 3}])
