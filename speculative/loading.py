@@ -63,7 +63,7 @@ def load_pair(
     modelless = draft is not None and _check_modelless(draft)
     if target is None:
         if draft is not None and not modelless and not is_head(draft):
-            raise ValueError(f"a draft ({draft!r}) needs its target; only the shipped pair loads without one")
+            raise _lacks_target(draft)
         shipped = Pair(*load_demo_pair(dtype or torch.float32, device))
         return shipped if draft is None else shipped._replace(draft=load_draft(draft, shipped))
     named = {"target": target} | ({} if draft is None or modelless else {"draft": draft})
@@ -106,7 +106,7 @@ def load_draft(
     model = target.target if isinstance(target, Pair) else target
     head = is_head(name)
     if isinstance(target, Pair) and target_name is None and not head:
-        raise ValueError(f"a draft ({name!r}) needs its target; only the shipped pair loads without one")
+        raise _lacks_target(name)
     folder = find_folder("draft", name)
     if not head:
         _check_type("draft", folder)
@@ -115,6 +115,13 @@ def load_draft(
     if head:
         return load_head(folder, model, dtype=dtype)
     return _load_model("draft", folder, model.device, dtype)
+
+
+def _lacks_target(draft: str) -> ValueError:
+    return ValueError(
+        f"a draft ({draft!r}) needs its target; only the shipped pair loads without one, and for its target "
+        f"{DEMO_HEAD}, heads of it, prompt-lookup, early-exit:LAYERS and retrieval:PATH"
+    )
 
 
 def _check_modelless(draft: str) -> bool:

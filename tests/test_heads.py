@@ -262,6 +262,16 @@ def test_a_later_turn_drafts_the_same_with_and_without_what_is_cached(variant, t
                 torch.testing.assert_close(one.logits[:, 0], other.logits[:, 0])
 
 
+def test_kept_rows_do_not_keep_the_memory_of_the_cache_that_they_were_in(target):
+    cache = as_draft(head_of(target), forward_of(target, "target"), target).new_cache(2, 40)
+    kept = cache.trimmed(1, 5)
+    tensors = [[each for each in vars(one).values() if isinstance(each, torch.Tensor)] for one in (kept, cache)]
+    held, whole = ({tensor.untyped_storage().data_ptr() for tensor in of} for of in tensors)
+    assert held & whole <= {0, cache.rotary.untyped_storage().data_ptr()}  # a table that all caches share
+    assert not kept._by_layer
+    assert kept.nbytes < cache.nbytes / 4
+
+
 def test_a_target_by_transformers_own_forward_pass(target):
     torch.manual_seed(3)
     config = GPTNeoXConfig(

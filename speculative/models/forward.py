@@ -104,8 +104,8 @@ class Taps(NamedTuple):
     numbers: tuple[int, ...]
     read: Callable[[list[Tensor], Tensor, Tensor], None]
 
-    def take(self, states: Sequence[Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
-        """Hand on those asked for of all hidden states, [B * N, H] or [B, N, H] each."""
+    def take(self, states: Mapping[int, Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
+        """Hand on those asked for of hidden states by their numbers, [B * N, H] or [B, N, H] each."""
         self.read([states[number].reshape(*tokens.shape, -1) for number in self.numbers], tokens, cache_rows)
 
 

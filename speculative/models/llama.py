@@ -186,11 +186,11 @@ class LlamaForward(Forward):
             turns = Turns(*table[:, :, :, None].unbind(2))  # [B, N, 1, D]
 
         hidden, computed = self.embedding(tokens.flatten()), None
-        states: list[Tensor] = []
+        states: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             hidden, normed = add_rms_norm(hidden, computed, layer.norm)
-            if taps is not None:
-                states.append(hidden)
+            if taps is not None and index in taps.numbers:
+                states[index] = hidden
             projected = Projected(*[states.view(by_head) for states in layer.project(normed)])
             keys, values = cache.read(index)
             query = rotate_and_store(projected, turns, keys, values, cache_rows, layer.head_norms)
@@ -203,7 +203,7 @@ class LlamaForward(Forward):
         else:
             _, last = add_rms_norm(hidden, computed, self._norm)
         if taps is not None:
-            taps.take([*states, last], tokens, cache_rows)
+            taps.take(states | {self.layers: last}, tokens, cache_rows)
         if not needs_logits:
             return hidden.new_empty(len(tokens), 0, self.vocab_size)
         return as_logits(self._head(last).view(*tokens.shape, -1))

@@ -77,10 +77,11 @@ class HeadCache(KeyValueCache):
 
     def trimmed(self, slots: int, rows: int) -> "HeadCache":
         """A copy of the first `rows` rows of the first `slots` sequences."""
-        copied = copy(self)
+        copied = copy(self)  # which is only taken from: it must not keep this cache's memory
+        copied._by_layer, copied.outputs = [], self.outputs.new_empty(slots, 0, self.outputs.shape[2])
         for name in ("keys", "values", "features", "tokens"):
             setattr(copied, name, getattr(self, name)[:slots, :, :rows].clone())
-        copied.outputs, copied.known = self.outputs[:slots, :0], self.known[:slots].clone()
+        copied.known = self.known[:slots].clone()
         return copied
 
     def _fields(self) -> list[Tensor]:

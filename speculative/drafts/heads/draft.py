@@ -124,8 +124,9 @@ class HeadDraft:
 
     def new_cache(self, batch: int, rows: int) -> HeadCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
-        if rows > len(self._rotary):
-            self._rotary = self._rotary_table(rows)
+        rotary = self._rotary
+        if rows > len(rotary):
+            self._rotary = rotary = self._rotary_table(rows)  # for this cache, whatever another thread does to it
         config = self.config
         width = config.hidden_size
         return HeadCache(
@@ -136,7 +137,7 @@ class HeadDraft:
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             like=self.model.fc.weight,
-            rotary=self._rotary,
+            rotary=rotary,
         )
 
     def taps(self, cache: HeadCache) -> Taps:
