@@ -381,6 +381,7 @@ class SpeculativeDecoder:
             workspace.begin(request, plan)
             smaller = [1 << power for power in reversed(range((batch_size - 1).bit_length()))]
             levels, longest = plan.tree.depth, prompt_tokens + max_new_tokens
+            self.runner.compile(plan, workspace, batch_size)
             for slots in (batch_size, *smaller) * 2:  # a step is run once before it is captured
                 self.runner.run(plan, workspace, slots=slots, levels=levels, longest=longest, lap=lambda phase: None)
             workspace.state.numbers.cpu()  # waits for the device

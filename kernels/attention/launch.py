@@ -12,8 +12,8 @@ from torch import Tensor
 
 from heavypath.kernels.attention.kernel import MIN_SPLIT, tree_attention_kernel
 from heavypath.kernels.attention.masks import Visible
+from heavypath.kernels.attention.variant import Launch, current_stream, variant_of
 from heavypath.kernels.tickets import tickets
-from heavypath.kernels.variant import Launch, current_stream, variant_of
 
 
 class _Tiles(NamedTuple):
