@@ -19,7 +19,16 @@ from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
-from heavypath.speculative.drafts import Draft, EagleHead, EarlyExit, Feed, PromptLookup, Retrieval
+from heavypath.speculative.drafts import (
+    Cascade,
+    Draft,
+    EagleHead,
+    EarlyExit,
+    Feed,
+    Mixture,
+    PromptLookup,
+    Retrieval,
+)
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import METHODS, Method
@@ -49,6 +58,7 @@ for _name, _module in _FORMER.items():
 
 __all__ = [
     "METHODS",
+    "Cascade",
     "Confidence",
     "Draft",
     "EagleHead",
@@ -56,6 +66,7 @@ __all__ = [
     "Feed",
     "Generation",
     "Method",
+    "Mixture",
     "Plan",
     "Profile",
     "PromptLookup",

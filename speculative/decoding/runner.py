@@ -18,7 +18,7 @@ from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
-from heavypath.speculative.drafts import OwnDraft, model_of
+from heavypath.speculative.drafts import OwnDraft, leaves_of, models_of
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
@@ -142,16 +142,13 @@ class StepRunner:
     def _warn(self, plan: StepPlan, error: RuntimeError) -> None:
         """Say once that steps are not captured, and why. Nothing has run: the same step follows, launch by launch."""
         if not self._warned:
-            drafting, names = model_of(plan.draft), type(plan.target.model).__name__
-            if drafting is not None:
-                names += f" and {type(drafting.model).__name__}"
-            elif isinstance(plan.draft, OwnDraft):
-                names += f" and {plan.draft.name}"
+            names = [type(model.model).__name__ for model in (plan.target, *models_of(plan.draft))]
+            names += [own.name for own in _own_drafts(plan)]
             reason = str(error.__context__ or error).strip().splitlines()[0]
             logger.warning(
                 "a step of %s cannot be captured as a CUDA graph, so its kernels are launched one by one, which is "
                 "slower: %s",
-                names, reason,
+                " and ".join(names), reason,
             )  # fmt: skip
         self._warned = True
 
@@ -163,8 +160,14 @@ def _most_visible(plan: StepPlan, workspace: Workspace) -> int:
 
 def _has_foreign_code(plan: StepPlan) -> bool:
     """Whether a step calls modules of transformers as they are, or a user's own draft."""
-    models = plan.target, model_of(plan.draft)
-    return isinstance(plan.draft, OwnDraft) or any(isinstance(model, TransformersForward) for model in models)
+    models = plan.target, *models_of(plan.draft)
+    return bool(_own_drafts(plan)) or any(isinstance(model, TransformersForward) for model in models)
+
+
+def _own_drafts(plan: StepPlan) -> list[OwnDraft]:
+    """The user's own drafts among those of a plan."""
+    leaves = [] if plan.draft is None else leaves_of(plan.draft)
+    return [leaf for leaf in leaves if isinstance(leaf, OwnDraft)]
 
 
 def _no_lap(phase: str) -> None:
