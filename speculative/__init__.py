@@ -30,6 +30,7 @@ from heavypath.speculative.drafts import (
     Retrieval,
 )
 from heavypath.speculative.generation import Generation
+from heavypath.speculative.layer_choice import LayerChoice, choose_layers
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import METHODS, Method
 from heavypath.speculative.models import attn_implementation
@@ -65,6 +66,7 @@ __all__ = [
     "EarlyExit",
     "Feed",
     "Generation",
+    "LayerChoice",
     "Method",
     "Mixture",
     "Plan",
@@ -80,6 +82,7 @@ __all__ = [
     "Verified",
     "Verifier",
     "calibrate",
+    "choose_layers",
     "compare",
     "expected_tokens",
     "greedy_tree",
