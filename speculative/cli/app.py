@@ -50,9 +50,9 @@ from heavypath.speculative.cli.support import (
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.statistics import Statistics
-from heavypath.speculative.demo import demo_prompts, load_demo_head
+from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.generation_defaults import GivenSettings
-from heavypath.speculative.loading import Pair
+from heavypath.speculative.loading import DEMO_HEAD, Pair, load_draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
@@ -101,7 +101,7 @@ def demo(
         raise ValueError(f"--prompts must be at most {len(texts)}, the number of shipped prompts, got {prompts}")
     pair = load()
     assert isinstance(pair.draft, PreTrainedModel)
-    head = load_demo_head(pair.target)  # which is faster than the shipped draft model
+    head = load_draft(DEMO_HEAD, pair)  # which is faster than the shipped draft model
     inputs = [encode(pair, text) for text in texts[:prompts]]
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if not as_json:
