@@ -15,9 +15,8 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
-from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.draft import HeadDraft
-from heavypath.speculative.drafts.kinds import Drafting, model_of, taps_of
+from heavypath.speculative.drafts.kinds import Drafting, extra_node_count, model_of, taps_of
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, Taps
@@ -70,8 +69,8 @@ class Size(NamedTuple):
 
 
 def tree_rows(plan: StepPlan) -> int:
-    """Cache rows that the trees of a plan take."""
-    return plan.tree.slots if isinstance(plan.tree, Growth) else len(plan.tree)
+    """Cache rows that the trees of a plan take, with what a draft adds to them."""
+    return (plan.tree.slots if isinstance(plan.tree, Growth) else len(plan.tree)) + extra_node_count(plan.draft)
 
 
 class Workspace:
@@ -141,8 +140,8 @@ class Workspace:
         batch, width = before_roots.shape
         draft = plan.draft
         _, target_cache, draft_cache = self.first(batch)
-        if isinstance(draft_cache, HeadCache):
-            draft_cache.known.copy_(request.lengths - 1)
+        if draft_cache is not None:
+            draft_cache.begin(request.lengths - 1)
         if width == 0:
             return [0] * batch
         past, ends = request.past, (request.lengths - 1).tolist()

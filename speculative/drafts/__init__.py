@@ -5,6 +5,7 @@ from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.kinds import AnyDraft, Drafting, as_draft, is_own, model_of, taps_of
+from heavypath.speculative.drafts.lookahead import Lookahead, LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft
@@ -18,6 +19,8 @@ __all__ = [
     "EarlyExit",
     "Feed",
     "HeadDraft",
+    "Lookahead",
+    "LookaheadDraft",
     "LookupDraft",
     "ModelDraft",
     "OwnDraft",

@@ -2,13 +2,14 @@
 
 from typing import TypeGuard
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.lookahead import ExtraNodes, Lookahead, LookaheadCache, LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft, has_methods
@@ -17,7 +18,7 @@ from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.forward_of import forward_of
 
-AnyDraft = PreTrainedModel | EagleHead | PromptLookup | Retrieval | EarlyExit | Draft  # what users give
+AnyDraft = PreTrainedModel | EagleHead | PromptLookup | Lookahead | Retrieval | EarlyExit | Draft  # what users give
 Drafting = Forward | HeadDraft  # what has weights to draft with
 
 
@@ -29,6 +30,8 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
     """
     if isinstance(draft, PromptLookup):
         return LookupDraft(draft, target.vocab_size, target.device)
+    if isinstance(draft, Lookahead):
+        return LookaheadDraft(draft, target.vocab_size, target.device)
     if isinstance(draft, Retrieval):
         return RetrievalDraft(draft, target.vocab_size, target.device)
     if isinstance(draft, EarlyExit):
@@ -45,7 +48,7 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
 
 def is_own(draft: object) -> TypeGuard[Draft]:
     """Whether it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
-    ours = isinstance(draft, PromptLookup | Retrieval | EarlyExit)
+    ours = isinstance(draft, PromptLookup | Lookahead | Retrieval | EarlyExit)
     return not ours and (not isinstance(draft, nn.Module) or has_methods(draft))
 
 
@@ -57,3 +60,14 @@ def model_of(draft: Draft | None) -> Drafting | None:
 def taps_of(draft: Draft | None, cache: RowCache | None) -> Taps | None:
     """What a draft reads of the target's passes; None for all but heads."""
     return draft.taps(cache) if isinstance(draft, HeadDraft) and isinstance(cache, HeadCache) else None
+
+
+def extra_node_count(draft: Draft | None) -> int:
+    """How many nodes of its own a draft adds to each pass of the target; 0 for all but lookahead."""
+    return draft.extra_node_count if isinstance(draft, LookaheadDraft) else 0
+
+
+def extra_nodes_of(draft: Draft | None, cache: RowCache | None, root: Tensor, lengths: Tensor) -> ExtraNodes | None:
+    """The nodes that a draft adds to a pass of the target; None for all but lookahead. root, lengths: LongTensor[B]."""
+    ours = isinstance(draft, LookaheadDraft) and isinstance(cache, LookaheadCache)
+    return draft.extra_nodes(cache, root, lengths) if ours else None

@@ -44,6 +44,12 @@ class RowCache:
             field[one] = field[other]
             field[other] = kept
 
+    def begin(self, lengths: Tensor) -> None:
+        """Forget all former texts. Called before a generation, with the tokens before each root, LongTensor[B].
+
+        Nothing is to be done for the rows, which are overwritten before they are read.
+        """
+
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
         """Move the rows of an accepted path behind the prefix, see `kernels.cache_compaction`.
 

@@ -46,6 +46,10 @@ class HeadCache(KeyValueCache):
         store_rows(self.features, features[:, :, None], cache_rows)
         store_rows(self.tokens, tokens[:, :, None, None], cache_rows)
 
+    def begin(self, lengths: Tensor) -> None:
+        """The prefill makes the entries of all tokens before the roots."""
+        self.known.copy_(lengths)
+
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
         """Move features and tokens, which are in the target's rows. The path's entries are made anew in the next step.
 
