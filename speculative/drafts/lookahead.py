@@ -112,7 +112,9 @@ class LookaheadCache(NgramCache):
         """Exchange all that is remembered of two sequences."""
         super().swap(one, other)
         for field in (self.window, self.pool):
-            field[[one, other]] = field[[other, one]]
+            kept = field[one].clone()
+            field[one] = field[other]
+            field[other] = kept
 
 
 class LookaheadDraft(LookupDraft):
