@@ -24,7 +24,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import Confidence
-from heavypath.speculative.drafts import AnyDraft, EagleHead, EarlyExit, PromptLookup, Retrieval, is_own
+from heavypath.speculative.drafts import AnyDraft, EagleHead, EarlyExit, Lookahead, PromptLookup, Retrieval, is_own
 from heavypath.speculative.methods import METHODS, Kind
 from heavypath.speculative.tree_choice import as_drafted, best_plan
 from heavypath.speculative.trees.planning import Plan, node_probabilities
@@ -243,7 +243,7 @@ class Profile:
 
 def describe(model: AnyDraft) -> str:
     """A model's type and size in words, or a draft without a model of its own. Of a user's own draft, its class."""
-    if isinstance(model, (PromptLookup, Retrieval, EarlyExit)):
+    if isinstance(model, (PromptLookup, Lookahead, Retrieval, EarlyExit)):
         return repr(model)
     if isinstance(model, EagleHead):
         config = model.config
@@ -265,11 +265,11 @@ def parameter_count(model: nn.Module) -> int:
 def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
     """The parameters that a draft's forward pass goes through.
 
-    A prompt lookup and a retrieval have none, nor has a user's own draft unless it is a torch.nn.Module. An early exit
+    A prompt lookup, a lookahead and a retrieval have none, nor has a user's own draft unless it is a torch.nn.Module. An early exit
     has the target's without those of the layers that it leaves out, so that the embedding, the final norm and the head
     count, as they do for a model. A trained head that has no lm_head of its own goes through the target's.
     """
-    if isinstance(draft, PromptLookup | Retrieval) or not isinstance(draft, nn.Module | EarlyExit):
+    if isinstance(draft, PromptLookup | Lookahead | Retrieval) or not isinstance(draft, nn.Module | EarlyExit):
         return 0
     if isinstance(draft, EarlyExit):
         decoder: Any = target.get_decoder()

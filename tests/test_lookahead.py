@@ -64,8 +64,8 @@ class OfLists:
     def law(self, path):
         """What may follow the text and a path below it: the latest of the longest matches gets half, and so on."""
         longest, context = self.options.ngram - 1, [*self.text, *path]
-        places = [(self.text[:place], self.text[place]) for place in range(1, len(self.text))]
-        places += [(ngram[:place], ngram[place]) for ngram in self.pool for place in range(1, self.options.ngram)]
+        places = [(ngram[:place], ngram[place]) for ngram in self.pool for place in range(1, self.options.ngram)]
+        places += [(self.text[:place], self.text[place]) for place in range(1, len(self.text))]
 
         def match(before):
             length = 0

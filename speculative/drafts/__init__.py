@@ -4,7 +4,7 @@ from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.heads.eagle import EagleHead
-from heavypath.speculative.drafts.kinds import AnyDraft, Drafting, as_draft, is_own, model_of, taps_of
+from heavypath.speculative.drafts.kinds import AnyDraft, Drafting, as_draft, extra_node_count, is_own, model_of, taps_of
 from heavypath.speculative.drafts.lookahead import Lookahead, LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
@@ -28,6 +28,7 @@ __all__ = [
     "Retrieval",
     "RetrievalDraft",
     "as_draft",
+    "extra_node_count",
     "is_own",
     "model_of",
     "taps_of",

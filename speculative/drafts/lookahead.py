@@ -41,7 +41,7 @@ class Lookahead:
 
     Each pass of the target has window * (ngram - 1) - 1 nodes more than the drafted tree, and gives `window` n-grams of
     `ngram` tokens. What followed the longest suffix of at most ngram - 1 tokens is proposed: the latest occurrence gets
-    half of the probability, the one before it half of the rest, and so on; the pool's are later than the text's. Give it
+    half of the probability, the one before it half of the rest, and so on; the text's are later than the pool's. Give it
     to SpeculativeDecoder in place of a draft model. Source: Fu, Bailis, Stoica and Zhang 2024, "Break the Sequential
     Dependency of LLM Inference Using Lookahead Decoding" (arXiv 2402.02057). There, n-grams that begin with the last
     token are verified beside the window, each by itself; here they make a tree, which any method draws and verifies.
@@ -136,15 +136,15 @@ class LookaheadDraft(LookupDraft):
         return LookaheadCache(batch, rows, self._lookahead, self._device)
 
     def occurrences(self, feed: Feed, cache: Any) -> Occurrences:
-        """Where the last tokens of a node are looked for: in the text, and then in the pool."""
+        """Where the last tokens of a node are looked for: in the pool, and then in the text."""
         text, pool = super().occurrences(feed, cache), cache.pool
         length = pool.shape[2] - 1
         keys = pad(pool[..., :-1], (length - 1, 0), value=-1).unfold(2, length, 1)  # [B, P, N - 1, N - 1]
         tokens = pool[..., 1:].flatten(1)
         return Occurrences(
-            keys=torch.cat([text.keys, keys.flatten(1, 2)], 1),
-            tokens=torch.cat([text.tokens, tokens], 1),
-            counts=torch.cat([text.counts, tokens >= 0], 1),
+            keys=torch.cat([keys.flatten(1, 2), text.keys], 1),
+            tokens=torch.cat([tokens, text.tokens], 1),
+            counts=torch.cat([tokens >= 0, text.counts], 1),
         )
 
     def extra_nodes(self, cache: LookaheadCache, root: Tensor, lengths: Tensor) -> ExtraNodes:
