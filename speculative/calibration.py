@@ -114,8 +114,8 @@ def calibrate(
     source = as_draft(draft, forward, target)
     if extra_node_count(source):
         raise ValueError(
-            f"acceptance is counted token by token, which the n-grams of {draft} do not come of: they come of a decoder's "
-            "steps; give the decoder a tree or a tree_size in the place of a profile"
+            f"acceptance is counted token by token, but the n-grams of {draft} come of a decoder's steps; "
+            "give the decoder a tree or a tree_size in the place of a profile"
         )
     models = [model for model in (forward, model_of(source)) if model is not None]
     limits = [model.rope_limit or model.max_positions for model in models]

@@ -265,9 +265,9 @@ def parameter_count(model: nn.Module) -> int:
 def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
     """The parameters that a draft's forward pass goes through.
 
-    A prompt lookup, a lookahead and a retrieval have none, nor has a user's own draft unless it is a torch.nn.Module. An early exit
-    has the target's without those of the layers that it leaves out, so that the embedding, the final norm and the head
-    count, as they do for a model. A trained head that has no lm_head of its own goes through the target's.
+    A prompt lookup, a lookahead and a retrieval have none, nor has a user's own draft unless it is a torch.nn.Module.
+    An early exit has the target's without those of the layers that it leaves out, so that the embedding, the final norm
+    and the head count, as they do for a model. A trained head that has no lm_head of its own goes through the target's.
     """
     if isinstance(draft, PromptLookup | Lookahead | Retrieval) or not isinstance(draft, nn.Module | EarlyExit):
         return 0

@@ -39,9 +39,7 @@ class OfLists:
         root = len(self.text) - 1
         for level, tokens in enumerate(self.levels):
             first = root + 1 if level == 0 else root + level  # level 0 begins behind the root
-            self.levels[level] = [
-                self.guess(first + i) if token is None else token for i, token in enumerate(tokens)
-            ]
+            self.levels[level] = [self.guess(first + i) if token is None else token for i, token in enumerate(tokens)]
 
     @torch.inference_mode()
     def step(self, accepted, new_tokens):
@@ -235,7 +233,7 @@ def test_a_batch_is_decoded_as_each_alone(method):
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss"])
 def test_windows_of_attention_hold_for_guesses_too(kind):
     target = tiny(kind)
-    prompt = torch.randint(1, 60, (1, 12), generator=torch.Generator().manual_seed(1))
+    prompt = torch.randint(1, 60, (1, 30), generator=torch.Generator().manual_seed(1))
     out = SpeculativeDecoder(target, Lookahead(9, 4), "sequoia", tree_size=6).generate(prompt, 24, eos_token_id=None)
     assert torch.equal(out.sequences, transformers_greedy(target, prompt, 24))
 

@@ -9,14 +9,14 @@ levels of guesses (Fu et al. 2024, sec. 3; N is `ngram`, W is `window`). Guess (
                   :       :        :               :
     level N-2   (0,N-2) (1,N-2)  (2,N-2)  ..    (W-1,N-2)
 
-The target's likeliest token after guess (i, N-2), which is for position L + i + N - 1, ends the n-gram of column i. The W
-n-grams go into a pool; and with m drafted tokens accepted, the root moves by m + 1, so that every guess stays at its
-position, and a column's older guesses give way to newer ones:
+The target's likeliest token after guess (i, N-2), for position L + i + N - 1, is new, as if level N - 1. With it a
+column has N tokens, from level 0 on: an n-gram, which goes into a pool. Where m drafted tokens are accepted, the root
+moves by m + 1, and every guess but those of level 0 stays in its place of the text:
 
-    (i, l)  <-  (i + m, l + 1),   with the new tokens as level N - 1;   columns that come in are tokens of the text
+    (i, l)  <-  (i + m, l + 1);     what is missing then is taken from the text
 
-These are the iterations of Jacobi for a fixed point of greedy decoding, whose trajectories are the n-grams. In
-depth-first order guess (i, l) is number i (N - 1) + l, the root being (0, 0): column by column.
+This is Jacobi's iteration for the fixed point that greedy text is, and n-grams are cut from its trajectories. In
+depth-first order guess (i, l) is number i (N - 1) + l, column by column, with the root as (0, 0).
 
 A tree is drafted from pool and text together, as `PromptLookup` drafts from the text. Proposals may depend on the past
 in any way, so the target's likeliest tokens serve where the text is sampled, too, and the text follows its law.
@@ -41,13 +41,13 @@ class Lookahead:
 
     Each pass of the target has window * (ngram - 1) - 1 nodes more than the drafted tree, and gives `window` n-grams of
     `ngram` tokens. What followed the longest suffix of at most ngram - 1 tokens is proposed: the latest occurrence gets
-    half of the probability, the one before it half of the rest, and so on; the text's are later than the pool's. Give it
-    to SpeculativeDecoder in place of a draft model. Source: Fu, Bailis, Stoica and Zhang 2024, "Break the Sequential
+    half of the probability, the one before it half of the rest, and so on; the text's are later than the pool's. Give
+    it to SpeculativeDecoder in place of a draft model. Source: Fu, Bailis, Stoica and Zhang 2024, "Break the Sequential
     Dependency of LLM Inference Using Lookahead Decoding" (arXiv 2402.02057). There, n-grams that begin with the last
     token are verified beside the window, each by itself; here they make a tree, which any method draws and verifies.
 
     window: columns of the window, W
-    ngram:  tokens of an n-gram, N; at least 3, since with 2 no guess is ever revised
+    ngram:  tokens of an n-gram, N; at least 3, so that every column has guesses of its own
     pool:   how many n-grams are kept of each sequence, the latest ones
     """
 
@@ -58,7 +58,8 @@ class Lookahead:
     def __post_init__(self) -> None:
         if self.window < 1 or self.ngram < 3 or self.pool < 1:
             raise ValueError(
-                f"Lookahead needs window >= 1, ngram >= 3 and pool >= 1, got {self.window}, {self.ngram} and {self.pool}"
+                "Lookahead needs window >= 1, ngram >= 3 and pool >= 1, "
+                f"got {self.window}, {self.ngram} and {self.pool}"
             )
 
 
