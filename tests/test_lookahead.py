@@ -9,9 +9,10 @@ from test_decoder import exact_law, tiny_llama, transformers_greedy
 from test_transformers_forward import tiny
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import METHODS, Lookahead, PromptLookup, SpeculativeDecoder, TokenTree
+from heavypath.speculative import METHODS, Lookahead, PromptLookup, SpeculativeDecoder, TokenTree, calibrate, load_draft
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.drafts import LookaheadDraft
+from heavypath.speculative.profile import describe, draft_parameter_count
 
 DRAFTING = [name for name in METHODS if name != "autoregressive"]
 PROMPTS = torch.tensor([[3, 17, 4, 17, 4, 9], [0, 0, 0, 0, 5, 8], [0, 0, 0, 0, 0, 11]])
@@ -168,6 +169,15 @@ def test_a_window_is_left_behind_where_more_is_accepted_than_it_has_columns():
     assert cache.window.tolist() == [[[-1, -1], [-1, -1]], [[5, 0], [-1, -1]], [[-1, -1], [-1, -1]]]
 
 
+def test_a_cache_forgets_former_texts():
+    cache = LookaheadDraft(Lookahead(2, 3, 4), 10, torch.device("cpu")).new_cache(3, 20)
+    new = cache.window.clone(), cache.pool.clone()
+    cache.window.fill_(7)
+    cache.pool.fill_(7)
+    cache.first(2).begin(torch.tensor([3, 5]))
+    assert all(torch.equal(kept[:2], was[:2]) for kept, was in zip((cache.window, cache.pool), new, strict=True))
+
+
 @pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec"])
 def test_greedy_text_is_transformers_and_takes_fewer_steps_than_prompt_lookup(method):
     target = tiny_llama(1, 50, initializer_range=0.2)
@@ -251,6 +261,18 @@ def test_a_text_of_one_token_may_get_one_more():
     decoder = SpeculativeDecoder(target, Lookahead(), "sequoia", tree_size=4)
     for new in (1, 2, 9):
         assert torch.equal(decoder.generate(prompt, new).sequences, transformers_greedy(target, prompt, new))
+
+
+def test_it_is_known_by_its_name_and_its_settings():
+    target = tiny_llama(1)
+    assert load_draft("lookahead", target) == Lookahead()
+    assert describe(Lookahead(5, 4, 9)) == "Lookahead(window=5, ngram=4, pool=9)"
+    assert draft_parameter_count(Lookahead(), target) == 0
+
+
+def test_its_acceptance_is_not_counted_token_by_token():
+    with pytest.raises(ValueError, match=r"Lookahead\(window=2, .* come of a decoder's steps; give the decoder a tree"):
+        calibrate(tiny_llama(1), Lookahead(2))
 
 
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"ngram": 2}, {"pool": 0}])
