@@ -69,5 +69,6 @@ def extra_node_count(draft: Draft | None) -> int:
 
 def extra_nodes_of(draft: Draft | None, cache: RowCache | None, root: Tensor, lengths: Tensor) -> ExtraNodes | None:
     """The nodes that a draft adds to a pass of the target; None for all but lookahead. root, lengths: LongTensor[B]."""
-    ours = isinstance(draft, LookaheadDraft) and isinstance(cache, LookaheadCache)
-    return draft.extra_nodes(cache, root, lengths) if ours else None
+    if isinstance(draft, LookaheadDraft) and isinstance(cache, LookaheadCache):
+        return draft.extra_nodes(cache, root, lengths)
+    return None

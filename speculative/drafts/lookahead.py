@@ -134,7 +134,7 @@ class LookaheadDraft(LookupDraft):
 
     def new_cache(self, batch: int, rows: int) -> LookaheadCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
-        return LookaheadCache(batch, rows, self._lookahead, self._device)
+        return LookaheadCache(batch, rows, self._lookahead, self._columns.device)
 
     def occurrences(self, feed: Feed, cache: Any) -> Occurrences:
         """Where the last tokens of a node are looked for: in the pool, and then in the text."""
