@@ -13,11 +13,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import FOLDER, load_demo_pair
-from heavypath.speculative.drafts import EarlyExit, PromptLookup, Retrieval
+from heavypath.speculative.drafts import EarlyExit, Lookahead, Modelless, PromptLookup, Retrieval
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
-
-Modelless = PromptLookup | Retrieval | EarlyExit
 
 DEMO_HEAD = "demo-head"  # names the shipped head
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -49,8 +47,8 @@ def load_pair(
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
     target, draft: default the shipped pair. draft may also be an EAGLE head, "demo-head" the shipped one; or
-        "prompt-lookup", "early-exit:LAYERS" or "retrieval:PATH", which need no model; PATH is a file that
-        `Retrieval.save` wrote, or a text or a folder of texts.
+        "prompt-lookup", "lookahead", "early-exit:LAYERS" or "retrieval:PATH", which need no model; PATH is a file
+        that `Retrieval.save` wrote, or a text or a folder of texts.
     device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
         A head has its target's.
@@ -94,7 +92,8 @@ def load_draft(
 ) -> PreTrainedModel | EagleHead | Modelless:
     """Load a draft for a target: an EAGLE head, as published, or a model; from a folder or the Hugging Face cache.
 
-    path_or_name: may also be "demo-head", "prompt-lookup", "early-exit:LAYERS", or for a pair "retrieval:PATH"
+    path_or_name: may also be "demo-head", "prompt-lookup", "lookahead", "early-exit:LAYERS", or for a pair
+        "retrieval:PATH"
     target: the model; or a pair that `load_pair` loaded by `target_name`, whose tokenizer is then compared, too
     dtype: default the target's for a head, the one that it was saved in for a model
 
@@ -120,7 +119,7 @@ def load_draft(
 def _lacks_target(draft: str) -> ValueError:
     return ValueError(
         f"a draft ({draft!r}) needs its target; only the shipped pair loads without one, and for its target "
-        f"{DEMO_HEAD}, heads of it, prompt-lookup, early-exit:LAYERS and retrieval:PATH"
+        f"{DEMO_HEAD}, heads of it, prompt-lookup, lookahead, early-exit:LAYERS and retrieval:PATH"
     )
 
 
@@ -136,7 +135,7 @@ def _check_modelless(draft: str) -> bool:
             raise ValueError("expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder of texts")
         if not Path(what).expanduser().exists():
             raise FileNotFoundError(f"expected retrieval:PATH, and there is no file or folder {what!r}")
-    return draft == "prompt-lookup" or kind in ("early-exit", "retrieval")
+    return draft in ("prompt-lookup", "lookahead") or kind in ("early-exit", "retrieval")
 
 
 def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> Modelless:
@@ -146,6 +145,8 @@ def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> 
         return EarlyExit([int(layer) for layer in what.split(",")] if "," in what else int(what))
     if kind == "prompt-lookup":
         return PromptLookup()
+    if kind == "lookahead":
+        return Lookahead()
     if tokenizer is None:
         raise ValueError(f"{draft!r} needs a tokenizer, got a target alone; use Retrieval(texts, tokenizer)")
     path = Path(what).expanduser()

@@ -219,7 +219,9 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
     assert_refused(heavypath("calibrate", "--out", path / "below"), 1, "--out must be in a folder that exists")
 
 
-@pytest.mark.parametrize("draft", ["prompt-lookup", "early-exit:4", "early-exit:0,5,7", f"retrieval:{__file__}"])
+@pytest.mark.parametrize(
+    "draft", ["prompt-lookup", "lookahead", "early-exit:4", "early-exit:0,5,7", f"retrieval:{__file__}"]
+)
 def test_generate_drafts_without_a_draft_model(heavypath, draft):
     _, plain, _ = heavypath("generate", PROMPT, "--max-new-tokens", 12)
     assert heavypath("generate", PROMPT, "--max-new-tokens", 12, "--draft", draft)[:2] == (0, plain)

@@ -8,13 +8,16 @@ from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.kinds import (
     AnyDraft,
     Drafting,
+    Modelless,
     as_draft,
+    extra_node_count,
     is_own,
     model_of,
     models_of,
     proposes_every_token,
     taps_of,
 )
+from heavypath.speculative.drafts.lookahead import Lookahead, LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft
@@ -30,14 +33,18 @@ __all__ = [
     "EarlyExit",
     "Feed",
     "HeadDraft",
+    "Lookahead",
+    "LookaheadDraft",
     "LookupDraft",
     "Mixture",
     "ModelDraft",
+    "Modelless",
     "OwnDraft",
     "PromptLookup",
     "Retrieval",
     "RetrievalDraft",
     "as_draft",
+    "extra_node_count",
     "is_own",
     "leaves_of",
     "model_of",
