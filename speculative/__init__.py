@@ -19,7 +19,7 @@ from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
-from heavypath.speculative.drafts import Draft, EagleHead, EarlyExit, Feed, PromptLookup, Retrieval
+from heavypath.speculative.drafts import Draft, EagleHead, EarlyExit, Feed, MedusaHeads, PromptLookup, Retrieval
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import METHODS, Method
@@ -55,6 +55,7 @@ __all__ = [
     "EarlyExit",
     "Feed",
     "Generation",
+    "MedusaHeads",
     "Method",
     "Plan",
     "Profile",

@@ -40,7 +40,7 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.drafted import check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of, taps_of
+from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of, most_levels, taps_of
 from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind
 from heavypath.speculative.models.forward import Forward, TreeMask
@@ -126,8 +126,10 @@ def calibrate(
         forward, source, prompts, samplings, Extent(tokens=tokens, sequences=sequences), seed, ACCEPTANCE_SHARE * limit,
         report,
     )  # fmt: skip
+    levels = min(DEPTH, most_levels(source) or DEPTH)
+    sizes = [size for size in sizes if size <= sum(CHILDREN**depth for depth in range(levels + 1))]
     costs = time_costs(
-        Visits(target, draft, prompts),
+        Visits(target, draft, prompts, levels),
         sizes,
         partial(sizes_worth_timing, measured, sizes),
         limit=limit - (time.perf_counter() - begin),
@@ -194,7 +196,8 @@ def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> 
 class Visits:
     """Decodes a few steps with a tree of some size, and tells what one of them took.
 
-    The first visit finds how many tokens of plain decoding take `VISIT_SECONDS`; the others decode as many.
+    The first visit finds how many tokens of plain decoding take `VISIT_SECONDS`; the others decode as many. Trees have
+    at most `levels` levels.
     """
 
     def __init__(
@@ -202,8 +205,9 @@ class Visits:
         target: PreTrainedModel,
         draft: AnyDraft,
         prompts: Sequence[Tensor],
+        levels: int = DEPTH,
     ):
-        self.target, self.draft, self.prompts = target, draft, prompts
+        self.target, self.draft, self.prompts, self.levels = target, draft, prompts, levels
         self._decoders: dict[int, SpeculativeDecoder] = {}
         self._tokens = 0
 
@@ -232,7 +236,7 @@ class Visits:
 
     def _decoder(self, size: int) -> SpeculativeDecoder:
         if size not in self._decoders:
-            tree = greedy_tree(DEFAULT_ACCEPTANCE, size, DEPTH) if size > 1 else TokenTree([-1])
+            tree = greedy_tree(DEFAULT_ACCEPTANCE, size, self.levels) if size > 1 else TokenTree([-1])
             gpu = self.target.device.type == "cuda"
             graphs = False if gpu else None
             decoder = SpeculativeDecoder(self.target, self.draft, "sequoia", tree=tree, cuda_graphs=graphs)

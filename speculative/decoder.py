@@ -35,7 +35,7 @@ from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
-from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of
+from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of, most_levels
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
 from heavypath.speculative.methods import METHODS
@@ -46,14 +46,12 @@ from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.roofline import Device, estimated_costs
-from heavypath.speculative.tree_choice import default_tree, tree_of_options
+from heavypath.speculative.tree_choice import chosen_tree, top
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-CPU_SIZE = 5  # nodes of a tree on a CPU, by default; measured with the shipped pair
 ENOUGH_STEPS = 32  # to tell whether a draft pays
 LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
 
@@ -167,9 +165,10 @@ class SpeculativeDecoder:
             self._draft = as_draft(draft, self._target, target)
             drafting = model_of(self._draft)
             models += [] if drafting is None else [drafting]
-        self.tree_from = "by the profile"
-        self.tree = self._chosen_tree(given) if self.profile is None else None
-        if self.profile is not None:
+        self.tree, self.tree_from = None, "by the profile"
+        if self.profile is None:
+            self.tree, self.tree_from = chosen_tree(method, given, self._target, self._draft)
+        else:
             self.profile.check(target, draft)
         for model in models:
             model.check_weights()
@@ -188,28 +187,14 @@ class SpeculativeDecoder:
         if given is not None and self._draft is not None and (stale or (model is not None and not model.is_current())):
             self._draft = as_draft(given, self._target, self.target)
 
-    def _chosen_tree(self, given: dict[str, Any]) -> TokenTree | Growth:
-        """The tree of the options given, or the default, in heavy-path order; or how trees grow. Says which it is."""
-        device, size, default = self._target.device, CPU_SIZE, None
-        if device.type == "cuda" and not {"tree", "tree_size"} & given.keys():
-            costs = estimated_costs(self._target, model_of(self._draft), Device.of(device))
-            default = default_tree(self.method, costs)
-            size = max(2, len(default))
-            self.tree_from = f"by costs estimated for {torch.cuda.get_device_name(device)}"
-        if given or default is None:
-            tree = tree_of_options(self.method, given, size)
-            self.tree_from = "by the options given" if given else "the default of a CPU"
-        else:
-            tree = default
-        return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
-
     def tree_for(self, filters: Filters) -> TokenTree | Growth:
         """The tree, or how trees grow, where the target is sampled so: by the options, or by the profile."""
         if self.tree is not None:
             return self.tree
         assert self.profile is not None
         if filters not in self._planned:
-            tree = self._planned[filters] = self.profile.tree_for(self.method, filters)
+            tree = top(self.profile.tree_for(self.method, filters), most_levels(self._draft))
+            self._planned[filters] = tree
             logger.debug("the profile's tree for %s: %d nodes, %d levels", filters, len(tree), tree.depth)
             if len(tree) == 1:
                 logger.warning(

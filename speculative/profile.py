@@ -24,7 +24,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import Confidence
-from heavypath.speculative.drafts import AnyDraft, EagleHead, EarlyExit, PromptLookup, Retrieval, is_own
+from heavypath.speculative.drafts import AnyDraft, EagleHead, EarlyExit, MedusaHeads, PromptLookup, Retrieval, is_own
 from heavypath.speculative.methods import METHODS, Kind
 from heavypath.speculative.tree_choice import as_drafted, best_plan
 from heavypath.speculative.trees.planning import Plan, node_probabilities
@@ -250,6 +250,10 @@ def describe(model: AnyDraft) -> str:
         own = [name for name, has in (("embedding", config.owns_embedding), ("lm_head", config.owns_lm_head)) if has]
         beside = f", with an own {' and '.join(own)}" if own else ""
         return f"{config.model_type} head, {config.layers} layers, {parameter_count(model)} parameters{beside}"
+    if isinstance(model, MedusaHeads):
+        beside = ", with lm_heads of their own" if model.config.owns_lm_heads else ""
+        heads, layers = model.config.heads, model.config.layers
+        return f"{heads} medusa heads, {layers} layers, {parameter_count(model)} parameters{beside}"
     if is_own(model):
         return f"own draft {type(model).__name__}"
     known: Any = model
@@ -267,7 +271,8 @@ def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
 
     A prompt lookup and a retrieval have none, nor has a user's own draft unless it is a torch.nn.Module. An early exit
     has the target's without those of the layers that it leaves out, so that the embedding, the final norm and the head
-    count, as they do for a model. A trained head that has no lm_head of its own goes through the target's.
+    count, as they do for a model. A trained head that has no lm_head of its own goes through the target's. Of Medusa
+    heads one counts, which is what a level takes.
     """
     if isinstance(draft, PromptLookup | Retrieval) or not isinstance(draft, nn.Module | EarlyExit):
         return 0
@@ -275,5 +280,8 @@ def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
         decoder: Any = target.get_decoder()
         left_out = decoder.layers[draft.layers :]
         return parameter_count(target) - sum(weight.numel() for weight in left_out.parameters())
-    shared: Any = target.get_output_embeddings() if isinstance(draft, EagleHead) and draft.lm_head is None else None
-    return parameter_count(draft) + (0 if shared is None else shared.weight.numel())
+    lm_head: Any = target.get_output_embeddings()
+    medusa = isinstance(draft, MedusaHeads)
+    shares = (isinstance(draft, EagleHead) and draft.lm_head is None) or (medusa and draft.lm_heads is None)
+    own = parameter_count(draft) // (draft.config.heads if medusa else 1)
+    return own + (lm_head.weight.numel() if shares else 0)

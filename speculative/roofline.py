@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from heavypath.speculative.costs import Costs
-from heavypath.speculative.drafts import Drafting, HeadDraft
+from heavypath.speculative.drafts import Drafting, HeadDraft, MedusaDraft
 from heavypath.speculative.models.forward import Forward
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose costs are estimated
@@ -69,8 +69,14 @@ class Work(NamedTuple):
     def of(cls, model: Drafting) -> "Work":
         """That of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too.
 
-        A trained head that has no lm_head of its own reads the target's.
+        A trained head that has no lm_head of its own reads the target's. Of Medusa heads a level takes one, and the
+        step computes them side by side.
         """
+        if isinstance(model, MedusaDraft):
+            shared = [] if model.heads.lm_heads is not None else [model.target_lm_head.weight]
+            weights = sum(weight.numel() for _, weight in model.weights()) // model.config.heads
+            weights += sum(weight.numel() for weight in shared)
+            return cls(weights * model.dtype.itemsize, weights, 0, model.dtype.itemsize)
         if isinstance(model, HeadDraft):
             passed = [weight for name, weight in model.weights() if not name.startswith(("embed_tokens", "lm_head"))]
             passed.append(model.lm_head.weight)

@@ -19,6 +19,7 @@ from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.kinds import Drafting, model_of, taps_of
 from heavypath.speculative.drafts.model import ModelDraft
+from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
@@ -153,7 +154,7 @@ class Workspace:
 
         cached, drafting = copied(self._target, target_cache), model_of(draft)
         in_draft = [] if drafting is None or draft_cache is None else copied(drafting, draft_cache)
-        if isinstance(draft, HeadDraft):  # it must have read what the target does not compute again
+        if isinstance(draft, TappedDraft):  # it must have read what the target does not compute again
             cached = [min(pair) for pair in zip(cached, in_draft, strict=True)]
             in_draft = [max(0, rows - 1) for rows in cached]  # the last entry was made of another next token
         reused = _prefill(self._target, target_cache, before_roots, ends, cached, taps_of(draft, draft_cache))
@@ -182,9 +183,8 @@ class Workspace:
         models = [ModelRows(self._target, self._kept(self.target_cache, texts))]
         drafting = model_of(draft)
         if drafting is not None and self.draft_cache is not None:
-            # The draft may lack the last root, behind which nothing was drafted, and an accepted leaf before it; a head
-            # the entries of all that was accepted last.
-            unsure = 2 + plan.tree.depth * isinstance(draft, HeadDraft)
+            # A model may lack the last root, behind which nothing was drafted, and an accepted leaf before it.
+            unsure = drafting.unsure_rows(plan.tree.depth) if isinstance(drafting, TappedDraft) else 2
             models.append(ModelRows(drafting, self._kept(self.draft_cache, texts), unsure))
         return TextCache(texts, slots.tolist(), models)
 

@@ -4,8 +4,10 @@ from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.heads.eagle import EagleHead
-from heavypath.speculative.drafts.kinds import AnyDraft, Drafting, as_draft, is_own, model_of, taps_of
+from heavypath.speculative.drafts.kinds import AnyDraft, Drafting, as_draft, is_own, model_of, most_levels, taps_of
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
+from heavypath.speculative.drafts.medusa.draft import MedusaDraft
+from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft
 from heavypath.speculative.drafts.retrieval import Retrieval, RetrievalDraft
@@ -19,6 +21,8 @@ __all__ = [
     "Feed",
     "HeadDraft",
     "LookupDraft",
+    "MedusaDraft",
+    "MedusaHeads",
     "ModelDraft",
     "OwnDraft",
     "PromptLookup",
@@ -27,5 +31,6 @@ __all__ = [
     "as_draft",
     "is_own",
     "model_of",
+    "most_levels",
     "taps_of",
 ]

@@ -6,19 +6,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
+from heavypath.speculative.drafts.medusa.draft import MedusaDraft
+from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft, has_methods
 from heavypath.speculative.drafts.retrieval import Retrieval, RetrievalDraft
+from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.forward_of import forward_of
 
-AnyDraft = PreTrainedModel | EagleHead | PromptLookup | Retrieval | EarlyExit | Draft  # what users give
-Drafting = Forward | HeadDraft  # what has weights to draft with
+AnyDraft = PreTrainedModel | EagleHead | MedusaHeads | PromptLookup | Retrieval | EarlyExit | Draft  # what users give
+Drafting = Forward | TappedDraft  # what has weights to draft with
 
 
 def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
@@ -35,6 +37,8 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
         return ModelDraft(forward_of(model, "draft", layers=draft.layers), target.vocab_size)
     if isinstance(draft, EagleHead):
         return HeadDraft(draft, target)
+    if isinstance(draft, MedusaHeads):
+        return MedusaDraft(draft, target)
     if is_own(draft):
         return OwnDraft(draft, target.vocab_size, target.device)
     forward = forward_of(draft, "draft")  # pyright: ignore[reportArgumentType]
@@ -51,9 +55,14 @@ def is_own(draft: object) -> TypeGuard[Draft]:
 
 def model_of(draft: Draft | None) -> Drafting | None:
     """What drafts with weights of its own; None for a draft without a model, and for a user's own."""
-    return draft.forward if isinstance(draft, ModelDraft) else draft if isinstance(draft, HeadDraft) else None
+    return draft.forward if isinstance(draft, ModelDraft) else draft if isinstance(draft, TappedDraft) else None
 
 
 def taps_of(draft: Draft | None, cache: RowCache | None) -> Taps | None:
     """What a draft reads of the target's passes; None for all but heads."""
-    return draft.taps(cache) if isinstance(draft, HeadDraft) and isinstance(cache, HeadCache) else None
+    return draft.taps(cache) if isinstance(draft, TappedDraft) and cache is not None else None
+
+
+def most_levels(draft: Draft | None) -> int | None:
+    """How many levels of a tree a draft can draft; None where it drafts as many as are asked for."""
+    return draft.most_levels if isinstance(draft, TappedDraft) else None
