@@ -37,7 +37,12 @@ def write(folder, tensors, file="medusa_lm_head.pt", **config):
 @torch.no_grad()
 def oracle(tensors, target, text):
     """Logits [L, K, V] of K heads after each token of a text LongTensor[L], head by head; nothing of the package."""
-    states = target(text[None], output_hidden_states=True).hidden_states[-1][0]  # behind the final norm
+    return of_states(tensors, target, target(text[None], output_hidden_states=True).hidden_states[-1][0])
+
+
+@torch.no_grad()
+def of_states(tensors, target, states):
+    """The same of hidden states [L, H] behind the target's final norm."""
     heads, logits = 1 + max(int(name.split(".")[0]) for name in tensors), []
     for head in range(heads):
         x, layer = states, 0
