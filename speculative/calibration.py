@@ -163,8 +163,9 @@ class Way(NamedTuple):
 
 
 def ways_to_draft(temperature: float) -> list[Way]:
-    """The ways of all methods at a temperature."""
-    kinds = dict.fromkeys(method.kind(temperature) for name, method in METHODS.items() if name != "autoregressive")
+    """The ways of all methods at a temperature that keep the target's law."""
+    drafting = (method for name, method in METHODS.items() if name != "autoregressive" and method.is_lossless)
+    kinds = dict.fromkeys(method.kind(temperature) for method in drafting)
     return [
         Way(kind, count) for kind in kinds for count in (SEQUENCE_COUNTS if kind.independent_sequences else (None,))
     ]

@@ -64,7 +64,7 @@ class SpeculativeDecoder:
         `Retrieval(texts, tokenizer)` or `EarlyExit(layers)`, which need no second model; or an object of your own that
         has the methods of `Draft`; None only for method "autoregressive"
     method: a row of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
-        top-k, naive, naive-distinct
+        top-k, naive, naive-distinct, which keep the target's law; and typical-lossy, which does not
     tree_size: nodes of the drafted tree, root included; a method whose trees cannot have that size takes the next
         smaller one. Default: 5 on a CPU; on a GPU the size and the levels that pay by costs which `roofline` estimates
         from the device and the models, for one sequence
@@ -85,6 +85,8 @@ class SpeculativeDecoder:
         `decoding.growing`
     confidence: for dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default: as measured on
         the shipped pair), or "draft" for the paper's, where they are the acceptance
+    epsilon, delta: for typical-lossy: a drafted token is accepted iff P > min(epsilon, delta exp(-H(P))), where the
+        target samples (default: 0.09 and 0.3)
 
     draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft is sampled; None takes the target's setting.
         Where the draft takes its likeliest tokens, draft_temperature is that of the probabilities by which trees grow
@@ -93,9 +95,10 @@ class SpeculativeDecoder:
     cuda_graphs: replay each step as one CUDA graph (default: on a GPU); False runs the same step eagerly, for a
         debugger or a profiler. With graphs the decoder keeps their memory, caches included, for the next call
 
-    The text follows the target's distribution exactly, whatever the method, the tree and the draft. A decoder is also a
-    function for transformers' own generate: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or
-    ValueError for models or options that do not fit.
+    The text follows the target's distribution exactly, whatever the method, the tree and the draft; but for
+    typical-lossy where it samples, and then `out.stats.law_changed_by` says so. A decoder is also a function for
+    transformers' own generate: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or ValueError for
+    models or options that do not fit.
 
     `runner` runs the steps, and may be replaced by an object that observes them; `clock` returns seconds.
     `runner.kept` are the caches of the last two generations, for `past`; runner.kept.clear() frees their memory.
@@ -116,6 +119,8 @@ class SpeculativeDecoder:
         width: int | None = None,
         threshold: float | None = None,
         confidence: Confidence | Literal["draft"] | None = None,
+        epsilon: float | None = None,
+        delta: float | None = None,
         draft_temperature: float | None = None,
         draft_top_k: int | None = None,
         draft_top_p: float | None = None,
@@ -127,6 +132,7 @@ class SpeculativeDecoder:
         self.method = method
         self.clock = time.perf_counter
         self._method = METHODS[method]
+        self._typical = self._method.typical(epsilon, delta)
         self._remarked = False
         self._planned: dict[Filters, TokenTree | Growth] = {}
         self._draft_options = {
@@ -138,6 +144,14 @@ class SpeculativeDecoder:
         self._draft_filters(Filters()).check("draft_")
         self.verifier = verifier
         self._verifier = None if verifier is None else OwnVerifier(verifier)
+        if self._typical is not None and profile is not None:
+            raise ValueError(
+                f"a profile measures methods that keep the target's law; with {method!r} give tree or tree_size"
+            )
+        if self._typical is not None and verifier is not None:
+            raise ValueError(
+                f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'"
+            )
         if verifier is not None and profile is not None:
             raise ValueError(
                 "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
@@ -282,23 +296,16 @@ class SpeculativeDecoder:
         for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
             each.put(prompt[None, :length].cpu())
         logger.debug(
-            "%s, %d sequences, up to %d new tokens, a tree of %d nodes and %d levels",
+            "%s, %d sequences, up to %d new tokens, a tree of %d nodes and %d levels%s",
             self.method, len(input_ids), request.max_new_tokens, len(plan.tree), plan.tree.depth,
+            plan.rules.law_changed_by and f"; the text's law is changed by {plan.rules.law_changed_by}",
         )  # fmt: skip
         stats = Statistics(plan.tree.depth, plan.tree.branching, clock=self.clock, begin=begin)
         stats.tree = f"{len(plan.tree)} nodes, {plan.tree.depth} levels, {self.tree_from}"
+        stats.law_changed_by = plan.rules.law_changed_by
         with (
             torch.inference_mode(),
-            recording(
-                trace,
-                tokenizer,
-                self.method,
-                plan.rules.verification,
-                self._target,
-                self._draft,
-                request,
-                plan.rules.draft_filters,
-            ) as recorder,
+            recording(trace, tokenizer, self.method, plan.rules, self._target, self._draft, request) as recorder,
             self.runner.workspace(request, plan) as workspace,
         ):
             stats.cache_bytes = workspace.cache_bytes
@@ -434,6 +441,7 @@ class SpeculativeDecoder:
             value_temperature=self._draft_options["temperature"] or VALUE_TEMPERATURE,
             processing=request.processing,
             own_verifier=self._verifier,
+            typical=self._typical,
         )
         return StepPlan(target=self._target, draft=self._draft if len(tree) > 1 else None, tree=tree, rules=rules)
 

@@ -189,8 +189,11 @@ class Profile:
     def measured(self, method: str, filters: Filters) -> list[MeasuredAcceptance]:
         """The measurements of a method that are nearest in temperature, with the same filters if there are such.
 
-        It is one measurement, or one for each number of independent sequences. Raises ValueError if there is none.
+        It is one measurement, or one for each number of independent sequences. Raises ValueError if there is none, and
+        for a method that changes the text's law.
         """
+        if not METHODS[method].is_lossless:
+            raise ValueError(f"a profile measures methods that keep the target's law, got {method!r}")
         kind = METHODS[method].kind(filters.temperature)
         fitting = [entry for entry in self.acceptance if entry.kind == kind]
         if not fitting:
