@@ -22,7 +22,7 @@ from heavypath.speculative.demo import load_demo_head, load_demo_pair
 from heavypath.speculative.drafts import Draft, EagleHead, EarlyExit, Feed, MedusaHeads, PromptLookup, Retrieval
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.loading import load_draft
-from heavypath.speculative.methods import METHODS, Method
+from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, Method
 from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.text_cache import TextCache
@@ -48,6 +48,7 @@ for _name, _module in _FORMER.items():
     sys.modules[f"{__name__}.{_name}"] = _module
 
 __all__ = [
+    "LOSSLESS_METHODS",
     "METHODS",
     "Confidence",
     "Draft",

@@ -10,7 +10,15 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import METHODS, MedusaHeads, SpeculativeDecoder, TokenTree, calibrate, read_trace
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    METHODS,
+    MedusaHeads,
+    SpeculativeDecoder,
+    TokenTree,
+    calibrate,
+    read_trace,
+)
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts import Feed, as_draft, most_levels
@@ -22,6 +30,7 @@ from heavypath.speculative.roofline import Device, Work, estimated_costs
 from heavypath.speculative.tree_choice import default_tree
 
 DRAFTED = [method for method in METHODS if method != "autoregressive"]
+LOSSLESS = [method for method in DRAFTED if method in LOSSLESS_METHODS]
 QUICK = ("specinfer", "sequoia", "dyspec")  # methods that stand for others where a test takes seconds
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -105,7 +114,7 @@ def test_ersd_writes_what_plain_sampling_writes(sampling, heads, target):
 
 
 @pytest.mark.parametrize(
-    "method", [method if method in QUICK else pytest.param(method, marks=pytest.mark.slow) for method in DRAFTED]
+    "method", [method if method in QUICK else pytest.param(method, marks=pytest.mark.slow) for method in LOSSLESS]
 )
 def test_the_joint_law_of_four_tokens_is_exact(method, tmp_path):
     target = tiny_llama(1)
