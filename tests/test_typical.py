@@ -77,10 +77,10 @@ class Problem:
             assert int(out.length[b]) == len(path) - 1
 
 
-def random_problem(seed):
-    """Small, and any: tree, vocabulary, filters, limits, dtype and absent nodes."""
+def random_problem(seed, filtered=0.3):
+    """Small, and any: tree, vocabulary, filters, limits, dtype and absent nodes. filtered: how often a filter is on."""
     chosen = random.Random(seed)
-    off = [chosen.random() < 0.7 for _ in range(3)]
+    off = [chosen.random() >= filtered for _ in range(3)]
     filters = Filters(
         chosen.choice([0.3, 1.0, 1.7]),
         None if off[0] else chosen.randint(1, 5),
