@@ -326,7 +326,7 @@ MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and l
     "sequoia": (5, 23),
     "ersd": (5, 24),
     "top-k": (5, 23),
-    "typical-lossy": (5, 26),
+    "typical-lossy": (5, 27),
     "naive": (5, 32),
     "rsd-c": (4, 20),
     "dyspec": (5, 29),

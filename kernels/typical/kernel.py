@@ -91,10 +91,10 @@ def _weigh_kernel(
         tl.store(part_ptr + 2 * CHUNKS, tl.sum(moment))
         if is_last(tickets_ptr + place, CHUNKS):
             every = tl.arange(0, triton.next_power_of_2(CHUNKS))
-            part_ptr = parts_ptr + place * 3 * CHUNKS + every
-            parts = tl.load(part_ptr, mask=every < CHUNKS, other=LOWEST, cache_modifier=".cg")
-            totals = tl.load(part_ptr + CHUNKS, mask=every < CHUNKS, other=0.0, cache_modifier=".cg")
-            moments = tl.load(part_ptr + 2 * CHUNKS, mask=every < CHUNKS, other=0.0, cache_modifier=".cg")
+            every_ptr = parts_ptr + place * 3 * CHUNKS + every
+            parts = tl.load(every_ptr, mask=every < CHUNKS, other=LOWEST, cache_modifier=".cg")
+            totals = tl.load(every_ptr + CHUNKS, mask=every < CHUNKS, other=0.0, cache_modifier=".cg")
+            moments = tl.load(every_ptr + 2 * CHUNKS, mask=every < CHUNKS, other=0.0, cache_modifier=".cg")
             most = tl.max(parts)
             totals, moments = _moved(totals, moments, (parts - most) * scale)
             sum_of_all = tl.sum(totals)
@@ -173,7 +173,7 @@ def launch_typical(
     numbers = torch.empty(batch * count * (1 + 3 * chunks), device=device)
     weights, parts = numbers.split([batch * count, batch * count * 3 * chunks])
     path = torch.empty(batch, max_depth + 1, dtype=torch.long, device=device)
-    length, last = torch.empty(2, batch, dtype=torch.long, device=device)
+    length, last = torch.zeros(2, batch, dtype=torch.long, device=device)  # rows that are read even if nothing is run
     with torch.cuda.device_of(tokens):
         if count > 1:
             _weigh_kernel[(batch * count * chunks,)](
