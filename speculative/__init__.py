@@ -19,7 +19,17 @@ from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
-from heavypath.speculative.drafts import Draft, EagleHead, EarlyExit, Feed, MedusaHeads, PromptLookup, Retrieval
+from heavypath.speculative.drafts import (
+    Cascade,
+    Draft,
+    EagleHead,
+    EarlyExit,
+    Feed,
+    MedusaHeads,
+    Mixture,
+    PromptLookup,
+    Retrieval,
+)
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, Method
@@ -50,6 +60,7 @@ for _name, _module in _FORMER.items():
 __all__ = [
     "LOSSLESS_METHODS",
     "METHODS",
+    "Cascade",
     "Confidence",
     "Draft",
     "EagleHead",
@@ -58,6 +69,7 @@ __all__ = [
     "Generation",
     "MedusaHeads",
     "Method",
+    "Mixture",
     "Plan",
     "Profile",
     "PromptLookup",

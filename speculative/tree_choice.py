@@ -21,7 +21,7 @@ from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
-from heavypath.speculative.drafts import Draft, model_of, most_levels
+from heavypath.speculative.drafts import Draft, models_of, most_levels
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.roofline import Device, estimated_costs
@@ -45,7 +45,7 @@ def chosen_tree(
     device, levels, size, default = target.device, most_levels(draft), CPU_SIZE, None
     chosen_by = "the default of a CPU"
     if device.type == "cuda" and not {"tree", "tree_size"} & given.keys():
-        default = default_tree(method, estimated_costs(target, model_of(draft), Device.of(device)), levels)
+        default = default_tree(method, estimated_costs(target, models_of(draft), Device.of(device)), levels)
         size, chosen_by = max(2, len(default)), f"by costs estimated for {torch.cuda.get_device_name(device)}"
     tree = tree_of_options(method, given, size, levels) if given or default is None else default
     if isinstance(tree, TokenTree):

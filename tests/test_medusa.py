@@ -196,7 +196,7 @@ def test_no_tree_is_deeper_than_there_are_heads(method, count, target, tmp_path)
         assert len(decoder.tree) <= options.get("tree_size", 5)
         out = decoder.generate(PROMPT, max_new_tokens=12, temperature=1.0)
         assert out.stats.depth == decoder.tree.depth
-    costs = estimated_costs(forward_of(target, "target"), None, Device(2e12, 3e14, 2e13))
+    costs = estimated_costs(forward_of(target, "target"), [], Device(2e12, 3e14, 2e13))
     assert default_tree(method, costs, count).depth <= count
 
 

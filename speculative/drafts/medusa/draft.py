@@ -84,13 +84,14 @@ class MedusaDraft(TappedDraft):
 
     def __call__(self, feed: Feed, cache: MedusaCache) -> Tensor:
         """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+        heads, nodes = self.config.heads, 1 if feed.news else feed.tokens.shape[1]
         if feed.news:
-            depths = torch.zeros_like(feed.tokens[:, :1]) if feed.drafted is None else feed.drafted[:, None]
-            self._read_root(feed.prefix_lengths - depths[:, 0], min(feed.news - 1, self.config.heads), cache)
-        else:
-            depths = feed.positions - feed.prefix_lengths[:, None]
-        sequence = torch.arange(len(depths), device=depths.device)[:, None]
-        return cache.logits[sequence, depths.clamp(max=self.config.heads)]
+            lengths = feed.prefix_lengths if feed.drafted is None else feed.prefix_lengths - feed.drafted
+            self._read_root(lengths, min(feed.news - 1, heads), cache)
+        if feed.drafted is None:
+            return cache.logits[:, min(feed.level, heads), None].expand(-1, nodes, -1)
+        sequence = torch.arange(len(feed.drafted), device=feed.drafted.device)
+        return cache.logits[sequence, feed.drafted.clamp(max=heads)][:, None]
 
     def unsure_rows(self, levels: int) -> int:
         """None: the target computes them with its own."""
