@@ -31,6 +31,7 @@ from heavypath.speculative.drafts import (
     Retrieval,
 )
 from heavypath.speculative.generation import Generation
+from heavypath.speculative.layer_choice import LayerChoice, choose_layers
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, Method
 from heavypath.speculative.models import attn_implementation
@@ -67,6 +68,7 @@ __all__ = [
     "EarlyExit",
     "Feed",
     "Generation",
+    "LayerChoice",
     "MedusaHeads",
     "Method",
     "Mixture",
@@ -83,6 +85,7 @@ __all__ = [
     "Verified",
     "Verifier",
     "calibrate",
+    "choose_layers",
     "compare",
     "expected_tokens",
     "greedy_tree",

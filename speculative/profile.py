@@ -259,9 +259,9 @@ def describe(model: AnyDraft) -> str:
     if isinstance(model, (PromptLookup, Retrieval, EarlyExit)):
         return repr(model)
     if isinstance(model, Cascade | Mixture):
-        shares = model.levels if isinstance(model, Cascade) else model.weights or [1] * len(model.drafts)
-        parts = [f"{describe(part)} ({share})" for part, share in zip(model.drafts, shares, strict=True)]
-        return f"{type(model).__name__} of {' and '.join(parts)}"
+        shares = model.levels if isinstance(model, Cascade) else model.weights
+        parts = " and ".join(map(describe, model.drafts))
+        return f"{type(model).__name__} of {parts}" + ("" if shares is None else f", {[*shares]}")
     if isinstance(model, EagleHead):
         config = model.config
         own = [name for name, has in (("embedding", config.owns_embedding), ("lm_head", config.owns_lm_head)) if has]
@@ -297,8 +297,8 @@ def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
         return 0
     if isinstance(draft, EarlyExit):
         decoder: Any = target.get_decoder()
-        left_out = decoder.layers[draft.layers :]
-        return parameter_count(target) - sum(weight.numel() for weight in left_out.parameters())
+        left_out = [layer for index, layer in enumerate(decoder.layers) if index not in draft.indices]
+        return parameter_count(target) - sum(map(parameter_count, left_out))
     lm_head: Any = target.get_output_embeddings()
     medusa = isinstance(draft, MedusaHeads)
     shares = (isinstance(draft, EagleHead) and draft.lm_head is None) or (medusa and draft.lm_heads is None)

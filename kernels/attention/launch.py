@@ -15,7 +15,6 @@ from heavypath.kernels.attention.masks import Visible
 from heavypath.kernels.attention.variant import Launch, current_stream, variant_of
 from heavypath.kernels.tickets import tickets
 
-
 _ROOMY = (9, 10)
 
 

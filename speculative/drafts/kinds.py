@@ -44,7 +44,7 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
     if isinstance(draft, Retrieval):
         return RetrievalDraft(draft, target.vocab_size, target.device)
     if isinstance(draft, EarlyExit):
-        return ModelDraft(forward_of(model, "draft", layers=draft.layers), target.vocab_size)
+        return ModelDraft(forward_of(model, "draft", layers=draft.indices), target.vocab_size)
     if isinstance(draft, EagleHead):
         return HeadDraft(draft, target)
     if isinstance(draft, MedusaHeads):
