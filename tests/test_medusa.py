@@ -263,6 +263,7 @@ def test_acceptance_at_a_depth_is_that_of_the_head_for_it(target, tmp_path):
             assert (logits == -torch.inf).all(), "nothing is proposed beyond the heads"
 
 
+@pytest.mark.usefixtures("any_noise")
 def test_calibration_knows_of_no_acceptance_beyond_the_heads(target, tmp_path):
     heads, _ = heads_of(target, tmp_path, heads=2)
     profile = calibrate(

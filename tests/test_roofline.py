@@ -107,7 +107,7 @@ def test_a_decoder_on_a_gpu_says_that_its_tree_is_by_estimated_costs(h100, monke
     tree, chosen_by = chosen_tree("sequoia", {}, decoder._target, decoder._draft)
     assert chosen_by == "by costs estimated for NVIDIA H100"
     assert torch.equal(tree.parents, default_tree("sequoia", estimated_costs(
-        decoder._target, decoder._draft.forward, h100
+        decoder._target, [decoder._draft.forward], h100
     )).reordered("heavy_path")[0].parents)  # fmt: skip
     shallow, chosen_by = chosen_tree("sequoia", {"max_depth": 2}, decoder._target, decoder._draft)
     assert (shallow.depth, len(shallow)) == (2, len(tree))

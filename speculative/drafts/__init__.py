@@ -22,6 +22,7 @@ from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft
 from heavypath.speculative.drafts.retrieval import Retrieval, RetrievalDraft
+from heavypath.speculative.drafts.tapped import TappedDraft
 
 __all__ = [
     "AnyDraft",
@@ -42,6 +43,7 @@ __all__ = [
     "PromptLookup",
     "Retrieval",
     "RetrievalDraft",
+    "TappedDraft",
     "as_draft",
     "is_own",
     "leaves_of",

@@ -74,6 +74,10 @@ class TappedDraft(ABC):
         return hash((*self._structure.function, weight_versions(self.model), self.target.state()))
 
     @abstractmethod
+    def level_weights(self) -> list[Tensor]:
+        """The weights that drafting a level of a tree reads, the target's lm_head among them where it is taken."""
+
+    @abstractmethod
     def new_cache(self, batch: int, rows: int) -> Any:
         """An empty cache of `rows` rows for each of `batch` sequences."""
 

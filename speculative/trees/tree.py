@@ -106,11 +106,13 @@ class TokenTree:
         is missing, and for ranks that are no integers of at least 0.
         """
         listed = sorted(map(_path, paths), key=lambda path: (len(path), path))
-        numbers = {path: node for node, path in enumerate([(), *listed])}
-        for before, path in pairwise([(), *listed]):
+        numbers = {path: node for node, path in enumerate(listed, 1)}
+        numbers[()] = 0
+        twice = [path for path, following in pairwise(listed) if path == following]
+        if twice:
+            raise ValueError(f"every path must be given once, got {[*twice[0]]} twice")
+        for path in listed:
             elder = (*path[:-1], path[-1] - 1)
-            if path == before:
-                raise ValueError(f"every path must be given once, got {[*path]} twice")
             if path[:-1] not in numbers:
                 raise ValueError(f"the node at path {[*path]} has no parent: {[*path[:-1]]} is missing")
             if path[-1] and elder not in numbers:

@@ -222,6 +222,11 @@ class HeadDraft(TappedDraft):
             hidden = add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1].view_as(hidden)
         store_rows(cache.outputs[:, None], hidden[:, :, None], rows)
 
+    def level_weights(self) -> list[Tensor]:
+        """All but the embedding, of which a few rows are read."""
+        own = [weight for name, weight in self.weights() if not name.startswith(("embed_tokens", "lm_head"))]
+        return [*own, self.lm_head.weight]
+
     def unsure_rows(self, levels: int) -> int:
         """The entries of all that was accepted last, of the last root and of the token before it."""
         return levels + 2

@@ -93,6 +93,12 @@ class MedusaDraft(TappedDraft):
         sequence = torch.arange(len(feed.drafted), device=feed.drafted.device)
         return cache.logits[sequence, feed.drafted.clamp(max=heads)][:, None]
 
+    def level_weights(self) -> list[Tensor]:
+        """Those of one head."""
+        heads = self.heads
+        lm_head = self.target_lm_head.weight if heads.lm_heads is None else heads.lm_heads[0]
+        return [heads.weight[:, 0], heads.bias[:, 0], lm_head]
+
     def unsure_rows(self, levels: int) -> int:
         """None: the target computes them with its own."""
         return 0
