@@ -5,7 +5,7 @@ import torch
 from medusa_checkpoints import of_states, oracle, published, write
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from test_decoder import assert_same_text, exact_law, tiny_llama, transformers_greedy
-from test_heads import drafted_any, inner_nodes, steps_of
+from test_heads import drafted_any, head_of, inner_nodes, steps_of
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from heavypath.kernels.commit import StateField
@@ -13,7 +13,10 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
     LOSSLESS_METHODS,
     METHODS,
+    Cascade,
     MedusaHeads,
+    Mixture,
+    PromptLookup,
     SpeculativeDecoder,
     TokenTree,
     calibrate,
@@ -184,6 +187,25 @@ def test_a_target_by_transformers_own_forward_pass(tmp_path):
         torch.testing.assert_close(drafted.logits[0, 0], root.float(), atol=1e-4, rtol=1e-4)
     plain = SpeculativeDecoder(model, method="autoregressive").generate(PROMPT, max_new_tokens=40)
     assert torch.equal(out.sequences, plain.sequences)
+
+
+@pytest.mark.parametrize("method", ["chain", "dyspec"])
+def test_heads_draft_above_and_beside_prompt_lookup(method, target, tmp_path):
+    """Below their levels, or beyond them, a draft without a model goes on."""
+    heads, tensors = heads_of(target, tmp_path, heads=2)
+    for draft in (Cascade([heads, PromptLookup(2)], levels=[2, 3]), Mixture([heads, PromptLookup(2)])):
+        decoder = SpeculativeDecoder(target, draft, method, tree_size=5)
+        out, steps = steps_of(decoder, PROMPT, max_new_tokens=40)
+        assert torch.equal(out.sequences, transformers_greedy(target, PROMPT, 40))
+        assert out.stats.depth > 2
+        for before, drafted in drafted_any(steps) if isinstance(draft, Cascade) else []:
+            text = out.sequences[0, : int(before[StateField.LENGTHS, 0]) + 1]
+            for node, path in inner_nodes(before, drafted, 0):
+                if len(path) < 2:
+                    expected = expected_after(tensors, target, text, len(path))
+                    torch.testing.assert_close(drafted.logits[0, node], expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="can have one trained head among them, got 2"):
+        SpeculativeDecoder(target, Mixture([heads, head_of(target)]))
 
 
 @pytest.mark.parametrize("method", DRAFTED)

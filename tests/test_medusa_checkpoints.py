@@ -117,6 +117,11 @@ def test_tensors_that_are_not_known_are_named(target, tmp_path):
     refused(tmp_path, target, whole, r"1\.0\.linear\.weight is torch\.int8; expected floating point")
 
 
+def test_a_number_that_is_far_off_is_refused_at_once(target, tmp_path):
+    far = {"999999999.0.linear.bias": torch.zeros(16)}
+    refused(tmp_path, target, published(target) | far, "names are of 1000000000 heads of 1 layers, and there are 10")
+
+
 def test_pickles_that_hold_more_than_tensors_are_refused(target, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"cannot read the weights in .*medusa_lm_head\.pt"):
         load_medusa(write(tmp_path, {"0.0.linear.weight": Harmful()}), target)

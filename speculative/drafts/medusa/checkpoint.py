@@ -69,9 +69,12 @@ def _config_of(tensors: Mapping[str, Tensor], hidden_size: int, vocab_size: int)
     if not places:
         some = ", ".join(sorted(tensors)[:4])
         raise ValueError(f"0.0.linear.weight, the first layer of the first head, is missing; got {some or 'nothing'}")
+    heads, deepest = 1 + max(head for head, _ in places), max(count for _, count in places)
+    if heads * deepest > len(tensors):
+        raise ValueError(f"the tensors' names are of {heads} heads of {deepest} layers, and there are {len(tensors)}")
     return MedusaConfig(
-        heads=1 + max(head for head, _ in places),
-        layers=max(count for _, count in places),
+        heads=heads,
+        layers=deepest,
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         owns_lm_heads=any(lm_heads),
