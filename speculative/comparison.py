@@ -94,6 +94,7 @@ def compare(
     tree_size: int | None = None,
     tree: TokenTree | None = None,
     profile: Profile | str | Path | None = None,
+    assistant: PreTrainedModel | None = None,
     seed: int = 0,
     on_progress: Callable[[str], object] | None = None,
 ) -> list[Row]:
@@ -110,6 +111,7 @@ def compare(
         any mix; or a single one of them. All but LongTensors need the tokenizer.
     methods, tree_size, tree, profile: of the decoders that are made for drafts, as SpeculativeDecoder has them;
         default all methods that keep the target's law.
+    assistant: a model for transformers' assisted generation, in the place of the drafts that are models.
     temperature, top_k, top_p, min_p, seed: how the target is sampled.
 
     A text ends at the target's own end-of-sequence token (of its generation_config) or after max_new_tokens. Each way
@@ -124,7 +126,7 @@ def compare(
     drafts = {name: each for name, each in named.items() if not isinstance(each, SpeculativeDecoder)}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     runners: dict[str, Runner] = {PLAIN: transformers_runner(target, None, sampling, seed)}
-    for name, each in drafts.items():
+    for name, each in (drafts if assistant is None else {"": assistant}).items():
         if isinstance(each, PreTrainedModel):
             runners[_label(ASSISTED, name)] = transformers_runner(target, each, sampling, seed)
     loaded = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
