@@ -194,7 +194,7 @@ def test_heads_draft_above_and_beside_prompt_lookup(method, target, tmp_path):
     """Below their levels, or beyond them, a draft without a model goes on."""
     heads, tensors = heads_of(target, tmp_path, heads=2)
     for draft in (Cascade([heads, PromptLookup(2)], levels=[2, 3]), Mixture([heads, PromptLookup(2)])):
-        decoder = SpeculativeDecoder(target, draft, method, tree_size=5)
+        decoder = SpeculativeDecoder(target, draft, method, tree_size=9)
         out, steps = steps_of(decoder, PROMPT, max_new_tokens=40)
         assert torch.equal(out.sequences, transformers_greedy(target, PROMPT, 40))
         assert out.stats.depth > 2
