@@ -26,6 +26,7 @@ from heavypath.speculative.drafts import (
     EarlyExit,
     Feed,
     Lookahead,
+    MedusaHeads,
     Mixture,
     PromptLookup,
     Retrieval,
@@ -33,7 +34,7 @@ from heavypath.speculative.drafts import (
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.layer_choice import LayerChoice, choose_layers
 from heavypath.speculative.loading import load_draft
-from heavypath.speculative.methods import METHODS, Method
+from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, Method
 from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.text_cache import TextCache
@@ -59,6 +60,7 @@ for _name, _module in _FORMER.items():
     sys.modules[f"{__name__}.{_name}"] = _module
 
 __all__ = [
+    "LOSSLESS_METHODS",
     "METHODS",
     "Cascade",
     "Confidence",
@@ -69,6 +71,7 @@ __all__ = [
     "Generation",
     "LayerChoice",
     "Lookahead",
+    "MedusaHeads",
     "Method",
     "Mixture",
     "Plan",

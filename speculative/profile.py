@@ -30,6 +30,7 @@ from heavypath.speculative.drafts import (
     EagleHead,
     EarlyExit,
     Lookahead,
+    MedusaHeads,
     Mixture,
     Modelless,
     PromptLookup,
@@ -200,8 +201,11 @@ class Profile:
     def measured(self, method: str, filters: Filters) -> list[MeasuredAcceptance]:
         """The measurements of a method that are nearest in temperature, with the same filters if there are such.
 
-        It is one measurement, or one for each number of independent sequences. Raises ValueError if there is none.
+        It is one measurement, or one for each number of independent sequences. Raises ValueError if there is none, and
+        for a method that changes the text's law.
         """
+        if not METHODS[method].is_lossless:
+            raise ValueError(f"a profile measures methods that keep the target's law, got {method!r}")
         kind = METHODS[method].kind(filters.temperature)
         fitting = [entry for entry in self.acceptance if entry.kind == kind]
         if not fitting:
@@ -265,6 +269,10 @@ def describe(model: AnyDraft) -> str:
         own = [name for name, has in (("embedding", config.owns_embedding), ("lm_head", config.owns_lm_head)) if has]
         beside = f", with an own {' and '.join(own)}" if own else ""
         return f"{config.model_type} head, {config.layers} layers, {parameter_count(model)} parameters{beside}"
+    if isinstance(model, MedusaHeads):
+        beside = ", with lm_heads of their own" if model.config.owns_lm_heads else ""
+        heads, layers = model.config.heads, model.config.layers
+        return f"{heads} medusa heads, {layers} layers, {parameter_count(model)} parameters{beside}"
     if is_own(model):
         return f"own draft {type(model).__name__}"
     known: Any = model
@@ -283,7 +291,7 @@ def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
     A draft made of drafts has those of all. A prompt lookup, a lookahead and a retrieval have none, nor has a user's
     own draft unless it is a torch.nn.Module. An early exit has the target's without those of the layers that it leaves
     out, so that the embedding, the final norm and the head count, as they do for a model. A trained head that has no
-    lm_head of its own goes through the target's.
+    lm_head of its own goes through the target's. Of Medusa heads one counts, which is what a level takes.
     """
     if isinstance(draft, Cascade | Mixture):
         return sum(draft_parameter_count(part, target) for part in draft.drafts)
@@ -293,5 +301,8 @@ def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
         decoder: Any = target.get_decoder()
         left_out = [layer for index, layer in enumerate(decoder.layers) if index not in draft.indices]
         return parameter_count(target) - sum(map(parameter_count, left_out))
-    shared: Any = target.get_output_embeddings() if isinstance(draft, EagleHead) and draft.lm_head is None else None
-    return parameter_count(draft) + (0 if shared is None else shared.weight.numel())
+    lm_head: Any = target.get_output_embeddings()
+    medusa = isinstance(draft, MedusaHeads)
+    shares = (isinstance(draft, EagleHead) and draft.lm_head is None) or (medusa and draft.lm_heads is None)
+    own = parameter_count(draft) // (draft.config.heads if medusa else 1)
+    return own + (lm_head.weight.numel() if shares else 0)

@@ -14,14 +14,18 @@ from heavypath.speculative.drafts.kinds import (
     is_own,
     model_of,
     models_of,
+    most_levels,
     proposes_every_token,
     taps_of,
 )
 from heavypath.speculative.drafts.lookahead import Lookahead, LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
+from heavypath.speculative.drafts.medusa.draft import MedusaDraft
+from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft
 from heavypath.speculative.drafts.retrieval import Retrieval, RetrievalDraft
+from heavypath.speculative.drafts.tapped import TappedDraft
 
 __all__ = [
     "AnyDraft",
@@ -36,6 +40,8 @@ __all__ = [
     "Lookahead",
     "LookaheadDraft",
     "LookupDraft",
+    "MedusaDraft",
+    "MedusaHeads",
     "Mixture",
     "ModelDraft",
     "Modelless",
@@ -43,12 +49,14 @@ __all__ = [
     "PromptLookup",
     "Retrieval",
     "RetrievalDraft",
+    "TappedDraft",
     "as_draft",
     "extra_node_count",
     "is_own",
     "leaves_of",
     "model_of",
     "models_of",
+    "most_levels",
     "parts_of",
     "proposes_every_token",
     "taps_of",

@@ -23,6 +23,7 @@ from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
 from heavypath.speculative.drafts.model import ModelDraft
+from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.host import host_can_read
 
@@ -138,7 +139,7 @@ class CompositeDraft(ABC):
 
     def __init__(self, parts: list[Draft], device: torch.device):
         self.parts, self._device = parts, device
-        for kind, name in ((HeadDraft, "trained head"), (LookaheadDraft, "lookahead")):
+        for kind, name in ((TappedDraft, "trained head"), (LookaheadDraft, "lookahead")):
             count = sum(isinstance(part, kind) for part in leaves_of(self))
             if count > 1:
                 raise ValueError(f"a draft made of drafts can have one {name} among them, got {count}")

@@ -18,17 +18,20 @@ from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.lookahead import ExtraNodes, Lookahead, LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
+from heavypath.speculative.drafts.medusa.draft import MedusaDraft
+from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft, has_methods
 from heavypath.speculative.drafts.retrieval import Retrieval, RetrievalDraft
+from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.forward_of import forward_of
 
 Modelless = PromptLookup | Lookahead | Retrieval | EarlyExit  # what needs no weights but the target's
-AnyDraft = PreTrainedModel | EagleHead | Modelless | Cascade | Mixture | Draft  # what users give
-Drafting = Forward | HeadDraft  # what has weights to draft with
-Part = TypeVar("Part", HeadDraft, LookaheadDraft)
+AnyDraft = PreTrainedModel | EagleHead | MedusaHeads | Modelless | Cascade | Mixture | Draft  # what users give
+Drafting = Forward | TappedDraft  # what has weights to draft with
+Part = TypeVar("Part", TappedDraft, LookaheadDraft)
 
 
 def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
@@ -47,6 +50,8 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
         return ModelDraft(forward_of(model, "draft", layers=draft.indices), target.vocab_size)
     if isinstance(draft, EagleHead):
         return HeadDraft(draft, target)
+    if isinstance(draft, MedusaHeads):
+        return MedusaDraft(draft, target)
     if isinstance(draft, Cascade | Mixture):
         parts = [as_draft(part, target, model) for part in draft.drafts]
         if isinstance(draft, Cascade):
@@ -68,7 +73,7 @@ def is_own(draft: object) -> TypeGuard[Draft]:
 
 def model_of(draft: Draft | None) -> Drafting | None:
     """What drafts with weights of its own; None for a draft without a model, and for a user's own."""
-    return draft.forward if isinstance(draft, ModelDraft) else draft if isinstance(draft, HeadDraft) else None
+    return draft.forward if isinstance(draft, ModelDraft) else draft if isinstance(draft, TappedDraft) else None
 
 
 def models_of(draft: Draft | None) -> list[Drafting]:
@@ -84,8 +89,13 @@ def proposes_every_token(draft: Draft | None) -> bool:
 
 def taps_of(draft: Draft | None, cache: RowCache | None) -> Taps | None:
     """What a draft reads of the target's passes; None for all but heads."""
-    found = _part_of(draft, cache, HeadDraft)
+    found = _part_of(draft, cache, TappedDraft)
     return None if found is None else found[0].taps(found[1])
+
+
+def most_levels(draft: Draft | None) -> int | None:
+    """How many levels of a tree a draft can draft; None where it drafts as many as are asked for."""
+    return draft.most_levels if isinstance(draft, TappedDraft) else None
 
 
 def extra_node_count(draft: Draft | None) -> int:
