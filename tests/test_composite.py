@@ -1,9 +1,11 @@
 """Drafts made of drafts: their logits are those of their parts over the whole text, and nothing else changes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
-from test_decoder import exact_law, tiny_llama
+from test_decoder import assert_same_text, exact_law, tiny_llama, transformers_greedy
 from test_drafts import VOCAB as LOOKED_UP
 from test_drafts import searched
 from test_heads import head_of, inner_nodes, steps_of
@@ -24,7 +26,9 @@ from heavypath.speculative import (
     Retrieval,
     SpeculativeDecoder,
     calibrate,
+    load_demo_head,
 )
+from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts import parts_of
 from heavypath.speculative.drafts.lookahead import LookaheadCache
 from heavypath.speculative.profile import describe, draft_parameter_count
@@ -164,6 +168,23 @@ def test_greedy_text_is_the_targets_own(name, method, target, small):
     expected = SpeculativeDecoder(target, None, "autoregressive").generate(prompt, 40).sequences
     out = SpeculativeDecoder(target, composites(target, small)[name], method, tree_size=8).generate(prompt, 40)
     assert torch.equal(out.sequences, expected)
+
+
+@pytest.mark.slow
+def test_greedy_text_with_every_draft_without_weights_of_its_own_is_that_of_transformers(demo_pair):
+    target, small, tokenizer = demo_pair
+    head, retrieval = load_demo_head(target), Retrieval([Path(__file__)], tokenizer)
+    drafts = [
+        Lookahead(), retrieval, PromptLookup(), EarlyExit([0, 7]), Mixture([head, retrieval]),
+        Cascade([small, Lookahead()], levels=[2, 4]),
+    ]  # fmt: skip
+    decoders = [SpeculativeDecoder(target, draft, m, tree_size=12) for draft in drafts for m in ("sequoia", "dyspec")]
+    for prompt in demo_prompts()[:20]:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        expected = transformers_greedy(target, ids, 128)
+        for decoder in decoders:
+            out = decoder.generate(ids, max_new_tokens=128, temperature=0.0, eos_token_id=None)
+            assert_same_text(target, out.sequences, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
