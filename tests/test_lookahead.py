@@ -6,6 +6,7 @@ import pytest
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from test_decoder import exact_law, tiny_llama, transformers_greedy
+from test_rope import DYNAMIC, LIMIT, LONGROPE
 from test_transformers_forward import tiny
 
 from heavypath.kernels.filtering import Filters
@@ -254,6 +255,16 @@ def test_guesses_may_lie_behind_the_last_position_of_a_model():
     prompt = torch.randint(1, 60, (1, end - 12), generator=torch.Generator().manual_seed(1))
     out = SpeculativeDecoder(target, Lookahead(9, 4), "chain", tree_size=6).generate(prompt, 12, eos_token_id=None)
     assert torch.equal(out.sequences, transformers_greedy(target, prompt, 12))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ropes", "end"), [("llama", LONGROPE, LIMIT), ("phi3", LONGROPE, LIMIT), ("llama", DYNAMIC, 32)]
+)
+def test_guesses_do_not_make_a_text_pass_for_a_longer_one(kind, ropes, end):
+    target = tiny(kind, **ropes)
+    prompt = torch.randint(1, 60, (1, 6), generator=torch.Generator().manual_seed(1))
+    out = SpeculativeDecoder(target, Lookahead(9, 4), "dyspec", tree_size=6).generate(prompt, end - 6)
+    assert torch.equal(out.sequences, transformers_greedy(target, prompt, end - 6))
 
 
 def test_a_text_of_one_token_may_get_one_more():

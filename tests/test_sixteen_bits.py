@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_decoder import tiny_llama
 
-from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder
+from heavypath.speculative import METHODS, EarlyExit, Lookahead, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.models import generic, llama
 
@@ -72,7 +72,7 @@ def test_grown_trees_are_those_of_the_same_logits_in_fp32(method, monkeypatch):
     assert all(map(torch.equal, drafted[:steps], drafted[steps:]))
 
 
-@pytest.mark.parametrize("draft", [PromptLookup(), EarlyExit(1)])
+@pytest.mark.parametrize("draft", [PromptLookup(), Lookahead(3, 3), EarlyExit(1)])
 def test_drafts_of_another_dtype_than_the_targets(draft, dtypes, monkeypatch):
     target, _ = models(torch.bfloat16)
     decoder = SpeculativeDecoder(target, draft, "sequoia")

@@ -51,9 +51,9 @@ class Lookahead:
     pool:   how many n-grams are kept of each sequence, the latest ones
     """
 
-    window: int = 7
+    window: int = 10
     ngram: int = 4
-    pool: int = 128
+    pool: int = 512
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.ngram < 3 or self.pool < 1:
