@@ -19,7 +19,20 @@ import torch
 from heavypath.speculative import SpeculativeDecoder
 
 ROOT = Path(__file__).parent.parent
-ORDER = ("kernels", "trees", "models", "drafts", "demo", "decoding", "output", "root", "cli", "examples", "package")
+ORDER = (
+    "kernels",
+    "trees",
+    "models",
+    "drafts",
+    "training",
+    "demo",
+    "decoding",
+    "output",
+    "root",
+    "cli",
+    "examples",
+    "package",
+)
 APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
 MOST_MODULES, MOST_LINES, MEDIAN_LINES, MOST_PARAMETERS = 20, 500, 160, 8
 FORMER_PATHS = {  # of modules that moved into folders, and a name of each
