@@ -29,6 +29,9 @@ from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.output.trace import read_trace
 from heavypath.speculative.profile import Profile
+from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
+from heavypath.speculative.training.distil import DistilSettings, distil
+from heavypath.speculative.training.documents import read_documents
 from heavypath.speculative.trees import acceptance, bounds, planning, tree
 from heavypath.speculative.trees.planning import Plan, expected_tokens, greedy_tree, select_tree, sequoia_tree
 from heavypath.speculative.trees.tree import TokenTree
@@ -50,6 +53,7 @@ for _name, _module in _FORMER.items():
 __all__ = [
     "METHODS",
     "Confidence",
+    "DistilSettings",
     "Draft",
     "EagleHead",
     "EarlyExit",
@@ -70,11 +74,16 @@ __all__ = [
     "Verifier",
     "calibrate",
     "compare",
+    "distil",
+    "draft_of_layers",
     "expected_tokens",
     "greedy_tree",
     "load_demo_head",
     "load_demo_pair",
     "load_draft",
+    "most_frequent",
+    "new_head",
+    "read_documents",
     "read_trace",
     "select_tree",
     "sequoia_tree",

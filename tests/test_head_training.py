@@ -20,6 +20,7 @@ from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.training import learning
 from heavypath.speculative.training.learning import learn, measure_agreement
 from heavypath.speculative.training.losses import KL_WEIGHT, tv_kl
+from heavypath.speculative.training.memory import Parts
 from heavypath.speculative.training.student import student_of_head
 from heavypath.speculative.training.teacher import Taught, Teacher
 
@@ -61,7 +62,7 @@ def tiny_target() -> LlamaForCausalLM:
 
 def agreement(head: EagleHead, target: LlamaForCausalLM, tokens: Tensor, depths: int) -> tuple[Tensor, Tensor]:
     student, teacher = student_of_head(head, target), Teacher(target, head.config.taps)
-    return measure_agreement(student, teacher, tokens.split(2), depths)
+    return measure_agreement(student, teacher, tokens, depths, Parts(2, "lower it", print))
 
 
 def random_rows(seed: int, count: int = 2, length: int = LENGTH) -> TapRows:

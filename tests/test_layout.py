@@ -48,7 +48,7 @@ FORMER_PATHS = {  # of modules that moved into folders, and a name of each
 # Functions whose parameters are somebody else's: the public interface, what transformers calls, and torch's operator.
 PUBLIC = {
     "gumbel_topk", "stochastic_beam", "tree_attention", "chain_attention", "verify_tree", "calibrate", "compare",
-    "generate", "__init__", "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up",
+    "generate", "__init__", "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up", "distil",
 }  # fmt: skip
 FREE_OF_NAMES = ("zip", "zip_longest", "gcd", "print", "ctx.save_for_backward")  # take any number of arguments alike
 OPERATORS = {"_tree_attention"}  # torch.library takes no tuples

@@ -67,8 +67,9 @@ def masked_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) ->
 
 
 def joined_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """The same on a CPU, in half of the time: one causal product, joined with an elementwise one for each later step."""
-    return _JoinedAttention.apply(query, *(each for steps in (keys, values) for each in steps))  # pyright: ignore[reportReturnType]
+    """The same on a CPU, in less time: one causal product, joined with an elementwise one for each later step."""
+    states = [*keys, *values]
+    return _JoinedAttention.apply(query, *states)  # pyright: ignore[reportReturnType]
 
 
 def _for_all_heads(states: Tensor, groups: int) -> Tensor:

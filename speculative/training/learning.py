@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from heavypath.speculative.training.losses import Loss, overlap_and_divergence
+from heavypath.speculative.training.memory import Parts
 from heavypath.speculative.training.student import Student
 from heavypath.speculative.training.teacher import Logits, Taught, Teacher
 
@@ -69,32 +70,35 @@ def learn(
 
 @torch.no_grad()
 def measure_agreement(
-    student: Student, teacher: Teacher, parts: Sequence[Tensor], depths: int
+    student: Student, teacher: Teacher, rows: Tensor, depths: int, parts: Parts
 ) -> tuple[Tensor, Tensor]:
-    """E[sum_v min(P, Q)] at temperature 1, and how often P and Q have the same likeliest token: at each depth, [K] each.
+    """E[sum_v min(P, Q)] at temperature 1, and how often P and Q have one likeliest token: at each depth, [K] each.
 
-    parts: tokens, integers [R, L] each, for one pass of the models each
+    rows:  tokens, integers [R, L]
+    parts: how many of them are read at a time
 
     Over all positions; the nodes at depth d are fed the text's own tokens, and a head its own outputs at the depths
     above. A plain draft has one depth, which all others are like.
     """
-    overlaps, same = (torch.zeros(depths, device=teacher.target.device) for _ in range(2))
-    for tokens in parts:
-        rows = teacher(tokens)
+
+    def sums(part: Tensor) -> Tensor:  # [2, K]
+        taught = teacher(part)
         with student.autocast():
-            outputs = student.outputs(rows, depths)
-        of_all = len(tokens) / sum(map(len, parts))
-        for depth, entries, logits, target_logprobs in _pieces(student, rows, teacher.logits, outputs):
+            outputs = student.outputs(taught, depths)
+        found = torch.zeros(2, len(outputs), device=outputs[0].device)
+        for depth, entries, logits, target_logprobs in _pieces(student, taught, teacher.logits, outputs):
             hidden = outputs[depth][:, entries]
-            share = of_all * hidden.shape[1] / outputs[depth].shape[1]
             with student.autocast():
                 draft_logits = student.logits(hidden)
             overlap, _ = overlap_and_divergence(target_logprobs, draft_logits)
             likeliest = draft_logits.argmax(-1)
             likeliest = likeliest if student.tokens is None else student.tokens[likeliest]
-            overlaps[depth] += share * overlap.mean()
-            same[depth] += share * (likeliest == logits.argmax(-1)).float().mean()
-    return overlaps[: len(outputs)], same[: len(outputs)]
+            both = torch.stack([overlap.mean(), (likeliest == logits.argmax(-1)).float().mean()])
+            found[:, depth] += both * len(part) * hidden.shape[1] / outputs[depth].shape[1]
+        return found
+
+    overlaps, same = sum(parts.run(rows, sums), torch.zeros(())) / len(rows)
+    return overlaps, same
 
 
 def _pieces(student: Student, rows: Taught, target_logits: Logits, outputs: list[Tensor]) -> Iterator[_Piece]:

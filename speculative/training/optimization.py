@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ class Optimization:
         self.model.zero_grad(set_to_none=True)
 
     def save(self, path: Path, steps: int, seconds: float, **more: Any) -> None:
-        """Leave model and optimizers at `path`, with the steps and seconds behind them, and whatever `more` there is."""
+        """Leave model and optimizers at `path`, with the steps and seconds behind them, and whatever more is given."""
         optimizers = [self.muon.state_dict(), self.adamw.state_dict()]
         state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": steps, "seconds": seconds, **more}
         save_whole(state, path)
@@ -85,10 +84,15 @@ def _weights_by_token(model: nn.Module) -> list[nn.Parameter]:
     return [weight for module in found for weight in module.parameters()]
 
 
+def say_now(line: str) -> None:
+    """Print a line that whoever follows a file sees at once."""
+    print(line, flush=True)
+
+
 class Progress:
     """A line about every 20 seconds: step, tokens per second since the last line, time left."""
 
-    def __init__(self, steps: int, tokens_per_step: int, say: Callable[[str], object] = partial(print, flush=True)):
+    def __init__(self, steps: int, tokens_per_step: int, say: Callable[[str], object] = say_now):
         self.steps, self.tokens_per_step, self.say = steps, tokens_per_step, say
         self.go_on(0, 0.0)
 
