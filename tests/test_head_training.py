@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,12 @@ SETTINGS = HeadTraining(
 )
 
 
-def tiny_head(seed: int) -> EagleHead:
+def tiny_head(seed: int, **variant: Any) -> EagleHead:
     torch.manual_seed(seed)
     shape = {"hidden_size": WIDTH, "target_hidden_size": WIDTH, "intermediate_size": 24, "head_dim": 8}
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
-    return EagleHead(replace(head_config(), **shape, **sizes, draft_vocab_size=VOCABULARY, taps=(1, 2, 3)))
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "taps": (1, 2, 3)}
+    shape |= {"vocab_size": VOCABULARY, "draft_vocab_size": VOCABULARY}
+    return EagleHead(replace(head_config(), **(shape | variant)))
 
 
 def tiny_target() -> LlamaForCausalLM:
@@ -77,13 +79,15 @@ def taught(target: LlamaForCausalLM, work: Path) -> list[TapRows]:
 
 
 def one_entry(
-    head: EagleHead, feature: Tensor, embedded: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]
+    head: EagleHead, feature: Tensor, embedded: Tensor, position: int, seen: list[list[tuple[Tensor, Tensor]]]
 ) -> Tensor:
-    """An entry's output [1, 1, H]; it sees what is in `seen`, keys and values, and itself, which is put there."""
+    """An entry's output [1, 1, H]; it sees each layer's keys and values in `seen`, and itself, which is put there."""
+    layers = iter(seen)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        seen.append((key, value))
-        keys, values = (torch.cat(each, 2) for each in zip(*seen, strict=True))
+        layer = next(layers)
+        layer.append((key, value))
+        keys, values = (torch.cat(each, 2) for each in zip(*layer, strict=True))
         return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
     return head(feature, embedded, head.rotary_emb(feature, torch.tensor([[position]])), attend)
@@ -96,14 +100,14 @@ def losses_one_by_one(head: EagleHead, rows: Taught, target: LlamaForCausalLM, d
     for tokens, taps, hidden in zip(rows.tokens.long(), rows.taps.float(), rows.hidden, strict=True):
         features = head.features([*taps.unbind(1)])[:, None, None]  # [length, 1, 1, H]
         target_probs = (hidden @ target_head.T).softmax(-1)  # [length, V]; row i is the law of token i + 1
-        entries_seen: list[tuple[Tensor, Tensor]] = []
+        entries_seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in head.layers]
         for entry in range(len(tokens) - depths):
             output = one_entry(head, features[entry], embedding[tokens[entry + 1]][None, None], entry, entries_seen)
-            chain, seen = [], list(entries_seen)
+            chain, seen = [], [list(layer) for layer in entries_seen]
             for depth in range(depths):
                 if depth:
                     embedded = embedding[tokens[entry + 1 + depth]][None, None]
-                    output = one_entry(head, output, embedded, entry + depth, seen)
+                    output = one_entry(head, head.fed_back(output), embedded, entry + depth, seen)
                 draft_probs = (head.before_lm_head(output)[0, 0] @ target_head.T).softmax(-1)
                 wanted = target_probs[entry + 1 + depth]
                 overlap = torch.minimum(wanted, draft_probs).sum()
@@ -115,10 +119,14 @@ def losses_one_by_one(head: EagleHead, rows: Taught, target: LlamaForCausalLM, d
 
 @pytest.mark.parametrize("logits_at_once", [learning.LOGITS_AT_ONCE, 3 * 2 * VOCABULARY])  # one piece, and several
 @pytest.mark.parametrize("depths", [1, DEPTHS])
-def test_the_loss_and_its_gradients_are_those_of_entries_run_one_by_one(depths, logits_at_once, monkeypatch):
+@pytest.mark.parametrize(
+    "variant", [{}, {"feeds_back_normed": True, "layers": 2}, {"generation": 1, "taps": (3,), "tap_norms": False}]
+)
+def test_the_loss_and_its_gradients_are_those_of_entries_run_one_by_one(variant, depths, logits_at_once, monkeypatch):
     monkeypatch.setattr(learning, "LOGITS_AT_ONCE", logits_at_once)
-    head, target, rows = tiny_head(1), tiny_target(), random_rows(2)
-    taught = Taught(rows.tokens, rows.taps, torch.randn(*rows.tokens.shape, WIDTH))
+    head, target, rows = tiny_head(1, **variant), tiny_target(), random_rows(2)
+    taps = rows.taps[:, :, : len(head.config.taps)]
+    taught = Taught(rows.tokens, taps, torch.randn(*rows.tokens.shape, WIDTH))
     decay = 0.7 ** torch.arange(depths)
     loss, overlaps = learn(student_of_head(head, target), taught, target.lm_head, tv_kl, decay.tolist())
     losses = losses_one_by_one(head, taught, target, depths).mean(-1)

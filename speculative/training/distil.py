@@ -198,7 +198,8 @@ def _train(
 
         found = parts.run(batch, of_part, optimization.clear)
         state["rows_at_once"] = parts.rows
-        learnt = Learnt(*(sum(each[1:], each[0]) for each in zip(*found, strict=True)))
+        losses, overlaps = zip(*found, strict=True)
+        learnt = Learnt(torch.stack(losses).sum(0), torch.stack(overlaps).sum(0))
         latest[:] = [learnt.loss]
         return learnt
 

@@ -79,11 +79,19 @@ def logits_behind(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     and Granite scale them, and no module does that.
     """
     layers = model.base_model
-    layers.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)
+    layers.forward = lambda *_, **__: _LastHidden(last_hidden_state=hidden)
     try:
         return model(inputs_embeds=hidden, use_cache=False).logits
     finally:
         del layers.forward
+
+
+class _LastHidden(BaseModelOutputWithPast):
+    """A last hidden state; whatever else models look for in such an output is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
