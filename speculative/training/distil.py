@@ -86,6 +86,11 @@ class DistilSettings:
             if not is_right:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of a batch."""
+        return self.tokens_per_step // self.length
+
 
 def distil(
     draft: EagleHead | PreTrainedModel,
@@ -121,12 +126,17 @@ def distil(
     folder = Path(folder)
     _check(draft, target, settings)
     parameters = sum(weight.numel() for weight in draft.parameters())
-    work = _prepared(folder, {**asdict(settings), "draft": draft.config.model_type, "parameters": parameters}, resume)
+    work = folder / CHECKPOINT_FOLDER
+    _check_folder(folder, resume)
     draft.to(device=target.device, dtype=torch.float32)  # pyright: ignore[reportCallIssue]
     student = _student(draft, target)
     teacher = Teacher(target, draft.config.taps if isinstance(draft, EagleHead) else ())
     with _without_gradients(target):
-        rows = _rows(documents, target, settings, work / "rows.pt", say)
+        made_for = {**asdict(settings), "draft": draft.config.model_type, "parameters": parameters}
+        rows = _saved_rows(work / "rows.pt", made_for) if resume else _new_rows(documents, target, settings, say)
+        if not resume:
+            work.mkdir(parents=True, exist_ok=True)
+            save_whole({"made_for": made_for, **rows._asdict()}, work / "rows.pt")
         state = _train(student, teacher, rows, settings, work / "checkpoint.pt", say)
     draft.requires_grad_(False)
     for weight in draft.parameters():  # these alone: rotary frequencies stay fp32
@@ -155,7 +165,7 @@ def distil(
 
 def schedule_of(settings: DistilSettings, rows: int, width: int) -> Schedule:
     """The steps through so many rows, and the rates, for a draft of this width."""
-    steps = max(1, round(settings.epochs * rows / (settings.tokens_per_step // settings.length)))
+    steps = max(1, round(settings.epochs * rows / settings.rows_per_step))
     rate = settings.rate or 2 / width
     return Schedule(
         steps=steps,
@@ -176,12 +186,7 @@ def _train(
     say: Callable[[str], object],
 ) -> dict[str, Any]:
     """Train the student; what there is to record: tokens, seconds, loss, overlaps held out by the steps before."""
-    size = settings.tokens_per_step // settings.length
-    if len(rows.train) < size:
-        raise ValueError(
-            f"a step takes {size} rows, the data have {len(rows.train)} to train on; give more text, or lower "
-            f"tokens_per_step ({settings.tokens_per_step})"
-        )
+    size = settings.rows_per_step
     config: Any = student.module.config
     schedule = schedule_of(settings, len(rows.train), config.hidden_size)
     optimization, loss = Optimization(student.module, schedule), LOSSES[settings.loss]
@@ -224,25 +229,33 @@ def _train(
     return {"steps": schedule.steps, "tokens": tokens, "seconds": round(seconds), **state}
 
 
-def _rows(
-    documents: list[Document],
-    target: PreTrainedModel,
-    settings: DistilSettings,
-    file: Path,
-    say: Callable[[str], object],
+def _new_rows(
+    documents: list[Document], target: PreTrainedModel, settings: DistilSettings, say: Callable[[str], object]
 ) -> Rows:
-    """The rows that an earlier run left, or new ones, which are left there."""
-    if file.exists():
-        return Rows(**torch.load(file, weights_only=True))
-
     def write(prompts: list[Tensor]) -> list[Tensor]:
         say(f"the target writes {len(prompts)} texts")
         return write_texts(target, prompts, settings.length - settings.prompt_tokens, settings.seed, say)
 
     wanted = RowSettings(settings.length, settings.held_out, settings.written, settings.prompt_tokens, settings.seed)
     rows = make_rows(documents, wanted, write)
-    save_whole(rows._asdict(), file)
+    if len(rows.train) < settings.rows_per_step:
+        raise ValueError(
+            f"a step takes {settings.rows_per_step} rows, the data have {len(rows.train)} to train on; give more text, "
+            f"or lower tokens_per_step ({settings.tokens_per_step})"
+        )
     return rows
+
+
+def _saved_rows(file: Path, made_for: dict[str, Any]) -> Rows:
+    """The rows that an earlier run left, if it was for the same settings and draft."""
+    saved = torch.load(file, weights_only=True)
+    before = saved.pop("made_for")
+    changed = [
+        f"{name} {value!r}, before {before[name]!r}" for name, value in made_for.items() if value != before[name]
+    ]
+    if changed:
+        raise ValueError(f"a training goes on with its own settings; got {', '.join(changed)}")
+    return Rows(**saved)
 
 
 def _student(draft: EagleHead | PreTrainedModel, target: PreTrainedModel) -> Student:
@@ -283,24 +296,11 @@ def _check(draft: EagleHead | PreTrainedModel, target: PreTrainedModel, settings
             raise ValueError(f"length must be at most {longest}, the {model}'s positions, got {settings.length}")
 
 
-def _prepared(folder: Path, settings: dict[str, Any], resume: bool) -> Path:
-    """The folder of the checkpoints, with the settings of this training or, if it goes on, of the same."""
-    work = folder / CHECKPOINT_FOLDER
-    file = work / "settings.json"
-    if not resume:
-        if folder.exists() and any(folder.iterdir()):
-            raise ValueError(f"the folder {str(folder)!r} is not empty; give a new one, or resume what it has")
-        work.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(settings), encoding="utf-8")
-        return work
-    if not file.exists():
+def _check_folder(folder: Path, resume: bool) -> None:
+    if resume and not (folder / CHECKPOINT_FOLDER / "rows.pt").exists():
         raise ValueError(f"there is no training to resume in {str(folder)!r}")
-    before = json.loads(file.read_text(encoding="utf-8"))
-    changed = [name for name in settings if before.get(name) != json.loads(json.dumps(settings[name]))]
-    if changed:
-        said = ", ".join(f"{name} {settings[name]!r}, before {before.get(name)!r}" for name in changed)
-        raise ValueError(f"to resume a training takes its settings; got {said}")
-    return work
+    if not resume and folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"the folder {str(folder)!r} is not empty; give a new one, or resume what it has")
 
 
 @contextmanager

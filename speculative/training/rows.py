@@ -9,7 +9,7 @@ from torch import Tensor
 from heavypath.speculative.training.documents import Document
 
 MOST_HELD_OUT = 128  # rows; more would say no more, and take time to measure
-SECTIONS = 100  # that long texts are cut into, as whole ones could not be held out in part
+LONGEST_SHARE, LONGEST_ROWS = 1 / 20, 32  # longer texts are cut into sections, to be held out in part
 Write = Callable[[list[Tensor]], list[Tensor]]  # texts int32 [n] of the target's own behind prompts int32 [m]
 
 
@@ -33,11 +33,13 @@ class RowSettings(NamedTuple):
 def make_rows(documents: list[Document], settings: RowSettings, write: Write) -> Rows:
     """Rows of the documents; each document goes to one side alone, and so does what is written after its prompt.
 
+    A text that is more than a twentieth of all or than 32 rows is cut into sections, which are documents then.
+
     Raises ValueError for documents that do not fill a row of each side.
     """
     length, generator = settings.length, torch.Generator().manual_seed(settings.seed)
     total = sum(len(document.tokens) for document in documents)
-    longest = max(length, min(8 * length, total // SECTIONS))
+    longest = max(length, min(int(LONGEST_SHARE * total), LONGEST_ROWS * length))
     sections = [section for document in documents for section in _sections(document, longest)]
     sizes = torch.tensor([len(section.tokens) or length for section in sections])
     wanted = min(max(settings.held_out * float(sizes.sum()), length), MOST_HELD_OUT * length)
