@@ -121,6 +121,17 @@ def test_the_target_is_as_it_was(tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
 
 
+def test_a_draft_has_the_targets_dtype_and_exact_rotary_frequencies(tmp_path):
+    target = tiny_target().bfloat16()
+    head = new_head(target)
+    frequencies = head.rotary_emb.inv_freq.clone()
+    distil(head, target, texts(), tmp_path / "head", TINY, say=silent)
+    assert {weight.dtype for weight in head.parameters()} == {torch.bfloat16}
+    assert torch.equal(head.rotary_emb.inv_freq, frequencies)
+    assert load_draft(tmp_path / "head", target).fc.weight.dtype == torch.bfloat16
+    SpeculativeDecoder(target, head, tree_size=8).generate(random_rows(3, 1, 6).tokens.long(), max_new_tokens=8)
+
+
 def test_a_training_that_was_interrupted_goes_on_to_the_same_head(tmp_path):
     target, documents = tiny_target(), texts()
     settings = DistilSettings(**asdict(TINY) | {"epochs": 2, "checkpoint_steps": 3})
@@ -146,9 +157,12 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     target, documents, folder = tiny_target(), texts(), tmp_path / "head"
 
     def refused(match: str, draft=None, documents=documents, target=target, resume=False, **settings):
-        with pytest.raises(ValueError, match=match):
+        def attempt():
             given = DistilSettings(**asdict(TINY) | settings)
             distil(draft or new_head(target), target, documents, folder, given, resume=resume, say=silent)
+
+        with pytest.raises(ValueError, match=match):
+            attempt()
 
     refused(r"at most 2048, the target's positions, got 4096", length=4096, tokens_per_step=4096)
     refused(r"must share a vocabulary, got 24 and 12 tokens", tiny_head(1, vocab_size=12, draft_vocab_size=12))

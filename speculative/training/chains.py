@@ -7,6 +7,7 @@ with the target's own features, and the nodes above it, entry i of steps 1 to k.
 """
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +69,7 @@ def masked_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) ->
 
 def joined_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """The same on a CPU, in less time: one causal product, joined with an elementwise one for each later step."""
-    states = [*keys, *values]
-    return _JoinedAttention.apply(query, *states)  # pyright: ignore[reportReturnType]
+    return _JoinedAttention.apply(query, *chain(keys, values))  # pyright: ignore[reportReturnType]
 
 
 def _for_all_heads(states: Tensor, groups: int) -> Tensor:

@@ -64,6 +64,7 @@ def train(
                     before_checkpoint(done)
                 optimization.save(checkpoints.path, done, progress.seconds, **checkpoints.state)
             if interrupted.is_set():
+                progress.say(f"interrupted after step {done} of {steps}; resuming goes on from there")
                 raise KeyboardInterrupt
     return progress.seconds
 
