@@ -19,6 +19,7 @@ from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
+from heavypath.speculative.distillation import DistilSettings, distil
 from heavypath.speculative.drafts import Draft, EagleHead, EarlyExit, Feed, PromptLookup, Retrieval
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.loading import load_draft
@@ -30,7 +31,6 @@ from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.output.trace import read_trace
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
-from heavypath.speculative.training.distil import DistilSettings, distil
 from heavypath.speculative.training.documents import read_documents
 from heavypath.speculative.trees import acceptance, bounds, planning, tree
 from heavypath.speculative.trees.planning import Plan, expected_tokens, greedy_tree, select_tree, sequoia_tree

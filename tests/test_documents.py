@@ -10,9 +10,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from heavypath.speculative import SpeculativeDecoder, own_text
+from heavypath.speculative.own_text import write_texts
 from heavypath.speculative.training.documents import Document, read_documents
 from heavypath.speculative.training.rows import RowSettings, batches_of, make_rows
-from heavypath.speculative.training.writing import continued, write_texts
 
 WORDS = ["<end>", "ask", "answer", "zero", "one", "two", "three"]
 TEMPLATE = (
@@ -21,6 +22,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}answer {% endif %}"
 )
 NONE = torch.zeros(0, dtype=torch.int32)
+
+
+def silent(line: str) -> None:
+    """Nobody is told."""
 
 
 @pytest.fixture
@@ -143,26 +148,44 @@ def test_batches_go_through_all_rows_once_an_epoch():
 
 def test_a_target_writes_after_each_prompt_what_it_would_write_alone():
     target = tiny_target()
+    target.generation_config.eos_token_id = None
     prompts = [tokens[:size].int() for tokens, size in zip(random_rows(1, 3).tokens, (3, 7, 5), strict=True)]
-    width = max(map(len, prompts))
-    padded = torch.stack([torch.cat([torch.full((width - len(prompt),), -1), prompt]) for prompt in prompts])
-    found = continued(target, padded, 6, temperature=1e-4)
-    for prompt, text in zip(prompts, found, strict=True):
-        alone = target.generate(prompt[None].long(), max_new_tokens=6, do_sample=False, pad_token_id=0)[0]
-        assert text.tolist() == alone.tolist()
-    end = int(found[1][9])
-    target.generation_config.eos_token_id = [end, 99]
-    ended = continued(target, padded, 6, temperature=1e-4)[1]
-    first = found[1].tolist().index(end, 7)
-    assert ended.tolist() == found[1][: first + 1].tolist()
+    decoder = SpeculativeDecoder(target, method="autoregressive")
+
+    def alone(prompt: torch.Tensor, number: int) -> list[int]:
+        ids = torch.tensor([number])
+        return decoder.generate(prompt[None].long(), 6, 1.0, seed=5, sequence_ids=ids).sequences[0].tolist()
+
+    found = [text.tolist() for text in write_texts(target, prompts, 6, 5, silent)]
+    in_order = sorted(prompts, key=len)
+    assert found == [alone(prompt, number) for number, prompt in enumerate(in_order)]
+    end = found[1][7]
+    target.generation_config.eos_token_id = [end, 23]
+    ended = [text.tolist() for text in write_texts(target, prompts, 6, 5, silent)]
+    ends = [next((at for at in range(len(prompt), len(text)) if text[at] in (end, 23)), 99)
+            for text, prompt in zip(found, in_order, strict=True)]  # fmt: skip
+    assert ended == [text[: at + 1] for text, at in zip(found, ends, strict=True)]
+    assert len(ended[1]) < len(found[1])
+
+
+def test_a_quarter_of_the_texts_is_sampled_at_a_lower_temperature(monkeypatch):
+    monkeypatch.setattr(own_text, "ROWS_AT_ONCE", 2)
+    target, temperatures = tiny_target(), []
+    generate = SpeculativeDecoder.generate
+
+    def noted(self, ids, new_tokens, temperature, **options):
+        temperatures.append(temperature)
+        return generate(self, ids, new_tokens, temperature, **options)
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", noted)
+    write_texts(target, [torch.ones(3, dtype=torch.int32)] * 16, 2, 0, silent)
+    assert temperatures == [1.0, 1.0, 1.0, 0.6] * 2
 
 
 def test_prompts_that_leave_no_room_are_left_out_and_counted():
     target, said = tiny_target(), []
     target.config.max_position_embeddings, target.generation_config.eos_token_id = 12, None
     prompts = [torch.ones(size, dtype=torch.int32) for size in (4, 9, 8)]
-    state = torch.get_rng_state()
     texts = write_texts(target, prompts, 4, 0, said.append)
-    assert torch.equal(torch.get_rng_state(), state)
     assert sorted(map(len, texts)) == [8, 12]
     assert said[0] == "left out 1 of 3 prompts of more than 12 positions with 4 new tokens"

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from heavypath.speculative.models.structure import structure_of
-from heavypath.speculative.training import learning, loop
+from heavypath.speculative.training import chains, learning, loop
 from heavypath.speculative.training.chains import ChainAttention, joined_attention, masked_attention
 from heavypath.speculative.training.learning import Learnt, learn
 from heavypath.speculative.training.losses import lk, tv_kl
@@ -88,7 +88,8 @@ def test_attention_to_chains_is_one_function_on_all_devices():
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
-def test_attention_to_chains_takes_the_masked_form_off_the_cpu():
+def test_attention_to_chains_takes_the_masked_form_off_the_cpu(monkeypatch):
+    monkeypatch.setattr(chains, "joined_attention", None)
     query, key = torch.empty(1, 2, 5, 8, device="meta"), torch.empty(1, 1, 5, 8, device="meta")
     attend = ChainAttention(layers=1)
     for _ in range(3):

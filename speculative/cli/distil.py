@@ -8,10 +8,10 @@ import typer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from heavypath.speculative.cli.support import Dtype, Target, load
+from heavypath.speculative.distillation import DistilSettings
+from heavypath.speculative.distillation import distil as train
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
-from heavypath.speculative.training.distil import DistilSettings
-from heavypath.speculative.training.distil import distil as train
 from heavypath.speculative.training.documents import Document, read_documents
 from heavypath.speculative.training.losses import LOSSES
 

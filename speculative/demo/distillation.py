@@ -20,7 +20,6 @@ from heavypath.speculative.training.losses import LOSSES
 from heavypath.speculative.training.optimization import Optimization, Progress, Schedule, save_whole
 from heavypath.speculative.training.student import student_of_model
 from heavypath.speculative.training.teacher import Logits, Taught
-from heavypath.speculative.training.writing import continued
 
 Result = TypeVar("Result")
 
@@ -179,11 +178,18 @@ def write_text(target: LlamaForCausalLM, documents: list[torch.Tensor], settings
     progress = Progress(settings.sampled_rows, settings.sampled_length)
     rows: list[torch.Tensor] = []
     for index, part in enumerate(prompts.split(settings.sampled_rows // 8)):
-        new_tokens = settings.sampled_length - settings.prompt_length
-        rows += continued(writer, part, new_tokens, temperature=0.6 if index % 4 == 3 else 1.0)
+        written = writer.generate(  # pyright: ignore[reportAttributeAccessIssue]
+            part,
+            attention_mask=torch.ones_like(part),
+            do_sample=True,
+            temperature=0.6 if index % 4 == 3 else 1.0,
+            top_k=0,
+            max_new_tokens=settings.sampled_length - settings.prompt_length,
+        )
+        rows += written.to(torch.int16)
         if progress.is_due(len(rows)):
             progress.report(len(rows), "sampled text")
-    return torch.stack(rows).to(torch.int16)
+    return torch.stack(rows)
 
 
 def cached(path: Path, resume: bool, compute: Callable[[], Result]) -> Result:

@@ -1,1 +1,1 @@
-"""Training of drafts: a head or a plain draft learns the target's distributions. `distil` is what users call."""
+"""Training of drafts: a head or a plain draft learns the target's distributions. `distil` puts it together."""

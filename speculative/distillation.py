@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.speculative.drafts.heads.checkpoint import save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.own_text import write_texts
 from heavypath.speculative.training.documents import Document
 from heavypath.speculative.training.learning import Learnt, learn, measure_agreement
 from heavypath.speculative.training.loop import Checkpoints, train
@@ -28,7 +29,6 @@ from heavypath.speculative.training.record import environment
 from heavypath.speculative.training.rows import Rows, RowSettings, batches_of, make_rows
 from heavypath.speculative.training.student import Student, student_of_head, student_of_model
 from heavypath.speculative.training.teacher import Teacher
-from heavypath.speculative.training.writing import write_texts
 
 CHECKPOINT_FOLDER = "training"  # in the folder of the result, until that is there
 MEASURED_DEPTHS = 5
