@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from heavypath.speculative.drafts.heads.checkpoint import save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.own_text import write_texts
-from heavypath.speculative.training.documents import Document
+from heavypath.speculative.training.documents import Document, check_tokens
 from heavypath.speculative.training.learning import Learnt, learn, measure_agreement
 from heavypath.speculative.training.loop import Checkpoints, train
 from heavypath.speculative.training.losses import LOSSES
@@ -125,6 +125,7 @@ def distil(
     """
     folder = Path(folder)
     _check(draft, target, settings)
+    check_tokens(documents, target.config.get_text_config(decoder=True).vocab_size)
     parameters = sum(weight.numel() for weight in draft.parameters())
     work = folder / CHECKPOINT_FOLDER
     _check_folder(folder, resume)
@@ -193,7 +194,6 @@ def _train(
     weights = [settings.decay**depth for depth in range(settings.depths)]
     parts = Parts(size, f"lower length ({settings.length}) or, for a head, depths ({settings.depths})", say)
     state: dict[str, Any] = {"loss": None, "held_out": {}, "rows_at_once": size}
-    latest: list[Tensor] = []
 
     def gradients(batch: Tensor) -> Learnt:
         parts.rows = state["rows_at_once"]
@@ -204,15 +204,13 @@ def _train(
         found = parts.run(batch, of_part, optimization.clear)
         state["rows_at_once"] = parts.rows
         losses, overlaps = zip(*found, strict=True)
-        learnt = Learnt(torch.stack(losses).sum(0), torch.stack(overlaps).sum(0))
-        latest[:] = [learnt.loss]
-        return learnt
+        return Learnt(torch.stack(losses).sum(0), torch.stack(overlaps).sum(0))
 
-    def note(step: int) -> None:
+    def note(step: int, learnt: Learnt | None = None) -> None:
         overlaps, same = measure_agreement(student, teacher, rows.held_out, MEASURED_DEPTHS, parts)
         shown = {"overlap": overlaps.tolist(), "same_likeliest_token": same.tolist()}
         state["held_out"][step] = {name: [round(value, 4) for value in values] for name, values in shown.items()}
-        state["loss"] = round(latest[0].item(), 4) if latest else None
+        state["loss"] = None if learnt is None else round(learnt.loss.item(), 4)
         say(f"held-out overlap after {step} steps: {' '.join(f'{value:.3f}' for value in overlaps.tolist())}")
 
     if not checkpoint.exists():

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from test_head_training import VOCABULARY, random_rows, tiny_head, tiny_target
-from transformers import LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heavypath.speculative import (
     DistilSettings,
@@ -169,6 +172,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     refused("is for a target of width 8, got a target of width 16", tiny_head(1, target_hidden_size=8))
     refused(r"reads the hidden states \[1, 9\], the target has 0 \.\. 3", tiny_head(1, taps=(1, 9)))
     refused("a step takes 128 rows, the data have", tokens_per_step=2048)
+    none = torch.zeros(0, dtype=torch.int32)
+    refused("the data have token 24, the target has 24", documents=[Document(torch.tensor([24]).int(), none)])
     refused("in training mode", target=tiny_target().train())
     refused("no training to resume", resume=True)
     for name, value in {"epochs": 0, "loss": "kl", "written": 2, "length": 6, "depths": 0, "rate": -1.0}.items():
@@ -258,6 +263,27 @@ def test_the_command_refuses_in_one_line(heavypath, tmp_path):
         assert said in errors
         assert len(errors.splitlines()) == 1
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["--layers", "--config", "--draft-vocab-size"])
+def test_the_command_trains_each_kind_of_draft_and_generate_takes_it(kind, heavypath, tmp_path):
+    model, words = tmp_path / "target", [f"w{number}" for number in range(VOCABULARY)]
+    target = tiny_target()
+    target.save_pretrained(model)
+    vocabulary = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
+    vocabulary.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary).save_pretrained(model)
+    (tmp_path / "data.txt").write_text(" ".join(words[token] for token in random_rows(5, 1, 900).tokens[0].tolist()))
+    target.config.save_pretrained(tmp_path / "config")
+    value = {"--layers": "0,2", "--config": tmp_path / "config" / "config.json", "--draft-vocab-size": 20}[kind]
+    short = ("--length", 40, "--tokens-per-step", 160, "--epochs", 1)
+    draft = ("--target", model, kind, value, "--out", tmp_path / "draft")
+    code, _, errors = heavypath("distil", tmp_path / "data.txt", *draft, *short)
+    assert (code, "drafts with it" in errors) == (0, True)
+    continued = ("generate", "w3 w5", "--target", model, "--max-new-tokens", 8)
+    code, text, _ = heavypath(*continued, "--draft", tmp_path / "draft")
+    assert code == 0
+    assert text == heavypath(*continued, "--method", "autoregressive")[1]
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def train_target(work: Path, settings: TargetTraining, resume: bool) -> None:
         loss.backward()
         return Learnt(loss.detach(), torch.zeros(0))
 
-    def say_loss(step: int) -> None:
+    def say_loss(step: int, learnt: Learnt) -> None:
         print(f"  held-out loss {mean_loss(model, corpus.windows(held_out, 513)[:48]):.3f}", flush=True)
 
     optimization, progress = Optimization(model, settings), Progress(settings.steps, settings.tokens_per_step)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
-from heavypath.speculative.training.documents import Document
+from heavypath.speculative.training.documents import Document, check_tokens
 from heavypath.speculative.training.teacher import layers_of
 
 
@@ -64,6 +64,7 @@ def most_frequent(documents: Sequence[Document], count: int, vocab_size: int) ->
     """The most frequent tokens of the documents, LongTensor[count] in ascending order; of equal ones the lowest."""
     if not 0 < count <= vocab_size:
         raise ValueError(f"a draft's vocabulary must have 1 .. {vocab_size} tokens, the target's, got {count}")
+    check_tokens(documents, vocab_size)
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for document in documents:
         for tokens in document:

@@ -56,6 +56,15 @@ def read_documents(paths: Iterable[str | Path], tokenizer: PreTrainedTokenizerBa
     return found
 
 
+def check_tokens(documents: Iterable[Document], vocab_size: int) -> None:
+    """Raise ValueError for a token that a model of this vocabulary does not have."""
+    largest = max((int(part.max()) for document in documents for part in document if len(part)), default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the data have token {largest}, the target has {vocab_size} tokens; take the target's own tokenizer"
+        )
+
+
 def _of_lines(file: Path, content: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
     texts, prompts = [], []
     for number, line in enumerate(content.splitlines(), start=1):

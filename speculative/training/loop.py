@@ -34,13 +34,13 @@ def train(
     gradients: Callable[[Batch], Learnt],
     checkpoints: Checkpoints,
     progress: Progress,
-    before_checkpoint: Callable[[int], object] = lambda step: None,
+    before_checkpoint: Callable[[int, Learnt], object] = lambda step, learnt: None,
 ) -> float:
     """Take the schedule's steps; return the seconds they took, those before an interruption included.
 
     batches:           the same ones in every run; those behind the checkpoint's are left out
     gradients:         adds those of a batch to the parameters
-    before_checkpoint: called with the steps done
+    before_checkpoint: called with the steps done and what the last one learnt
 
     Ctrl-C ends it by a KeyboardInterrupt once the step is done and a checkpoint is written.
     """
@@ -61,7 +61,7 @@ def train(
                 progress.report(done, f"loss {learnt.loss.item():.3f}  overlap {overlaps}")
             if done % checkpoints.every == 0 or done == steps or interrupted.is_set():
                 if not interrupted.is_set():
-                    before_checkpoint(done)
+                    before_checkpoint(done, learnt)
                 optimization.save(checkpoints.path, done, progress.seconds, **checkpoints.state)
             if interrupted.is_set():
                 progress.say(f"interrupted after step {done} of {steps}; resuming goes on from there")
