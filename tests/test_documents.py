@@ -146,7 +146,8 @@ def test_batches_go_through_all_rows_once_an_epoch():
     assert len({*map(tuple, epochs)}) == 3
 
 
-def test_a_target_writes_after_each_prompt_what_it_would_write_alone():
+def test_a_target_writes_after_each_prompt_what_it_would_write_alone(monkeypatch):
+    monkeypatch.setattr(own_text, "ROWS_AT_ONCE", 2)
     target = tiny_target()
     target.generation_config.eos_token_id = None
     prompts = [tokens[:size].int() for tokens, size in zip(random_rows(1, 3).tokens, (3, 7, 5), strict=True)]
