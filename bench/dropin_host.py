@@ -34,7 +34,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from heavypath.kernels import tickets
 from heavypath.kernels.attention import launch as attention_launch
-from heavypath.kernels.variant import Launch
+from heavypath.kernels.attention.variant import Launch
 from heavypath.speculative.models.attn_implementation import attention_forward
 
 CALLS = 50  # in a row, in each round

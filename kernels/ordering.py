@@ -239,11 +239,12 @@ def launch_order(parents: Tensor, ranks: Tensor | None) -> Ordering:
         return order
     ranks = None if ranks is None else ranks.contiguous()
     block = max(32, triton.next_power_of_2(nodes))
+    warps = max(1, min(block // 128, 16 if ranks is not None else 8))  # with 16, finding ranks by a sort spills
     with torch.cuda.device_of(parents):
         _heavy_path_kernel[(batch,)](
             parents_ptr=parents.contiguous(), ranks_ptr=ranks, permutation_ptr=order.permutation,
             new_parents_ptr=order.parents, new_ranks_ptr=order.ranks, end_ptr=order.subtree_end,
             N=nodes, HAS_RANKS=ranks is not None, BLOCK=block,
-            num_warps=max(1, block // 128), enable_fp_fusion=False,  # Triton 3.9 warns if this is not given
+            num_warps=warps, enable_fp_fusion=False,  # Triton 3.9 warns if this is not given
         )  # fmt: skip
     return order

@@ -20,8 +20,18 @@ from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
 from heavypath.speculative.distillation import DistilSettings, distil
-from heavypath.speculative.drafts import Draft, EagleHead, EarlyExit, Feed, PromptLookup, Retrieval
+from heavypath.speculative.drafts import (
+    Cascade,
+    Draft,
+    EagleHead,
+    EarlyExit,
+    Feed,
+    Mixture,
+    PromptLookup,
+    Retrieval,
+)
 from heavypath.speculative.generation import Generation
+from heavypath.speculative.layer_choice import LayerChoice, choose_layers
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import METHODS, Method
 from heavypath.speculative.models import attn_implementation
@@ -52,6 +62,7 @@ for _name, _module in _FORMER.items():
 
 __all__ = [
     "METHODS",
+    "Cascade",
     "Confidence",
     "DistilSettings",
     "Draft",
@@ -59,7 +70,9 @@ __all__ = [
     "EarlyExit",
     "Feed",
     "Generation",
+    "LayerChoice",
     "Method",
+    "Mixture",
     "Plan",
     "Profile",
     "PromptLookup",
@@ -73,6 +86,7 @@ __all__ = [
     "Verified",
     "Verifier",
     "calibrate",
+    "choose_layers",
     "compare",
     "distil",
     "draft_of_layers",

@@ -40,7 +40,7 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.drafted import check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of, taps_of
+from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, parts_of, taps_of
 from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind
 from heavypath.speculative.models.forward import Forward, TreeMask
@@ -111,7 +111,7 @@ def calibrate(
     report = on_progress or (lambda line: None)
     forward = forward_of(target, "target")
     source = as_draft(draft, forward, target)
-    models = [model for model in (forward, model_of(source)) if model is not None]
+    models = [forward, *models_of(source)]
     limits = [model.rope_limit or model.max_positions for model in models]
     room = min(limits) - tokens - 2 * DEPTH
     if room < 1:
@@ -402,7 +402,9 @@ def walk(
     target_cache, draft_cache = target.new_cache(sequences, cache_rows), draft.new_cache(sequences, cache_rows)
     taps = taps_of(draft, draft_cache)
     target.prefill(padded, target_cache, taps=taps)
-    draft.prefill(padded, draft_cache)
+    draft_cache.begin(lengths - 1)
+    for part, cache in parts_of(draft, draft_cache):
+        part.prefill(padded, cache)
     state = Sequences.room_for(sequences, new_tokens=tokens, stops=1, vocab_size=0, count_slots=0, device=target.device)
     state.begin(
         padded,

@@ -93,6 +93,7 @@ def compare(
     tree_size: int | None = None,
     tree: TokenTree | None = None,
     profile: Profile | str | Path | None = None,
+    assistant: PreTrainedModel | None = None,
     seed: int = 0,
     on_progress: Callable[[str], object] | None = None,
 ) -> list[Row]:
@@ -108,6 +109,7 @@ def compare(
     prompts: texts, LongTensors [1, T], and Paths of files that `heavypath.speculative.prompts.read_prompts` reads, in
         any mix; or a single one of them. All but LongTensors need the tokenizer.
     methods, tree_size, tree, profile: of the decoders that are made for drafts, as SpeculativeDecoder has them.
+    assistant: a model for transformers' assisted generation, in the place of the drafts that are models.
     temperature, top_k, top_p, min_p, seed: how the target is sampled.
 
     A text ends at the target's own end-of-sequence token (of its generation_config) or after max_new_tokens. Each way
@@ -122,7 +124,7 @@ def compare(
     drafts = {name: each for name, each in named.items() if not isinstance(each, SpeculativeDecoder)}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     runners: dict[str, Runner] = {PLAIN: transformers_runner(target, None, sampling, seed)}
-    for name, each in drafts.items():
+    for name, each in (drafts if assistant is None else {"": assistant}).items():
         if isinstance(each, PreTrainedModel):
             runners[_label(ASSISTED, name)] = transformers_runner(target, each, sampling, seed)
     loaded = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)

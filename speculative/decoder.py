@@ -35,7 +35,7 @@ from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
-from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, model_of
+from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, proposes_every_token
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
 from heavypath.speculative.methods import METHODS
@@ -165,8 +165,7 @@ class SpeculativeDecoder:
             if draft is None:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
             self._draft = as_draft(draft, self._target, target)
-            drafting = model_of(self._draft)
-            models += [] if drafting is None else [drafting]
+            models += models_of(self._draft)
         self.tree_from = "by the profile"
         self.tree = self._chosen_tree(given) if self.profile is None else None
         if self.profile is not None:
@@ -184,15 +183,15 @@ class SpeculativeDecoder:
         stale = not self._target.is_current()
         if stale:
             self._target = forward_of(self.target, "target")
-        given, model = self._given_draft, model_of(self._draft)
-        if given is not None and self._draft is not None and (stale or (model is not None and not model.is_current())):
-            self._draft = as_draft(given, self._target, self.target)
+        stale = stale or not all(model.is_current() for model in models_of(self._draft))
+        if stale and self._given_draft is not None and self._draft is not None:
+            self._draft = as_draft(self._given_draft, self._target, self.target)
 
     def _chosen_tree(self, given: dict[str, Any]) -> TokenTree | Growth:
         """The tree of the options given, or the default, in heavy-path order; or how trees grow. Says which it is."""
         device, size, default = self._target.device, CPU_SIZE, None
         if device.type == "cuda" and not {"tree", "tree_size"} & given.keys():
-            costs = estimated_costs(self._target, model_of(self._draft), Device.of(device))
+            costs = estimated_costs(self._target, models_of(self._draft), Device.of(device))
             default = default_tree(self.method, costs)
             size = max(2, len(default))
             self.tree_from = f"by costs estimated for {torch.cuda.get_device_name(device)}"
@@ -381,6 +380,7 @@ class SpeculativeDecoder:
             workspace.begin(request, plan)
             smaller = [1 << power for power in reversed(range((batch_size - 1).bit_length()))]
             levels, longest = plan.tree.depth, prompt_tokens + max_new_tokens
+            self.runner.compile(plan, workspace, batch_size)
             for slots in (batch_size, *smaller) * 2:  # a step is run once before it is captured
                 self.runner.run(plan, workspace, slots=slots, levels=levels, longest=longest, lap=lambda phase: None)
             workspace.state.numbers.cpu()  # waits for the device
@@ -402,7 +402,7 @@ class SpeculativeDecoder:
         settings = given.filled_from(self.target.generation_config, self._target.vocab_size)
         return checked_request(
             self._target,
-            model_of(self._draft),
+            models_of(self._draft),
             prompts,
             Ending(
                 max_new_tokens=max_new_tokens,
@@ -441,7 +441,7 @@ class SpeculativeDecoder:
         rules = Rules(
             replacement=kind.replacement,
             # A draft without a model that proposes few tokens means it: random ones beside them would be rejected.
-            fill=self._method.fill and model_of(self._draft) is not None,
+            fill=self._method.fill and proposes_every_token(self._draft),
             verification=verification,
             target_filters=target_filters,
             draft_filters=draft_filters,

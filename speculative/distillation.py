@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts.heads.checkpoint import save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
-from heavypath.speculative.own_text import write_texts
 from heavypath.speculative.training.documents import Document, check_tokens
 from heavypath.speculative.training.learning import Learnt, learn, measure_agreement
 from heavypath.speculative.training.loop import Checkpoints, train
 from heavypath.speculative.training.losses import LOSSES
 from heavypath.speculative.training.memory import Parts
 from heavypath.speculative.training.optimization import Optimization, Progress, Schedule, save_whole, say_now
+from heavypath.speculative.training.own_text import write_texts
 from heavypath.speculative.training.record import environment
 from heavypath.speculative.training.rows import Rows, RowSettings, batches_of, make_rows
 from heavypath.speculative.training.student import Student, student_of_head, student_of_model
@@ -232,7 +233,8 @@ def _new_rows(
 ) -> Rows:
     def write(prompts: list[Tensor]) -> list[Tensor]:
         say(f"the target writes {len(prompts)} texts")
-        return write_texts(target, prompts, settings.length - settings.prompt_tokens, settings.seed, say)
+        generate = SpeculativeDecoder(target, method="autoregressive").generate
+        return write_texts(target, generate, prompts, settings.length - settings.prompt_tokens, settings.seed, say)
 
     wanted = RowSettings(settings.length, settings.held_out, settings.written, settings.prompt_tokens, settings.seed)
     rows = make_rows(documents, wanted, write)

@@ -127,8 +127,10 @@ def _lacks_target(draft: str) -> ValueError:
 def _check_modelless(draft: str) -> bool:
     """Whether the text names a draft without a model; raises ValueError or FileNotFoundError if it does so wrongly."""
     kind, _, what = draft.partition(":")
-    if kind == "early-exit" and not what.isdecimal():
-        raise ValueError(f"expected early-exit:LAYERS, a number of the target's layers, got {draft!r}")
+    if kind == "early-exit" and not all(part.isdecimal() for part in what.split(",")):
+        raise ValueError(
+            f"expected early-exit:LAYERS, the number of the first layers to run, or which, such as 0,1,5; got {draft!r}"
+        )
     if kind == "retrieval":
         if not what:
             raise ValueError("expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder of texts")
@@ -141,7 +143,7 @@ def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> 
     """The draft without a model that the text names, once it has been checked."""
     kind, _, what = (draft or "").partition(":")
     if kind == "early-exit":
-        return EarlyExit(int(what))
+        return EarlyExit([int(layer) for layer in what.split(",")] if "," in what else int(what))
     if kind == "prompt-lookup":
         return PromptLookup()
     if tokenizer is None:

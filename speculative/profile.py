@@ -24,7 +24,16 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import Confidence
-from heavypath.speculative.drafts import AnyDraft, EagleHead, EarlyExit, PromptLookup, Retrieval, is_own
+from heavypath.speculative.drafts import (
+    AnyDraft,
+    Cascade,
+    EagleHead,
+    EarlyExit,
+    Mixture,
+    PromptLookup,
+    Retrieval,
+    is_own,
+)
 from heavypath.speculative.methods import METHODS, Kind
 from heavypath.speculative.tree_choice import as_drafted, best_plan
 from heavypath.speculative.trees.planning import Plan, node_probabilities
@@ -245,6 +254,10 @@ def describe(model: AnyDraft) -> str:
     """A model's type and size in words, or a draft without a model of its own. Of a user's own draft, its class."""
     if isinstance(model, (PromptLookup, Retrieval, EarlyExit)):
         return repr(model)
+    if isinstance(model, Cascade | Mixture):
+        shares = model.levels if isinstance(model, Cascade) else model.weights
+        parts = " and ".join(map(describe, model.drafts))
+        return f"{type(model).__name__} of {parts}" + ("" if shares is None else f", {[*shares]}")
     if isinstance(model, EagleHead):
         config = model.config
         own = [name for name, has in (("embedding", config.owns_embedding), ("lm_head", config.owns_lm_head)) if has]
@@ -265,15 +278,18 @@ def parameter_count(model: nn.Module) -> int:
 def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
     """The parameters that a draft's forward pass goes through.
 
-    A prompt lookup and a retrieval have none, nor has a user's own draft unless it is a torch.nn.Module. An early exit
-    has the target's without those of the layers that it leaves out, so that the embedding, the final norm and the head
-    count, as they do for a model. A trained head that has no lm_head of its own goes through the target's.
+    A draft made of drafts has those of all. A prompt lookup and a retrieval have none, nor has a user's own draft
+    unless it is a torch.nn.Module. An early exit has the target's without those of the layers that it leaves out, so
+    that the embedding, the final norm and the head count, as they do for a model. A trained head that has no lm_head of
+    its own goes through the target's.
     """
+    if isinstance(draft, Cascade | Mixture):
+        return sum(draft_parameter_count(part, target) for part in draft.drafts)
     if isinstance(draft, PromptLookup | Retrieval) or not isinstance(draft, nn.Module | EarlyExit):
         return 0
     if isinstance(draft, EarlyExit):
         decoder: Any = target.get_decoder()
-        left_out = decoder.layers[draft.layers :]
-        return parameter_count(target) - sum(weight.numel() for weight in left_out.parameters())
+        left_out = [layer for index, layer in enumerate(decoder.layers) if index not in draft.indices]
+        return parameter_count(target) - sum(map(parameter_count, left_out))
     shared: Any = target.get_output_embeddings() if isinstance(draft, EagleHead) and draft.lm_head is None else None
     return parameter_count(draft) + (0 if shared is None else shared.weight.numel())

@@ -91,14 +91,15 @@ class Work(NamedTuple):
         return products + self.layers * LAYER_KERNELS * SMALL_KERNEL
 
 
-def estimated_costs(target: Forward, draft: Drafting | None, device: Device, sizes: Sequence[int] = SIZES) -> Costs:
-    """The costs of steps and levels. A draft that is no model, as None, costs nothing but the kernels of a level."""
+def estimated_costs(
+    target: Forward, drafting: Sequence[Drafting], device: Device, sizes: Sequence[int] = SIZES
+) -> Costs:
+    """The costs of steps and levels. What drafts without a model costs nothing but the kernels of a level."""
     work = Work.of(target)
     logits = target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read those of a node once
     step = {
         size: work.seconds(size, device) + size * LOGIT_PASSES * logits + STEP_KERNELS * SMALL_KERNEL for size in sizes
     }
     level = LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits
-    if draft is not None:
-        level += Work.of(draft).seconds(LEVEL_NODES, device)
+    level += sum(Work.of(model).seconds(LEVEL_NODES, device) for model in drafting)
     return Costs(step, level)

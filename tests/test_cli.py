@@ -219,10 +219,23 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
     assert_refused(heavypath("calibrate", "--out", path / "below"), 1, "--out must be in a folder that exists")
 
 
-@pytest.mark.parametrize("draft", ["prompt-lookup", "early-exit:4", f"retrieval:{__file__}"])
+@pytest.mark.parametrize("draft", ["prompt-lookup", "early-exit:4", "early-exit:0,5,7", f"retrieval:{__file__}"])
 def test_generate_drafts_without_a_draft_model(heavypath, draft):
     _, plain, _ = heavypath("generate", PROMPT, "--max-new-tokens", 12)
     assert heavypath("generate", PROMPT, "--max-new-tokens", 12, "--draft", draft)[:2] == (0, plain)
+
+
+def test_layers_are_found_for_a_target_and_prompts_of_ones_own(heavypath, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("import os\nclass Stack:\n")
+    code, output, _ = heavypath("layers", "--prompts", prompts, "--tokens", 4, "--json")
+    choices = json.loads(output)["choices"]
+    assert code == 0
+    assert sorted(len(choice["layers"]) for choice in choices) == [1, 2, 3, 4, 5, 6, 7]
+    code, output, _ = heavypath("layers", "--prompts", prompts, "--tokens", 4)
+    assert code == 0
+    assert "--draft early-exit:" in output or "No layers" in output
+    assert_refused(heavypath("layers", "--temperature", 0), 1, "temperature must be above 0")
 
 
 def test_info_reports_what_is_installed(heavypath):
@@ -403,7 +416,7 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
         ("no tokenizer", "draft", "the target folder 'no tokenizer' has no tokenizer; save one there"),
         ("nan weights", "draft", "target has NaN or infinite weights in lm_head.weight"),
         ("target", None, "--method sequoia needs a --draft"),
-        ("target", "early-exit:all", "expected early-exit:LAYERS, a number of the target's layers"),
+        ("target", "early-exit:all", "expected early-exit:LAYERS, the number of the first layers to run, or which"),
         (
             "target",
             "retrieval:",

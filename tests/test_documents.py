@@ -10,8 +10,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from heavypath.speculative import SpeculativeDecoder, own_text
-from heavypath.speculative.own_text import write_texts
+from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.training import own_text
 from heavypath.speculative.training.documents import Document, read_documents
 from heavypath.speculative.training.rows import RowSettings, batches_of, make_rows
 
@@ -146,6 +146,11 @@ def test_batches_go_through_all_rows_once_an_epoch():
     assert len({*map(tuple, epochs)}) == 3
 
 
+def written(target, prompts, new_tokens, seed, say):
+    generate = SpeculativeDecoder(target, method="autoregressive").generate
+    return own_text.write_texts(target, generate, prompts, new_tokens, seed, say)
+
+
 def test_a_target_writes_after_each_prompt_what_it_would_write_alone(monkeypatch):
     monkeypatch.setattr(own_text, "ROWS_AT_ONCE", 2)
     target = tiny_target()
@@ -157,12 +162,12 @@ def test_a_target_writes_after_each_prompt_what_it_would_write_alone(monkeypatch
         ids = torch.tensor([number])
         return decoder.generate(prompt[None].long(), 6, 1.0, seed=5, sequence_ids=ids).sequences[0].tolist()
 
-    found = [text.tolist() for text in write_texts(target, prompts, 6, 5, silent)]
+    found = [text.tolist() for text in written(target, prompts, 6, 5, silent)]
     in_order = sorted(prompts, key=len)
     assert found == [alone(prompt, number) for number, prompt in enumerate(in_order)]
     end = found[1][7]
     target.generation_config.eos_token_id = [end, 23]
-    ended = [text.tolist() for text in write_texts(target, prompts, 6, 5, silent)]
+    ended = [text.tolist() for text in written(target, prompts, 6, 5, silent)]
     ends = [next((at for at in range(len(prompt), len(text)) if text[at] in (end, 23)), 99)
             for text, prompt in zip(found, in_order, strict=True)]  # fmt: skip
     assert ended == [text[: at + 1] for text, at in zip(found, ends, strict=True)]
@@ -179,7 +184,7 @@ def test_a_quarter_of_the_texts_is_sampled_at_a_lower_temperature(monkeypatch):
         return generate(self, ids, new_tokens, temperature, **options)
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", noted)
-    write_texts(target, [torch.ones(3, dtype=torch.int32)] * 16, 2, 0, silent)
+    written(target, [torch.ones(3, dtype=torch.int32)] * 16, 2, 0, silent)
     assert temperatures == [1.0, 1.0, 1.0, 0.6] * 2
 
 
@@ -187,6 +192,6 @@ def test_prompts_that_leave_no_room_are_left_out_and_counted():
     target, said = tiny_target(), []
     target.config.max_position_embeddings, target.generation_config.eos_token_id = 12, None
     prompts = [torch.ones(size, dtype=torch.int32) for size in (4, 9, 8)]
-    texts = write_texts(target, prompts, 4, 0, said.append)
+    texts = written(target, prompts, 4, 0, said.append)
     assert sorted(map(len, texts)) == [8, 12]
     assert said[0] == "left out 1 of 3 prompts of more than 12 positions with 4 new tokens"

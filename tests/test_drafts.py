@@ -10,10 +10,12 @@ from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from test_decoder import exact_law, tiny_llama, transformers_greedy
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder
+from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, choose_layers
 from heavypath.speculative.drafts import Feed, LookupDraft, ModelDraft
 from heavypath.speculative.models.forward import TreeMask
+from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.profile import draft_parameter_count
 
 VOCAB = 4
 
@@ -101,16 +103,83 @@ def test_a_batch_is_decoded_as_each_alone_with_any_draft(name, method):
 
 
 @torch.inference_mode()
-def test_an_early_exit_is_the_model_of_its_first_layers():
-    whole = tiny_llama(1, layers=3)
-    cut = copy.deepcopy(whole)
-    cut.model.layers = cut.model.layers[:2]
+@pytest.mark.parametrize("layers", [2, [0, 2], [1]])
+def test_an_early_exit_is_the_model_of_its_layers_alone(layers):
+    whole, exits = tiny_llama(1, layers=3), EarlyExit(layers)
     tokens = torch.randint(0, 7, (2, 9))
-    forward = LlamaForward(whole, "draft", layers=2)
+    forward = forward_of(whole, "draft", layers=exits.indices)
     rows = torch.arange(9).expand(2, -1)
     mask = TreeMask(prefix_length=torch.tensor(0), visible_rows=9, subtree_end=torch.full((9,), 9))
     ours = forward(tokens, rows, rows, forward.new_cache(2, 9), mask)
+    cut = only(whole, exits.indices)
     assert torch.allclose(ours, cut(tokens).logits, atol=1e-5)
+    assert draft_parameter_count(exits, whole) == sum(weight.numel() for weight in cut.parameters())
+
+
+def only(model, layers):
+    """A copy of a model with some of its layers."""
+    cut = copy.deepcopy(model)
+    cut.model.layers = torch.nn.ModuleList(cut.model.layers[index] for index in layers)
+    for index, layer in enumerate(cut.model.layers):
+        layer.self_attn.layer_idx = index
+    return cut
+
+
+@pytest.mark.parametrize(("layers", "message"), [
+    ([0, 1, 2], "must leave 1 .. 2 layers, got 3"), ([], "must leave 1 .. 2 layers, got 0"), (0, "got 0"),
+    ([1, 0], r"must rise within 0 .. 2, got \[1, 0\]"), ([0, 3], r"got \[0, 3\]"), ([1, 1], r"got \[1, 1\]"),
+])  # fmt: skip
+def test_layers_that_are_no_early_exit_are_refused(layers, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder(tiny_llama(1, layers=3), EarlyExit(layers))
+
+
+def test_rows_of_other_layers_are_not_taken_over():
+    target, prompt = tiny_llama(1, layers=3, max_position_embeddings=256), torch.tensor([[1, 2, 3, 4, 5]])
+    past = SpeculativeDecoder(target, EarlyExit([0, 1])).generate(prompt, 20, temperature=1.0)
+    other, options = SpeculativeDecoder(target, EarlyExit([0, 2])), {"temperature": 1.0, "seed": 3}
+    fresh = other.generate(past.sequences, 20, **options)
+    again = other.generate(past.sequences, 20, past=past.cache, **options)
+    assert again.stats.reused_tokens > 0
+    assert torch.equal(again.sequences, fresh.sequences)
+    assert torch.equal(again.stats.accepted, fresh.stats.accepted)
+
+
+def test_layers_are_left_out_in_the_order_in_which_they_are_missed():
+    target, temperature, tokens = tiny_llama(2, layers=4, max_position_embeddings=256), 0.8, 12
+    prompts = [torch.tensor([[1, 2, 3]]), torch.tensor([[5]])]
+    choices = choose_layers(target, prompts, tokens=tokens, temperature=temperature, seed=4)
+    writer = SpeculativeDecoder(target, None, "autoregressive")
+    texts = [
+        writer.generate(prompt, tokens, temperature, seed=5 + index, eos_token_id=None).sequences
+        for index, prompt in enumerate(prompts)
+    ]
+
+    def law(model, text):
+        return (model(text[:, :-1]).logits[:, -tokens:] / temperature).softmax(-1)
+
+    def overlap(layers):
+        cut = only(target, layers)
+        with torch.no_grad():
+            return sum(float(torch.minimum(law(target, text), law(cut, text)).sum(-1).mean()) for text in texts) / 2
+
+    kept, expected = (0, 1, 2, 3), {}
+    while len(kept) > 1:
+        kept = max((tuple(layer for layer in kept if layer != out) for out in kept), key=overlap)
+        expected[kept] = overlap(kept)
+    assert {choice.layers: pytest.approx(choice.overlap, abs=1e-5) for choice in choices} == expected
+    assert [choice.speedup for choice in choices] == sorted((choice.speedup for choice in choices), reverse=True)
+    for choice in choices:
+        a, c = choice.overlap, choice.share
+        gains = [(1 - a ** (g + 1)) / (1 - a) / (1 + g * c) for g in range(10)]
+        assert choice.speedup == pytest.approx(max(gains))
+        assert choice.drafts == gains.index(max(gains))
+
+
+@pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"tokens": 0}, {"prompts": []}])
+def test_no_layers_are_chosen_by_nothing(bad):
+    with pytest.raises(ValueError, match=r"temperature must be above 0|at least one prompt"):
+        choose_layers(tiny_llama(1), **{"prompts": [torch.tensor([[1, 2]])]} | bad)
 
 
 @pytest.mark.parametrize("draft_size", [199, 202])

@@ -18,7 +18,7 @@ import torch
 from fake_gpu import all_on_gpu, compile_for
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
-from heavypath.kernels import variant
+from heavypath.kernels.attention import variant
 from heavypath.kernels.tree_attention import chain_attention, tree_attention
 from heavypath.kernels.attention.masks import pack_ancestors
 

@@ -355,7 +355,9 @@ def test_a_draft_is_trained_on_the_gpu(kind, tmp_path):
         "layers": lambda: draft_of_layers(target, [1]),
     }
     draft = drafts[kind]()
-    record = distil(draft, target, documents, tmp_path / "draft", replace(TINY, epochs=4, written=size(0.2, 0.0)), say=silent)
+    record = distil(
+        draft, target, documents, tmp_path / "draft", replace(TINY, epochs=4, written=size(0.2, 0.0)), say=silent
+    )
     before, after = overlaps(record)
     assert all(late > early + 0.02 for early, late in zip(before, after, strict=True))
     assert {weight.device.type for weight in draft.parameters()} == {"cuda"}

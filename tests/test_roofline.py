@@ -52,13 +52,13 @@ def test_the_work_of_a_pass_leaves_out_an_embedding_that_is_looked_up(tied):
 
 
 def test_an_early_exit_does_its_share_of_the_layers():
-    whole, half = (Work.of(LlamaForward(tiny_llama(1, layers=4), layers=layers)) for layers in (None, 2))
+    whole, half = (Work.of(LlamaForward(tiny_llama(1, layers=4), layers=layers)) for layers in (None, (0, 1)))
     assert (half.layers, half.weights) == (2, whole.weights // 2)
 
 
 def test_costs_rise_with_nodes_and_a_level_costs_a_pass_of_the_draft(h100):
     target, draft = (LlamaForward(model) for model in load_demo_pair()[:2])
-    costs, without = estimated_costs(target, draft, h100), estimated_costs(target, None, h100)
+    costs, without = estimated_costs(target, [draft], h100), estimated_costs(target, [], h100)
     assert list(costs.step.values()) == sorted(costs.step.values())
     assert costs.step == without.step
     assert 0 < without.level < costs.level < costs.step[1]

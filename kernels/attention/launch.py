@@ -12,8 +12,10 @@ from torch import Tensor
 
 from heavypath.kernels.attention.kernel import MIN_SPLIT, tree_attention_kernel
 from heavypath.kernels.attention.masks import Visible
+from heavypath.kernels.attention.variant import Launch, current_stream, variant_of
 from heavypath.kernels.tickets import tickets
-from heavypath.kernels.variant import Launch, current_stream, variant_of
+
+_ROOMY = (9, 10)
 
 
 class _Tiles(NamedTuple):
@@ -25,23 +27,26 @@ class _Tiles(NamedTuple):
     stages: int
 
 
-def _tiles(dtype: torch.dtype, head_dim: int, rows: int, roomy: bool) -> _Tiles:
+def _tiles(dtype: torch.dtype, head_dim: int, rows: int, capped: bool, generation: int) -> _Tiles:
     """Choose tiles that do not spill, keep two blocks of keys in flight, and from 64 query rows on can use wgmma.
 
-    rows:  query rows per key head
-    roomy: a data-centre GPU since Hopper, with 227 KB of shared memory and products that take operands from there
+    rows:       query rows per key head
+    capped:     whether there is a soft cap, which takes registers
+    generation: 9 (Hopper) and 10 (Blackwell, of a data centre) have 227 KB of shared memory, and products that take
+                operands from there
     """
+    roomy = generation in _ROOMY
     if dtype == torch.float32:  # exact products, which do not use tensor cores
         return _Tiles(16 if rows <= 16 or head_dim > 128 else 32, 32, 8 if head_dim <= 64 else 16, 2)
     if rows <= 16:
         return _Tiles(16, 64 if head_dim <= 128 else 32, 4, 3)
     if head_dim > 128:
-        return _Tiles(64, 32, 8, 3 if roomy else 2)
+        return _Tiles(128 if generation == 9 and rows > 64 else 64, 32, 8, 3) if roomy else _Tiles(32, 32, 4, 2)
     if head_dim <= 32:
         return _Tiles(64, 64, 4, 3)
     if head_dim > 64 and not roomy:
-        return _Tiles(64, 32, 4, 3)
-    return _Tiles(64, 64, 4, 3) if rows <= 64 else _Tiles(128, 64, 8, 3)
+        return _Tiles(64, 64, 8, 3)
+    return _Tiles(64, 64, 4, 3) if rows <= 64 else _Tiles(128, 32 if capped else 64, 8, 3)
 
 
 class Layout(NamedTuple):
@@ -114,10 +119,10 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     rows = queries * group
     if on_gpu:
         gpu = torch.cuda.get_device_properties(query.device)
-        processors, roomy = gpu.multi_processor_count, gpu.major in (9, 10)
+        processors, generation = gpu.multi_processor_count, gpu.major
     else:
-        processors, roomy = 16, True
-    block_m, block_n, warps, stages = _tiles(query.dtype, head_dim, rows, roomy)
+        processors, generation = 16, 9
+    block_m, block_n, warps, stages = _tiles(query.dtype, head_dim, rows, capped, generation)
     tiles = _blocks(rows, block_m)
     # As many programs as run at once, where two of 4 warps share a processor, whatever the batch size. Splits are a
     # power of two, so that few variants are compiled.
@@ -126,7 +131,7 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     splits = min(1 << max(programs.bit_length() - 1, 0), most, 32)
     block_d = max(16, _power(head_dim))
     # A limit on registers keeps ptxas from spilling to fit one more program; with 16 warps it would make ptxas spill.
-    registers = None if warps == 16 and head_dim > 128 and roomy else min(255, (1 << 16) // (32 * warps))
+    registers = None if warps == 16 and head_dim > 128 and generation in _ROOMY else min(255, (1 << 16) // (32 * warps))
 
     # Masks are contiguous, and of one tree for all sequences where they lack the batch's dimension.
     words = 0 if ancestors is None else 2 * _blocks(nodes, 64)

@@ -348,7 +348,7 @@ def launch_grow(
     fed = Fed(*(torch.empty(batch, count, dtype=torch.long, device=device) for _ in Fed._fields))
     mask = torch.empty(batch, count, above.end + count, dtype=torch.bool, device=device)
     offers, worths = torch.empty(2, batch, parents, most, dtype=torch.float64, device=device)
-    warps = max(1, min(8, triton.next_power_of_2(max(parents, count)) // 64))
+    warps = max(1, min(16, triton.next_power_of_2(max(parents, count)) // 64))
     with torch.cuda.device_of(logits):
         sums = _sums(logits, policy.temperature) if from_logits or lines is not None else None
         _grow_kernel[(batch,)](

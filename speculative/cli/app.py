@@ -1,5 +1,5 @@
-"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`,
-`distil`, `info`, `--version`.
+"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`, `layers`, `distil`, and
+`info`.
 
 Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, which is said in
 one line; 2 for wrong usage; 130 for Ctrl-C.
@@ -24,6 +24,7 @@ from heavypath.speculative.cli import chat as chatting
 from heavypath.speculative.cli import compare as comparing
 from heavypath.speculative.cli import distil as training
 from heavypath.speculative.cli import info, planning
+from heavypath.speculative.cli import layers as choosing_layers
 from heavypath.speculative.cli import trace as trace_page
 from heavypath.speculative.cli.support import (
     AsJson,
@@ -53,7 +54,7 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.generation_defaults import GivenSettings
-from heavypath.speculative.loading import Pair
+from heavypath.speculative.loading import DEMO_HEAD, Pair, load_draft
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
@@ -64,6 +65,7 @@ app.command()(comparing.compare)
 app.command()(planning.calibrate)
 app.command()(planning.plan)
 app.command()(training.distil)
+app.command()(choosing_layers.layers)
 app.command()(trace_page.trace)
 app.command()(info.info)
 
@@ -95,17 +97,18 @@ def demo(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Continue real prompts with the shipped pair, then compare all methods with transformers."""
+    """Continue real prompts with the shipped target and head, then compare all methods with transformers."""
     Filters(temperature, top_k, top_p).check()
     texts = demo_prompts()
     if prompts > len(texts):
         raise ValueError(f"--prompts must be at most {len(texts)}, the number of shipped prompts, got {prompts}")
     pair = load()
     assert isinstance(pair.draft, PreTrainedModel)
+    head = load_draft(DEMO_HEAD, pair)  # which is faster than the shipped draft model
     inputs = [encode(pair, text) for text in texts[:prompts]]
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if not as_json:
-        decoder = SpeculativeDecoder(pair.target, pair.draft, tree_size=tree_size)
+        decoder = SpeculativeDecoder(pair.target, head, tree_size=tree_size)
         for text, ids in zip(texts, inputs, strict=False):
             _stream_demo_text(decoder, pair, text, ids, {**sampling, "max_new_tokens": max_new_tokens})
     say_if_busy()
@@ -114,8 +117,9 @@ def demo(
     with progress("comparing the methods") as report:
         rows = compare(
             pair.target,
-            pair.draft,
+            head,
             inputs,
+            assistant=pair.draft,
             max_new_tokens=max_new_tokens,
             tree_size=tree_size,
             on_progress=report,

@@ -63,8 +63,8 @@ def root_feed(state: Sequences, visible_rows: int, nodes: int, levels: int) -> F
     )
 
 
-def feed_of(fed: Fed, state: Sequences, visible_rows: int, mask: Tensor) -> Feed:
-    """The feed of a level below the root. visible_rows, mask: as in `Feed`."""
+def feed_of(fed: Fed, state: Sequences, visible_rows: int, mask: Tensor, level: int) -> Feed:
+    """The feed of a level below the root. visible_rows, mask, level: as in `Feed`."""
     return Feed(
         tokens=fed.tokens,
         positions=fed.positions,
@@ -73,6 +73,7 @@ def feed_of(fed: Fed, state: Sequences, visible_rows: int, mask: Tensor) -> Feed
         prefix_lengths=state.lengths,
         visible_rows=visible_rows,
         ancestor_mask=mask,
+        level=level,
     )
 
 

@@ -42,7 +42,7 @@ def draft_tree(
     logits = fed = None
     for depth, level in enumerate(tree.levels):
         if fed is not None:
-            feed, level_noise = feed_of(fed, state, visible_rows + len(tree), level.mask), fed.noise_rows
+            feed, level_noise = feed_of(fed, state, visible_rows + len(tree), level.mask, depth), fed.noise_rows
         after = draft(feed, cache)[:, -len(level.given.nodes) :]  # [B, n, V]
         if rules.replacement and depth > 0:
             # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because it is a

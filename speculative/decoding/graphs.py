@@ -11,6 +11,7 @@ leave that stream where a capture fails.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -76,6 +77,11 @@ class Graphs(Generic[Result]):
 
     def __len__(self) -> int:
         return sum(graph.is_captured for graph in self._graphs.values())
+
+    def try_out(self, function: Callable[[], object]) -> None:
+        """Do what a function does on the host. Nothing runs; nothing is kept, not even that it cannot be captured."""
+        with suppress(RuntimeError):
+            Graph(self._pool, self._stream, self._device).capture(function)
 
     def of(self, key: object) -> Graph[Result]:
         """The graph of a function, known by its key; a new one if there is none, and the oldest one is dropped."""

@@ -103,7 +103,7 @@ def grow_tree(
         lap("sampling")
         if level.depth == growth.depth or (can_trim and not (slots.tokens[:, level.first : level.end] >= 0).any()):
             break
-        feed, noise_rows = feed_of(fed, state, visible_rows + level.end, level.mask), fed.noise_rows
+        feed, noise_rows = feed_of(fed, state, visible_rows + level.end, level.mask, level.depth), fed.noise_rows
     tree = assemble(slots, roots, level, growth.size, trims=can_trim)
     every = torch.cat(logits, 1)  # after the slots of all levels but the last
     drafted = Drafted(

@@ -69,7 +69,7 @@ class Request:
 
 def checked_request(
     target: Forward,
-    draft: Drafting | None,
+    drafting: Sequence[Drafting],
     prompts: Prompts,
     ending: Ending,
     *,
@@ -87,7 +87,7 @@ def checked_request(
     lengths = _prompt_lengths(input_ids, prompts.attention_mask)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    for model in (target, draft):
+    for model in (target, *drafting):
         _check_positions(model, int(lengths.min()), int(lengths.max()), max_new_tokens)
     eos, pad = _stop_tokens(ending, target.vocab_size)
     batch, width = input_ids.shape

@@ -6,18 +6,20 @@ A benchmark that wants to look at each step can put its own object with these me
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 
 import torch
 
+from heavypath.kernels.compiling import compile_all, uncompiled_launches
 from heavypath.speculative.decoding.drafted import Lap
 from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
-from heavypath.speculative.drafts import OwnDraft, model_of
+from heavypath.speculative.drafts import OwnDraft, leaves_of, models_of
+from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
 
@@ -100,11 +102,9 @@ class StepRunner:
             return step(state, target_cache, draft_cache, longest, lap)
         # To know the lengths the host would have to wait for the GPU. Besides, one graph is to serve all steps.
         step = self._step(plan, plan.tree.depth)
-        visible_rows = workspace.size.cache_rows - tree_rows(plan)
         if workspace.graphs is None:
-            return step(state, target_cache, draft_cache, visible_rows, lap)
-        graph = workspace.graphs.of((step, slots))
-        launch = partial(step, state, target_cache, draft_cache, visible_rows, _no_lap)
+            return step(state, target_cache, draft_cache, _most_visible(plan, workspace), lap)
+        graph, launch = workspace.graphs.of((step, slots)), self._launch(plan, workspace, slots)
         if graph.is_warm and not graph.is_captured and not graph.fails:
             logger.debug("capturing a CUDA graph: %d slots, a tree of %d nodes", slots, len(plan.tree))
             try:
@@ -120,21 +120,54 @@ class StepRunner:
         lap("step")
         return stepped
 
+    def compile(self, plan: StepPlan, workspace: Workspace, slots: int) -> None:
+        """Compile what a step launches, side by side, before it first runs; nothing where steps are not captured.
+
+        A capture tells what would be launched, and nothing runs in it. It ends where rows of a cache are first moved:
+        the few kernels behind that are compiled when they are launched. Code that is not ours may keep what its first
+        call computes, so that its first call must not be a captured one: with such models nothing is done here.
+        """
+        if workspace.graphs is None or _has_foreign_code(plan):
+            return
+        with uncompiled_launches() as compilations:
+            workspace.graphs.try_out(self._launch(plan, workspace, slots))
+        logger.debug("compiling %d kernels", len(compilations))
+        compile_all(compilations, plan.target.device)
+
+    def _launch(self, plan: StepPlan, workspace: Workspace, slots: int) -> Callable[[], Stepped]:
+        """What a graph of a step is captured of; one graph serves texts of all lengths."""
+        step = self._step(plan, plan.tree.depth)
+        return partial(step, *workspace.first(slots), _most_visible(plan, workspace), _no_lap)
+
     def _warn(self, plan: StepPlan, error: RuntimeError) -> None:
         """Say once that steps are not captured, and why. Nothing has run: the same step follows, launch by launch."""
         if not self._warned:
-            drafting, names = model_of(plan.draft), type(plan.target.model).__name__
-            if drafting is not None:
-                names += f" and {type(drafting.model).__name__}"
-            elif isinstance(plan.draft, OwnDraft):
-                names += f" and {plan.draft.name}"
+            names = [type(model.model).__name__ for model in (plan.target, *models_of(plan.draft))]
+            names += [own.name for own in _own_drafts(plan)]
             reason = str(error.__context__ or error).strip().splitlines()[0]
             logger.warning(
                 "a step of %s cannot be captured as a CUDA graph, so its kernels are launched one by one, which is "
                 "slower: %s",
-                names, reason,
+                " and ".join(names), reason,
             )  # fmt: skip
         self._warned = True
+
+
+def _most_visible(plan: StepPlan, workspace: Workspace) -> int:
+    """Rows of the longest prefix that the workspace has room for."""
+    return workspace.size.cache_rows - tree_rows(plan)
+
+
+def _has_foreign_code(plan: StepPlan) -> bool:
+    """Whether a step calls modules of transformers as they are, or a user's own draft."""
+    models = plan.target, *models_of(plan.draft)
+    return bool(_own_drafts(plan)) or any(isinstance(model, TransformersForward) for model in models)
+
+
+def _own_drafts(plan: StepPlan) -> list[OwnDraft]:
+    """The user's own drafts among those of a plan."""
+    leaves = [] if plan.draft is None else leaves_of(plan.draft)
+    return [leaf for leaf in leaves if isinstance(leaf, OwnDraft)]
 
 
 def _no_lap(phase: str) -> None:

@@ -15,7 +15,7 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
-from heavypath.speculative.drafts.heads.cache import HeadCache
+from heavypath.speculative.drafts.composite import CompositeDraft, parts_of
 from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.kinds import Drafting, model_of, taps_of
 from heavypath.speculative.drafts.model import ModelDraft
@@ -141,8 +141,8 @@ class Workspace:
         batch, width = before_roots.shape
         draft = plan.draft
         _, target_cache, draft_cache = self.first(batch)
-        if isinstance(draft_cache, HeadCache):
-            draft_cache.known.copy_(request.lengths - 1)
+        if draft_cache is not None:
+            draft_cache.begin(request.lengths - 1)
         if width == 0:
             return [0] * batch
         past, ends = request.past, (request.lengths - 1).tolist()
@@ -151,17 +151,22 @@ class Workspace:
         def copied(model: Drafting, cache: RowCache) -> list[int]:
             return [0] * batch if shared is None else shared.copy_rows(model, cache)
 
-        cached, drafting = copied(self._target, target_cache), model_of(draft)
-        in_draft = [] if drafting is None or draft_cache is None else copied(drafting, draft_cache)
-        if isinstance(draft, HeadDraft):  # it must have read what the target does not compute again
-            cached = [min(pair) for pair in zip(cached, in_draft, strict=True)]
-            in_draft = [max(0, rows - 1) for rows in cached]  # the last entry was made of another next token
+        cached = copied(self._target, target_cache)
+        parts = [] if draft is None or draft_cache is None else parts_of(draft, draft_cache)
+        in_parts: list[list[int]] = []
+        for part, cache in parts:
+            model = model_of(part)
+            have = [] if model is None else copied(model, cache)
+            if isinstance(part, HeadDraft):  # it must have read what the target does not compute again
+                cached = [min(pair) for pair in zip(cached, have, strict=True)]
+                have = [max(0, rows - 1) for rows in cached]  # the last entry was made of another next token
+            in_parts.append(have)
         reused = _prefill(self._target, target_cache, before_roots, ends, cached, taps_of(draft, draft_cache))
-        if isinstance(draft, ModelDraft | HeadDraft):
-            assert isinstance(draft_cache, KeyValueCache)
-            _prefill(draft, draft_cache, before_roots, ends, in_draft)
-        elif draft is not None:
-            draft.prefill(before_roots, draft_cache)
+        for (part, cache), have in zip(parts, in_parts, strict=True):
+            if isinstance(part, ModelDraft | HeadDraft):
+                _prefill(part, cache, before_roots, ends, have)
+            else:
+                part.prefill(before_roots, cache)
         return reused
 
     def finish(self, request: Request, plan: StepPlan) -> TextCache:
@@ -180,12 +185,13 @@ class Workspace:
         texts = texts.scatter(1, after, self.state.output[:batch])[:, : int(lengths.max())].cpu()
         texts = texts.where(torch.arange(texts.shape[1]) < lengths[:, None], -1)
         models = [ModelRows(self._target, self._kept(self.target_cache, texts))]
-        drafting = model_of(draft)
-        if drafting is not None and self.draft_cache is not None:
-            # The draft may lack the last root, behind which nothing was drafted, and an accepted leaf before it; a head
-            # the entries of all that was accepted last.
-            unsure = 2 + plan.tree.depth * isinstance(draft, HeadDraft)
-            models.append(ModelRows(drafting, self._kept(self.draft_cache, texts), unsure))
+        for part, cache in [] if draft is None or self.draft_cache is None else parts_of(draft, self.draft_cache):
+            model = model_of(part)
+            if model is not None:
+                # It may lack the last root, behind which nothing was drafted, and an accepted leaf before it; a head
+                # the entries of all that was accepted last, a model of a cascade what others drafted.
+                unsure = 2 + plan.tree.depth * isinstance(draft, HeadDraft | CompositeDraft)
+                models.append(ModelRows(model, self._kept(cache, texts), unsure))
         return TextCache(texts, slots.tolist(), models)
 
     def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:

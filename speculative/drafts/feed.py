@@ -22,6 +22,7 @@ class Feed:
                     tree's node m has cache row prefix_lengths + m
     news:           of a step's first feed, how many of the text's last tokens may be new since the last step, the root
                     among them, where all steps draft as many levels as this one (which is so on a GPU); 0 of later ones
+    level:          of the nodes: 0 for the root's
     drafted:        of a first feed, LongTensor[B]: how many of the text's last tokens are to count as drafted nodes,
                     whose features a head does not know; None for 0. Acceptance is measured so, at any depth of a tree
     """
@@ -35,3 +36,4 @@ class Feed:
     ancestor_mask: Tensor
     news: int = 0
     drafted: Tensor | None = None
+    level: int = 0

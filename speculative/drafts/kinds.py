@@ -5,6 +5,14 @@ from typing import TypeGuard
 from torch import nn
 from transformers import PreTrainedModel
 
+from heavypath.speculative.drafts.composite import (
+    Cascade,
+    CascadeDraft,
+    Mixture,
+    MixtureDraft,
+    leaves_of,
+    parts_of,
+)
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.draft import HeadDraft
@@ -17,7 +25,9 @@ from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.forward_of import forward_of
 
-AnyDraft = PreTrainedModel | EagleHead | PromptLookup | Retrieval | EarlyExit | Draft  # what users give
+AnyDraft = (
+    PreTrainedModel | EagleHead | PromptLookup | Retrieval | EarlyExit | Cascade | Mixture | Draft
+)  # what users give
 Drafting = Forward | HeadDraft  # what has weights to draft with
 
 
@@ -32,9 +42,14 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
     if isinstance(draft, Retrieval):
         return RetrievalDraft(draft, target.vocab_size, target.device)
     if isinstance(draft, EarlyExit):
-        return ModelDraft(forward_of(model, "draft", layers=draft.layers), target.vocab_size)
+        return ModelDraft(forward_of(model, "draft", layers=draft.indices), target.vocab_size)
     if isinstance(draft, EagleHead):
         return HeadDraft(draft, target)
+    if isinstance(draft, Cascade | Mixture):
+        parts = [as_draft(part, target, model) for part in draft.drafts]
+        if isinstance(draft, Cascade):
+            return CascadeDraft(parts, draft.levels, target.device)
+        return MixtureDraft(parts, draft.weights, target.device)
     if is_own(draft):
         return OwnDraft(draft, target.vocab_size, target.device)
     forward = forward_of(draft, "draft")  # pyright: ignore[reportArgumentType]
@@ -45,7 +60,7 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
 
 def is_own(draft: object) -> TypeGuard[Draft]:
     """Whether it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
-    ours = isinstance(draft, PromptLookup | Retrieval | EarlyExit)
+    ours = isinstance(draft, PromptLookup | Retrieval | EarlyExit | Cascade | Mixture)
     return not ours and (not isinstance(draft, nn.Module) or has_methods(draft))
 
 
@@ -54,6 +69,21 @@ def model_of(draft: Draft | None) -> Drafting | None:
     return draft.forward if isinstance(draft, ModelDraft) else draft if isinstance(draft, HeadDraft) else None
 
 
+def models_of(draft: Draft | None) -> list[Drafting]:
+    """All that drafts with weights of its own, in a draft that may be made of drafts."""
+    models = [] if draft is None else [model_of(leaf) for leaf in leaves_of(draft)]
+    return [model for model in models if model is not None]
+
+
+def proposes_every_token(draft: Draft | None) -> bool:
+    """Whether a draft has logits for all tokens, as models have: then more may be drawn than it finds likely."""
+    return draft is not None and all(model_of(leaf) is not None for leaf in leaves_of(draft))
+
+
 def taps_of(draft: Draft | None, cache: RowCache | None) -> Taps | None:
     """What a draft reads of the target's passes; None for all but heads."""
-    return draft.taps(cache) if isinstance(draft, HeadDraft) and isinstance(cache, HeadCache) else None
+    if draft is None or cache is None:
+        return None
+    pairs = parts_of(draft, cache)
+    heads = [(part, own) for part, own in pairs if isinstance(part, HeadDraft) and isinstance(own, HeadCache)]
+    return heads[0][0].taps(heads[0][1]) if heads else None

@@ -21,14 +21,22 @@ MAX_PADDING = 128  # by how many tokens padded vocabularies may differ (Qwen2's 
 
 @dataclass(frozen=True)
 class EarlyExit:
-    """A draft out of the target: its first `layers` layers, then its own final norm and head (self-speculation).
+    """A draft out of the target: some of its layers, then its own final norm and head (self-speculation).
+
+        EarlyExit(4)            # the first four
+        EarlyExit([0, 1, 5])    # these; `choose_layers` and `heavypath layers` find out which are best
 
     Give it to SpeculativeDecoder in place of a draft model. It needs no memory but a cache for these layers. How well
     it drafts depends on the target: models that were trained for early exits draft well (LayerSkip, Elhoushi et al.
-    2024), others hardly at all.
+    2024), others better without some layers in the middle (Draft & Verify, Zhang et al. 2024), or hardly at all.
     """
 
-    layers: int
+    layers: int | Sequence[int]
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The layers that run."""
+        return tuple(range(self.layers)) if isinstance(self.layers, int) else tuple(self.layers)
 
 
 class ModelDraft:

@@ -31,6 +31,9 @@ class RowCache:
         """Bytes of keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
+    def begin(self, lengths: Tensor) -> None:
+        """Texts begin, LongTensor[B], of which the first so many rows are taken in: all tokens but the last."""
+
     def first(self, slots: int) -> Self:
         """A view of the first `slots` sequences."""
         view = copy(self)

@@ -7,6 +7,7 @@ patches and subclasses are part of. Either is tried on a small tree first (`prob
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,11 +27,11 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 
 
-def forward_of(model: nn.Module, name: str, layers: int | None = None) -> Forward:
+def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None) -> Forward:
     """The forward pass over tree nodes of a transformers causal language model, or of a PEFT model around one.
 
     name: what messages call the model: "target", whose logits must be right, or "draft", whose logits may be any
-    layers: how many layers to run, for an early exit (default: all)
+    layers: which layers to run, for an early exit (default: all)
 
     Raises TypeError for something that is no causal language model, ValueError for one that cannot be decoded by trees.
     """

@@ -109,12 +109,12 @@ def _is_setting(name: str, value: object) -> bool:
 class LlamaForward(Forward):
     """A transformers Llama, Mistral, Qwen2 or Qwen3 causal language model, called on tree nodes.
 
-    layers: how many of its layers to run before the final norm and the head (default: all).
+    layers: which of its layers to run before the final norm and the head, rising (default: all).
 
-    Raises TypeError for something that is not such a model.
+    Raises TypeError for something that is not such a model, ValueError for layers that it does not have.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str = "model", layers: int | None = None):
+    def __init__(self, model: PreTrainedModel, name: str = "model", layers: Sequence[int] | None = None):
         config = getattr(model, "config", None)
         if not isinstance(model, nn.Module) or getattr(config, "model_type", None) not in MODEL_TYPES:
             kind = getattr(config, "model_type", None) or type(model).__name__
@@ -124,9 +124,10 @@ class LlamaForward(Forward):
         super().__init__(model, name)
         self._linear = partial(linear_of, from_memory=read_from_memory(weight for _, weight in self.weights()))
         every = list(model.model.layers)
-        if layers is not None and not 1 <= layers < len(every):
-            raise ValueError(f"an early exit must leave 1 .. {len(every) - 1} layers, got {layers}")
-        self.layers = len(every) if layers is None else layers
+        if layers is not None:
+            _check_layers(layers, len(every))
+        self._indices = tuple(range(len(every)) if layers is None else layers)
+        self.layers = len(self._indices)
         self._look_up()
         self.watch(model)  # as it is after weights were joined
         self.windows = {layer.window for layer in self._layers}
@@ -146,8 +147,12 @@ class LlamaForward(Forward):
             apart = [*map(self._linear, modules)]
             return lambda hidden: [product(hidden) for product in apart]
 
-        self._layers = [_Layer(layer, self._linear, products) for layer in [*model.model.layers][: self.layers]]
+        self._layers = [_Layer(model.model.layers[index], self._linear, products) for index in self._indices]
         self._norm, self._head = norm_of(model.model.norm), self._linear(model.lm_head)
+
+    def state(self) -> int:
+        """A number that is another one after a change of the model, and for others of its layers."""
+        return hash((super().state(), self._indices))
 
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
         """An empty cache of `rows` rows for each of `batch` sequences; tokens may have positions below `rows`."""
@@ -226,6 +231,14 @@ class LlamaForward(Forward):
     def _turns(self, positions: Tensor) -> Tensor:
         """The rotary table [N, 2, D] of LongTensor[N] as the positions of one text."""
         return turns_of(self.model.model.rotary_emb, positions, self.embedding.weight)
+
+
+def _check_layers(layers: Sequence[int], count: int) -> None:
+    """Raise ValueError for layers that are no early exit of a model of so many."""
+    if not 1 <= len(layers) < count:
+        raise ValueError(f"an early exit must leave 1 .. {count - 1} layers, got {len(layers)}")
+    if not all(0 <= layer < count for layer in layers) or [*layers] != sorted({*layers}):
+        raise ValueError(f"the layers of an early exit must rise within 0 .. {count - 1}, got {[*layers]}")
 
 
 def turns_of(rotary_emb: Any, positions: Tensor, like: Tensor) -> Tensor:

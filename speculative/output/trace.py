@@ -62,7 +62,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped
-from heavypath.speculative.drafts import Draft, Drafting, OwnDraft, RetrievalDraft, model_of
+from heavypath.speculative.drafts import CompositeDraft, Draft, Drafting, OwnDraft, RetrievalDraft, model_of
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.output.reasons import Reasons, VerifiedTree, VerifyOptions, explain, shown
 from heavypath.speculative.output.text_stream import UNFINISHED, TextStream
@@ -240,7 +240,9 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 def _described_draft(draft: Draft) -> dict[str, Any]:
-    """What a draft is; one without a model has a name alone."""
+    """What a draft is; one without a model has a name alone, and one made of drafts those of its parts."""
+    if isinstance(draft, CompositeDraft):
+        return {"name": " and ".join(_described_draft(part)["name"] or "model" for part in draft.parts)}
     model = model_of(draft)
     if model is not None:
         return _described(model)

@@ -41,6 +41,10 @@ class HeadCache(KeyValueCache):
         """Bytes of all rows."""
         return sum(field.nbytes for field in self._fields())
 
+    def begin(self, lengths: Tensor) -> None:
+        """See `RowCache.begin`."""
+        self.known.copy_(lengths)
+
     def keep(self, features: Tensor, tokens: Tensor, cache_rows: Tensor) -> None:
         """Keep the features [B, N, F] of tokens LongTensor[B, N] that the target has in these rows of its cache."""
         store_rows(self.features, features[:, :, None], cache_rows)

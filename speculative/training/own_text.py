@@ -1,22 +1,31 @@
 """Text that the target writes itself: what a draft meets when the target decodes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.functional import pad
+from transformers import GenerationConfig, PreTrainedModel
 
-from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.training.memory import Parts
 from heavypath.speculative.training.optimization import Progress
 
 ROWS_AT_ONCE = 32
+Generate = Callable[..., Any]  # that of a SpeculativeDecoder
 
 
 def write_texts(
-    target: PreTrainedModel, prompts: list[Tensor], new_tokens: int, seed: int, say: Callable[[str], object]
+    target: PreTrainedModel,
+    generate: Generate,
+    prompts: list[Tensor],
+    new_tokens: int,
+    seed: int,
+    say: Callable[[str], object],
 ) -> list[Tensor]:
     """Each prompt, int32 [m], with what the target writes behind it, at most new_tokens: int32 [n].
+
+    generate: of the target by plain decoding
 
     Three quarters are sampled at temperature 1, the rest at 0.6, where text is more like that of greedy decoding. A
     text ends with the first token that ends texts, by the target's generation config. Prompts that leave no room for
@@ -27,7 +36,6 @@ def write_texts(
     if len(fitting) < len(prompts):
         said = f"of more than {room} positions with {new_tokens} new tokens"
         say(f"left out {len(prompts) - len(fitting)} of {len(prompts)} prompts {said}")
-    decoder = SpeculativeDecoder(target, method="autoregressive")
     parts = Parts(ROWS_AT_ONCE, "lower the length of rows", say)
     groups = torch.arange(len(fitting)).split(ROWS_AT_ONCE)
     progress = Progress(len(groups), ROWS_AT_ONCE * new_tokens, say)
@@ -37,7 +45,11 @@ def write_texts(
 
         def write(chosen: Tensor, temperature: float = temperature) -> list[Tensor]:
             given = [fitting[index] for index in chosen.tolist()]
-            return _continued(decoder, given, new_tokens, temperature, seed, chosen)
+            ids, mask = (padded.to(target.device) for padded in _padded(given))
+            options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": seed}
+            numbers = chosen.to(target.device)
+            out = generate(ids, new_tokens, temperature, attention_mask=mask, sequence_ids=numbers, **options)
+            return _texts(out.sequences.cpu(), given, target.generation_config)
 
         written += [text for texts in parts.run(group, write) for text in texts]
         if progress.is_due(number + 1):
@@ -45,37 +57,20 @@ def write_texts(
     return written
 
 
-def _continued(
-    decoder: SpeculativeDecoder,
-    prompts: list[Tensor],
-    new_tokens: int,
-    temperature: float,
-    seed: int,
-    sequence_ids: Tensor,
-) -> list[Tensor]:
-    target, width = decoder.target, max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = prompt
-        mask[row, width - len(prompt) :] = 1
-    out = decoder.generate(
-        ids.to(target.device),
-        new_tokens,
-        temperature,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        seed=seed,
-        attention_mask=mask.to(target.device),
-        sequence_ids=sequence_ids.to(target.device),
-    )
-    config = target.generation_config
+def _padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The prompts and their mask, LongTensor[R, T] each, padded on the left."""
+    width = max(map(len, prompts))
+    ids = torch.stack([pad(prompt.long(), (width - len(prompt), 0)) for prompt in prompts])
+    mask = torch.stack([pad(torch.ones(len(prompt), dtype=torch.long), (width - len(prompt), 0)) for prompt in prompts])
+    return ids, mask
+
+
+def _texts(sequences: Tensor, prompts: list[Tensor], config: GenerationConfig | None) -> list[Tensor]:
+    """The texts without padding, int32 [n], of padded prompts and what follows them, LongTensor[R, T + new]."""
+    width = max(map(len, prompts))
     ends = None if config is None else config.eos_token_id
     ends = torch.tensor([] if ends is None else ends, dtype=torch.long).flatten()
-    texts = out.sequences.cpu()
-    unended = (torch.isin(texts[:, width:], ends).cumsum(1) == 0).sum(1)
-    sizes = (width + unended + 1).clamp(max=texts.shape[1])
-    found = zip(texts, prompts, sizes.tolist(), strict=True)
+    unended = (torch.isin(sequences[:, width:], ends).cumsum(1) == 0).sum(1)
+    sizes = (width + unended + 1).clamp(max=sequences.shape[1])
+    found = zip(sequences, prompts, sizes.tolist(), strict=True)
     return [text[width - len(prompt) : size].int() for text, prompt, size in found]

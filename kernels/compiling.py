@@ -1,0 +1,57 @@
+"""Compile at once what would otherwise be compiled launch by launch.
+
+A kernel is compiled when it is first launched, which takes a second or so, while the launches behind it wait: some
+twenty kernels for a step. But what a step launches is known before anything runs, because it asks the host nothing: so
+its launches are noted where nothing is executed, in a CUDA graph's capture, and compiled side by side.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from triton import knobs
+
+Compilation = Callable[[], object]
+
+_noting = threading.Lock()  # Triton has one hook for all threads
+
+
+@contextmanager
+def uncompiled_launches() -> Iterator[list[Compilation]]:
+    """Within, launches of this thread that would compile first are left out; what is yielded has them, each once.
+
+    So whatever else runs within must not depend on what they would have written.
+    """
+    thread, noted = threading.get_ident(), {}
+
+    def note(**told: Any) -> bool | None:
+        """Triton's hook before it compiles: True leaves the launch out."""
+        if threading.get_ident() != thread:
+            return before(**told) if before else None
+        function = told["fn"].jit_function
+        noted[function, told["key"]] = lambda: function.preload(told["compile"]["specialization_data"])
+        return True
+
+    compilations: list[Compilation] = []
+    with _noting:
+        before = knobs.runtime.jit_cache_hook
+        knobs.runtime.jit_cache_hook = note
+        try:
+            yield compilations
+        finally:
+            knobs.runtime.jit_cache_hook = before
+            compilations += noted.values()
+
+
+def compile_all(compilations: list[Compilation], device: torch.device) -> None:
+    """Compile side by side, for this CUDA device, which later launches find in memory, and other processes on disk.
+
+    Raises what the compiler raises.
+    """
+    with ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+        for done in [pool.submit(compilation) for compilation in compilations]:
+            done.result()

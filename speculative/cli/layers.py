@@ -1,0 +1,67 @@
+"""`heavypath layers` finds out which of a target's layers draft best for it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from heavypath.speculative.calibration import own_prompts
+from heavypath.speculative.cli.support import AsJson, Dtype, Seed, Target, Verbose, load, print_json, progress
+from heavypath.speculative.layer_choice import LayerChoice, choose_layers
+from heavypath.speculative.prompts import tokens_of
+
+OWN_PROMPTS, OWN_LENGTH = 8, 32
+
+
+def layers(
+    target: Target = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="A file with a prompt on each line, or a .jsonl file; without it the target samples some."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to look at behind each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Of the texts and of both laws, above 0.")] = 1.0,
+    dtype: Dtype = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find out which of a target's layers draft best for it, for --draft early-exit:LAYERS. Nothing is trained."""
+    pair = load(target, None, dtype)
+    if prompts is not None:
+        given = tokens_of(prompts, pair.tokenizer, pair.target.device)
+    else:
+        given = [text[None] for text in own_prompts(pair.target, OWN_PROMPTS, OWN_LENGTH, seed)]
+    with progress("looking for layers") as report:
+        choices = choose_layers(
+            pair.target, given, tokens=tokens, temperature=temperature, seed=seed, on_progress=report
+        )
+    if as_json:
+        print_json({"choices": [choice._asdict() for choice in choices]})
+        return
+    console = Console(highlight=False)
+    console.print(_table(choices))
+    if choices[0].drafts == 0:
+        console.print("No layers of this target draft well enough to pay.")
+    else:
+        size = choices[0].drafts + 1
+        console.print(f"The best: --draft early-exit:{_listed(choices[0])} --method chain --tree-size {size}")
+
+
+def _listed(choice: LayerChoice) -> str:
+    """The layers as `--draft early-exit:` takes them."""
+    first = choice.layers == tuple(range(len(choice.layers)))
+    return str(len(choice.layers)) if first else ",".join(map(str, choice.layers))
+
+
+def _table(choices: list[LayerChoice]) -> Table:
+    table = Table(Column("layers"), box=box.SIMPLE_HEAD)
+    for heading in ("overlap", "share of weights", "chain", "speed-up at most"):
+        table.add_column(heading, justify="right")
+    for choice in choices:
+        figures = f"{choice.overlap:.2f}", f"{choice.share:.2f}", str(choice.drafts), f"{choice.speedup:.2f}"
+        table.add_row(",".join(map(str, choice.layers)), *figures)
+    return table

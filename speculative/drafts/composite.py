@@ -1,0 +1,242 @@
+"""Drafts made of drafts: a cascade, where each drafts some levels of a tree, and a mixture, where all draft each level.
+
+Text follows the target's law with any logits, so that these two are but two ways to make logits out of those of others.
+What a part remembers is in its own cache. A part without a model is fed all nodes, because that costs nothing. A model
+of a cascade is fed the nodes above its last level, and what was accepted below it when the next tree begins: a chain of
+the text's last tokens in the place of the root alone.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.layers.rotary import store_rows
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.heads.draft import HeadDraft
+from heavypath.speculative.drafts.model import ModelDraft
+from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.host import host_can_read
+
+FIRST = 0.9  # weight of the first draft of a mixture; of 0.5, 0.7 and 0.9 the best for the shipped pair beside its text
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """A draft out of several: the first one drafts the first levels of each tree, the next one those below, and so on.
+
+        Cascade([draft, PromptLookup()], levels=[2, 4])     # a model for two levels, the text itself for four more
+
+    drafts: whatever SpeculativeDecoder takes as a draft, strongest first
+    levels: of each, at least 1; the last one drafts all levels that are left
+
+    Source: the horizontal cascade of Chen et al. 2024, "Cascade Speculative Drafting for Even Faster LLM Inference".
+    """
+
+    drafts: Sequence[Any]
+    levels: Sequence[int]
+
+    def __post_init__(self) -> None:
+        _check_drafts("Cascade", self.drafts)
+        if len(self.levels) != len(self.drafts) or not all(isinstance(each, int) and each >= 1 for each in self.levels):
+            raise ValueError(
+                f"Cascade needs a number of levels, at least 1, for each of its {len(self.drafts)} drafts, "
+                f"got {[*self.levels]}"
+            )
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A draft out of several, beside each other: Q = sum_i w_i Q_i / sum_i w_i, over those that propose anything.
+
+        Mixture([draft, PromptLookup()], weights=[0.7, 0.3])
+
+    So the slots of a tree go to whichever has the better token, by value.
+
+    drafts: whatever SpeculativeDecoder takes as a draft
+    weights: of each, above 0; default: 0.9 for the first one, and the others share the rest
+    """
+
+    drafts: Sequence[Any]
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        _check_drafts("Mixture", self.drafts)
+        weights = self.weights
+        if weights is not None and (
+            len(weights) != len(self.drafts) or not all(math.isfinite(each) and each > 0 for each in weights)
+        ):
+            raise ValueError(
+                f"Mixture needs a weight above 0 for each of its {len(self.drafts)} drafts, got {[*weights]}"
+            )
+
+
+def _check_drafts(name: str, drafts: Sequence[Any]) -> None:
+    if isinstance(drafts, str) or not isinstance(drafts, Sequence) or len(drafts) < 2:
+        raise ValueError(f"{name} needs a list of at least two drafts, got {drafts!r}")
+
+
+class CompositeCache(RowCache):
+    """The caches of the parts, and the text's tokens.
+
+    keys:  LongTensor[B, 1, rows, 1], the token of each row; there are no values
+    known: LongTensor[B], rows of tokens that all parts were given: those up to the last tree's root
+    """
+
+    def __init__(self, parts: list[Any], tokens: Tensor):
+        super().__init__(tokens, tokens)
+        self.parts = parts
+        self.known = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens and of all parts."""
+        return self.keys.nbytes + sum(part.nbytes for part in self.parts)
+
+    def begin(self, lengths: Tensor) -> None:
+        """See `RowCache.begin`."""
+        self.known.copy_(lengths)
+        for part in self.parts:
+            part.begin(lengths)
+
+    def first(self, slots: int) -> Self:
+        """A view of the first `slots` sequences."""
+        view = copy(self)
+        view.keys = view.values = self.keys[:slots]
+        view.known, view.parts = self.known[:slots], [part.first(slots) for part in self.parts]
+        return view
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange all that is remembered of two sequences."""
+        for field in (self.keys, self.known):
+            kept = field[one].clone()
+            field[one] = field[other]
+            field[other] = kept
+        for part in self.parts:
+            part.swap(one, other)
+
+    def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
+        """Move the rows of an accepted path, see `RowCache.accept`."""
+        RowCache(self.keys, self.keys[..., :0]).accept(path, length, prefix_length, node_rows)
+        for part in self.parts:
+            part.accept(path, length, prefix_length, node_rows)
+
+
+class CompositeDraft(ABC):
+    """What cascades and mixtures have in common.
+
+    Raises ValueError for two trained heads: the target's pass is read by one.
+    """
+
+    def __init__(self, parts: list[Draft], device: torch.device):
+        self.parts, self._device = parts, device
+        heads = sum(isinstance(part, HeadDraft) for part in leaves_of(self))
+        if heads > 1:
+            raise ValueError(f"a draft made of drafts can have one trained head among them, got {heads}")
+
+    def new_cache(self, batch: int, rows: int) -> CompositeCache:
+        """Empty caches of `rows` rows for each of `batch` sequences."""
+        tokens = torch.zeros(batch, 1, rows, 1, dtype=torch.long, device=self._device)
+        return CompositeCache([part.new_cache(batch, rows) for part in self.parts], tokens)
+
+    def prefill(self, tokens: Tensor, cache: CompositeCache) -> None:
+        """Take in right-padded texts LongTensor[B, T]; the parts are given theirs by themselves, see `parts_of`."""
+        cache.keys[:, 0, : tokens.shape[1], 0] = tokens
+
+    @abstractmethod
+    def __call__(self, feed: Feed, cache: Any) -> Tensor:
+        """Logits after each node [B, n, V]; of a step's first feed after the root at least."""
+
+
+class CascadeDraft(CompositeDraft):
+    """`Cascade` at work."""
+
+    def __init__(self, parts: list[Draft], levels: Sequence[int], device: torch.device):
+        super().__init__(parts, device)
+        self._ends = [*accumulate(levels)][:-1]  # the level at which each but the last has drafted all of its own
+
+    def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:
+        """The logits of whichever part drafts this level."""
+        store_rows(cache.keys, feed.tokens[:, :, None, None], feed.cache_rows)
+        stage = sum(feed.level >= end for end in self._ends)
+        caught_up = _chain_feed(feed, cache) if feed.news else feed
+        logits: dict[int, Tensor] = {}
+        for index, (part, part_cache) in enumerate(zip(self.parts, cache.parts, strict=True)):
+            is_model = isinstance(part, ModelDraft | HeadDraft)
+            if index >= stage or not is_model:
+                lacks_rows = index < len(self._ends) and isinstance(part, ModelDraft)
+                logits[index] = part(caught_up if lacks_rows else feed, part_cache)
+        if feed.drafted is None:
+            return logits[stage]
+        chosen = logits[0][:, -1:].float()  # of nodes of all levels at once, each sequence has its own
+        for index, end in enumerate(self._ends, 1):
+            chosen = chosen.where((feed.drafted < end)[:, None, None], logits[index][:, -1:].float())
+        return chosen
+
+
+class MixtureDraft(CompositeDraft):
+    """`Mixture` at work."""
+
+    def __init__(self, parts: list[Draft], weights: Sequence[float] | None, device: torch.device):
+        super().__init__(parts, device)
+        if weights is None:
+            weights = [FIRST, *[(1 - FIRST) / (len(parts) - 1)] * (len(parts) - 1)]
+        self._logs = [math.log(weight) for weight in weights]
+
+    def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:
+        """The logarithm of the mixture, in fp32; of a step's first feed after the root alone."""
+        after = -1 if feed.news else 0
+        mixed = None
+        for part, part_cache, log in zip(self.parts, cache.parts, self._logs, strict=True):
+            logits = part(feed, part_cache)[:, after:].float()
+            proposes = logits.amax(-1, keepdim=True) > -torch.inf
+            own = torch.where(proposes, logits.log_softmax(-1) + log, -torch.inf)
+            mixed = own if mixed is None else torch.logaddexp(mixed, own)
+        assert mixed is not None
+        return mixed
+
+
+def leaves_of(draft: Draft) -> list[Draft]:
+    """The drafts that a draft is made of, down to those that are made of none; itself if it is one of these."""
+    if not isinstance(draft, CompositeDraft):
+        return [draft]
+    return [leaf for part in draft.parts for leaf in leaves_of(part)]
+
+
+def parts_of(draft: Draft, cache: RowCache) -> list[tuple[Draft, RowCache]]:
+    """All drafts that take in a text by themselves, with their caches: of a composite it and its parts."""
+    if not isinstance(draft, CompositeDraft):
+        return [(draft, cache)]
+    assert isinstance(cache, CompositeCache)
+    below = [parts_of(part, own) for part, own in zip(draft.parts, cache.parts, strict=True)]
+    return [(draft, cache), *(pair for pairs in below for pair in pairs)]
+
+
+def _chain_feed(feed: Feed, cache: CompositeCache) -> Feed:
+    """A step's first feed with all tokens that may be new since the last step, as a chain that ends at the root.
+
+    Where a text has not so many, its first token is given several times.
+    """
+    lengths = feed.prefix_lengths
+    new = lengths + 1 - cache.known
+    cache.known.copy_(lengths + 1)
+    count = max(1, int(new.max())) if host_can_read(lengths.device) else feed.news
+    rows = (lengths[:, None] + torch.arange(1 - count, 1, device=lengths.device)).clamp(min=0)
+    tokens = cache.keys[:, 0, :, 0].gather(1, rows)
+    return replace(
+        feed,
+        tokens=tokens,
+        positions=rows,
+        cache_rows=rows,
+        parent_rows=rows - 1,
+        prefix_lengths=rows[:, 0],
+        visible_rows=max(feed.visible_rows, count),
+        ancestor_mask=torch.arange(count, device=lengths.device) <= (rows - rows[:, :1])[..., None],
+    )

@@ -1,0 +1,239 @@
+"""Drafts made of drafts: their logits are those of their parts over the whole text, and nothing else changes."""
+
+import pytest
+import torch
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from test_decoder import exact_law, tiny_llama
+from test_drafts import VOCAB as LOOKED_UP
+from test_drafts import searched
+from test_heads import head_of, inner_nodes, steps_of
+from test_heads import logits_over as logits_of_head
+from test_own_draft import Bigrams
+from test_retrieval import TEXTS
+
+from heavypath.kernels.commit import StateField
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import (
+    METHODS,
+    Cascade,
+    EarlyExit,
+    Mixture,
+    PromptLookup,
+    Retrieval,
+    SpeculativeDecoder,
+    calibrate,
+)  # fmt: skip
+from heavypath.speculative.profile import describe, draft_parameter_count
+
+DRAFTED = [name for name in METHODS if name != "autoregressive"]
+QUICK = ("sequoia", "rsd-s", "specinfer")
+SMALL = {"hidden_size": 16, "num_attention_heads": 2, "layers": 1, "max_position_embeddings": 256}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(0, max_position_embeddings=256).double()
+
+
+@pytest.fixture(scope="module")
+def small():
+    return tiny_llama(5, **SMALL).double()
+
+
+@torch.no_grad()
+def logits_of(draft, target, text, path):
+    """The logits of a simple draft after a text and a path of drafted tokens, by a pass over all of it."""
+    whole = torch.cat([text, torch.tensor(path, dtype=torch.long)])
+    if isinstance(draft, PromptLookup):
+        probs = followed(text.tolist(), whole.tolist(), draft)
+        return torch.tensor(probs).log()
+    if isinstance(draft, torch.nn.Module) and hasattr(draft, "generate"):
+        return draft(whole[None]).logits[0, -1]
+    return logits_of_head(draft, target, text, path)
+
+
+def followed(text, context, options, vocab=7):
+    """`searched` over a vocabulary of another size."""
+    probs = [0.0] * vocab
+    for length in range(options.max_ngram, options.min_ngram - 1, -1):
+        suffix = context[-length:]
+        places = [i + length for i in range(len(text) - length) if text[i : i + length] == suffix]
+        if len(suffix) == length and places:
+            for age, place in enumerate(reversed(places), start=1):
+                probs[text[place]] += 0.5**age
+            break
+    return probs
+
+
+def law_of(logits):
+    """Probabilities; zeros of logits that propose nothing."""
+    logits = logits.float()
+    return logits.softmax(-1) if logits.max() > -torch.inf else torch.zeros_like(logits)
+
+
+def expected_of(draft, target, text, path):
+    """What a cascade or a mixture of simple drafts is to say."""
+    if isinstance(draft, Cascade):
+        ends = torch.tensor(draft.levels).cumsum(0)
+        stage = min(int((len(path) >= ends).sum()), len(draft.drafts) - 1)
+        return law_of(logits_of(draft.drafts[stage], target, text, path))
+    probs = torch.zeros(7)
+    for part, weight in zip(draft.drafts, draft.weights or [0.9, 0.05, 0.05], strict=True):
+        probs += weight * law_of(logits_of(part, target, text, path))
+    return probs / probs.sum().clamp(min=1e-30)
+
+
+def composites(target, small):
+    head, lookup = head_of(target), PromptLookup(2)
+    return {
+        "model above lookup": Cascade([small, lookup], levels=[1, 3]),
+        "model above model": Cascade([small, tiny_llama(6, **SMALL).double()], levels=[2, 1]),
+        "head above lookup": Cascade([head, lookup], levels=[2, 2]),
+        "lookup above head": Cascade([lookup, head], levels=[1, 2]),
+        "three": Cascade([small, head, lookup], levels=[1, 1, 1]),
+        "model beside lookup": Mixture([small, lookup], weights=[0.7, 0.3]),
+        "head beside model beside lookup": Mixture([head, small, lookup]),
+    }
+
+
+NAMES = [
+    "model above lookup", "model above model", "head above lookup", "lookup above head", "three",
+    "model beside lookup", "head beside model beside lookup",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("method", ["chain", "sequoia", "dyspec"])
+def test_what_is_drafted_is_what_the_parts_say_of_the_whole_text(name, method, target, small):
+    draft, new = composites(target, small)[name], 14
+    prompts = [torch.tensor([3, 1, 4, 1, 5, 2]), torch.tensor([2, 6, 5])]
+    padded = torch.stack([prompts[0], torch.cat([torch.zeros(3, dtype=torch.long), prompts[1]])])
+    mask = torch.tensor([[1] * 6, [0] * 3 + [1] * 3])
+    decoder = SpeculativeDecoder(target, draft, method, tree_size=7, max_depth=None if method == "chain" else 3)
+    out, steps = steps_of(decoder, padded, attention_mask=mask, max_new_tokens=new, temperature=1.0)
+    depths = []
+    for before, drafted in steps:
+        if drafted.logits is None:
+            continue
+        for slot in range(before.shape[1]):
+            member, length = (int(before[field, slot]) for field in (StateField.MEMBER, StateField.LENGTHS))
+            text = torch.cat([prompts[member], out.sequences[member, 6:]])[: length + 1]
+            for node, path in inner_nodes(before, drafted, slot):
+                if -1 in path:
+                    continue  # below a node for which nothing was proposed
+                expected, drew = expected_of(draft, target, text, path), law_of(drafted.logits[slot, node])
+                torch.testing.assert_close(drew, expected, atol=3e-4, rtol=1e-3)
+                depths.append(len(path))
+    assert max(depths) > 0, "there were only roots"
+    assert out.stats.tokens_per_step > 1.05, "nothing is shown of rows behind accepted nodes"
+
+
+def test_the_search_of_this_file_is_that_of_the_other_tests():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        text = torch.randint(0, LOOKED_UP, (12,), generator=generator).tolist()
+        options = PromptLookup(3)
+        assert followed(text, text, options, LOOKED_UP) == searched(text, text, options)
+
+
+@pytest.mark.parametrize("name", ["model above lookup", "head beside model beside lookup"])
+@pytest.mark.parametrize("method", [
+    each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in DRAFTED
+])  # fmt: skip
+def test_the_joint_law_of_four_tokens_is_exact(name, method):
+    target, prompt = tiny_llama(1), torch.tensor([3, 1, 4, 3, 1])
+    draft = {
+        "model above lookup": Cascade([EarlyExit(1), PromptLookup(2)], levels=[1, 2]),
+        "head beside model beside lookup": Mixture([head_of(target), EarlyExit(1), PromptLookup(2)]),
+    }[name]
+    decoder = SpeculativeDecoder(target, draft, method, tree_size=6)
+    out = decoder.generate(prompt.expand(20_000, -1), max_new_tokens=4, temperature=0.9, seed=4)
+    law = exact_law(target, prompt, Filters(0.9), 4)
+    assert chi_square_p_value(joint_counts(out.sequences[:, 5:], 7), law) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("method", DRAFTED)
+def test_greedy_text_is_the_targets_own(name, method, target, small):
+    prompt = torch.tensor([[3, 1, 4, 1, 5]])
+    expected = SpeculativeDecoder(target, None, "autoregressive").generate(prompt, 40).sequences
+    out = SpeculativeDecoder(target, composites(target, small)[name], method, tree_size=8).generate(prompt, 40)
+    assert torch.equal(out.sequences, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("method", ["sequoia", "dyspec", "ersd"])
+def test_a_batch_is_decoded_as_each_alone(name, method, target, small):
+    decoder = SpeculativeDecoder(target, composites(target, small)[name], method, tree_size=7)
+    lengths, longest = [1, 5, 2, 9], 9
+    prompts = [torch.randint(0, 7, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
+    padded = torch.stack([torch.cat([torch.zeros(longest - len(p), dtype=torch.long), p]) for p in prompts])
+    mask = torch.stack([torch.arange(longest) >= longest - length for length in lengths]).long()
+    ids = torch.tensor([4, 0, 7, 2])
+    options = {"max_new_tokens": 23, "temperature": 0.8, "seed": 5, "eos_token_id": 6, "pad_token_id": 0}
+    batch = decoder.generate(padded, attention_mask=mask, sequence_ids=ids, **options)
+    for b, prompt in enumerate(prompts):
+        alone = decoder.generate(prompt[None], sequence_ids=ids[b : b + 1], **options)
+        new = alone.sequences[0, len(prompt) :]
+        assert torch.equal(batch.sequences[b, longest : longest + len(new)], new)
+        assert (alone.stats.steps, alone.stats.new_tokens) == (batch.stats.steps_of[b], batch.stats.tokens_of[b])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_later_turn_drafts_the_same_with_and_without_what_is_cached(name, target, small):
+    decoder = SpeculativeDecoder(target, composites(target, small)[name], "sequoia", tree_size=8)
+    first = decoder.generate(torch.tensor([[3, 1, 4, 1, 5, 2, 2]]), max_new_tokens=30, temperature=1.0)
+    cache = first.cache
+    for kept in (37, 20, 3):
+        prompt = torch.cat([first.sequences[:, :kept], torch.tensor([[1, 6, 2]])], 1)
+        fresh, fresh_steps = steps_of(decoder, prompt, max_new_tokens=20, temperature=1.0)
+        again, again_steps = steps_of(decoder, prompt, max_new_tokens=20, temperature=1.0, past=cache)
+        assert again.stats.reused_tokens >= kept - 12
+        assert torch.equal(fresh.sequences, again.sequences)
+        for (_, one), (_, other) in zip(fresh_steps, again_steps, strict=True):
+            if one.logits is not None:
+                torch.testing.assert_close(one.logits[:, 0], other.logits[:, 0])
+
+
+def test_a_composite_of_composites_and_of_an_own_draft(target, small):
+    retrieval = Retrieval(TEXTS, max_ngram=3)
+    own = Bigrams(torch.randn(7, 7, generator=torch.Generator().manual_seed(3)))
+    draft = Mixture([Cascade([small, retrieval], levels=[1, 2]), own], weights=[3, 1])
+    prompt = torch.tensor([[3, 1, 4, 1, 5]])
+    expected = SpeculativeDecoder(target, None, "autoregressive").generate(prompt, 20).sequences
+    assert torch.equal(SpeculativeDecoder(target, draft, "dyspec").generate(prompt, 20).sequences, expected)
+    assert draft_parameter_count(draft, target) == small.num_parameters()
+    assert describe(draft).startswith("Mixture of Cascade of llama, 1 layers")
+
+
+def test_calibration_asks_each_part_at_its_own_depth(target):
+    """The target drafts two levels for itself, which are all accepted, and what proposes nothing drafts the rest."""
+    profile = calibrate(
+        target, Cascade([target, Bigrams(torch.full((7, 7), -torch.inf))], levels=[2, 2]),
+        prompts=[torch.tensor([3, 1, 4, 1, 5])], temperatures=[1.0], tokens=24, sequences=4, sizes=(1, 4),
+    )  # fmt: skip
+    for entry in profile.acceptance:
+        if entry.kind.verification == "without_replacement":
+            accepted = [sum(children) for children in entry.accepted]
+            assert entry.reached[:2] == accepted[:2]
+            assert entry.reached[2] > 0 == accepted[2]
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Cascade([PromptLookup()], [1]), "at least two drafts"),
+    (lambda: Cascade("ab", [1, 1]), "at least two drafts"),
+    (lambda: Cascade([PromptLookup(), EarlyExit(1)], [1]), "for each of its 2 drafts, got \\[1\\]"),
+    (lambda: Cascade([PromptLookup(), EarlyExit(1)], [0, 1]), "at least 1"),
+    (lambda: Mixture([PromptLookup(), EarlyExit(1)], [1, -1]), "weight above 0"),
+    (lambda: Mixture([PromptLookup(), EarlyExit(1)], [1]), "weight above 0"),
+])  # fmt: skip
+def test_what_makes_no_composite_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_two_heads_and_foreign_vocabularies_are_refused(target):
+    with pytest.raises(ValueError, match="one trained head"):
+        SpeculativeDecoder(target, Mixture([head_of(target), Cascade([head_of(target), PromptLookup()], [1, 1])]))
+    with pytest.raises(TypeError, match="draft must be"):
+        SpeculativeDecoder(target, Mixture([PromptLookup(), "gpt2"]))
