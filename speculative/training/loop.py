@@ -57,8 +57,8 @@ def train(
             optimization.step(step)
             done = step + 1
             if progress.is_due(done):
-                overlaps = " ".join(f"{overlap:.3f}" for overlap in learnt.overlaps.tolist())
-                progress.report(done, f"loss {learnt.loss.item():.3f}  overlap {overlaps}")
+                overlaps = "".join(f" {overlap:.3f}" for overlap in learnt.overlaps.tolist())
+                progress.report(done, f"loss {learnt.loss.item():.3f}" + (overlaps and f"  overlap{overlaps}"))
             if done % checkpoints.every == 0 or done == steps or interrupted.is_set():
                 if not interrupted.is_set():
                     before_checkpoint(done, learnt)
