@@ -294,6 +294,31 @@ def verification_cases() -> dict[str, Callable[[], None]]:
     }
 
 
+def accepting_typical(dtype: str, nodes: int, vocabulary: int, **options) -> None:
+    from heavypath.kernels.typical.acceptance import accept_typical
+
+    logits = on_gpu(torch.empty(1, nodes, vocabulary, dtype=DTYPES[dtype]))
+    tokens, parents = on_gpu(torch.zeros(1, nodes, dtype=torch.long)), on_gpu(torch.arange(-1, nodes - 1))
+    accept_typical(tokens, parents, logits, max_depth=8, impl="triton", **options)
+
+
+def typical_cases() -> dict[str, Callable[[], None]]:
+    filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
+    cases = [
+        ("bf16", 64, 128256, {}),
+        ("fp32", 2048, 32000, {}),
+        ("fp16", 2, 1, {}),  # sizes of 1, which Triton takes for constants
+        ("bf16", 1, 999, {}),
+        ("bf16", 64, 32000, filters | {"seed": SEED}),
+    ]
+    return {
+        named("typical", dtype, f"{nodes} nodes", f"V{vocabulary}", **options): partial(
+            accepting_typical, dtype, nodes, vocabulary, **options
+        )
+        for dtype, nodes, vocabulary, options in cases
+    }
+
+
 def retrieving(longest: int) -> None:
     from heavypath.kernels.retrieval.corpus import SortedCorpus
     from heavypath.kernels.retrieval.followers import follower_logprobs
@@ -319,6 +344,7 @@ CASES = {
         for nodes, windowed in ((32, False), (2048, True))
     },
     **verification_cases(),
+    **typical_cases(),
     **sampling_cases(),
     **attention_cases(),
     **{f"retrieval of {longest}": partial(retrieving, longest) for longest in (8, 16)},

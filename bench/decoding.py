@@ -12,7 +12,7 @@ import torch
 from common import argument_parser, environment, quiet_demo_pair, token_ids, until_stopped, write_results
 from rich.console import Console
 
-from heavypath.speculative import METHODS
+from heavypath.speculative import LOSSLESS_METHODS
 from heavypath.speculative.comparison import as_table, compare
 from heavypath.speculative.demo import demo_prompts
 
@@ -29,7 +29,7 @@ def main() -> None:
     prompts = token_ids(tokenizer, demo_prompts()[: arguments.prompts], arguments.device)
     console = Console(highlight=False)
     options = {} if arguments.tree_size is None else {"tree_size": arguments.tree_size}
-    methods, temperatures = (("sequoia",), (0.6,)) if arguments.miniature else (tuple(METHODS), (0.0, 0.6))
+    methods, temperatures = (("sequoia",), (0.6,)) if arguments.miniature else (LOSSLESS_METHODS, (0.0, 0.6))
     facts = environment(arguments.device) | {"prompts": len(prompts), "max_new_tokens": arguments.max_new_tokens}
     results = {}
     with until_stopped():

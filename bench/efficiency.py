@@ -18,7 +18,14 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, expected_tokens, sequoia_tree
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    METHODS,
+    SpeculativeDecoder,
+    TokenTree,
+    expected_tokens,
+    sequoia_tree,
+)
 from heavypath.speculative.calibration import DEPTH, Extent, measure_way, ways_to_draft
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.demo import demo_prompts
@@ -69,7 +76,7 @@ def measure(arguments: argparse.Namespace, report: Callable[[str], object]) -> l
             measured.setdefault(way.kind, {})[way.sequence_count] = entry
         decoded = {}  # at temperature 0 methods differ in their trees alone
         for size in arguments.sizes:
-            for name in [name for name in METHODS if name != "autoregressive"]:
+            for name in [name for name in LOSSLESS_METHODS if name != "autoregressive"]:
                 own = measured[METHODS[name].kind(temperature)]
                 for label, options, sequence_count in shapes(name, size, own):
                     report(f"T = {temperature:g}, {size} nodes: {label}")

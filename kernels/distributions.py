@@ -19,8 +19,10 @@ the sum of its chunk, and the last of them to finish combines these.
 import math
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from heavypath.kernels.filter_cuts import filtered
 from heavypath.kernels.filtering import LOWEST, Filters, filtered_scores, raised, softmax_scale
@@ -35,6 +37,36 @@ def log_probs(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.n
         logs = (logits - largest) * np.float32(math.log2(math.e) / raised(filters.temperature))
     logs -= np.log2(np.exp2(logs).sum(-1, keepdims=True))
     return logs
+
+
+def readable(logits: Tensor) -> Tensor | np.ndarray:
+    """The logits as a NumPy array if that takes no copy, else as they are."""
+    plain = logits.device.type == "cpu" and logits.dtype == torch.float32
+    return logits.detach().numpy() if plain else logits.detach()
+
+
+def used_rows(
+    logits: Tensor | np.ndarray, side: str, sequence: np.ndarray, node: np.ndarray, checked: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The fp32 rows [A, V] of one node in each sequence, and their largest numbers [A, 1]."""
+    if isinstance(logits, np.ndarray):
+        rows = logits[sequence, node]
+    else:
+        rows = logits[torch.from_numpy(sequence), torch.from_numpy(node)].float().cpu().numpy()
+    largest = rows.max(-1, keepdims=True)
+    if checked and not np.isfinite(largest).all():
+        i = int(np.isfinite(largest[:, 0]).argmin())
+        raise ValueError(
+            f"{side}_logits must have a finite maximum in every row that is used, "
+            f"but [{int(sequence[i])}, {int(node[i])}] has {float(largest[i, 0])}"
+        )
+    return rows, largest
+
+
+def best_token(keys: np.ndarray) -> np.ndarray:
+    """The token with the largest key in each row [A, V], of several the first; -1 where no key is above -inf."""
+    token = keys.argmax(-1)
+    return np.where(keys[np.arange(len(keys)), token] > -np.inf, token, -1)
 
 
 LANES = tl.constexpr(256)  # threads of a program; each holds eight neighbouring tokens of a tile

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -35,3 +37,48 @@ class Verified(NamedTuple):
     path: Tensor
     length: Tensor
     next_token: Tensor
+
+
+def per_sequence(name: str, value: Tensor, batch: int, nodes: int) -> Tensor:
+    """The value as LongTensor[B, N]; ValueError unless it is one, or a LongTensor[N]."""
+    if value.dtype != torch.long or value.shape not in ((nodes,), (batch, nodes)):
+        raise ValueError(
+            f"{name} must be a LongTensor [{nodes}] or [{batch}, {nodes}], got {value.dtype} {[*value.shape]}"
+        )
+    return value.expand(batch, nodes)
+
+
+def check_logits(name: str, logits: Tensor, batch: int, nodes: int) -> None:
+    """Raise ValueError unless logits are floating point [B, N, V] with V >= 1."""
+    if (
+        not logits.is_floating_point()
+        or logits.dim() != 3
+        or logits.shape[:2] != (batch, nodes)
+        or logits.shape[2] == 0
+    ):
+        raise ValueError(f"{name} must be floating point [{batch}, {nodes}, V], got {logits.dtype} {[*logits.shape]}")
+
+
+def check_values(tokens: Tensor, parents: Tensor, ranks: Tensor | None, rows: Tensor | None, vocab_size: int) -> None:
+    """Raise ValueError for nodes on a CPU, [B, N], that are no trees."""
+    token, parent = tokens.numpy(), parents.numpy()
+    if token.min(initial=0) < -1 or token.max(initial=0) >= vocab_size:
+        raise ValueError(f"tokens must be in [-1, {vocab_size}), got {token.min()} .. {token.max()}")
+    index = np.arange(parent.shape[1])
+    if (parent[:, 0] != -1).any() or ((parent[:, 1:] < 0) | (parent[:, 1:] >= index[1:])).any():
+        raise ValueError(f"parents must hold -1 at node 0 and 0 <= parents[i] < i elsewhere, got {parents.tolist()}")
+    if ranks is not None:
+        rank = ranks.numpy()[:, 1:]
+        siblings = np.sort(parent[:, 1:] * len(index) + rank)
+        if ((rank < 0) | (rank >= len(index))).any() or (siblings[:, 1:] == siblings[:, :-1]).any():
+            raise ValueError(f"ranks must differ among siblings and be in [0, {len(index)}), got {ranks.tolist()}")
+    if rows is not None and (rows.numpy() < 0).any():
+        raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
+
+
+def tree_depth(parents: Tensor) -> int:
+    """Edges on the longest path from the root; parents LongTensor[B, N]."""
+    depth, node = 0, torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+    while (node := parents.gather(1, node.clamp(min=0)).where(node >= 0, -1)).ge(0).any():
+        depth += 1
+    return depth

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.decision import Decided, decide
-from heavypath.kernels.distributions import log_probs
+from heavypath.kernels.distributions import best_token, log_probs, readable, used_rows
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores
 from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.k_seq import k_seq
-from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.nodes import Nodes, Verified, check_logits, check_values, per_sequence, tree_depth
 from heavypath.kernels.noise import Noise, Stream, check_seed, coins, gumbels
 from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.residual import residual_chain
@@ -99,12 +99,12 @@ def verify_tree(
     if tokens.dim() != 2 or tokens.dtype != torch.long or tokens.shape[1] == 0:
         raise ValueError(f"tokens must be a LongTensor [B, N] with N >= 1, got {tokens.dtype} {[*tokens.shape]}")
     batch, nodes = tokens.shape
-    parents = _per_sequence("parents", parents, batch, nodes)
-    _check_logits("target_logits", target_logits, batch, nodes)
+    parents = per_sequence("parents", parents, batch, nodes)
+    check_logits("target_logits", target_logits, batch, nodes)
     if method in DRAFT_AWARE and nodes > 1:
         if draft_logits is None:
             raise ValueError(f"method {method!r} needs draft_logits, got None")
-        _check_logits("draft_logits", draft_logits, batch, nodes)
+        check_logits("draft_logits", draft_logits, batch, nodes)
         if draft_logits.shape != target_logits.shape:
             raise ValueError(
                 f"draft_logits must have target_logits' shape {[*target_logits.shape]}, got {[*draft_logits.shape]}"
@@ -112,7 +112,7 @@ def verify_tree(
     draft_logits = draft_logits if method in DRAFT_AWARE and nodes > 1 else None
     if rows is not None and (rows.shape != tokens.shape or rows.dtype != torch.long):
         raise ValueError(f"rows must be a LongTensor {[batch, nodes]}, got {rows.dtype} {[*rows.shape]}")
-    ranks = None if ranks is None else _per_sequence("ranks", ranks, batch, nodes)
+    ranks = None if ranks is None else per_sequence("ranks", ranks, batch, nodes)
     tensors = {
         "parents": parents,
         "target_logits": target_logits,
@@ -132,8 +132,8 @@ def verify_tree(
                 )
         check_can_launch(tokens)
     if tokens.device.type == "cpu":
-        _check_values(tokens, parents, ranks, rows, target_logits.shape[-1])
-    depth = _depth(parents) if max_depth is None else max_depth
+        check_values(tokens, parents, ranks, rows, target_logits.shape[-1])
+    depth = tree_depth(parents) if max_depth is None else max_depth
     if depth < 0:
         raise ValueError(f"max_depth must be at least 0, got {max_depth}")
     if batch == 0:
@@ -180,48 +180,6 @@ def verify_unchecked(
     )
 
 
-def _per_sequence(name: str, value: Tensor, batch: int, nodes: int) -> Tensor:
-    if value.dtype != torch.long or value.shape not in ((nodes,), (batch, nodes)):
-        raise ValueError(
-            f"{name} must be a LongTensor [{nodes}] or [{batch}, {nodes}], got {value.dtype} {[*value.shape]}"
-        )
-    return value.expand(batch, nodes)
-
-
-def _check_logits(name: str, logits: Tensor, batch: int, nodes: int) -> None:
-    if (
-        not logits.is_floating_point()
-        or logits.dim() != 3
-        or logits.shape[:2] != (batch, nodes)
-        or logits.shape[2] == 0
-    ):
-        raise ValueError(f"{name} must be floating point [{batch}, {nodes}, V], got {logits.dtype} {[*logits.shape]}")
-
-
-def _check_values(tokens: Tensor, parents: Tensor, ranks: Tensor | None, rows: Tensor | None, vocab_size: int) -> None:
-    token, parent = tokens.numpy(), parents.numpy()
-    if token.min(initial=0) < -1 or token.max(initial=0) >= vocab_size:
-        raise ValueError(f"tokens must be in [-1, {vocab_size}), got {token.min()} .. {token.max()}")
-    index = np.arange(parent.shape[1])
-    if (parent[:, 0] != -1).any() or ((parent[:, 1:] < 0) | (parent[:, 1:] >= index[1:])).any():
-        raise ValueError(f"parents must hold -1 at node 0 and 0 <= parents[i] < i elsewhere, got {parents.tolist()}")
-    if ranks is not None:
-        rank = ranks.numpy()[:, 1:]
-        siblings = np.sort(parent[:, 1:] * len(index) + rank)
-        if ((rank < 0) | (rank >= len(index))).any() or (siblings[:, 1:] == siblings[:, :-1]).any():
-            raise ValueError(f"ranks must differ among siblings and be in [0, {len(index)}), got {ranks.tolist()}")
-    if rows is not None and (rows.numpy() < 0).any():
-        raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
-
-
-def _depth(parents: Tensor) -> int:
-    """Edges on the longest path from the root; parents LongTensor[B, N]."""
-    depth, node = 0, torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-    while (node := parents.gather(1, node.clamp(min=0)).where(node >= 0, -1)).ge(0).any():
-        depth += 1
-    return depth
-
-
 @np.errstate(all="ignore")
 def _reference(
     nodes: Nodes,
@@ -248,7 +206,7 @@ def _reference(
     token, parent, rank = (field.cpu().numpy() for field in (tokens, parents, ranks))
     row = np.arange(batch * count).reshape(batch, count) if noise.rows is None else noise.rows.cpu().numpy()
     index, every = np.arange(count), np.arange(batch)[:, None]
-    target, draft = _readable(target_logits), None if draft_logits is None else _readable(draft_logits)
+    target, draft = readable(target_logits), None if draft_logits is None else readable(draft_logits)
     above = np.maximum(parent, 0)
     present = (parent >= 0) & (token >= 0)
     order = rank * count + index  # by rank, then by index
@@ -273,7 +231,7 @@ def _reference(
             width = int(offered.max())
             children = np.where(candidate, order, count * count).argsort(1)[:, :width]  # [A, K]
             drawn = np.where(index[:width] < offered[:, None], token[here, children], -1)
-            target_row, largest = _rows(target, "target", sequence, node, checked)
+            target_row, largest = used_rows(target, "target", sequence, node, checked)
             log_target = log_probs(target_row, largest, target_filters)  # [A, V]
             choice, recovered = offered * 0 - 1, log_target
             inner = offered.nonzero()[0]
@@ -282,7 +240,7 @@ def _reference(
                 log_draft = None
                 if draft_filters.temperature > 0:
                     first = above[inner, children[inner, 0]]  # of equal siblings, one that has children
-                    draft_row, largest = _rows(draft, "draft", sequence[inner], first, checked)
+                    draft_row, largest = used_rows(draft, "draft", sequence[inner], first, checked)
                     log_draft = log_probs(draft_row, largest, draft_filters)
                 tried, their_coins = drawn[inner], coin[here, children][inner]
                 if method == "kseq":
@@ -302,20 +260,20 @@ def _reference(
                     weights = weights[stop]
                 keys = np.log(weights.astype(np.float64))
                 keys += gumbels(seed, Stream.TARGET, noise_rows[stop], vocab_size)
-                next_token[sequence[stop]] = _best_token(keys)
+                next_token[sequence[stop]] = best_token(keys)
             taken = choice >= 0
             if not taken.any():
                 break
             node = children[here[:, 0], choice]  # where taken
             reached = candidate & (token == token[here[:, 0], node][:, None])
         else:
-            target_row, largest = _rows(target, "target", sequence, node, checked)
+            target_row, largest = used_rows(target, "target", sequence, node, checked)
             keys = target_row - largest  # NaN in a row with NaN or +inf in it
             if method != "greedy":
                 stream = Stream.DRAFT if method == "race" else Stream.TARGET
                 keys = filtered_scores(target_row, largest, target_filters)
                 keys += gumbels(seed, stream, noise_rows, vocab_size)
-            next_token[sequence] = winner = _best_token(keys)
+            next_token[sequence] = winner = best_token(keys)
             reached = candidate & (token == winner[:, None])
             taken = reached.any(1)
             if not taken.any():
@@ -335,36 +293,6 @@ def _reference(
         path[:, position] = np.where(on_path, last, -1)
         last = np.where(on_path, parent[every[:, 0], last], last)
     return Verified(*(torch.from_numpy(field).to(device) for field in (path, length, next_token)))
-
-
-def _readable(logits: Tensor) -> Tensor | np.ndarray:
-    """The logits as a NumPy array if that takes no copy, else as they are."""
-    plain = logits.device.type == "cpu" and logits.dtype == torch.float32
-    return logits.detach().numpy() if plain else logits.detach()
-
-
-def _rows(
-    logits: Tensor | np.ndarray, side: str, sequence: np.ndarray, node: np.ndarray, checked: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """The fp32 rows [A, V] of one node in each sequence, and their largest numbers [A, 1]."""
-    if isinstance(logits, np.ndarray):
-        rows = logits[sequence, node]
-    else:
-        rows = logits[torch.from_numpy(sequence), torch.from_numpy(node)].float().cpu().numpy()
-    largest = rows.max(-1, keepdims=True)
-    if checked and not np.isfinite(largest).all():
-        i = int(np.isfinite(largest[:, 0]).argmin())
-        raise ValueError(
-            f"{side}_logits must have a finite maximum in every row that is used, "
-            f"but [{int(sequence[i])}, {int(node[i])}] has {float(largest[i, 0])}"
-        )
-    return rows, largest
-
-
-def _best_token(keys: np.ndarray) -> np.ndarray:
-    """The token with the largest key in each row [A, V], of several the first; -1 where no key is above -inf."""
-    token = keys.argmax(-1)
-    return np.where(keys[np.arange(len(keys)), token] > -np.inf, token, -1)
 
 
 def _launch(

@@ -26,6 +26,8 @@ from heavypath.speculative.drafts import (
     EagleHead,
     EarlyExit,
     Feed,
+    Lookahead,
+    MedusaHeads,
     Mixture,
     PromptLookup,
     Retrieval,
@@ -33,7 +35,7 @@ from heavypath.speculative.drafts import (
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.layer_choice import LayerChoice, choose_layers
 from heavypath.speculative.loading import load_draft
-from heavypath.speculative.methods import METHODS, Method
+from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, Method
 from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.text_cache import TextCache
@@ -61,6 +63,7 @@ for _name, _module in _FORMER.items():
     sys.modules[f"{__name__}.{_name}"] = _module
 
 __all__ = [
+    "LOSSLESS_METHODS",
     "METHODS",
     "Cascade",
     "Confidence",
@@ -71,6 +74,8 @@ __all__ = [
     "Feed",
     "Generation",
     "LayerChoice",
+    "Lookahead",
+    "MedusaHeads",
     "Method",
     "Mixture",
     "Plan",

@@ -40,7 +40,16 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.drafted import check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, parts_of, taps_of
+from heavypath.speculative.drafts import (
+    AnyDraft,
+    Draft,
+    as_draft,
+    extra_node_count,
+    models_of,
+    most_levels,
+    parts_of,
+    taps_of,
+)
 from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind
 from heavypath.speculative.models.forward import Forward, TreeMask
@@ -98,8 +107,9 @@ def calibrate(
         which a few rounds are timed in any case. What could not be measured well then has a larger error in the
         profile.
 
-    Raises ValueError for models that do not fit each other, for settings out of range, for a limit in which acceptance
-    cannot be counted, and where the machine is so busy that the costs are noise.
+    Raises ValueError for models that do not fit each other, for `Lookahead`, whose n-grams come of whole steps alone,
+    for settings out of range, for a limit in which acceptance cannot be counted, and where the machine is so busy that
+    the costs are noise.
     """
     begin = time.perf_counter()
     for temperature in temperatures:
@@ -111,6 +121,11 @@ def calibrate(
     report = on_progress or (lambda line: None)
     forward = forward_of(target, "target")
     source = as_draft(draft, forward, target)
+    if extra_node_count(source):
+        raise ValueError(
+            f"acceptance is counted token by token, but the n-grams of {draft} come of a decoder's steps; "
+            "give the decoder a tree or a tree_size in the place of a profile"
+        )
     models = [forward, *models_of(source)]
     limits = [model.rope_limit or model.max_positions for model in models]
     room = min(limits) - tokens - 2 * DEPTH
@@ -126,8 +141,10 @@ def calibrate(
         forward, source, prompts, samplings, Extent(tokens=tokens, sequences=sequences), seed, ACCEPTANCE_SHARE * limit,
         report,
     )  # fmt: skip
+    levels = min(DEPTH, most_levels(source) or DEPTH)
+    sizes = [size for size in sizes if size <= sum(CHILDREN**depth for depth in range(levels + 1))]
     costs = time_costs(
-        Visits(target, draft, prompts),
+        Visits(target, draft, prompts, levels),
         sizes,
         partial(sizes_worth_timing, measured, sizes),
         limit=limit - (time.perf_counter() - begin),
@@ -161,8 +178,9 @@ class Way(NamedTuple):
 
 
 def ways_to_draft(temperature: float) -> list[Way]:
-    """The ways of all methods at a temperature."""
-    kinds = dict.fromkeys(method.kind(temperature) for name, method in METHODS.items() if name != "autoregressive")
+    """The ways of all methods at a temperature that keep the target's law."""
+    drafting = (method for name, method in METHODS.items() if name != "autoregressive" and method.is_lossless)
+    kinds = dict.fromkeys(method.kind(temperature) for method in drafting)
     return [
         Way(kind, count) for kind in kinds for count in (SEQUENCE_COUNTS if kind.independent_sequences else (None,))
     ]
@@ -194,7 +212,8 @@ def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> 
 class Visits:
     """Decodes a few steps with a tree of some size, and tells what one of them took.
 
-    The first visit finds how many tokens of plain decoding take `VISIT_SECONDS`; the others decode as many.
+    The first visit finds how many tokens of plain decoding take `VISIT_SECONDS`; the others decode as many. Trees have
+    at most `levels` levels.
     """
 
     def __init__(
@@ -202,8 +221,9 @@ class Visits:
         target: PreTrainedModel,
         draft: AnyDraft,
         prompts: Sequence[Tensor],
+        levels: int = DEPTH,
     ):
-        self.target, self.draft, self.prompts = target, draft, prompts
+        self.target, self.draft, self.prompts, self.levels = target, draft, prompts, levels
         self._decoders: dict[int, SpeculativeDecoder] = {}
         self._tokens = 0
 
@@ -232,7 +252,7 @@ class Visits:
 
     def _decoder(self, size: int) -> SpeculativeDecoder:
         if size not in self._decoders:
-            tree = greedy_tree(DEFAULT_ACCEPTANCE, size, DEPTH) if size > 1 else TokenTree([-1])
+            tree = greedy_tree(DEFAULT_ACCEPTANCE, size, self.levels) if size > 1 else TokenTree([-1])
             gpu = self.target.device.type == "cuda"
             graphs = False if gpu else None
             decoder = SpeculativeDecoder(self.target, self.draft, "sequoia", tree=tree, cuda_graphs=graphs)

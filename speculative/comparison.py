@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts import AnyDraft
 from heavypath.speculative.generation_defaults import NOTHING
-from heavypath.speculative.methods import METHODS
+from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.prompts import Prompt, tokens_of
 from heavypath.speculative.trees.tree import TokenTree
@@ -29,7 +29,7 @@ PLAIN, ASSISTED = "transformers generate", "transformers assisted"
 TIE = 1e-4  # two tokens whose target logits are closer than this are equally right
 _WARM_UP_TOKENS = 8
 
-Verdict = Literal["equal", "tie", "differs", "same law", "unchecked", "reference"]
+Verdict = Literal["equal", "tie", "differs", "same law", "other law", "unchecked", "reference"]
 Runner = Callable[[Tensor, int], tuple[Tensor, int]]  # prompt [1, T], new tokens -> sequence [1, T + new], forwards
 
 
@@ -48,7 +48,8 @@ class Row:
                         "differs". At temperature > 0 the text of "ersd" is compared with that of "autoregressive" under
                         the same seed, which is the "reference": "equal" or "differs". The other methods draw other
                         tokens from the "same law", which is a property of the method and is not measured here; nor is
-                        it for a decoder with a verifier of the user's own, which is "unchecked"
+                        it for a decoder with a verifier of the user's own, which is "unchecked". A method that is not
+                        lossless, as "typical-lossy", writes text of an "other law"
     logit_gap:          the largest gap between the target's logits of two tokens at which greedy texts part; None if
                         no texts part, or if they only end at different places
     ratio_quartiles:    a quarter of the prompts have a ratio below the first, a quarter above the second
@@ -84,7 +85,7 @@ def compare(
     prompts: Prompt | Sequence[Prompt],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    methods: Sequence[str] = tuple(METHODS),
+    methods: Sequence[str] = LOSSLESS_METHODS,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -108,7 +109,8 @@ def compare(
         generation is measured, too, for drafts that are models. None is enough for methods=["autoregressive"].
     prompts: texts, LongTensors [1, T], and Paths of files that `heavypath.speculative.prompts.read_prompts` reads, in
         any mix; or a single one of them. All but LongTensors need the tokenizer.
-    methods, tree_size, tree, profile: of the decoders that are made for drafts, as SpeculativeDecoder has them.
+    methods, tree_size, tree, profile: of the decoders that are made for drafts, as SpeculativeDecoder has them;
+        default all methods that keep the target's law.
     assistant: a model for transformers' assisted generation, in the place of the drafts that are models.
     temperature, top_k, top_p, min_p, seed: how the target is sampled.
 
@@ -174,6 +176,8 @@ def compare(
             text = "equal" if same else "differs"
         elif name in decoders and decoders[name].verifier is not None:
             text = "unchecked"
+        elif name in decoders and not METHODS[decoders[name].method].is_lossless:
+            text = "other law"
         rows.append(_row(name, own, runs[PLAIN], text, gap))
     return rows
 

@@ -35,7 +35,7 @@ from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
-from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, proposes_every_token
+from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, most_levels, proposes_every_token
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
 from heavypath.speculative.methods import METHODS
@@ -46,14 +46,12 @@ from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.roofline import Device, estimated_costs
-from heavypath.speculative.tree_choice import default_tree, tree_of_options
+from heavypath.speculative.tree_choice import chosen_tree, top
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-CPU_SIZE = 5  # nodes of a tree on a CPU, by default; measured with the shipped pair
 ENOUGH_STEPS = 32  # to tell whether a draft pays
 LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
 
@@ -63,10 +61,10 @@ class SpeculativeDecoder:
 
     target: a causal language model of transformers, in eval mode
     draft: another one with the target's vocabulary, on its device; or a trained head (`load_draft`); `PromptLookup()`,
-        `Retrieval(texts, tokenizer)` or `EarlyExit(layers)`, which need no second model; or an object of your own that
-        has the methods of `Draft`; None only for method "autoregressive"
+        `Lookahead()`, `Retrieval(texts, tokenizer)` or `EarlyExit(layers)`, which need no second model; or an object of
+        your own that has the methods of `Draft`; None only for method "autoregressive"
     method: a row of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
-        top-k, naive, naive-distinct
+        top-k, naive, naive-distinct, which keep the target's law; and typical-lossy, which does not
     tree_size: nodes of the drafted tree, root included; a method whose trees cannot have that size takes the next
         smaller one. Default: 5 on a CPU; on a GPU the size and the levels that pay by costs which `roofline` estimates
         from the device and the models, for one sequence
@@ -87,6 +85,8 @@ class SpeculativeDecoder:
         `decoding.growing`
     confidence: for dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default: as measured on
         the shipped pair), or "draft" for the paper's, where they are the acceptance
+    epsilon, delta: for typical-lossy: a drafted token is accepted iff P > min(epsilon, delta exp(-H(P))), where the
+        target samples (default: 0.09 and 0.3)
 
     draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft is sampled; None takes the target's setting.
         Where the draft takes its likeliest tokens, draft_temperature is that of the probabilities by which trees grow
@@ -95,9 +95,10 @@ class SpeculativeDecoder:
     cuda_graphs: replay each step as one CUDA graph (default: on a GPU); False runs the same step eagerly, for a
         debugger or a profiler. With graphs the decoder keeps their memory, caches included, for the next call
 
-    The text follows the target's distribution exactly, whatever the method, the tree and the draft. A decoder is also a
-    function for transformers' own generate: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or
-    ValueError for models or options that do not fit.
+    The text follows the target's distribution exactly, whatever the method, the tree and the draft; but for
+    typical-lossy where it samples, and then `out.stats.law_changed_by` says so. A decoder is also a function for
+    transformers' own generate: `model.generate(**inputs, custom_generate=decoder)`. Raises TypeError or ValueError for
+    models or options that do not fit.
 
     `runner` runs the steps, and may be replaced by an object that observes them; `clock` returns seconds.
     `runner.kept` are the caches of the last two generations, for `past`; runner.kept.clear() frees their memory.
@@ -118,6 +119,8 @@ class SpeculativeDecoder:
         width: int | None = None,
         threshold: float | None = None,
         confidence: Confidence | Literal["draft"] | None = None,
+        epsilon: float | None = None,
+        delta: float | None = None,
         draft_temperature: float | None = None,
         draft_top_k: int | None = None,
         draft_top_p: float | None = None,
@@ -129,6 +132,7 @@ class SpeculativeDecoder:
         self.method = method
         self.clock = time.perf_counter
         self._method = METHODS[method]
+        self._typical = self._method.typical(epsilon, delta)
         self._remarked = False
         self._planned: dict[Filters, TokenTree | Growth] = {}
         self._draft_options = {
@@ -140,6 +144,14 @@ class SpeculativeDecoder:
         self._draft_filters(Filters()).check("draft_")
         self.verifier = verifier
         self._verifier = None if verifier is None else OwnVerifier(verifier)
+        if self._typical is not None and profile is not None:
+            raise ValueError(
+                f"a profile measures methods that keep the target's law; with {method!r} give tree or tree_size"
+            )
+        if self._typical is not None and verifier is not None:
+            raise ValueError(
+                f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'"
+            )
         if verifier is not None and profile is not None:
             raise ValueError(
                 "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
@@ -166,9 +178,10 @@ class SpeculativeDecoder:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
             self._draft = as_draft(draft, self._target, target)
             models += models_of(self._draft)
-        self.tree_from = "by the profile"
-        self.tree = self._chosen_tree(given) if self.profile is None else None
-        if self.profile is not None:
+        self.tree, self.tree_from = None, "by the profile"
+        if self.profile is None:
+            self.tree, self.tree_from = chosen_tree(method, given, self._target, self._draft)
+        else:
             self.profile.check(target, draft)
         for model in models:
             model.check_weights()
@@ -187,28 +200,14 @@ class SpeculativeDecoder:
         if stale and self._given_draft is not None and self._draft is not None:
             self._draft = as_draft(self._given_draft, self._target, self.target)
 
-    def _chosen_tree(self, given: dict[str, Any]) -> TokenTree | Growth:
-        """The tree of the options given, or the default, in heavy-path order; or how trees grow. Says which it is."""
-        device, size, default = self._target.device, CPU_SIZE, None
-        if device.type == "cuda" and not {"tree", "tree_size"} & given.keys():
-            costs = estimated_costs(self._target, models_of(self._draft), Device.of(device))
-            default = default_tree(self.method, costs)
-            size = max(2, len(default))
-            self.tree_from = f"by costs estimated for {torch.cuda.get_device_name(device)}"
-        if given or default is None:
-            tree = tree_of_options(self.method, given, size)
-            self.tree_from = "by the options given" if given else "the default of a CPU"
-        else:
-            tree = default
-        return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
-
     def tree_for(self, filters: Filters) -> TokenTree | Growth:
         """The tree, or how trees grow, where the target is sampled so: by the options, or by the profile."""
         if self.tree is not None:
             return self.tree
         assert self.profile is not None
         if filters not in self._planned:
-            tree = self._planned[filters] = self.profile.tree_for(self.method, filters)
+            tree = top(self.profile.tree_for(self.method, filters), most_levels(self._draft))
+            self._planned[filters] = tree
             logger.debug("the profile's tree for %s: %d nodes, %d levels", filters, len(tree), tree.depth)
             if len(tree) == 1:
                 logger.warning(
@@ -296,23 +295,16 @@ class SpeculativeDecoder:
         for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
             each.put(prompt[None, :length].cpu())
         logger.debug(
-            "%s, %d sequences, up to %d new tokens, a tree of %d nodes and %d levels",
+            "%s, %d sequences, up to %d new tokens, a tree of %d nodes and %d levels%s",
             self.method, len(input_ids), request.max_new_tokens, len(plan.tree), plan.tree.depth,
+            plan.rules.law_changed_by and f"; the text's law is changed by {plan.rules.law_changed_by}",
         )  # fmt: skip
         stats = Statistics(plan.tree.depth, plan.tree.branching, clock=self.clock, begin=begin)
         stats.tree = f"{len(plan.tree)} nodes, {plan.tree.depth} levels, {self.tree_from}"
+        stats.law_changed_by = plan.rules.law_changed_by
         with (
             torch.inference_mode(),
-            recording(
-                trace,
-                tokenizer,
-                self.method,
-                plan.rules.verification,
-                self._target,
-                self._draft,
-                request,
-                plan.rules.draft_filters,
-            ) as recorder,
+            recording(trace, tokenizer, self.method, plan.rules, self._target, self._draft, request) as recorder,
             self.runner.workspace(request, plan) as workspace,
         ):
             stats.cache_bytes = workspace.cache_bytes
@@ -449,6 +441,7 @@ class SpeculativeDecoder:
             value_temperature=self._draft_options["temperature"] or VALUE_TEMPERATURE,
             processing=request.processing,
             own_verifier=self._verifier,
+            typical=self._typical,
         )
         return StepPlan(target=self._target, draft=self._draft if len(tree) > 1 else None, tree=tree, rules=rules)
 

@@ -1,7 +1,7 @@
 """Load a target, its draft and their tokenizer from local folders or the Hugging Face cache.
 
-Nothing is downloaded, no code that comes with a model is run, and weights must be safetensors; those of EAGLE heads may
-be pickles of tensors alone, as some were published.
+Nothing is downloaded, no code that comes with a model is run, and weights must be safetensors; those of trained heads
+may be pickles of tensors alone, as some were published.
 """
 
 from pathlib import Path
@@ -13,11 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import FOLDER, load_demo_pair
-from heavypath.speculative.drafts import EarlyExit, PromptLookup, Retrieval
-from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
-from heavypath.speculative.drafts.heads.eagle import EagleHead
-
-Modelless = PromptLookup | Retrieval | EarlyExit
+from heavypath.speculative.drafts import EarlyExit, Lookahead, Modelless, PromptLookup, Retrieval
+from heavypath.speculative.drafts.trained import TrainedHead, is_trained_head, load_trained_head
 
 DEMO_HEAD = "demo-head"  # names the shipped head
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -27,7 +24,7 @@ class Pair(NamedTuple):
     """Models in eval mode on one device, and the target's tokenizer. Without a draft only plain decoding works."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | EagleHead | Modelless | None
+    draft: PreTrainedModel | TrainedHead | Modelless | None
     tokenizer: PreTrainedTokenizerBase
 
     @property
@@ -48,9 +45,9 @@ def load_pair(
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
-    target, draft: default the shipped pair. draft may also be an EAGLE head, "demo-head" the shipped one; or
-        "prompt-lookup", "early-exit:LAYERS" or "retrieval:PATH", which need no model; PATH is a file that
-        `Retrieval.save` wrote, or a text or a folder of texts.
+    target, draft: default the shipped pair. draft may also be an EAGLE head, "demo-head" the shipped one, or Medusa
+        heads; or "prompt-lookup", "lookahead", "early-exit:LAYERS" or "retrieval:PATH", which need no model; PATH is a
+        file that `Retrieval.save` wrote, or a text or a folder of texts.
     device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
         A head has its target's.
@@ -62,13 +59,13 @@ def load_pair(
     draft = str(FOLDER / "head") if draft == DEMO_HEAD else draft
     modelless = draft is not None and _check_modelless(draft)
     if target is None:
-        if draft is not None and not modelless and not is_head(draft):
+        if draft is not None and not modelless and not is_trained_head(draft):
             raise _lacks_target(draft)
         shipped = Pair(*load_demo_pair(dtype or torch.float32, device))
         return shipped if draft is None else shipped._replace(draft=load_draft(draft, shipped))
     named = {"target": target} | ({} if draft is None or modelless else {"draft": draft})
     folders = {role: find_folder(role, name) for role, name in named.items()}
-    head = folders.pop("draft") if "draft" in folders and is_head(folders["draft"]) else None
+    head = folders.pop("draft") if "draft" in folders and is_trained_head(folders["draft"]) else None
     for role, folder in folders.items():
         _check_type(role, folder)
     if not _has_tokenizer(folders["target"]):
@@ -82,7 +79,7 @@ def load_pair(
         _check_vocabularies(tokenizer, _load_tokenizer("draft", drafting))
     models = {role: _load_model(role, folder, device, dtype) for role, folder in folders.items()}
     if head is not None:
-        return Pair(models["target"], load_head(head, models["target"]), tokenizer)
+        return Pair(models["target"], load_trained_head(head, models["target"]), tokenizer)
     return Pair(models["target"], _modelless(draft, tokenizer) if modelless else models.get("draft"), tokenizer)
 
 
@@ -91,10 +88,11 @@ def load_draft(
     target: PreTrainedModel | Pair,
     target_name: str | None = None,
     dtype: torch.dtype | None = None,
-) -> PreTrainedModel | EagleHead | Modelless:
-    """Load a draft for a target: an EAGLE head, as published, or a model; from a folder or the Hugging Face cache.
+) -> PreTrainedModel | TrainedHead | Modelless:
+    """Load a draft for a target: a head or heads (EAGLE, Medusa) as published, or a model; from a folder or the cache.
 
-    path_or_name: may also be "demo-head", "prompt-lookup", "early-exit:LAYERS", or for a pair "retrieval:PATH"
+    path_or_name: may also be "demo-head", "prompt-lookup", "lookahead", "early-exit:LAYERS", or for a pair
+        "retrieval:PATH"
     target: the model; or a pair that `load_pair` loaded by `target_name`, whose tokenizer is then compared, too
     dtype: default the target's for a head, the one that it was saved in for a model
 
@@ -104,7 +102,7 @@ def load_draft(
     if _check_modelless(name):
         return _modelless(name, target.tokenizer if isinstance(target, Pair) else None)
     model = target.target if isinstance(target, Pair) else target
-    head = is_head(name)
+    head = is_trained_head(name)
     if isinstance(target, Pair) and target_name is None and not head:
         raise _lacks_target(name)
     folder = find_folder("draft", name)
@@ -113,14 +111,14 @@ def load_draft(
     if isinstance(target, Pair) and _has_tokenizer(folder):
         _check_vocabularies(target.tokenizer, _load_tokenizer("draft", folder))
     if head:
-        return load_head(folder, model, dtype=dtype)
+        return load_trained_head(folder, model, dtype)
     return _load_model("draft", folder, model.device, dtype)
 
 
 def _lacks_target(draft: str) -> ValueError:
     return ValueError(
         f"a draft ({draft!r}) needs its target; only the shipped pair loads without one, and for its target "
-        f"{DEMO_HEAD}, heads of it, prompt-lookup, early-exit:LAYERS and retrieval:PATH"
+        f"{DEMO_HEAD}, heads of it, prompt-lookup, lookahead, early-exit:LAYERS and retrieval:PATH"
     )
 
 
@@ -136,7 +134,7 @@ def _check_modelless(draft: str) -> bool:
             raise ValueError("expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder of texts")
         if not Path(what).expanduser().exists():
             raise FileNotFoundError(f"expected retrieval:PATH, and there is no file or folder {what!r}")
-    return draft == "prompt-lookup" or kind in ("early-exit", "retrieval")
+    return draft in ("prompt-lookup", "lookahead") or kind in ("early-exit", "retrieval")
 
 
 def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> Modelless:
@@ -146,6 +144,8 @@ def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> 
         return EarlyExit([int(layer) for layer in what.split(",")] if "," in what else int(what))
     if kind == "prompt-lookup":
         return PromptLookup()
+    if kind == "lookahead":
+        return Lookahead()
     if tokenizer is None:
         raise ValueError(f"{draft!r} needs a tokenizer, got a target alone; use Retrieval(texts, tokenizer)")
     path = Path(what).expanduser()

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.typical.acceptance import Typical
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
@@ -29,6 +30,8 @@ LOSSLESS_FOR = {
     "race": DRAWS,
     "target_sample": DRAWS,
 }
+# Typical acceptance changes the law of the text, whatever the draws.
+VERIFICATIONS = (*LOSSLESS_FOR, "typical")
 OPTIONS = ("acceptance", "max_depth", "width", "threshold", "confidence")  # of SpeculativeDecoder, for some methods
 
 
@@ -36,7 +39,7 @@ class Kind(NamedTuple):
     """How children are drawn and verified at some temperature. Methods of one kind have the same acceptance.
 
     draw:                  "without_replacement", "with_replacement" or "top_k", see `Method`
-    verification:          `method` of heavypath.kernels.verification.verify_tree
+    verification:          `method` of heavypath.kernels.verification.verify_tree, or "typical"
     independent_sequences: whether the tree is a few sequences that are drawn independently, from the root on
     """
 
@@ -60,7 +63,8 @@ class Method:
 
     draw:         "without_replacement", "with_replacement" or "top_k": children are successive draws without
                   replacement, independent draws, or the draft's likeliest tokens
-    verification: `method` of heavypath.kernels.verification.verify_tree
+    verification: `method` of heavypath.kernels.verification.verify_tree; or "typical", typical acceptance, which
+                  changes the law of the text
     tree_of:      a function of a size, which gives a tree of at most so many nodes, or how trees of at most that size
                   grow. Its other parameters are the options of SpeculativeDecoder that the method has
     fill:         whether children are drawn uniformly once a draft model's support is used up
@@ -71,14 +75,14 @@ class Method:
     """
 
     draw: Literal["without_replacement", "with_replacement", "top_k"]
-    verification: Literal["without_replacement", "with_replacement", "kseq", "race", "target_sample"]
+    verification: Literal["without_replacement", "with_replacement", "kseq", "race", "target_sample", "typical"]
     tree_of: Callable[..., TokenTree | Growth]
     fill: bool = False
 
     def __post_init__(self) -> None:
         _check_word("draw", self.draw, DRAWS)
-        _check_word("verification", self.verification, LOSSLESS_FOR)
-        if self.draw not in LOSSLESS_FOR[self.verification]:
+        _check_word("verification", self.verification, VERIFICATIONS)
+        if self.is_lossless and self.draw not in LOSSLESS_FOR[self.verification]:
             raise ValueError(
                 f"verification {self.verification!r} is lossless for children drawn "
                 f"{' or '.join(LOSSLESS_FOR[self.verification])}, got draw {self.draw!r}"
@@ -103,6 +107,21 @@ class Method:
             verification="greedy" if greedy else self.verification,
             independent_sequences=self.independent_sequences,
         )
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the text keeps the target's law, at any temperature."""
+        return self.verification in LOSSLESS_FOR
+
+    def typical(self, epsilon: float | None, delta: float | None) -> Typical | None:
+        """The limits of typical acceptance, None for its defaults; None for a method that verifies otherwise.
+
+        Raises ValueError for limits of such a method, and for limits out of range.
+        """
+        given = {name: limit for name, limit in (("epsilon", epsilon), ("delta", delta)) if limit is not None}
+        if self.verification != "typical" and given:
+            raise ValueError(f"{' and '.join(given)} are options of typical acceptance, method 'typical-lossy'")
+        return Typical(**given).check() if self.verification == "typical" else None
 
     @property
     def independent_sequences(self) -> bool:
@@ -246,4 +265,11 @@ METHODS = {
     "naive": Method("with_replacement", "target_sample", _planned),
     # Naive sampling with distinct siblings, which are drawn without replacement: ours, in no paper.
     "naive-distinct": Method("without_replacement", "target_sample", _planned),
+    # Cai, Li, Geng, Peng, Lee, Chen and Dao 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple
+    # Decoding Heads" (arXiv 2401.10774), section 2.3.1: typical acceptance. It changes the law of the text: tokens that
+    # the draft proposes and that the target finds likely enough are always taken. The paper takes the target's
+    # likeliest token behind the accepted ones, here it is drawn; its trees are tree=TokenTree.from_paths(...), its
+    # draft Medusa heads. At temperature 0 it is greedy decoding, as every method.
+    "typical-lossy": Method("top_k", "typical", _planned),
 }
+LOSSLESS_METHODS = tuple(name for name, method in METHODS.items() if method.is_lossless)

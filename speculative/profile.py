@@ -29,7 +29,10 @@ from heavypath.speculative.drafts import (
     Cascade,
     EagleHead,
     EarlyExit,
+    Lookahead,
+    MedusaHeads,
     Mixture,
+    Modelless,
     PromptLookup,
     Retrieval,
     is_own,
@@ -198,8 +201,11 @@ class Profile:
     def measured(self, method: str, filters: Filters) -> list[MeasuredAcceptance]:
         """The measurements of a method that are nearest in temperature, with the same filters if there are such.
 
-        It is one measurement, or one for each number of independent sequences. Raises ValueError if there is none.
+        It is one measurement, or one for each number of independent sequences. Raises ValueError if there is none, and
+        for a method that changes the text's law.
         """
+        if not METHODS[method].is_lossless:
+            raise ValueError(f"a profile measures methods that keep the target's law, got {method!r}")
         kind = METHODS[method].kind(filters.temperature)
         fitting = [entry for entry in self.acceptance if entry.kind == kind]
         if not fitting:
@@ -252,7 +258,7 @@ class Profile:
 
 def describe(model: AnyDraft) -> str:
     """A model's type and size in words, or a draft without a model of its own. Of a user's own draft, its class."""
-    if isinstance(model, (PromptLookup, Retrieval, EarlyExit)):
+    if isinstance(model, Modelless):
         return repr(model)
     if isinstance(model, Cascade | Mixture):
         shares = model.levels if isinstance(model, Cascade) else model.weights
@@ -263,6 +269,10 @@ def describe(model: AnyDraft) -> str:
         own = [name for name, has in (("embedding", config.owns_embedding), ("lm_head", config.owns_lm_head)) if has]
         beside = f", with an own {' and '.join(own)}" if own else ""
         return f"{config.model_type} head, {config.layers} layers, {parameter_count(model)} parameters{beside}"
+    if isinstance(model, MedusaHeads):
+        beside = ", with lm_heads of their own" if model.config.owns_lm_heads else ""
+        heads, layers = model.config.heads, model.config.layers
+        return f"{heads} medusa heads, {layers} layers, {parameter_count(model)} parameters{beside}"
     if is_own(model):
         return f"own draft {type(model).__name__}"
     known: Any = model
@@ -278,18 +288,21 @@ def parameter_count(model: nn.Module) -> int:
 def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
     """The parameters that a draft's forward pass goes through.
 
-    A draft made of drafts has those of all. A prompt lookup and a retrieval have none, nor has a user's own draft
-    unless it is a torch.nn.Module. An early exit has the target's without those of the layers that it leaves out, so
-    that the embedding, the final norm and the head count, as they do for a model. A trained head that has no lm_head of
-    its own goes through the target's.
+    A draft made of drafts has those of all. A prompt lookup, a lookahead and a retrieval have none, nor has a user's
+    own draft unless it is a torch.nn.Module. An early exit has the target's without those of the layers that it leaves
+    out, so that the embedding, the final norm and the head count, as they do for a model. A trained head that has no
+    lm_head of its own goes through the target's. Of Medusa heads one counts, which is what a level takes.
     """
     if isinstance(draft, Cascade | Mixture):
         return sum(draft_parameter_count(part, target) for part in draft.drafts)
-    if isinstance(draft, PromptLookup | Retrieval) or not isinstance(draft, nn.Module | EarlyExit):
+    if isinstance(draft, PromptLookup | Lookahead | Retrieval) or not isinstance(draft, nn.Module | EarlyExit):
         return 0
     if isinstance(draft, EarlyExit):
         decoder: Any = target.get_decoder()
         left_out = [layer for index, layer in enumerate(decoder.layers) if index not in draft.indices]
         return parameter_count(target) - sum(map(parameter_count, left_out))
-    shared: Any = target.get_output_embeddings() if isinstance(draft, EagleHead) and draft.lm_head is None else None
-    return parameter_count(draft) + (0 if shared is None else shared.weight.numel())
+    lm_head: Any = target.get_output_embeddings()
+    medusa = isinstance(draft, MedusaHeads)
+    shares = (isinstance(draft, EagleHead) and draft.lm_head is None) or (medusa and draft.lm_heads is None)
+    own = parameter_count(draft) // (draft.config.heads if medusa else 1)
+    return own + (lm_head.weight.numel() if shares else 0)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from heavypath.speculative.costs import Costs
-from heavypath.speculative.drafts import Drafting, HeadDraft
+from heavypath.speculative.drafts import Drafting, MedusaDraft, TappedDraft
 from heavypath.speculative.models.forward import Forward
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose costs are estimated
@@ -69,13 +69,12 @@ class Work(NamedTuple):
     def of(cls, model: Drafting) -> "Work":
         """That of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too.
 
-        A trained head that has no lm_head of its own reads the target's.
+        Of Medusa heads a level takes one, and the step computes them side by side: no level has layers of its own.
         """
-        if isinstance(model, HeadDraft):
-            passed = [weight for name, weight in model.weights() if not name.startswith(("embed_tokens", "lm_head"))]
-            passed.append(model.lm_head.weight)
+        if isinstance(model, TappedDraft):
+            passed, layers = model.level_weights(), 0 if isinstance(model, MedusaDraft) else model.layers
             weights = sum(weight.numel() for weight in passed)
-            return cls(sum(weight.nbytes for weight in passed), weights, model.layers, model.dtype.itemsize)
+            return cls(sum(weight.nbytes for weight in passed), weights, layers, model.dtype.itemsize)
         head: Any = model.model.get_output_embeddings()
         own_head = getattr(head, "weight", None) is not model.embedding.weight
         passed = [weight for _, weight in model.weights() if not (own_head and weight is model.embedding.weight)]

@@ -10,6 +10,7 @@ trees of their kind for the others.
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -20,14 +21,36 @@ from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
+from heavypath.speculative.drafts import Draft, models_of, most_levels
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
+from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.roofline import Device, estimated_costs
 from heavypath.speculative.trees.planning import Plan, expected_tokens, select_tree
 from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
+CPU_SIZE = 5  # nodes of a tree on a CPU, by default; measured with the shipped pair
 DEPTH = 8  # levels of trees of a kind, where the acceptance says nothing about levels
 SEQUENCES = 3  # independent ones, by default
+
+
+def chosen_tree(
+    method: str, given: Mapping[str, Any], target: Forward, draft: Draft | None
+) -> tuple[TokenTree | Growth, str]:
+    """The tree of a decoder's options, or the default; or how trees grow. And in words what it was chosen by.
+
+    given: the options that are not None. A tree is in heavy-path order
+    """
+    device, levels, size, default = target.device, most_levels(draft), CPU_SIZE, None
+    chosen_by = "the default of a CPU"
+    if device.type == "cuda" and not {"tree", "tree_size"} & given.keys():
+        default = default_tree(method, estimated_costs(target, models_of(draft), Device.of(device)), levels)
+        size, chosen_by = max(2, len(default)), f"by costs estimated for {torch.cuda.get_device_name(device)}"
+    tree = tree_of_options(method, given, size, levels) if given or default is None else default
+    if isinstance(tree, TokenTree):
+        tree, _ = tree.reordered("heavy_path")
+    return tree, "by the options given" if given else chosen_by
 
 
 def best_plan(method: str, rates: Tensor, costs: Mapping[int, float], level: float, sequence_count: int | None) -> Plan:
@@ -55,15 +78,16 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
     return Growth(usual.by, len(tree), width, tree.depth, confidence=confidence if usual.by == "slot" else None)
 
 
-def default_tree(method: str, costs: Costs) -> TokenTree | Growth:
+def default_tree(method: str, costs: Costs, levels: int | None = None) -> TokenTree | Growth:
     """The tree of a method by these costs and the acceptance of the shipped pair, for models that nobody measured.
 
+    levels: that the draft can draft; None for any
     Where no tree is expected to pay it drafts one token all the same: how well these models agree is not known.
     """
     if method == "autoregressive":
         return TokenTree([-1])
     steps = costs.steps_of(range(1, max(costs.step) + 1))
-    rates = torch.tensor(DEFAULT_ACCEPTANCE, dtype=torch.float64).expand(DEPTH, -1)
+    rates = torch.tensor(DEFAULT_ACCEPTANCE, dtype=torch.float64).expand(min(DEPTH, levels or DEPTH), -1)
     sequences = SEQUENCES if METHODS[method].independent_sequences else None
     plan = best_plan(method, rates, steps, costs.level / costs.step[1], sequences)
     if len(plan.tree) == 1:
@@ -76,12 +100,14 @@ def default_tree(method: str, costs: Costs) -> TokenTree | Growth:
     return as_drafted(method, plan.tree, DEFAULT_CONFIDENCE)
 
 
-def tree_of_options(method: str, given: Mapping[str, Any], size: int) -> TokenTree | Growth:
+def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: int | None = None) -> TokenTree | Growth:
     """The tree that a method makes of the options of a decoder, or how its trees grow.
 
     given: the options that are not None; size: nodes where `tree_size` is not among them
+    levels: that the draft can draft; None for any. Where nothing is said of levels, the tree has no more than these
 
-    Raises TypeError or ValueError for options that the method does not have, or that do not fit each other.
+    Raises TypeError or ValueError for options that the method does not have, or that do not fit each other or the
+    draft.
     """
     options, tree = dict(given), given.get("tree")
     if tree is None:
@@ -96,11 +122,29 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int) -> TokenTr
                 has = ", ".join(METHODS[method].options) or "none but tree_size"
                 raise ValueError(f"method {method!r} has no option {name!r}; it has {has}")
         tree = METHODS[method].tree_of(nodes, **options)
+        if levels is not None and tree.depth > levels and "max_depth" not in options:
+            limited = "max_depth" in METHODS[method].options
+            tree = METHODS[method].tree_of(nodes, **options, max_depth=levels) if limited else top(tree, levels)
     else:
         _check_given(method, tree, [name for name in options if name != "tree"])
+    if levels is not None and tree.depth > levels:
+        what = f"max_depth {options['max_depth']}" if "max_depth" in options else f"a tree of {tree.depth} levels"
+        raise ValueError(
+            f"the draft has {levels} heads, one for each level of a tree, got {what}; give at most {levels} levels "
+            f"(max_depth={levels}, tree.truncated({levels})[0])"
+        )
     if len(tree) > MAX_NODES:
         raise ValueError(f"a tree may have at most {MAX_NODES} nodes, got {len(tree)}")
     return tree
+
+
+def top(tree: TokenTree | Growth, levels: int | None) -> TokenTree | Growth:
+    """The first `levels` levels of a tree, or of trees that grow; all of them for None."""
+    if levels is None or tree.depth <= levels:
+        return tree
+    if isinstance(tree, TokenTree):
+        return tree.truncated(levels)[0]
+    return replace(tree, depth=levels, size=min(tree.size, 1 + levels * tree.width))
 
 
 def _check_given(method: str, tree: object, others: list[str]) -> None:

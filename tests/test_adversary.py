@@ -26,6 +26,8 @@ from test_commit import Problem as Commit
 from test_ordering import assert_same, parents_of, shuffled_ranks
 from test_sampling import same
 from test_tree_attention import inputs, masks, oracle, random_tree
+from test_typical import Problem as Typical
+from test_typical import random_problem as random_typical
 from test_verification_kernel import Problem as Verification
 from test_verification_kernel import random_problem
 
@@ -107,6 +109,16 @@ def verifies_in_chunks(adversary: Adversary, trees: int = 1) -> None:
         ).agrees()
 
 
+def accepts_typical(adversary: Adversary, trees: int) -> None:
+    for seed in range(trees * adversary.seed, trees * (adversary.seed + 1)):
+        assert random_typical(seed, filtered=0.0).agrees()
+
+
+def accepts_typical_in_chunks(adversary: Adversary, trees: int = 1) -> None:
+    tree, seed = TokenTree.k_ary(2, 1), adversary.seed
+    assert Typical(tree, vocab_size=9_000, batch=1, dtype=torch.bfloat16, seed=seed).agrees()
+
+
 def draws(adversary: Adversary, rows: int) -> None:
     for count, vocab_size, options in (
         (2, 17_000, {}), (1, 9_000, {"replacement": True}), (1, 9_000, {"top_k": 50}),  # in three chunks, or two
@@ -167,6 +179,8 @@ CASES = {
     attends_in_parts: ["tree_attention_kernel"],
     verifies: ["_decide_kernel", "_walk_kernel"],
     verifies_in_chunks: ["_decide_kernel", "_walk_kernel"],
+    accepts_typical: ["_weigh_kernel", "_longest_kernel"],
+    accepts_typical_in_chunks: ["_weigh_kernel", "_longest_kernel"],
     draws: ["_gumbel_topk_kernel", "_cuts_kernel"],
     compacts: ["_compact_kernel"],
     places: ["_first_kernel", "_place_kernel", "_alike_kernel"],
@@ -174,7 +188,7 @@ CASES = {
     grows_wide: ["_sums_kernel", "_grow_kernel"],
     retrieves: ["_append_kernel", "_followers_kernel"],
 }
-OF_TREES = [orders, commits, attends, verifies, compacts]
+OF_TREES = [orders, commits, attends, verifies, accepts_typical, compacts]
 
 
 def test_every_kernel_meets_the_adversary():
@@ -208,6 +222,9 @@ FAULTS = {
     "a ticket orders nothing (draws)": (*TICKET, draws, 'sem="acq_rel"', 'sem="relaxed"', UNORDERED),
     "a ticket orders nothing (verification)": (
         *TICKET, verifies_in_chunks, 'sem="acq_rel"', 'sem="relaxed"', UNORDERED
+    ),
+    "a ticket orders nothing (typical acceptance)": (
+        *TICKET, accepts_typical_in_chunks, 'sem="acq_rel"', 'sem="relaxed"', UNORDERED
     ),
     "a ticket orders nothing (attention)": (*TICKET, attends_in_parts, 'sem="acq_rel"', 'sem="relaxed"', UNORDERED),
     "a ticket does not release": (*TICKET, draws, 'sem="acq_rel"', 'sem="acquire"', UNORDERED),

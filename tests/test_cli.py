@@ -25,7 +25,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from heavypath.speculative import METHODS, load_demo_pair
+from heavypath.speculative import LOSSLESS_METHODS, load_demo_pair
 from heavypath.speculative.cli import planning as cli_planning
 from heavypath.speculative.cli import support
 from heavypath.speculative.cli.app import main
@@ -153,7 +153,7 @@ def test_demo_compares_all_methods_with_transformers(heavypath):
     answer = json.loads(output)
     assert (code, errors) == (0, "")
     rows = {row["method"]: row for row in answer["rows"]}
-    assert list(rows) == ["transformers generate", "transformers assisted", *METHODS]
+    assert list(rows) == ["transformers generate", "transformers assisted", *LOSSLESS_METHODS]
     assert {row["text"] for row in rows.values()} <= {"reference", "equal", "tie"}
     assert rows["transformers generate"]["tokens_per_forward"] == rows["autoregressive"]["tokens_per_forward"] == 1
     assert rows["sequoia"]["tokens_per_forward"] > 1
@@ -164,7 +164,7 @@ def test_demo_shows_the_text_and_then_a_table(heavypath):
     code, output, _ = heavypath("demo", "--prompts", 1, "--max-new-tokens", 6, "--temperature", 0.7, "--seed", 1)
     rows = {line[:23].strip(): line.split()[-1] for line in output.splitlines() if line.strip()}
     assert code == 0
-    assert {"transformers generate", "transformers assisted", *METHODS} <= rows.keys()
+    assert {"transformers generate", "transformers assisted", *LOSSLESS_METHODS} <= rows.keys()
     assert rows["ersd"] == "equal"
 
 
@@ -190,11 +190,13 @@ def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, cal
     assert [line for line in output.splitlines() if re.fullmatch(r"temperature [\d.]+", line)] == [
         "temperature 0.0", "temperature 0.6", "temperature 1.0",
     ]  # fmt: skip
-    assert {line.split()[0] for line in output.splitlines() if line.strip()} > set(METHODS) - {"autoregressive"}
+    assert {line.split()[0] for line in output.splitlines() if line.strip()} > set(LOSSLESS_METHODS) - {
+        "autoregressive"
+    }
     assert "The tree of chain, temperature 1.0:" in output.replace("\n", " ")
     assert (tmp_path / "tree.svg").read_text().startswith("<svg")
     answer = json.loads(heavypath("plan", path, "--json")[1])
-    assert len(answer["plans"]) == 3 * (len(METHODS) - 1)
+    assert len(answer["plans"]) == 3 * (len(LOSSLESS_METHODS) - 1)
     assert all(row["expected_tokens"] <= row["bound"] + 1e-9 for row in answer["plans"])
     assert all(row["expected_tokens_error"] >= 0 <= row["speedup_error"] for row in answer["plans"])
     assert re.search(
@@ -219,7 +221,9 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
     assert_refused(heavypath("calibrate", "--out", path / "below"), 1, "--out must be in a folder that exists")
 
 
-@pytest.mark.parametrize("draft", ["prompt-lookup", "early-exit:4", "early-exit:0,5,7", f"retrieval:{__file__}"])
+@pytest.mark.parametrize(
+    "draft", ["prompt-lookup", "lookahead", "early-exit:4", "early-exit:0,5,7", f"retrieval:{__file__}"]
+)
 def test_generate_drafts_without_a_draft_model(heavypath, draft):
     _, plain, _ = heavypath("generate", PROMPT, "--max-new-tokens", 12)
     assert heavypath("generate", PROMPT, "--max-new-tokens", 12, "--draft", draft)[:2] == (0, plain)

@@ -9,7 +9,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    METHODS,
+    EarlyExit,
+    PromptLookup,
+    SpeculativeDecoder,
+    TokenTree,
+    load_demo_pair,
+)
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.demo import demo_prompts
 
@@ -162,7 +170,7 @@ def exact_law(model, prompt, filters, length):
     return law
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", LOSSLESS_METHODS)
 @pytest.mark.parametrize(
     "options", [{"temperature": 1.0}, {"temperature": 1.2, "top_k": 5, "top_p": 0.95}], ids=["plain", "filtered"]
 )

@@ -10,7 +10,7 @@ from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from test_decoder import exact_law, tiny_llama, transformers_greedy
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, choose_layers
+from heavypath.speculative import LOSSLESS_METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, choose_layers
 from heavypath.speculative.drafts import Feed, LookupDraft, ModelDraft
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.forward_of import forward_of
@@ -78,7 +78,7 @@ def test_prompt_lookup_drafts_a_repetition():
 DRAFTS = {"prompt lookup": lambda: PromptLookup(2), "early exit": lambda: EarlyExit(1)}
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "autoregressive"])
+@pytest.mark.parametrize("method", [name for name in LOSSLESS_METHODS if name != "autoregressive"])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_the_law_is_the_targets_with_any_draft(name, method):
     target, prompt = tiny_llama(1), torch.tensor([3, 1, 4, 3, 1])

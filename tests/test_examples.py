@@ -13,7 +13,7 @@ import torch
 from matplotlib import image
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, examples
+from heavypath.speculative import LOSSLESS_METHODS, SpeculativeDecoder, TokenTree, examples
 from heavypath.speculative.comparison import ASSISTED, PLAIN
 from heavypath.speculative.demo import FOLDER, demo_prompts
 
@@ -89,7 +89,7 @@ def test_compare_methods_prints_all_methods_and_draws_them(example, tmp_path):
     prompts, plot = tmp_path / "prompts.txt", tmp_path / "plot.png"
     prompts.write_text("def read(self, size=-1):\n\nimport os\n")
     numbers, texts = numbers_of(example("compare_methods", "--prompts", prompts, "--plot", plot, "--max-new-tokens", 6))
-    assert [*numbers] == [PLAIN, ASSISTED, *METHODS]
+    assert [*numbers] == [PLAIN, ASSISTED, *LOSSLESS_METHODS]
     assert texts.pop(PLAIN) == "reference"
     assert all(text.startswith(("equal", "tie")) for text in texts.values())
     assert numbers[PLAIN][0] == numbers["autoregressive"][0] == 1 < numbers["sequoia"][0]
@@ -122,7 +122,8 @@ def test_kinds_of_draft_writes_one_text_with_all_drafts(example, demo_pair):
     target, _, tokenizer = demo_pair
     printed = example("kinds_of_draft", "--seed", 4)
     speed = dict(re.findall(r"^(.+?) {2,}([\d.]+) tokens per step$", printed, re.MULTILINE))
-    assert [*speed] == ["trained head", "draft model", "prompt lookup", "early exit", "retrieval", "no draft"]
+    drafts = ["trained head", "draft model", "prompt lookup", "early exit", "lookahead", "retrieval"]
+    assert [*speed] == [*drafts, "no draft"]
     assert speed.pop("no draft") == "1.00"
     assert all(float(value) > 1.1 for value in speed.values())
     text = printed.split("different texts: 1\n\n")[1].removesuffix("\n")

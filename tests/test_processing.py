@@ -17,7 +17,7 @@ from heavypath.kernels.commit import State, commit
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.ordering import heavy_path_order
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
+from heavypath.speculative import LOSSLESS_METHODS, METHODS, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.device_tree import device_tree
 from heavypath.speculative.decoding.drafting import root_alone
 from heavypath.speculative.decoding.processing import Processing
@@ -201,7 +201,7 @@ def controlled_law(model, prompt, filters, length, penalty, least):
     return law
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", LOSSLESS_METHODS)
 def test_the_joint_law_of_four_tokens_with_a_penalty_and_a_least_length_is_exact(method, tiny_pair):
     prompt, sampling = torch.tensor([3, 1, 4]), {"temperature": 0.8, "top_p": 0.95}
     law = controlled_law(tiny_pair[0], prompt, Filters(**sampling), 4, penalty=1.8, least=2)

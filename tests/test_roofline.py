@@ -11,7 +11,7 @@ from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.roofline import Device, Work, estimated_costs
-from heavypath.speculative.tree_choice import default_tree
+from heavypath.speculative.tree_choice import chosen_tree, default_tree
 
 H100 = SimpleNamespace(
     multi_processor_count=132, major=9, minor=0,
@@ -104,14 +104,14 @@ def test_a_decoder_on_a_gpu_says_that_its_tree_is_by_estimated_costs(h100, monke
     out = decoder.generate(torch.tensor([[1, 2]]), 3)
     assert out.stats.tree == "5 nodes, 2 levels, the default of a CPU"
     monkeypatch.setattr(LlamaForward, "device", property(lambda self: torch.device("cuda", 0)))
-    tree = decoder._chosen_tree({})
-    assert decoder.tree_from == "by costs estimated for NVIDIA H100"
+    tree, chosen_by = chosen_tree("sequoia", {}, decoder._target, decoder._draft)
+    assert chosen_by == "by costs estimated for NVIDIA H100"
     assert torch.equal(tree.parents, default_tree("sequoia", estimated_costs(
-        decoder._target, decoder._draft.forward, h100
+        decoder._target, [decoder._draft.forward], h100
     )).reordered("heavy_path")[0].parents)  # fmt: skip
-    shallow = decoder._chosen_tree({"max_depth": 2})
+    shallow, chosen_by = chosen_tree("sequoia", {"max_depth": 2}, decoder._target, decoder._draft)
     assert (shallow.depth, len(shallow)) == (2, len(tree))
-    assert decoder.tree_from == "by the options given"
+    assert chosen_by == "by the options given"
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from medusa_checkpoints import published, write
 from test_decoder import tiny_llama
 from test_heads import head_of
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -18,7 +19,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.trees.levels import Chosen
-from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
+from heavypath.speculative import METHODS, Lookahead, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
 from heavypath.speculative.decoding.device_tree import device_tree
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.processing import Processing
@@ -26,7 +27,8 @@ from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.snapshots import Snapshots
 from heavypath.speculative.decoding.step import Step
-from heavypath.speculative.drafts import LookupDraft, ModelDraft
+from heavypath.speculative.drafts import LookaheadDraft, LookupDraft, ModelDraft
+from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
 from heavypath.speculative.models.llama import LlamaForward
 
 KERNELS = (
@@ -36,6 +38,7 @@ KERNELS = (
         "trees.growing",
         "trees.assembly",
         "verification",
+        "typical.acceptance",
         "attention.prepared",
         "attention.masks",
         "tree_attention",
@@ -164,6 +167,7 @@ CASES = [
     pytest.param("specinfer", {"tree_size": 5, "width": 2}, {"temperature": 0.8}, id="specinfer", marks=slow),
     pytest.param("spectr", {"tree_size": 3, "width": 2}, {"temperature": 0.8, "top_k": 5}, id="spectr", marks=slow),
     pytest.param("dyspec", {"tree_size": 4, "max_depth": 2, "width": 2}, {"temperature": 1.0}, id="dyspec"),
+    pytest.param("typical-lossy", {"tree_size": 4}, {"temperature": 1.0}, id="typical-lossy", marks=slow),
     pytest.param("rsd-s", {"tree_size": 5, "width": 2}, {"temperature": 1.0}, id="rsd-s", marks=slow),
     pytest.param(
         "ersd", {"tree_size": 3}, {"temperature": 0.7, "eos_token_id": [5, 2], "min_new_tokens": 3}, id="ersd"
@@ -212,6 +216,49 @@ def test_steps_of_a_head_done_by_rote_write_the_same_text(variant, method, shape
     assert Tape.replays >= 4
 
 
+@pytest.mark.parametrize(
+    ("method", "shape", "temperature"),
+    [
+        ("chain", {"tree_size": 2}, 0.0),
+        pytest.param("sequoia", {"tree_size": 4}, 0.8, marks=slow),
+        pytest.param("dyspec", {"tree_size": 4, "width": 2}, 0.8, marks=slow),
+    ],
+)
+def test_lookahead_done_by_rote_writes_the_same_text(method, shape, temperature, as_on_a_gpu):
+    """In as many steps, of which those of a second generation know nothing of the first."""
+    target = tiny_llama(1, layers=1, hidden_size=32, num_attention_heads=2)
+    options = {"attention_mask": PADDING, "max_new_tokens": 5, "pad_token_id": 0, "temperature": temperature, "seed": 3}
+    expected = SpeculativeDecoder(target, Lookahead(2, 3, 8), method, **shape).generate(PROMPTS, **options)
+    as_on_a_gpu()
+    decoder = SpeculativeDecoder(target, Lookahead(2, 3, 8), method, **shape)
+    for _ in range(2):
+        out = decoder.generate(PROMPTS, **options)
+        assert torch.equal(out.sequences, expected.sequences)
+        assert torch.equal(out.stats.steps_of, expected.stats.steps_of)
+        assert torch.equal(out.stats.accepted, expected.stats.accepted)
+    assert Tape.replays >= 4
+
+
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        ("top-k", {"tree": TokenTree([-1, 0, 1])}),
+        pytest.param("dyspec", {"tree_size": 4, "width": 2, "max_depth": 2}, marks=slow),
+    ],
+)
+def test_steps_of_medusa_heads_done_by_rote_write_the_same_text(method, shape, as_on_a_gpu, tmp_path):
+    """Near the end of a text fewer levels are drafted, and fewer heads computed."""
+    target = tiny_llama(1, layers=1, hidden_size=32, num_attention_heads=2)
+    heads = load_medusa(write(tmp_path, published(target, heads=2)), target)
+    options = {"attention_mask": PADDING[1:], "max_new_tokens": 6, "temperature": 1.0, "seed": 3}
+    expected = SpeculativeDecoder(target, heads, method, **shape).generate(PROMPTS[1:], **options)
+    as_on_a_gpu()
+    out = SpeculativeDecoder(target, heads, method, **shape).generate(PROMPTS[1:], **options)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert torch.equal(out.stats.accepted, expected.stats.accepted)
+    assert Tape.replays >= 2
+
+
 class Strict(TorchDispatchMode):
     """Refuses whatever has to do with another device; what asks for values is refused by the meta device itself."""
 
@@ -227,7 +274,7 @@ def without_values(as_on_a_gpu, monkeypatch):
     """The meta device, on which tensors have shapes alone, in the part of a GPU; kernels do nothing on it."""
     as_on_a_gpu()
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: None)
-    for name in ("sampling_kernel", "filter_cuts", "decision", "walk"):
+    for name in ("sampling_kernel", "filter_cuts", "decision", "walk", "typical.kernel"):
         module = importlib.import_module(f"heavypath.kernels.{name}")
         monkeypatch.setattr(module, "tickets", lambda count, device: torch.empty(count, device=device))
 
@@ -251,6 +298,7 @@ def rules_of(method, filters, processing=None):
         drawing_filters=kind.drawing_filters(filters),
         value_temperature=0.6,
         processing=processing,
+        typical=METHODS[method].typical(None, None),
     )
 
 
@@ -272,7 +320,7 @@ def on_meta(part):
     return part if isinstance(part, int) else type(part)(**{name: on_meta(field) for name, field in vars(part).items()})
 
 
-@pytest.mark.parametrize("draft", ["model", "prompt lookup", "early exit"])
+@pytest.mark.parametrize("draft", ["model", "prompt lookup", "lookahead", "early exit"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("method", METHODS)
 @torch.inference_mode()
@@ -281,6 +329,7 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
     models = {
         "model": lambda: ModelDraft(llama_without_values(1), 50),
         "prompt lookup": lambda: LookupDraft(PromptLookup(), 50, target.device),
+        "lookahead": lambda: LookaheadDraft(Lookahead(5, 3, 20), 50, target.device),
         "early exit": lambda: ModelDraft(target, 50),
     }
     source = None if method == "autoregressive" else models[draft]()
@@ -301,6 +350,7 @@ MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and l
     "sequoia": (5, 23),
     "ersd": (5, 24),
     "top-k": (5, 23),
+    "typical-lossy": (5, 27),
     "naive": (5, 32),
     "rsd-c": (4, 20),
     "dyspec": (5, 29),

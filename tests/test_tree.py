@@ -1,5 +1,6 @@
 """TokenTree: a tree by hand, its orders and mask, and random trees against plain loops."""
 
+from itertools import product
 from random import Random
 
 import pytest
@@ -113,6 +114,48 @@ def test_constructors():
     assert TokenTree(torch.tensor([-1, 0])) == TokenTree([-1, 0]) == TokenTree(torch.tensor([-1, 0]).numpy())
     assert hash(TokenTree(torch.tensor([-1, 0]))) == hash(TokenTree([-1, 0])) != hash(TokenTree([-1, 0, 0]))
     assert repr(TokenTree(torch.tensor([-1, 0]))) == "TokenTree(parents=[-1, 0], ranks=[0, 0])"
+
+
+MEDUSA = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2], [0, 1, 0]]  # the beginning of mc_sim_7b_63
+
+
+def test_a_tree_of_paths_by_hand():
+    tree = TokenTree.from_paths(MEDUSA)
+    assert tree.parents.tolist() == [-1, 0, 0, 0, 1, 1, 1, 2, 4, 5]
+    assert tree.ranks.tolist() == [0, 0, 1, 2, 0, 1, 2, 0, 0, 0]
+    assert TokenTree.from_paths([]) == TokenTree([-1])
+    cartesian = {path[:depth] for depth in (1, 2, 3) for path in product(range(3), range(2), range(2))}
+    assert TokenTree.from_paths(cartesian) == TokenTree.from_branching([3, 2, 2]).reordered("breadth_first")[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_tree_is_that_of_the_paths_to_its_nodes_in_any_order(seed):
+    parents = random_tree(20, seed).parents.tolist()
+    tree = TokenTree(parents, shuffled_ranks(parents, seed))
+    paths = [[]]
+    for parent, rank in zip(tree.parents.tolist()[1:], tree.ranks.tolist()[1:], strict=True):
+        paths.append([*paths[parent], rank])
+    given = paths[1:]
+    Random(seed).shuffle(given)
+    assert TokenTree.from_paths(given) == tree.reordered("breadth_first")[0]
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([[0], [1, 0]], r"path \[1, 0\] has no parent: \[1\] is missing"),
+        ([[0], [0, 0, 0]], r"path \[0, 0, 0\] has no parent: \[0, 0\] is missing"),
+        ([[0], [2]], r"path \[2\] is drawn behind that at \[1\], which is missing"),
+        ([[0], [0, 0], [0]], r"given once, got \[0\] twice"),
+        ([[0], []], r"at least one of them, got \[\]"),
+        ([[0], [0, -1]], r"ranks of at least 0, .* got \[0, -1\]"),
+        ([[0.5]], "a path must be a flat sequence of integers"),
+        ([0, 1], "a path must be a sequence of ranks, got 0"),
+    ],
+)
+def test_paths_that_are_no_tree_are_refused(paths, message):
+    with pytest.raises(ValueError, match=message):
+        TokenTree.from_paths(paths)
 
 
 def test_a_tree_cannot_be_changed_through_its_properties():

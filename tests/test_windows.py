@@ -14,7 +14,7 @@ from heavypath.kernels.attention.masks import narrowed, pack_ancestors
 from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.tree_attention import tree_attention
-from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
+from heavypath.speculative import LOSSLESS_METHODS, METHODS, SpeculativeDecoder, TokenTree
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.window_probe import check_windows
@@ -238,7 +238,8 @@ def test_windows_through_the_kernel(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
 @pytest.mark.parametrize(
-    "method", [pytest.param(method, marks=() if method in ("sequoia", "dyspec") else slow) for method in METHODS]
+    "method",
+    [pytest.param(method, marks=() if method in ("sequoia", "dyspec") else slow) for method in LOSSLESS_METHODS],
 )
 def test_the_joint_law_behind_a_window_is_exact(method, kind):
     """Of three tokens after a prompt of three windows."""

@@ -55,7 +55,7 @@ from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.generation_defaults import GivenSettings
 from heavypath.speculative.loading import DEMO_HEAD, Pair, load_draft
-from heavypath.speculative.methods import METHODS
+from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
 
@@ -113,7 +113,7 @@ def demo(
             _stream_demo_text(decoder, pair, text, ids, {**sampling, "max_new_tokens": max_new_tokens})
     say_if_busy()
     if not as_json:
-        typer.echo(f"comparing {len(METHODS) + 2} ways to decode ...", err=True)
+        typer.echo(f"comparing {len(LOSSLESS_METHODS) + 2} ways to decode ...", err=True)
     with progress("comparing the methods") as report:
         rows = compare(
             pair.target,
@@ -269,6 +269,7 @@ def _stream_demo_text(decoder: SpeculativeDecoder, pair: Pair, text: str, ids: t
 
 def _summary(stats: Statistics) -> dict:
     return {
+        "law_changed_by": stats.law_changed_by,
         "steps": stats.steps,
         "new_tokens": stats.new_tokens,
         "tokens_per_step": stats.tokens_per_step,

@@ -30,7 +30,7 @@ from heavypath.speculative.cli.support import (
 )
 from heavypath.speculative.costs import Costs
 from heavypath.speculative.loading import Pair
-from heavypath.speculative.methods import METHODS
+from heavypath.speculative.methods import LOSSLESS_METHODS
 from heavypath.speculative.output.page import sampling_in_words
 from heavypath.speculative.profile import MeasuredAcceptance, Profile
 from heavypath.speculative.trees.bounds import tree_bounds
@@ -110,7 +110,9 @@ def plan(
     profile: Annotated[Path, typer.Argument(help="The profile that `heavypath calibrate` wrote.")] = Path(
         "profile.json"
     ),
-    method: Annotated[str, typer.Option(help=f"The method whose tree is drawn: {', '.join(METHODS)}.")] = "sequoia",
+    method: Annotated[
+        str, typer.Option(help=f"The method whose tree is drawn: {', '.join(LOSSLESS_METHODS)}.")
+    ] = "sequoia",
     temperature: Annotated[
         float | None, typer.Option(help="The temperature whose tree is drawn; default: the lowest measured.")
     ] = None,
@@ -118,13 +120,15 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show the best tree of every method for each sampling of a profile, and draw one."""
-    if method not in METHODS or method == "autoregressive":
-        names = ", ".join(name for name in METHODS if name != "autoregressive")
+    if method not in LOSSLESS_METHODS or method == "autoregressive":
+        names = ", ".join(name for name in LOSSLESS_METHODS if name != "autoregressive")
         raise ValueError(f"--method must be one of {names}, got {method!r}")
     measured = Profile.load(profile)
     samplings = list(dict.fromkeys(entry.filters for entry in measured.acceptance))
     chosen = samplings[0] if temperature is None else samplings[0]._replace(temperature=temperature)
-    rows = [_row(measured, name, filters) for filters in samplings for name in METHODS if name != "autoregressive"]
+    rows = [
+        _row(measured, name, filters) for filters in samplings for name in LOSSLESS_METHODS if name != "autoregressive"
+    ]
     drawn, acceptance = measured.plan(method, chosen)
     if svg is not None:
         probabilities = node_probabilities(drawn.tree, acceptance.rates())

@@ -15,6 +15,7 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
+from heavypath.kernels.typical.acceptance import Typical, typical_unchecked
 from heavypath.kernels.verification import DRAFT_AWARE, verify_unchecked
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.models.host import host_can_read
@@ -157,13 +158,14 @@ class Rules:
 
     replacement:       whether children are independent draws; else they are successive draws without replacement
     fill:              whether children are drawn uniformly once the draft's support is used up
-    verification:      the `method` of `verify_tree`, or OWN
+    verification:      the `method` of `verify_tree`, "typical" or OWN
     target_filters, draft_filters: how both models are sampled
     drawing_filters:   the draft's filters, but with temperature 0 where children are the draft's likeliest tokens
     value_temperature: temperature of the probabilities by which growing trees choose their nodes, where the draft's
                        own temperature is 0
     processing:        what is done to the target's logits before its filters; None for nothing
     own_verifier:      what verifies where verification is OWN, else None
+    typical:           the limits where verification is "typical", else anything
     """
 
     replacement: bool
@@ -175,11 +177,25 @@ class Rules:
     value_temperature: float
     processing: Processing | None = None
     own_verifier: OwnVerifier | None = None
+    typical: Typical | None = None
+
+    @property
+    def law_changed_by(self) -> str:
+        """What gives the text another law than the target's, in words; "" for nothing."""
+        if self.verification != "typical" or self.typical is None:
+            return ""
+        return f"typical acceptance, epsilon {self.typical.epsilon:g}, delta {self.typical.delta:g}"
 
     def verify(
         self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, max_depth: int, noise: Noise
     ) -> Verified:
         """What is accepted of trees that were drawn by these rules; arguments as of `Verifier`."""
+        if self.verification == "typical":
+            assert self.typical is not None
+            filters = self.target_filters
+            return typical_unchecked(
+                nodes, target_logits, typical=self.typical, max_depth=max_depth, filters=filters, noise=noise
+            )
         verifier = self.own_verifier
         if verifier is None:
             verifier = partial(verify_unchecked, method=self.verification)

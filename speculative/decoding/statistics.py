@@ -16,6 +16,7 @@ class Statistics:
 
     depth, branching: levels of the largest tree drafted, and the most children of a node
     tree:          its size in words, and what it was chosen by
+    law_changed_by: what gave the text another law than the target's, such as typical acceptance; "" for nothing
     steps:         target forwards over a tree; the prompt's forward pass does not count
     new_tokens:    tokens generated, end-of-sequence tokens included, padding not
     seconds:       wall time by phase. "prefill"; "draft", its forward passes; "sampling" of its tokens; "target", its
@@ -36,6 +37,7 @@ class Statistics:
     depth: int
     branching: int
     tree: str = ""
+    law_changed_by: str = ""
     steps: int = 0
     new_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -121,6 +123,7 @@ class Statistics:
             ("new tokens", f"{self.new_tokens}"),
             ("steps", f"{self.steps}"),
             ("tree", self.tree),
+            *([("the text's law", f"changed by {self.law_changed_by}")] if self.law_changed_by else []),
             ("tokens per step", f"{self.tokens_per_step:.2f}"),
             ("tokens per second", f"{self.tokens_per_second:.1f}"),
             *self._rows_of_sequences(),

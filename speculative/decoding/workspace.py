@@ -17,8 +17,9 @@ from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.drafts.composite import CompositeDraft, parts_of
 from heavypath.speculative.drafts.heads.draft import HeadDraft
-from heavypath.speculative.drafts.kinds import Drafting, model_of, taps_of
+from heavypath.speculative.drafts.kinds import Drafting, extra_node_count, model_of, taps_of
 from heavypath.speculative.drafts.model import ModelDraft
+from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
@@ -70,8 +71,8 @@ class Size(NamedTuple):
 
 
 def tree_rows(plan: StepPlan) -> int:
-    """Cache rows that the trees of a plan take."""
-    return plan.tree.slots if isinstance(plan.tree, Growth) else len(plan.tree)
+    """Cache rows that the trees of a plan take, with what a draft adds to them."""
+    return (plan.tree.slots if isinstance(plan.tree, Growth) else len(plan.tree)) + extra_node_count(plan.draft)
 
 
 class Workspace:
@@ -157,7 +158,7 @@ class Workspace:
         for part, cache in parts:
             model = model_of(part)
             have = [] if model is None else copied(model, cache)
-            if isinstance(part, HeadDraft):  # it must have read what the target does not compute again
+            if isinstance(part, TappedDraft):  # it must have read what the target does not compute again
                 cached = [min(pair) for pair in zip(cached, have, strict=True)]
                 have = [max(0, rows - 1) for rows in cached]  # the last entry was made of another next token
             in_parts.append(have)
@@ -188,9 +189,11 @@ class Workspace:
         for part, cache in [] if draft is None or self.draft_cache is None else parts_of(draft, self.draft_cache):
             model = model_of(part)
             if model is not None:
-                # It may lack the last root, behind which nothing was drafted, and an accepted leaf before it; a head
-                # the entries of all that was accepted last, a model of a cascade what others drafted.
-                unsure = 2 + plan.tree.depth * isinstance(draft, HeadDraft | CompositeDraft)
+                # It may lack the last root, behind which nothing was drafted, and an accepted leaf before it; a model
+                # of a cascade what others drafted.
+                unsure = 2 + plan.tree.depth * isinstance(draft, CompositeDraft)
+                if isinstance(model, TappedDraft):
+                    unsure = model.unsure_rows(plan.tree.depth)
                 models.append(ModelRows(model, self._kept(cache, texts), unsure))
         return TextCache(texts, slots.tolist(), models)
 

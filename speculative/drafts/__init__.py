@@ -8,17 +8,24 @@ from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.kinds import (
     AnyDraft,
     Drafting,
+    Modelless,
     as_draft,
+    extra_node_count,
     is_own,
     model_of,
     models_of,
+    most_levels,
     proposes_every_token,
     taps_of,
 )
+from heavypath.speculative.drafts.lookahead import Lookahead, LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
+from heavypath.speculative.drafts.medusa.draft import MedusaDraft
+from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft
 from heavypath.speculative.drafts.retrieval import Retrieval, RetrievalDraft
+from heavypath.speculative.drafts.tapped import TappedDraft
 
 __all__ = [
     "AnyDraft",
@@ -30,18 +37,26 @@ __all__ = [
     "EarlyExit",
     "Feed",
     "HeadDraft",
+    "Lookahead",
+    "LookaheadDraft",
     "LookupDraft",
+    "MedusaDraft",
+    "MedusaHeads",
     "Mixture",
     "ModelDraft",
+    "Modelless",
     "OwnDraft",
     "PromptLookup",
     "Retrieval",
     "RetrievalDraft",
+    "TappedDraft",
     "as_draft",
+    "extra_node_count",
     "is_own",
     "leaves_of",
     "model_of",
     "models_of",
+    "most_levels",
     "parts_of",
     "proposes_every_token",
     "taps_of",

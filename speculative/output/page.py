@@ -44,6 +44,11 @@ _WORDS = {
         "recovered": "With the noise that drew the drafts, the target samples this token, which is none of them.",
     },
     "target_sample": _SAMPLED,
+    "typical": {
+        "accepted": "The target finds it likely enough.",
+        "other": "",
+        "recovered": "It is drawn from the target's distribution here.",
+    },
     OWN: {
         "accepted": "So a verifier of your own decided, which gives no reason.",
         "other": "",
@@ -111,9 +116,10 @@ def trace_page(header: Mapping[str, Any], steps: list[dict[str, Any]]) -> str:
 
 
 def _legend(verify: str) -> list[tuple[str, str]]:
-    """The legend's words and styles for a verification. A user's own gives no reasons."""
+    """The legend's words and styles for a verification. Where the target chooses no token, nodes are not accepted."""
     legend = _LEGEND[verify in WITH_COINS]
-    return [("not accepted" if verify == OWN and style == "edge" else words, style) for words, style in legend]
+    chosen = verify not in (OWN, "typical")  # by the target, before it looks at drafts
+    return [("not accepted" if not chosen and style == "edge" else words, style) for words, style in legend]
 
 
 def _compact(step: Mapping[str, Any], shape: int) -> dict[str, Any]:
@@ -157,6 +163,8 @@ def _facts(header: Mapping[str, Any]) -> str:
     facts["target sampled at"] = sampling_in_words(header["filters"])
     if header["draft"] is not None and header["draft_filters"] != header["filters"]:
         facts["draft sampled at"] = sampling_in_words(header["draft_filters"])
+    if header.get("law_changed_by"):
+        facts["law of the text"] = f"changed by {header['law_changed_by']}"
     facts["seed"] = str(header["seed"])
     return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in facts.items())
 

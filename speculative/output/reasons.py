@@ -4,6 +4,8 @@
 formulas at the top of `heavypath.kernels.residual` and `heavypath.kernels.k_seq`, so that it can tell the coin of every
 child that was tried, and the threshold that the coin had to be below. What was accepted is always taken from
 `verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its threshold.
+
+Typical acceptance has no coins: a child's threshold is what the target's probability of its token must be above.
 """
 
 from typing import NamedTuple
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.noise import coins
+from heavypath.kernels.typical.acceptance import Typical
 from heavypath.speculative.decoding.rules import OWN
 
 # What may have become of a node:
@@ -25,9 +28,14 @@ from heavypath.speculative.decoding.rules import OWN
 #     equal      its token was accepted, but the path goes on below a sibling with the same token
 #     other      the target chose another token, which is the next one on the path, or the next token
 #     refused    a verifier of the user's own did not accept it, which gives no reason
+#     unlikely   the target's probability of its token was not above its threshold
+#     shorter    it was likely enough, but another path is longer, or as long and likelier
 #     parent     the node above it was not accepted
 #     absent     nothing was drafted here
-FATES = ("root", "accepted", "rejected", "skipped", "elder", "equal", "other", "parent", "absent", "refused")
+FATES = (
+    "root", "accepted", "rejected", "skipped", "elder", "equal", "other", "parent", "absent", "refused", "unlikely",
+    "shorter",
+)  # fmt: skip
 
 WITH_COINS = ("without_replacement", "with_replacement", "kseq")
 
@@ -48,19 +56,24 @@ class VerifiedTree(NamedTuple):
 
 
 class VerifyOptions(NamedTuple):
-    """The options that `verify_tree` was called with; method may be `rules.OWN`, a user's own verifier."""
+    """What verified: `method` of `verify_tree`, "typical", or `rules.OWN`, a user's own verifier; and its options.
+
+    typical: the limits of typical acceptance
+    """
 
     method: str
     target_filters: Filters
     draft_filters: Filters
     seed: int
+    typical: Typical | None = None
 
 
 class Reasons(NamedTuple):
     """What became of N nodes, and of the token after the accepted ones.
 
     fates:       one of FATES for each node
-    coins, thresholds: of the nodes that were tried against a coin; None for the others
+    coins, thresholds: of the nodes that were tried against a coin; None for the others. Typical acceptance has
+                 thresholds and no coins
     chosen:      for each node of the path, the node by which its token was accepted: itself, or an equal sibling
     draft, target: the probabilities of each node's token after the node above it; None for the root and absent nodes
     kind:        of the next token: "recovered" where all drafted children were refused, "bonus" where the last accepted
@@ -123,6 +136,14 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
                     threshold[child], coin[child] = bounds[place], None if bounds[place] is None else tossed[place]
                 else:
                     fates[child] = "elder"
+        elif options.method == "typical":
+            assert options.typical is not None
+            least = _least_typical(log_target[node], options.typical)
+            for child in candidates:
+                threshold[child] = least
+                fates[child] = "shorter" if np.exp(log_target[node][token[child]]) > least else "unlikely"
+            if following is not None:
+                chosen.append(following)
         else:
             for child in candidates:
                 fates[child] = "refused" if options.method == OWN else "other"
@@ -131,7 +152,8 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
             elif following is not None:
                 chosen.append(next(child for child in candidates if token[child] == token[following]))
         if following is not None:
-            reached = {child for child in candidates if token[child] == token[following]}
+            alone = options.method == "typical"  # the children of equal siblings are not candidates together
+            reached = {child for child in candidates if token[child] == token[following] and not alone} or {following}
             for child in reached:
                 if fates[child] in ("elder", "other", "refused") or child == chosen[-1]:
                     fates[child] = "equal"
@@ -162,6 +184,13 @@ def _distributions(logits: Tensor, nodes: list[int], filters: Filters) -> dict[i
     """{node: log-probabilities fp64 [V] after it} for some of the nodes of logits [N, V]."""
     logs = filtered_logprobs(logits[nodes].float(), shown(filters))
     return dict(zip(nodes, logs.cpu().numpy(), strict=True))
+
+
+def _least_typical(log_target: np.ndarray, limits: Typical) -> float:
+    """The threshold of typical acceptance at a node with these log-probabilities [V]."""
+    p = np.exp(log_target)
+    entropy = -(p * np.where(p > 0, log_target, 0)).sum()
+    return min(limits.epsilon, limits.delta * float(np.exp(-entropy)))
 
 
 def _chain(

@@ -5,7 +5,8 @@ A trace is a text file of JSON lines, UTF-8. `read_trace` reads it: (header, ste
     heavypath       string         version of the package
     trace           integer        version of this format, 1; other versions are refused
     method          string         of `METHODS`
-    verify          string         `method` of `verify_tree`, or "own" for a verifier of the user's own
+    verify          string         `method` of `verify_tree`, "typical", or "own" for a verifier of the user's own
+    law_changed_by  string         what gave the text another law than the target's; "" for nothing
     target          object         name, type (strings), layers, parameters (integers)
     draft           object | null  the same; a draft without a model has a name alone; null where there is none
     filters, draft_filters         objects of temperature, top_k, top_p, min_p: how target and draft are sampled
@@ -28,7 +29,8 @@ line; node 0 is the root, the last token of the text before the step. P is the n
     draft, target   [N] number | null   probability of the node's token after the node above it; null where none
     fates           [N] string     why a node is on the path or not, one of `reasons.FATES`
     coins           [N] number | null   the random number that a node was tried against; null where it was not
-    thresholds      [N] number | null   it was accepted if its coin was below this
+    thresholds      [N] number | null   it was accepted if its coin was below this; where verify is "typical", which has
+                                   no coins, if the target's probability was above this
     path            [P] integer    accepted nodes from the root on
     length          integer        P - 1, how many drafted nodes were accepted
     chosen          [P] integer    the nodes by which these were accepted: the same, or siblings with the same tokens
@@ -58,8 +60,8 @@ from typing import Any, TextIO
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.request import Request
+from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped
 from heavypath.speculative.drafts import CompositeDraft, Draft, Drafting, OwnDraft, RetrievalDraft, model_of
@@ -77,12 +79,13 @@ class Recorder:
         self,
         file: TextIO,
         tokenizer: PreTrainedTokenizerBase | None,
-        verification: str,
+        rules: Rules,
         request: Request,
-        draft_filters: Filters,
     ):
-        self._file, self._tokenizer, self._request = file, tokenizer, request
-        self._options = VerifyOptions(verification, request.filters, draft_filters, request.seed)
+        self._file, self._tokenizer, self._request, self._rules = file, tokenizer, request, rules
+        self._options = VerifyOptions(
+            rules.verification, request.filters, rules.draft_filters, request.seed, rules.typical
+        )
         self._step = 0
         self._known: set[int] = set()  # tokens whose text has been written
         self._pieces: list[list[str]] = [[] for _ in request.lengths]
@@ -105,6 +108,7 @@ class Recorder:
                 "trace": FORMAT,
                 "method": method,
                 "verify": self._options.method,
+                "law_changed_by": self._rules.law_changed_by,
                 "target": _described(target),
                 "draft": None if draft is None else _described_draft(draft),
                 "filters": request.filters._asdict(),
@@ -190,15 +194,14 @@ def recording(
     trace: str | Path | None,
     tokenizer: PreTrainedTokenizerBase | None,
     method: str,
-    verification: str,
+    rules: Rules,
     target: Forward,
     draft: Draft | None,
     request: Request,
-    draft_filters: Filters,
 ) -> Iterator[Recorder | None]:
     """A recorder that writes into the file `trace` while the block runs, or None if no trace is wanted.
 
-    trace: the file's path; verification: what `verify_tree` does for this generation.
+    trace: the file's path; rules: of this generation.
     """
     if trace is None:
         yield None
@@ -206,7 +209,7 @@ def recording(
     if not isinstance(trace, (str, Path)):
         raise TypeError(f"trace must be the path of a file, got {type(trace).__name__}")
     with Path(trace).open("w", encoding="utf-8") as file:
-        recorder = Recorder(file, tokenizer, verification, request, draft_filters)
+        recorder = Recorder(file, tokenizer, rules, request)
         recorder.header(method, target, draft)
         yield recorder
 

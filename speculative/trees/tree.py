@@ -97,6 +97,29 @@ class TokenTree:
                 stack.extend([(len(parents) - 1, depth + 1)] * widths[depth])
         return cls(parents)
 
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> "TokenTree":
+        """The tree of the nodes at these paths of ranks below the root, in any order; breadth-first.
+
+        [0, 2] is child 2 of child 0 of the root: Medusa's trees are published so, as `medusa_choices` (Cai et al. 2024,
+        sec. 2.1.2 and 2.3.3). Raises ValueError for a path that is given twice, for one whose parent or elder sibling
+        is missing, and for ranks that are no integers of at least 0.
+        """
+        listed = sorted(map(_path, paths), key=lambda path: (len(path), path))
+        numbers = {path: node for node, path in enumerate(listed, 1)}
+        numbers[()] = 0
+        twice = [path for path, following in pairwise(listed) if path == following]
+        if twice:
+            raise ValueError(f"every path must be given once, got {[*twice[0]]} twice")
+        for path in listed:
+            elder = (*path[:-1], path[-1] - 1)
+            if path[:-1] not in numbers:
+                raise ValueError(f"the node at path {[*path]} has no parent: {[*path[:-1]]} is missing")
+            if path[-1] and elder not in numbers:
+                raise ValueError(f"the node at path {[*path]} is drawn behind that at {[*elder]}, which is missing")
+        parents, ranks = [numbers[path[:-1]] for path in listed], [path[-1] for path in listed]
+        return cls([-1, *parents], [0, *ranks])
+
     @property
     def parents(self) -> Tensor:
         """LongTensor[N], the parent of each node; -1 for the root."""
@@ -277,6 +300,16 @@ def _inverse(permutation: np.ndarray) -> np.ndarray:
     inverse = np.empty_like(permutation)
     inverse[permutation] = np.arange(len(permutation))
     return inverse
+
+
+def _path(given: Sequence[int]) -> tuple[int, ...]:
+    """A path of ranks; ValueError for anything else."""
+    if not isinstance(given, Iterable):
+        raise ValueError(f"a path must be a sequence of ranks, got {given!r}")
+    path = tuple(_integers("a path", given).tolist())
+    if not path or min(path) < 0:
+        raise ValueError(f"a path must hold ranks of at least 0, and at least one of them, got {[*path]}")
+    return path
 
 
 def _integers(name: str, values: Integers) -> np.ndarray:

@@ -5,7 +5,7 @@ last of them, the root's, says what may follow it. The entries of drafted nodes 
 not kept: an accepted node gets its entry anew. So the keys and values behind a root are those of a pass over the text.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_
 from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.forward import (
     PREFILL_CHUNK,
     Forward,
@@ -24,12 +25,10 @@ from heavypath.speculative.models.forward import (
     TreeMask,
     as_logits,
     chain_mask,
-    check_finite,
 )
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.linear import linear_of, read_from_memory
 from heavypath.speculative.models.llama import gated_of, norm_of, turns_of
-from heavypath.speculative.models.structure import structure_of, weight_versions
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -59,25 +58,18 @@ class _Layer:
         return add_rms_norm(hidden, None, self.norm) if self.norm is not None else (hidden, hidden)
 
 
-class HeadDraft:
+class HeadDraft(TappedDraft):
     """An `EagleHead` as a draft for the target whose hidden states it reads.
 
-    Raises ValueError for a head of another device or dtype than the target's, one that reads states that the target
-    does not have, and one whose rotary embeddings depend on the length of the text.
+    Raises ValueError as `TappedDraft` does, for a head that reads states that the target does not have, and for one
+    whose rotary embeddings depend on the length of the text.
     """
 
-    name = "draft"
-    rope_limit: int | None = None
-    has_dynamic_rope = False
-
     def __init__(self, head: EagleHead, target: Forward):
+        super().__init__(head, target)
         config = head.config
-        self.model, self.config = head, config
-        self.layers, self.vocab_size, self.max_positions = config.layers, target.vocab_size, target.max_positions
+        self.head, self.config, self.layers = head, config, config.layers
         _check_fits(head, target)
-        if head.training:
-            raise ValueError("draft is in training mode; call draft.eval() first")
-        self._target = target
         self.embedding: Any = target.embedding if head.embed_tokens is None else head.embed_tokens
         linear = partial(linear_of, from_memory=read_from_memory(head.parameters()))
         self._fc = linear(head.fc)
@@ -89,38 +81,11 @@ class HeadDraft:
         offsets: Any = head.d2t
         self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
         self._rotary = self._rotary_table(1)
-        self._structure = structure_of(head)
 
     @property
     def lm_head(self) -> Any:
         """Its own, or the target's."""
-        return self._target.model.get_output_embeddings() if self.model.lm_head is None else self.model.lm_head
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.model.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the weights."""
-        return self.model.fc.weight.dtype
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The head's parameters with their names."""
-        return self.model.named_parameters()
-
-    def check_weights(self) -> None:
-        """Raise ValueError if a weight is NaN or infinite."""
-        check_finite(self.name, self.weights())
-
-    def is_current(self) -> bool:
-        """Whether the head still consists of what it did when it was taken."""
-        return structure_of(self.model) == self._structure
-
-    def state(self) -> int:
-        """A number that is another one after a change of the head, or of its weights in place."""
-        return hash((*self._structure.function, weight_versions(self.model), self._target.state()))
+        return self.target_lm_head if self.head.lm_head is None else self.head.lm_head
 
     def new_cache(self, batch: int, rows: int) -> HeadCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
@@ -136,7 +101,7 @@ class HeadDraft:
             layers=config.layers,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            like=self.model.fc.weight,
+            like=self.head.fc.weight,
             rotary=rotary,
         )
 
@@ -259,10 +224,19 @@ class HeadDraft:
             hidden = add_rms_norm(hidden.flatten(0, 1), None, self._norm)[1].view_as(hidden)
         store_rows(cache.outputs[:, None], hidden[:, :, None], rows)
 
+    def level_weights(self) -> list[Tensor]:
+        """All but the embedding, of which a few rows are read."""
+        own = [weight for name, weight in self.weights() if not name.startswith(("embed_tokens", "lm_head"))]
+        return [*own, self.lm_head.weight]
+
+    def unsure_rows(self, levels: int) -> int:
+        """The entries of all that was accepted last, of the last root and of the token before it."""
+        return levels + 2
+
     @torch.inference_mode()
     def _rotary_table(self, positions: int) -> Tensor:
         every = torch.arange(positions, device=self.device)
-        return turns_of(self.model.rotary_emb, every, self.model.fc.weight)
+        return turns_of(self.head.rotary_emb, every, self.head.fc.weight)
 
 
 def _rows_of(field: Tensor, rows: Tensor) -> Tensor:
@@ -276,14 +250,7 @@ def _norm(module: Any, name: str) -> Norm | None:
 
 def _check_fits(head: EagleHead, target: Forward) -> None:
     """Raise ValueError where a head and a target do not fit."""
-    config, weight = head.config, head.fc.weight
-    if weight.device != target.device:
-        raise ValueError(f"target and draft must be on one device, got {target.device} and {weight.device}")
-    if weight.dtype != target.dtype:
-        raise ValueError(
-            f"target and head must have one dtype, got {target.dtype} and {weight.dtype}; use head.to(dtype)"
-        )
-    width = target.embedding.weight.shape[1]
+    config, width = head.config, target.embedding.weight.shape[1]
     if config.target_hidden_size != width or config.vocab_size != target.vocab_size:
         raise ValueError(
             f"the head was made for a target of width {config.target_hidden_size} with {config.vocab_size} tokens, "

@@ -1,9 +1,10 @@
 """The files of a head's checkpoint: found in a folder or in the Hugging Face cache, and read.
 
-Of a model on the hub nothing is fetched but its config.json and the first that there is of its `WEIGHTS`.
+Of a model on the hub nothing is fetched but its config.json and the first that there is of its weights.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import is_zipfile
@@ -31,11 +32,15 @@ class CheckpointFiles(NamedTuple):
 
 
 def find_files(
-    path_or_name: str | Path, revision: str | None = None, local_files_only: bool = False
+    path_or_name: str | Path,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    weights: Sequence[str] = WEIGHTS,
 ) -> CheckpointFiles:
     """The files of a checkpoint, from its folder or its name on the hub.
 
     revision, local_files_only: of a name, as transformers' `from_pretrained` takes them
+    weights: the files that may hold them; the first that there is counts
 
     Raises FileNotFoundError for files that are missing or cannot be fetched.
     """
@@ -59,10 +64,10 @@ def find_files(
             f"the head {name!r} is neither a folder with a config.json nor a model in the Hugging Face cache"
             f"{'' if local_files_only else ' or on the hub'}; give such a folder, or fetch it first with `hf download`"
         ) from (errors or [None])[-1]
-    first = next((path for path in map(find, WEIGHTS) if path is not None), None)
+    first = next((path for path in map(find, weights) if path is not None), None)
     if first is None:
         raise FileNotFoundError(
-            f"no weights of the head {name!r} were found; expected one of {', '.join(WEIGHTS)}"
+            f"no weights of the head {name!r} were found; expected one of {', '.join(weights)}"
         ) from (errors or [None])[-1]
     if first.suffix != ".json":
         return CheckpointFiles(name, config, (first,))

@@ -1,0 +1,1 @@
+"""Typical acceptance, which keeps what the target finds likely enough and so changes the law of the text."""

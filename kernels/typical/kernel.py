@@ -1,0 +1,199 @@
+"""The Triton kernels of typical acceptance, whose formula and reference are in `acceptance`, and their launcher.
+
+The programs of a row share its vocabulary. With m the largest logit and t(v) = (x(v) - m) log(e) / T, all to base 2,
+
+    H(P) = log sum_v 2^t(v)  -  sum_v 2^t(v) t(v) / sum_v 2^t(v)
+
+so one pass over the row gives both P and its entropy. The last of the programs to finish weighs the node's children.
+Rows of nodes without children are not read.
+"""
+
+# A type checker does not understand Triton kernels.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heavypath.kernels.distributions import CHUNK, LANES, NONE, TILE, log_prob
+from heavypath.kernels.filter_cuts import filter_cuts, filtered
+from heavypath.kernels.filtering import LOWEST, Filters, raised, softmax_scale
+from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.noise import Noise, Stream
+from heavypath.kernels.sampling_kernel import launch_topk
+from heavypath.kernels.tickets import is_last, tickets
+
+
+@triton.jit
+def _moved(total, moment, shift):
+    """The sums of 2^t and 2^t t, where `shift` is added to each t; nothing is left of what is moved too far down."""
+    scale = tl.exp2(shift)
+    return total * scale, tl.where(scale > 0, scale * (moment + total * shift), 0.0)
+
+
+@triton.jit(do_not_specialize=["log_epsilon", "log_delta", "temperature"])
+def _weigh_kernel(
+    tokens_ptr,  # [B, N]
+    parents_ptr,  # [B, N], rows parents_stride apart
+    target_ptr,  # [B, N, V]
+    cut_ptr,  # [B, N] if FILTERED, as end_ptr: see `filter_cuts`
+    end_ptr,
+    weights_ptr,  # fp32 [B, N]: log2 P of an accepted node's token, -inf for others; the root's is not written
+    parts_ptr,  # fp32 [B, N, 3, CHUNKS]: the largest logit, and the sums of 2^t and 2^t t relative to it
+    tickets_ptr,  # [B, N]
+    N,
+    V,
+    parents_stride,
+    target_batch_stride,
+    target_stride,
+    log_epsilon,
+    log_delta,
+    temperature,
+    FILTERED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
+):
+    chunk = tl.program_id(0) % CHUNKS
+    place = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    batch, node = place // N, (place % N).to(tl.int32)
+    index = tl.arange(0, BLOCK)
+    parent = tl.load(parents_ptr + batch * parents_stride + index, mask=index < N, other=-1).to(tl.int32)
+    token = tl.load(tokens_ptr + batch * N + index, mask=index < N, other=-1).to(tl.int32)
+    child = (parent == node) & (parent < index) & (token >= 0) & (token < V)
+    if tl.max(child.to(tl.int32)) > 0:
+        row_ptr = target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride
+        scale = softmax_scale(temperature)
+        cut, end_of_ties = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
+        if FILTERED:
+            cut, end_of_ties = tl.load(cut_ptr + place), tl.load(end_ptr + place)
+        largest = tl.full([LANES], LOWEST, tl.float32)
+        total, moment = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+        end = tl.minimum((chunk + 1) * CHUNK, V)
+        for start in range(chunk * CHUNK, end, TILE):
+            here = start + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+            x = tl.load(row_ptr + here, mask=here < end, other=float("-inf")).to(tl.float32)
+            if FILTERED:
+                x = filtered(x, here, cut, end_of_ties)
+            higher = tl.maximum(largest, tl.max(x, 1))
+            total, moment = _moved(total, moment, (largest - higher) * scale)
+            t = (x - higher[:, None]) * scale
+            weight = tl.exp2(t)
+            total += tl.sum(weight, 1)
+            moment += tl.sum(tl.where(weight > 0, weight * t, 0.0), 1)
+            largest = higher
+        highest = tl.max(largest)
+        total, moment = _moved(total, moment, (largest - highest) * scale)
+        part_ptr = parts_ptr + place * 3 * CHUNKS + chunk
+        tl.store(part_ptr, highest)
+        tl.store(part_ptr + CHUNKS, tl.sum(total))
+        tl.store(part_ptr + 2 * CHUNKS, tl.sum(moment))
+        if is_last(tickets_ptr + place, CHUNKS):
+            every = tl.arange(0, triton.next_power_of_2(CHUNKS))
+            every_ptr = parts_ptr + place * 3 * CHUNKS + every
+            parts = tl.load(every_ptr, mask=every < CHUNKS, other=LOWEST, cache_modifier=".cg")
+            totals = tl.load(every_ptr + CHUNKS, mask=every < CHUNKS, other=0.0, cache_modifier=".cg")
+            moments = tl.load(every_ptr + 2 * CHUNKS, mask=every < CHUNKS, other=0.0, cache_modifier=".cg")
+            most = tl.max(parts)
+            totals, moments = _moved(totals, moments, (parts - most) * scale)
+            sum_of_all = tl.sum(totals)
+            usable = sum_of_all > 0  # false for a row of -inf alone, and for one with NaN or +inf
+            log_total = tl.log2(tl.where(usable, sum_of_all, 1.0))
+            entropy = log_total - tl.sum(moments) / tl.where(usable, sum_of_all, 1.0)
+            least = tl.where(usable, tl.minimum(log_epsilon, log_delta - entropy), float("inf"))
+            x = tl.load(row_ptr + token, mask=child, other=float("-inf")).to(tl.float32)
+            log_p = log_prob((row_ptr, most, log_total, temperature, cut, end_of_ties), x, token, FILTERED)
+            weight = tl.where(log_p > least, log_p, float("-inf"))
+            tl.store(weights_ptr + batch * N + index, weight, mask=child)
+
+
+@triton.jit(do_not_specialize=["max_depth", "N"])
+def _longest_kernel(
+    tokens_ptr,  # [B, N]
+    parents_ptr,  # [B, N], rows parents_stride apart
+    weights_ptr,  # fp32 [B, N], as of `_weigh_kernel`
+    path_ptr,  # [B, max_depth + 1]
+    length_ptr,  # [B]
+    last_ptr,  # [B], the number of the last accepted node among all nodes of the launch
+    N,
+    V,
+    parents_stride,
+    max_depth,
+    BLOCK: tl.constexpr,  # nodes, rounded up to a power of two
+    PATH: tl.constexpr,  # max_depth + 1, rounded up to a power of two
+):
+    batch = tl.program_id(0).to(tl.int64)
+    parents_ptr += batch * parents_stride
+    index = tl.arange(0, BLOCK)
+    parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
+    token = tl.load(tokens_ptr + batch * N + index, mask=index < N, other=-1).to(tl.int32)
+    there = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
+    weight = tl.load(weights_ptr + batch * N + index, mask=there, other=float("-inf"))
+    above = tl.maximum(parent, 0)
+
+    likely = tl.where(index == 0, 0.0, float("-inf"))  # log2 P of the paths to the accepted nodes of a level
+    last = tl.full([], 0, tl.int32)
+    length = tl.full([], 0, tl.int32)
+    going = length < max_depth
+    while going:
+        likely = tl.where(there, tl.gather(likely, above, 0) + weight, float("-inf"))
+        best = tl.max(likely)
+        going = best > float("-inf")
+        if going:
+            last = tl.min(tl.where(likely == best, index, NONE))
+            length += 1
+            going = length < max_depth
+
+    place = tl.arange(0, PATH)
+    path = tl.where(place == 0, 0, -1)
+    node, position = last, length
+    while position > 0:
+        path = tl.where(place == position, node, path)
+        node = tl.load(parents_ptr + node).to(tl.int32)
+        position -= 1
+    tl.store(path_ptr + batch * (max_depth + 1) + place, path, mask=place <= max_depth)
+    tl.store(length_ptr + batch, length)
+    tl.store(last_ptr + batch, batch * N + last)
+
+
+def launch_typical(
+    nodes: Nodes, target: Tensor, limits: tuple[float, float], *, max_depth: int, filters: Filters, noise: Noise
+) -> Verified:
+    """`acceptance.accept_typical` of nodes [B, N].
+
+    Tokens and noise.rows are contiguous LongTensors [B, N]; parents are contiguous in N.
+    target: logits [B, N, V], contiguous in V; limits: log2 of epsilon and of delta
+    """
+    tokens, parents, _ = nodes
+    batch, count = tokens.shape
+    device, vocab_size = tokens.device, target.shape[-1]
+    chunks, block = triton.cdiv(vocab_size, CHUNK.value), max(16, triton.next_power_of_2(count))
+    cuts = filter_cuts(target, filters)
+    numbers = torch.empty(batch * count * (1 + 3 * chunks), device=device)
+    weights, parts = numbers.split([batch * count, batch * count * 3 * chunks])
+    path = torch.empty(batch, max_depth + 1, dtype=torch.long, device=device)
+    length, last = torch.zeros(2, batch, dtype=torch.long, device=device)  # rows that are read even if nothing is run
+    with torch.cuda.device_of(tokens):
+        if count > 1:
+            _weigh_kernel[(batch * count * chunks,)](
+                tokens_ptr=tokens, parents_ptr=parents, target_ptr=target,
+                cut_ptr=None if cuts is None else cuts.cut, end_ptr=None if cuts is None else cuts.end,
+                weights_ptr=weights, parts_ptr=parts, tickets_ptr=tickets(batch * count, device),
+                N=count, V=vocab_size, parents_stride=parents.stride(0),
+                target_batch_stride=target.stride(0), target_stride=target.stride(1),
+                log_epsilon=limits[0], log_delta=limits[1], temperature=raised(filters.temperature),
+                FILTERED=cuts is not None, CHUNKS=chunks, BLOCK=block,
+                num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
+            )  # fmt: skip
+        _longest_kernel[(batch,)](
+            tokens_ptr=tokens, parents_ptr=parents, weights_ptr=weights,
+            path_ptr=path, length_ptr=length, last_ptr=last,
+            N=count, V=vocab_size, parents_stride=parents.stride(0), max_depth=max_depth,
+            BLOCK=block, PATH=triton.next_power_of_2(max_depth + 1),
+            num_warps=4, enable_fp_fusion=True, maxnreg=255,
+        )  # fmt: skip
+    ends = target.reshape(batch * count, vocab_size).index_select(0, last)
+    rows = last if noise.rows is None else noise.rows.view(-1).index_select(0, last)
+    drawn, _, _ = launch_topk(ends, 1, filters, noise=Noise(noise.seed, rows), stream=Stream.TARGET)
+    return Verified(path, length, drawn[:, 0])

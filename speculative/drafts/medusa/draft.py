@@ -1,0 +1,113 @@
+"""Medusa heads at work: a step's first feed computes all of them, and each level of the tree takes one.
+
+They read one hidden state, the target's of the token before the root, and attend to nothing. So all that is remembered
+of a text are the target's hidden states, of which the last accepted token's is read.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.cache_compaction import compact_unchecked
+from heavypath.kernels.layers.rotary import store_rows
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.medusa.heads import MedusaHeads
+from heavypath.speculative.drafts.tapped import TappedDraft
+from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.forward import Forward, Taps, as_logits
+
+
+class MedusaCache(RowCache):
+    """Row i of the keys [B, 1, rows, H] is the target's hidden state of token i; values have no columns.
+
+    logits: [B, K + 1, V], what the K heads said in the first feed of the step, which the other feeds of that step take;
+            -inf behind them, for nodes deeper than there are heads
+    """
+
+    def __init__(self, states: Tensor, logits: Tensor):
+        super().__init__(states, states[..., :0])
+        self.logits = logits
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        return self.keys.nbytes + self.logits.nbytes
+
+    def first(self, slots: int) -> "MedusaCache":
+        """A view of the first `slots` sequences."""
+        return MedusaCache(self.keys[:slots], self.logits[:slots])
+
+    def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
+        """Move the hidden states of an accepted path, which are in the target's rows whatever the draft's were."""
+        compact_unchecked([self.keys], path=path, length=length, prefix_length=prefix_length)
+
+    def trimmed(self, slots: int, rows: int) -> "MedusaCache":
+        """A copy of the first `rows` hidden states of the first `slots` sequences."""
+        return MedusaCache(self.keys[:slots, :, :rows].clone(), self.logits.new_empty(slots, 0, 0))
+
+
+class MedusaDraft(TappedDraft):
+    """`MedusaHeads` as a draft for the target whose hidden states they read.
+
+    Below a node at depth d stands what head d proposes, whatever the node's token; below one that is deeper than there
+    are heads, nothing (-inf). Raises ValueError as `TappedDraft` does, and for heads of another width or vocabulary
+    than the target's.
+    """
+
+    def __init__(self, heads: MedusaHeads, target: Forward):
+        config, width = heads.config, target.embedding.weight.shape[1]
+        if (config.hidden_size, config.vocab_size) != (width, target.vocab_size):
+            raise ValueError(
+                f"the Medusa heads were made for a target of width {config.hidden_size} with {config.vocab_size} "
+                f"tokens, got one of width {width} with {target.vocab_size}"
+            )
+        super().__init__(heads, target)
+        self.heads, self.config, self.layers, self.most_levels = heads, config, config.layers, config.heads
+
+    def new_cache(self, batch: int, rows: int) -> MedusaCache:
+        """An empty cache of `rows` rows for each of `batch` sequences."""
+        config, like = self.config, self.heads.weight
+        logits = as_logits(like.new_full((batch, config.heads + 1, config.vocab_size), -torch.inf))
+        return MedusaCache(like.new_zeros(batch, 1, rows, config.hidden_size), logits)
+
+    def taps(self, cache: MedusaCache) -> Taps:
+        """The target's hidden states behind its final norm, to be kept in a cache."""
+
+        def read(states: list[Tensor], tokens: Tensor, cache_rows: Tensor) -> None:
+            store_rows(cache.keys, states[0][:, :, None], cache_rows)
+
+        return Taps((self.target.layers,), read)
+
+    def prefill(self, tokens: Tensor, cache: MedusaCache, starts: Sequence[int] | None = None) -> None:
+        """Nothing: the heads read what the target has left in the cache."""
+
+    def __call__(self, feed: Feed, cache: MedusaCache) -> Tensor:
+        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+        heads, nodes = self.config.heads, 1 if feed.news else feed.tokens.shape[1]
+        if feed.news:
+            lengths = feed.prefix_lengths if feed.drafted is None else feed.prefix_lengths - feed.drafted
+            self._read_root(lengths, min(feed.news - 1, heads), cache)
+        if feed.drafted is None:
+            return cache.logits[:, min(feed.level, heads), None].expand(-1, nodes, -1)
+        sequence = torch.arange(len(feed.drafted), device=feed.drafted.device)
+        return cache.logits[sequence, feed.drafted.clamp(max=heads)][:, None]
+
+    def level_weights(self) -> list[Tensor]:
+        """Those of one head."""
+        heads = self.heads
+        lm_head = self.target_lm_head.weight if heads.lm_heads is None else heads.lm_heads[0]
+        return [heads.weight[:, 0], heads.bias[:, 0], lm_head]
+
+    def unsure_rows(self, levels: int) -> int:
+        """None: the target computes them with its own."""
+        return 0
+
+    def _read_root(self, lengths: Tensor, heads: int, cache: MedusaCache) -> None:
+        """Compute the first `heads` heads, of the hidden state before the root: that of token lengths[b] - 1.
+
+        Nothing is before a text of one token, for which zeros stand.
+        """
+        before = cache.keys[torch.arange(len(lengths), device=lengths.device), 0, (lengths - 1).clamp(min=0)]
+        before = before.masked_fill((lengths == 0)[:, None], 0)
+        cache.logits[:, :heads] = self.heads(before, self.target_lm_head, heads)

@@ -1,0 +1,72 @@
+"""Medusa heads, as PyTorch: what their checkpoints hold, and what decoding must agree with.
+
+From what the target had computed when x_i was read, its own lm_head predicts x_{i+1}, and head k, counted from 0,
+predicts the token k + 1 places behind that (Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with
+Multiple Decoding Heads", arXiv 2401.10774, sec. 2.1.1):
+
+    x       the target's hidden state of x_i, behind its final norm
+    x       x + SiLU(W_kj x + b_kj)        for each of the layers j
+    logits  U_k x                          of x_{i+2+k}
+
+No head sees what the others have proposed: all nodes at one depth of a tree have the same distribution below them.
+Heads of an older layout have no U_k of their own; the target's lm_head is in its place.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Shapes of Medusa heads.
+
+    heads:         how many, which is how many tokens ahead they draft
+    layers:        of each head, before its lm_head
+    hidden_size, vocab_size: the target's
+    owns_lm_heads: whether each head has an lm_head of its own, or takes the target's
+    """
+
+    heads: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    owns_lm_heads: bool
+
+    @property
+    def model_type(self) -> str:
+        """What a trace calls it."""
+        return "medusa"
+
+
+class MedusaHeads(nn.Module):
+    """K Medusa heads, whose weights lie side by side, so that all heads are one product for each layer.
+
+    weight: [layers, K, H, H], bias: [layers, K, H], and lm_heads: [K, V, H], or None where the target's is taken
+    """
+
+    def __init__(self, config: MedusaConfig):
+        super().__init__()
+        self.config = config
+        heads, width = config.heads, config.hidden_size
+        self.weight = nn.Parameter(torch.zeros(config.layers, heads, width, width))
+        self.bias = nn.Parameter(torch.zeros(config.layers, heads, width))
+        self.lm_heads = nn.Parameter(torch.zeros(heads, config.vocab_size, width)) if config.owns_lm_heads else None
+
+    def forward(self, features: Tensor, lm_head: Callable[[Tensor], Tensor], heads: int | None = None) -> Tensor:
+        """The logits [R, K, V] of the first `heads` heads (default: all), of the target's hidden states [R, H].
+
+        lm_head: the target's, for heads without one of their own
+        """
+        count = self.config.heads if heads is None else heads
+        hidden = features.expand(count, *features.shape)
+        for weight, bias in zip(self.weight[:, :count], self.bias[:, :count], strict=True):
+            hidden = hidden + silu(torch.baddbmm(bias[:, None], hidden, weight.mT))
+        if self.lm_heads is None:
+            logits = lm_head(hidden.flatten(0, 1)).view(count, len(features), -1)
+        else:
+            logits = hidden @ self.lm_heads[:count].mT
+        return logits.transpose(0, 1)

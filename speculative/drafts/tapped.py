@@ -1,0 +1,98 @@
+"""What trained heads have in common as drafts: a module of their own, which reads the target's hidden states."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.models.forward import Forward, Taps, check_finite
+from heavypath.speculative.models.structure import structure_of, weight_versions
+
+
+class TappedDraft(ABC):
+    """A trained module as a draft for the target whose hidden states it reads.
+
+    config:      of the module, with a `model_type`
+    layers:      that its cached rows went through
+    most_levels: how many levels of a tree it can draft; None where it drafts as many as are asked for
+
+    Raises ValueError for a module of another device or dtype than the target's, and for one in training mode.
+    """
+
+    name = "draft"
+    rope_limit: int | None = None
+    has_dynamic_rope = False
+    most_levels: int | None = None
+    config: Any
+    layers: int
+
+    def __init__(self, model: nn.Module, target: Forward):
+        self.model, self.target = model, target
+        self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
+        if self.device != target.device:
+            raise ValueError(f"target and draft must be on one device, got {target.device} and {self.device}")
+        if self.dtype != target.dtype:
+            raise ValueError(
+                f"target and head must have one dtype, got {target.dtype} and {self.dtype}; use head.to(dtype)"
+            )
+        if model.training:
+            raise ValueError("draft is in training mode; call draft.eval() first")
+        self._structure = structure_of(model)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return next(self.model.parameters()).dtype
+
+    @property
+    def target_lm_head(self) -> Any:
+        """The target's own, for heads that have none."""
+        return self.target.model.get_output_embeddings()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The module's parameters with their names."""
+        return self.model.named_parameters()
+
+    def check_weights(self) -> None:
+        """Raise ValueError if a weight is NaN or infinite."""
+        check_finite(self.name, self.weights())
+
+    def is_current(self) -> bool:
+        """Whether the module still consists of what it did when it was taken."""
+        return structure_of(self.model) == self._structure
+
+    def state(self) -> int:
+        """A number that is another one after a change of the module, or of its weights in place."""
+        return hash((*self._structure.function, weight_versions(self.model), self.target.state()))
+
+    @abstractmethod
+    def level_weights(self) -> list[Tensor]:
+        """The weights that drafting a level of a tree reads, the target's lm_head among them where it is taken."""
+
+    @abstractmethod
+    def new_cache(self, batch: int, rows: int) -> Any:
+        """An empty cache of `rows` rows for each of `batch` sequences."""
+
+    @abstractmethod
+    def taps(self, cache: Any) -> Taps:
+        """What is read of the target's passes, to be kept in a cache."""
+
+    @abstractmethod
+    def prefill(self, tokens: Tensor, cache: Any, starts: Sequence[int] | None = None) -> None:
+        """Take in right-padded texts LongTensor[B, T], which the target has read; starts: as of `Forward.prefill`."""
+
+    @abstractmethod
+    def __call__(self, feed: Feed, cache: Any) -> Tensor:
+        """Logits after each node [B, n, V]; of a step's first feed after the root alone, [B, 1, V]."""
+
+    @abstractmethod
+    def unsure_rows(self, levels: int) -> int:
+        """How many of a text's last rows may not have been computed, behind steps that draft so many levels."""
