@@ -19,6 +19,7 @@ from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
+from heavypath.speculative.distillation import DistilSettings, distil
 from heavypath.speculative.drafts import (
     Cascade,
     Draft,
@@ -41,6 +42,8 @@ from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.output.trace import read_trace
 from heavypath.speculative.profile import Profile
+from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
+from heavypath.speculative.training.documents import read_documents
 from heavypath.speculative.trees import acceptance, bounds, planning, tree
 from heavypath.speculative.trees.planning import Plan, expected_tokens, greedy_tree, select_tree, sequoia_tree
 from heavypath.speculative.trees.tree import TokenTree
@@ -64,6 +67,7 @@ __all__ = [
     "METHODS",
     "Cascade",
     "Confidence",
+    "DistilSettings",
     "Draft",
     "EagleHead",
     "EarlyExit",
@@ -89,11 +93,16 @@ __all__ = [
     "calibrate",
     "choose_layers",
     "compare",
+    "distil",
+    "draft_of_layers",
     "expected_tokens",
     "greedy_tree",
     "load_demo_head",
     "load_demo_pair",
     "load_draft",
+    "most_frequent",
+    "new_head",
+    "read_documents",
     "read_trace",
     "select_tree",
     "sequoia_tree",

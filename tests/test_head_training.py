@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heavypath.speculative import demo
 from heavypath.speculative.demo import demo_prompts, head_training
 from heavypath.speculative.demo.head_training import HeadPhase, HeadTraining, RowSet, TapRows, head_config
-from heavypath.speculative.demo.measurement import measure_agreement
 from heavypath.speculative.demo.train import HEAD_PHASES
 from heavypath.speculative.drafts.heads.checkpoint import load_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.training import learning
+from heavypath.speculative.training.learning import learn, measure_agreement
+from heavypath.speculative.training.losses import KL_WEIGHT, tv_kl
+from heavypath.speculative.training.memory import Parts
+from heavypath.speculative.training.student import student_of_head
+from heavypath.speculative.training.teacher import Taught, Teacher
 
 FOLDER = demo.FOLDER / "head"
 RECORD = json.loads((FOLDER / "record.json").read_text())
@@ -34,11 +40,12 @@ SETTINGS = HeadTraining(
 )
 
 
-def tiny_head(seed: int) -> EagleHead:
+def tiny_head(seed: int, **variant: Any) -> EagleHead:
     torch.manual_seed(seed)
     shape = {"hidden_size": WIDTH, "target_hidden_size": WIDTH, "intermediate_size": 24, "head_dim": 8}
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
-    return EagleHead(replace(head_config(), **shape, **sizes, draft_vocab_size=VOCABULARY, taps=(1, 2, 3)))
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "taps": (1, 2, 3)}
+    shape |= {"vocab_size": VOCABULARY, "draft_vocab_size": VOCABULARY}
+    return EagleHead(replace(head_config(), **(shape | variant)))
 
 
 def tiny_target() -> LlamaForCausalLM:
@@ -52,7 +59,12 @@ def tiny_target() -> LlamaForCausalLM:
         tie_word_embeddings=True,
         initializer_range=0.3,
     )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def agreement(head: EagleHead, target: LlamaForCausalLM, tokens: Tensor, depths: int) -> tuple[Tensor, Tensor]:
+    student, teacher = student_of_head(head, target), Teacher(target, head.config.taps)
+    return measure_agreement(student, teacher, tokens, depths, Parts(2, "lower it", print))
 
 
 def random_rows(seed: int, count: int = 2, length: int = LENGTH) -> TapRows:
@@ -67,55 +79,63 @@ def taught(target: LlamaForCausalLM, work: Path) -> list[TapRows]:
 
 
 def one_entry(
-    head: EagleHead, feature: Tensor, embedded: Tensor, position: int, seen: list[tuple[Tensor, Tensor]]
+    head: EagleHead, feature: Tensor, embedded: Tensor, position: int, seen: list[list[tuple[Tensor, Tensor]]]
 ) -> Tensor:
-    """An entry's output [1, 1, H]; it sees what is in `seen`, keys and values, and itself, which is put there."""
+    """An entry's output [1, 1, H]; it sees each layer's keys and values in `seen`, and itself, which is put there."""
+    layers = iter(seen)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        seen.append((key, value))
-        keys, values = (torch.cat(each, 2) for each in zip(*seen, strict=True))
+        layer = next(layers)
+        layer.append((key, value))
+        keys, values = (torch.cat(each, 2) for each in zip(*layer, strict=True))
         return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
     return head(feature, embedded, head.rotary_emb(feature, torch.tensor([[position]])), attend)
 
 
-def losses_one_by_one(
-    head: EagleHead, rows: TapRows, embedding: Tensor, target_head: Tensor, depths: int, divergence_weight: float
-) -> Tensor:
+def losses_one_by_one(head: EagleHead, rows: Taught, target: LlamaForCausalLM, depths: int) -> Tensor:
     """The loss and the overlap at every node of every chain: [depths, 2, chains]."""
     found = []
-    for tokens, taps in zip(rows.tokens.long(), rows.taps.float(), strict=True):
+    embedding, target_head = target.model.embed_tokens.weight, target.lm_head.weight
+    for tokens, taps, hidden in zip(rows.tokens.long(), rows.taps.float(), rows.hidden, strict=True):
         features = head.features([*taps.unbind(1)])[:, None, None]  # [length, 1, 1, H]
-        target_probs = (taps[:, -1] @ target_head.T).softmax(-1)  # [length, V]; row i is the law of token i + 1
-        entries_seen: list[tuple[Tensor, Tensor]] = []
+        target_probs = (hidden @ target_head.T).softmax(-1)  # [length, V]; row i is the law of token i + 1
+        entries_seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in head.layers]
         for entry in range(len(tokens) - depths):
             output = one_entry(head, features[entry], embedding[tokens[entry + 1]][None, None], entry, entries_seen)
-            chain, seen = [], list(entries_seen)
+            chain, seen = [], [list(layer) for layer in entries_seen]
             for depth in range(depths):
                 if depth:
                     embedded = embedding[tokens[entry + 1 + depth]][None, None]
-                    output = one_entry(head, output, embedded, entry + depth, seen)
+                    output = one_entry(head, head.fed_back(output), embedded, entry + depth, seen)
                 draft_probs = (head.before_lm_head(output)[0, 0] @ target_head.T).softmax(-1)
                 wanted = target_probs[entry + 1 + depth]
                 overlap = torch.minimum(wanted, draft_probs).sum()
                 divergence = (wanted * (wanted / draft_probs).log()).sum()
-                chain.append(torch.stack([1 - overlap + divergence_weight * divergence, overlap]))
+                chain.append(torch.stack([1 - overlap + KL_WEIGHT * divergence, overlap]))
             found.append(torch.stack(chain))
     return torch.stack(found, -1)
 
 
+@pytest.mark.parametrize("logits_at_once", [learning.LOGITS_AT_ONCE, 3 * 2 * VOCABULARY])  # one piece, and several
 @pytest.mark.parametrize("depths", [1, DEPTHS])
-def test_the_loss_and_its_gradients_are_those_of_entries_run_one_by_one(depths):
-    head, rows = tiny_head(1), random_rows(2)
-    embedding, target_head = torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY, WIDTH)
-    loss, overlaps = head_training.chain_loss(head, rows, (embedding, target_head), depths, SETTINGS)
-    losses = losses_one_by_one(head, rows, embedding, target_head, depths, SETTINGS.divergence_weight).mean(-1)
-    expected = (losses[:, 0] * SETTINGS.decay ** torch.arange(depths)).sum()
-    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize(
+    "variant", [{}, {"feeds_back_normed": True, "layers": 2}, {"generation": 1, "taps": (3,), "tap_norms": False}]
+)
+def test_the_loss_and_its_gradients_are_those_of_entries_run_one_by_one(variant, depths, logits_at_once, monkeypatch):
+    monkeypatch.setattr(learning, "LOGITS_AT_ONCE", logits_at_once)
+    head, target, rows = tiny_head(1, **variant), tiny_target(), random_rows(2)
+    taps = rows.taps[:, :, : len(head.config.taps)]
+    taught = Taught(rows.tokens, taps, torch.randn(*rows.tokens.shape, WIDTH))
+    decay = 0.7 ** torch.arange(depths)
+    loss, overlaps = learn(student_of_head(head, target), taught, target.lm_head, tv_kl, decay.tolist())
+    losses = losses_one_by_one(head, taught, target, depths).mean(-1)
+    expected = (losses[:, 0] * decay).sum()
+    torch.testing.assert_close(loss, expected.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(overlaps, losses[:, 1].detach(), atol=1e-5, rtol=1e-5)
     parameters = list(head.parameters())
-    for ours, theirs in zip(*(torch.autograd.grad(each, parameters) for each in (loss, expected)), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    for parameter, theirs in zip(parameters, torch.autograd.grad(expected, parameters), strict=True):
+        torch.testing.assert_close(parameter.grad, theirs, atol=1e-5, rtol=1e-4)
 
 
 def test_what_is_measured_is_the_overlap_of_every_node_of_every_chain():
@@ -123,10 +143,9 @@ def test_what_is_measured_is_the_overlap_of_every_node_of_every_chain():
     tokens = random_rows(4, 3, 12).tokens.long()
     with torch.no_grad():
         hidden = target.model(tokens, output_hidden_states=True).hidden_states
-        taps = torch.stack([hidden[tap] for tap in head.config.taps], 2)
-        embedding, target_head = target.model.embed_tokens.weight, target.lm_head.weight
-        expected = losses_one_by_one(head, TapRows(tokens, taps), embedding, target_head, 5, 0.0)[:, 1].mean(-1)
-    overlaps, top_1 = measure_agreement(head, target, tokens, 5)
+        taught = Taught(tokens, torch.stack([hidden[tap] for tap in head.config.taps], 2), hidden[-1])
+        expected = losses_one_by_one(head, taught, target, 5)[:, 1].mean(-1)
+    overlaps, top_1 = agreement(head, target, tokens, 5)
     torch.testing.assert_close(overlaps, expected, atol=1e-5, rtol=1e-5)
     assert ((top_1 >= 0) & (top_1 <= 1)).all()
 
@@ -149,10 +168,10 @@ def uncompiled(monkeypatch):
 def test_training_raises_the_overlap(uncompiled, tmp_path):
     head, target = tiny_head(7), tiny_target()
     held_out = random_rows(9, 8, 32).tokens.long()
-    before, _ = measure_agreement(head, target, held_out, 3)
+    before, _ = agreement(head, target, held_out, 3)
     settings = replace(SETTINGS, steps=60, decay_steps=30, phases=(HeadPhase(60, 16, 3),))
     head_training.train_head(head, target, taught(target, tmp_path), settings, tmp_path, resume=False)
-    after, _ = measure_agreement(head, target, held_out, 3)
+    after, _ = agreement(head, target, held_out, 3)
     assert (after > before + 0.05).all()
 
 
@@ -167,11 +186,11 @@ def test_an_interrupted_training_continues_as_if_it_had_not_been(uncompiled, tmp
 
     def step_or_stop(self, step):
         if step == 4:
-            raise KeyboardInterrupt
+            raise RuntimeError("killed")
         step_taken(self, step)
 
     monkeypatch.setattr(head_training.Optimization, "step", step_or_stop)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError, match="killed"):
         head_training.train_head(parts, target, teacher, SETTINGS, interrupted, resume=False)
     monkeypatch.setattr(head_training.Optimization, "step", step_taken)
     again = tiny_head(10)
@@ -208,10 +227,10 @@ def test_the_shipped_head_agrees_with_the_target_on_held_out_text_better_than_th
 def test_recorded_overlaps_are_about_those_of_the_prompts(demo_pair):
     """The prompts are held-out text too, though a small part of it."""
     tokenizer = demo_pair.tokenizer
-    target = demo.load_demo_pair().target  # transformers leaves hooks in a model that it took hidden states from
+    target = demo_pair.target
     head, total, positions = load_head(FOLDER, target), torch.zeros(5), 0
     for prompt in demo_prompts():
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        total += ids.numel() * measure_agreement(head, target, ids, 5)[0]
+        total += ids.numel() * agreement(head, target, ids, 5)[0]
         positions += ids.numel()
     assert (total / positions - torch.tensor(RECORD["overlap_at_temperature_1"])).abs().max() < 0.08

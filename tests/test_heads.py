@@ -353,3 +353,25 @@ def test_acceptance_at_a_depth_is_that_of_a_head_which_reads_itself(variant, tar
         known = length - drafted
         expected = logits_over(head, target, text[: known + 1], text[known + 1 : length + 1].tolist())
         torch.testing.assert_close(draft(feed, cache)[0, -1], expected.float(), atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_acceptance_is_measured_beside_a_text_as_long_that_is_at_another_depth(target):
+    """The last rows of the cache are then one text's only entry, and another's last of several."""
+    head = head_of(target)
+    forward = forward_of(target, "target")
+    draft, text = as_draft(head, forward, target), torch.tensor([3, 1, 4, 1, 5, 2, 6])
+    cache, target_cache = draft.new_cache(2, 7), forward.new_cache(2, 7)
+    forward.prefill(text.expand(2, -1), target_cache, taps=draft.taps(cache))
+    draft.prefill(text.expand(2, -1), cache)
+    for length, drafted in ((3, (0, 0)), (4, (1, 1)), (5, (2, 2)), (6, (0, 3))):
+        at = torch.tensor([length, length])
+        feed = Feed(
+            tokens=text[length - 1 : length + 1].expand(2, -1), positions=at[:, None], cache_rows=at[:, None],
+            parent_rows=at[:, None] - 1, prefix_lengths=at, visible_rows=length + 1,
+            ancestor_mask=torch.ones(1, 1, 1).bool(), news=4, drafted=torch.tensor(drafted),
+        )  # fmt: skip
+        logits = draft(feed, cache)[:, -1]
+        for sequence, known in enumerate(length - torch.tensor(drafted)):
+            expected = logits_over(head, target, text[: known + 1], text[known + 1 : length + 1].tolist())
+            torch.testing.assert_close(logits[sequence], expected.float(), atol=1e-4, rtol=1e-4)

@@ -5,12 +5,15 @@ for a machine that has one.
 """
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from devices import moved
 from test_commit import Problem as CommitProblem
 from test_decoder import tiny_llama
+from test_distil import TINY, greedy, overlaps, silent, texts
+from test_head_training import random_rows
 from test_heads import head_of
 from test_transformers_forward import tiny
 
@@ -19,7 +22,19 @@ from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
-from heavypath.speculative import METHODS, EarlyExit, Lookahead, PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
+from heavypath.speculative import (
+    METHODS,
+    EarlyExit,
+    Lookahead,
+    PromptLookup,
+    Retrieval,
+    SpeculativeDecoder,
+    TokenTree,
+    distil,
+    draft_of_layers,
+    most_frequent,
+    new_head,
+)
 
 GPU = torch.cuda.is_available()
 MINIATURE = GPU and torch.cuda.get_device_name() == "a GPU that is only played"
@@ -330,3 +345,24 @@ def test_other_families_write_the_eager_text(kind):
     options = {"max_new_tokens": size(24, 4), "temperature": 0.8, "eos_token_id": None, "seed": 3}
     graphs, eager = with_and_without_graphs((model, model), "sequoia", tree_size=size(6, 3))
     assert_alike(*(decoder.generate(prompts(2, 9), **options) for decoder in (graphs, eager)))
+
+
+@pytest.mark.parametrize("kind", ["head", "few tokens", "layers"])
+def test_a_draft_is_trained_on_the_gpu(kind, tmp_path):
+    target, documents = tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).cuda(), texts()
+    drafts = {
+        "head": lambda: new_head(target),
+        "few tokens": lambda: new_head(target, most_frequent(documents, 20, 50)),
+        "layers": lambda: draft_of_layers(target, [1]),
+    }
+    draft = drafts[kind]()
+    record = distil(
+        draft, target, documents, tmp_path / "draft", replace(TINY, epochs=4, written=size(0.2, 0.0)), say=silent
+    )
+    before, after = overlaps(record)
+    assert all(late > early + 0.02 for early, late in zip(before, after, strict=True))
+    assert {weight.device.type for weight in draft.parameters()} == {"cuda"}
+    prompt = random_rows(3, 1, 6).tokens.long().cuda()
+    new_tokens = size(32, 2)
+    out = SpeculativeDecoder(target, draft, tree_size=size(8, 2)).generate(prompt, max_new_tokens=new_tokens)
+    assert torch.equal(out.sequences, greedy(target, prompt, new_tokens))

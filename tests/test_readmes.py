@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from heavypath.speculative.cli import planning
+from heavypath.speculative import DistilSettings
+from heavypath.speculative.cli import distil, planning
 from heavypath.speculative.cli.app import main
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +41,10 @@ def test_a_shell_block_is_made_of_commands_that_run(block, tmp_path, monkeypatch
     (tmp_path / "my_prompts.txt").write_text("def read(self, size=-1):\n    return self\n" * 20)
     # A calibration of a few seconds instead of a minute.
     monkeypatch.setattr(planning, "measure", partial(planning.measure, sizes=(1, 2, 6), tokens=6, sequences=3))
+    # A training of a few steps, on a few of the files.
+    (tmp_path / "kernels").symlink_to(ROOT / "kernels" / "trees")
+    few = {"length": 64, "tokens_per_step": 256, "epochs": 0.1, "written": 0.02}
+    monkeypatch.setattr(distil, "DistilSettings", lambda **given: DistilSettings(**given | few))
     for line in block.splitlines():
         command, *arguments = shlex.split(line, comments=True) or [""]
         match Path(command).name:

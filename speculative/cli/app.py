@@ -1,4 +1,5 @@
-"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`, `layers`, `info`.
+"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`, `layers`, `distil`, and
+`info`.
 
 Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, which is said in
 one line; 2 for wrong usage; 130 for Ctrl-C.
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.cli import chat as chatting
 from heavypath.speculative.cli import compare as comparing
+from heavypath.speculative.cli import distil as training
 from heavypath.speculative.cli import info, planning
 from heavypath.speculative.cli import layers as choosing_layers
 from heavypath.speculative.cli import trace as trace_page
@@ -62,6 +64,7 @@ app.command()(chatting.chat)
 app.command()(comparing.compare)
 app.command()(planning.calibrate)
 app.command()(planning.plan)
+app.command()(training.distil)
 app.command()(choosing_layers.layers)
 app.command()(trace_page.trace)
 app.command()(info.info)

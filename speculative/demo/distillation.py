@@ -1,15 +1,12 @@
-"""The draft learns the target's next-token distribution rather than the text.
+"""The draft learns the target's next-token distribution rather than the text, by the loss TV + 0.5 KL.
 
-With P the target's distribution and Q the draft's at one position, a drafted token is accepted with probability
-sum_v min(P, Q) = 1 - TV(P, Q) (Leviathan et al. 2023, corollary 3.6), so the loss is TV + 0.5 KL(P || Q): the first is
-what acceptance is made of, the second keeps a gradient where the two hardly overlap. The target runs once over the
-corpus and over text it wrote itself; its last hidden states are kept, and P is recomputed from them at every step.
+The target runs once over the corpus and over text it wrote itself; its last hidden states are kept, and P is recomputed
+from them at every step.
 """
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +14,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from heavypath.speculative.demo import corpus
-from heavypath.speculative.demo.optimization import Optimization, Progress, Schedule, fast_autocast, save_whole
+from heavypath.speculative.training.learning import Learnt, learn
+from heavypath.speculative.training.loop import Checkpoints, train
+from heavypath.speculative.training.losses import LOSSES
+from heavypath.speculative.training.optimization import Optimization, Progress, Schedule, save_whole
+from heavypath.speculative.training.student import student_of_model
+from heavypath.speculative.training.teacher import Logits, Taught
 
 Result = TypeVar("Result")
 
@@ -31,7 +33,7 @@ class Distillation(Schedule):
     sampled_rows: int = 1024  # of text the target writes: three quarters at temperature 1, the rest at 0.6
     sampled_length: int = 256
     prompt_length: int = 32
-    divergence_weight: float = 0.5
+    loss: str = "tv-kl"  # of LOSSES
 
 
 @dataclass(frozen=True)
@@ -80,24 +82,38 @@ def train_draft(
     resume: bool,
 ) -> float:
     """Distil the target into the draft; checkpoints go to the work folder. Returns the seconds it took."""
-    checkpoint = work / f"draft_{settings.corpus_length}.pt"
-    optimization = Optimization(draft, settings)
-    done, seconds = optimization.load(checkpoint) if resume else (0, 0.0)
-    steps = settings.steps
-    progress = Progress(steps, settings.tokens_per_step, done, seconds)
     teacher = ask_teacher(target, documents, settings, work, resume)
-    target_head = target.lm_head.weight.detach().bfloat16()  # [V, H]
-    compiled_loss = torch.compile(distillation_loss, dynamic=False)
+    student = student_of_model(draft.train())
+    student = replace(student, outputs=torch.compile(student.outputs, dynamic=False), dtype=fast_dtype())
+    loss, target_logits = torch.compile(LOSSES[settings.loss], dynamic=False), logits_by(target)
 
-    for step, rows in islice(enumerate(teacher_batches(teacher, settings)), done, steps):
-        with fast_autocast():
-            variation, divergence = compiled_loss(draft.train(), rows.tokens.long(), rows.hidden, target_head)
-        (variation + settings.divergence_weight * divergence).backward()
-        optimization.step(step)
-        progress.report(step + 1, f"overlap {1 - variation.item():.4f}  KL {divergence.item():.3f}")
-        if (step + 1) % 500 == 0 or step + 1 == steps:
-            optimization.save(checkpoint, step + 1, progress.seconds)
-    return progress.seconds
+    def gradients(rows: TeacherRows) -> Learnt:
+        no_taps = rows.hidden.new_empty(*rows.tokens.shape, 0, 0)
+        return learn(student, Taught(rows.tokens, no_taps, rows.hidden), target_logits, loss, [1.0])
+
+    return train(
+        Optimization(draft, settings),
+        teacher_batches(teacher, settings),
+        gradients,
+        Checkpoints(work / f"draft_{settings.corpus_length}.pt", every=500, resume=resume),
+        Progress(settings.steps, settings.tokens_per_step),
+    )
+
+
+def logits_by(target: LlamaForCausalLM) -> Logits:
+    """The target's logits of last hidden states, in the type that is fast here."""
+    head = target.lm_head.weight.detach().to(fast_dtype() or torch.float32)  # [V, H]
+    return lambda hidden: hidden.to(head.dtype) @ head.T
+
+
+def fast_dtype() -> torch.dtype | None:
+    """bf16 where this CPU has bf16 dot products (AVX-512 BF16), for autocast."""
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else None
+
+
+def fast_autocast() -> torch.autocast:
+    """Autocast to that type, or a context that does nothing."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=fast_dtype() is not None)
 
 
 def ask_teacher(
@@ -114,18 +130,6 @@ def ask_teacher(
         TeacherRows(rows, cached(work / name, resume, lambda rows=rows: last_hidden_states(target, rows)))
         for name, rows in sets.items()
     ]
-
-
-def distillation_loss(
-    draft: LlamaForCausalLM, tokens: torch.Tensor, target_hidden: torch.Tensor, target_head: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean TV(P, Q) and mean KL(P || Q) over rows [rows, length] and hidden states [rows, length, H]."""
-    draft_logprobs = draft(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)  # [rows, length, V]
-    target_logprobs = (target_hidden @ target_head.T).float().log_softmax(-1)
-    target_probs = target_logprobs.exp()
-    overlap = torch.minimum(target_probs, draft_logprobs.exp()).sum(-1).mean()
-    divergence = (target_probs * (target_logprobs - draft_logprobs)).sum(-1).mean()
-    return 1 - overlap, divergence
 
 
 def teacher_batches(teacher: list[TeacherRows], settings: DraftTraining) -> Iterator[TeacherRows]:
@@ -155,7 +159,9 @@ def last_hidden_states(target: LlamaForCausalLM, rows: torch.Tensor) -> torch.Te
         with fast_autocast():
             part = target.model(input_ids=rows[start : start + 8].long(), use_cache=False).last_hidden_state
         hidden[start : start + 8] = part
-        progress.report(min(start + 8, len(rows)), "hidden states")
+        done = min(start + 8, len(rows))
+        if progress.is_due(done):
+            progress.report(done, "hidden states")
     return hidden
 
 
@@ -170,7 +176,7 @@ def write_text(target: LlamaForCausalLM, documents: list[torch.Tensor], settings
         parameter.data = parameter.data.bfloat16()
     writer.generation_config.eos_token_id = None  # a new file may begin within a row, as in training
     progress = Progress(settings.sampled_rows, settings.sampled_length)
-    rows = []
+    rows: list[torch.Tensor] = []
     for index, part in enumerate(prompts.split(settings.sampled_rows // 8)):
         written = writer.generate(  # pyright: ignore[reportAttributeAccessIssue]
             part,
@@ -180,9 +186,10 @@ def write_text(target: LlamaForCausalLM, documents: list[torch.Tensor], settings
             top_k=0,
             max_new_tokens=settings.sampled_length - settings.prompt_length,
         )
-        rows.append(written.to(torch.int16))
-        progress.report(sum(map(len, rows)), "sampled text")
-    return torch.cat(rows)
+        rows += written.to(torch.int16)
+        if progress.is_due(len(rows)):
+            progress.report(len(rows), "sampled text")
+    return torch.stack(rows)
 
 
 def cached(path: Path, resume: bool, compute: Callable[[], Result]) -> Result:

@@ -1,31 +1,29 @@
-"""An EAGLE-3 head learns the target's distributions through its own outputs: training-time test (Li et al. 2025, 3.2).
+"""An EAGLE-3 head for the demo's target, by the training-time test: its settings, its rows and its rounds.
 
-Entry i of a row pairs the target's hidden states at token i with token i + 1. Step k of the test, from 0, feeds the
-outputs of step k - 1 in the place of the features, with tokens and targets k further to the left and rotary positions
-i + k, so that step k of entry i is the node at depth k + 1 below it. It sees what it will see in decoding: the entries
-j <= i with the target's own features, and the nodes above it, entry i of steps 1 to k.
-
-The loss is that of the plain draft, TV + 0.5 KL, with decay^k at step k. The target runs once; its hidden states are
-kept, and the last of them, behind its final norm, is both one of the head's taps and what P is recomputed from.
+The target runs once; its hidden states are kept, and the last of them, behind its final norm, is both one of the head's
+taps and what P is recomputed from.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import Function, FunctionCtx
 from transformers import LlamaForCausalLM
 
 from heavypath.speculative.demo import corpus
 from heavypath.speculative.demo.distillation import Distillation, cached, write_text
-from heavypath.speculative.demo.optimization import Optimization, Progress
 from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.training.learning import Learnt, learn
+from heavypath.speculative.training.loop import Checkpoints, train
+from heavypath.speculative.training.losses import LOSSES
+from heavypath.speculative.training.optimization import Optimization, Progress
+from heavypath.speculative.training.student import student_of_head
+from heavypath.speculative.training.teacher import Taught, Teacher
 
 CHECKPOINT_STEPS = 50
 COMPILED_LENGTH = 512  # the few steps on longer rows do not pay for minutes of compiling
@@ -161,13 +159,12 @@ def ask_for_taps(
 def tapped_states(target: LlamaForCausalLM, rows: Tensor, taps: tuple[int, ...]) -> Tensor:
     """The target's hidden states of these numbers, bf16 [rows, length, T, H], for int16 rows [rows, length]."""
     states = torch.empty(*rows.shape, len(taps), target.config.hidden_size, dtype=torch.bfloat16)
-    progress = Progress(len(rows), rows.shape[1])
+    progress, teacher = Progress(len(rows), rows.shape[1]), Teacher(target, taps)
     for start in range(0, len(rows), 8):
-        part = rows[start : start + 8].long()
-        hidden = target.model(input_ids=part, use_cache=False, output_hidden_states=True).hidden_states
-        for index, tap in enumerate(taps):
-            states[start : start + 8, :, index] = hidden[tap]
-        progress.report(min(start + 8, len(rows)), "taps")
+        states[start : start + 8] = teacher(rows[start : start + 8]).taps
+        done = min(start + 8, len(rows))
+        if progress.is_due(done):
+            progress.report(done, "taps")
     return states
 
 
@@ -180,24 +177,28 @@ def train_head(
     resume: bool,
 ) -> float:
     """Train the head on the rows of `ask_for_taps`; checkpoints go to the work folder. Returns the seconds it took."""
-    steps = settings.steps
-    checkpoint = work / f"head_{steps}.pt"
-    optimization = Optimization(head, settings)
-    done, seconds = optimization.load(checkpoint) if resume else (0, 0.0)
-    shared = target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
-    compiled_loss = torch.compile(chain_loss, dynamic=False)
-    progress = Progress(steps, settings.tokens_per_step, done, seconds)
+    target.requires_grad_(False)
+    plain = student_of_head(head.train(), target)
+    compiled = replace(plain, outputs=torch.compile(plain.outputs, dynamic=False))
+    plain_loss = LOSSES[settings.loss]
+    compiled_loss = torch.compile(plain_loss, dynamic=False)
 
-    for step, (rows, depths) in islice(enumerate(tap_batches(teacher, settings)), done, steps):
-        loss_of = compiled_loss if rows.tokens.shape[1] <= COMPILED_LENGTH else chain_loss
-        loss, overlaps = loss_of(head.train(), rows, shared, depths, settings)
-        loss.backward()
-        optimization.step(step)
-        shown = " ".join(f"{overlap:.3f}" for overlap in overlaps.tolist())
-        progress.report(step + 1, f"length {rows.tokens.shape[1]}  overlaps {shown}")
-        if (step + 1) % CHECKPOINT_STEPS == 0 or step + 1 == steps:
-            optimization.save(checkpoint, step + 1, progress.seconds)
-    return progress.seconds
+    def gradients(batch: tuple[TapRows, int]) -> Learnt:
+        rows, depths = batch
+        short = rows.tokens.shape[1] <= COMPILED_LENGTH
+        student, loss = (compiled, compiled_loss) if short else (plain, plain_loss)
+        weights = [settings.decay**depth for depth in range(depths)]
+        return learn(
+            student, Taught(rows.tokens, rows.taps, rows.taps[:, :, -1].float()), target.lm_head, loss, weights
+        )
+
+    return train(
+        Optimization(head, settings),
+        tap_batches(teacher, settings),
+        gradients,
+        Checkpoints(work / f"head_{settings.steps}.pt", CHECKPOINT_STEPS, resume),
+        Progress(settings.steps, settings.tokens_per_step),
+    )
 
 
 def tap_batches(teacher: list[TapRows], settings: HeadTraining) -> Iterator[tuple[TapRows, int]]:
@@ -224,125 +225,3 @@ def _shuffled(count: int, size: int, generator: torch.Generator) -> Iterator[lis
         for batch in torch.randperm(count, generator=generator).split(size):
             if len(batch) == size:
                 yield batch.tolist()
-
-
-def chain_loss(
-    head: EagleHead, rows: TapRows, shared: tuple[Tensor, Tensor], depths: int, settings: HeadTraining
-) -> tuple[Tensor, Tensor]:
-    """The loss, and the mean overlap at every depth [depths]; `shared` are the target's embedding and lm_head."""
-    embedding, target_head = shared
-    target_logprobs = (rows.taps[:, 1:, -1].float() @ target_head.T).log_softmax(-1)  # [rows, length - 1, V]
-    target_probs = target_logprobs.exp()
-    negative_entropy = (target_probs * target_logprobs).sum(-1)
-    loss, overlaps = torch.zeros(()), []
-    for step, hidden in enumerate(chain_outputs(head, rows, embedding, depths)):
-        span = slice(step, step + hidden.shape[1])
-        overlap, cross_entropy = _Agreement.apply(  # pyright: ignore[reportGeneralTypeIssues]
-            head.before_lm_head(hidden).flatten(0, 1),
-            target_head,
-            target_probs[:, span].flatten(0, 1),
-            settings.divergence_weight,
-        )
-        divergence = cross_entropy + settings.divergence_weight * negative_entropy[:, span].mean()
-        loss = loss + settings.decay**step * (1 - overlap + divergence)
-        overlaps.append(overlap.detach())
-    return loss, torch.stack(overlaps)
-
-
-def chain_outputs(head: EagleHead, rows: TapRows, embedding: Tensor, depths: int) -> Iterator[Tensor]:
-    """The head's outputs [rows, length - depths, H] at every step: entry i of step k predicts token i + k + 2."""
-    entries = rows.tokens.shape[1] - depths
-    hidden = head.features(rows.taps[:, :entries].float().unbind(2))
-    embedded = F.embedding(rows.tokens[:, 1:].long(), embedding)
-    cos, sin = head.rotary_emb(hidden, torch.arange(entries + depths)[None])
-    attend = ChainAttention()
-    for step in range(depths):
-        span = slice(step, step + entries)
-        hidden = head(hidden, embedded[:, span], (cos[:, span], sin[:, span]), attend)
-        yield hidden
-        hidden = head.fed_back(hidden)
-
-
-class ChainAttention:
-    """Attention of a step: to the first step's entries up to one's own, and to one's own entry of the later steps."""
-
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Of query [B, Hq, N, D], and this step's key and value [B, Hkv, N, D]; as query."""
-        groups = query.shape[1] // key.shape[1]
-        self.keys.append(key)
-        self.values.append(value)
-        return _AttentionToChains.apply(  # pyright: ignore[reportReturnType]
-            query, *(_for_all_heads(states, groups) for states in (*self.keys, *self.values))
-        )
-
-
-def _for_all_heads(states: Tensor, groups: int) -> Tensor:
-    return states[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
-
-
-class _AttentionToChains(Function):
-    """Causal attention over the first keys, joined with one elementwise product for each of the others.
-
-    Backward, the fused kernel gets the joint output and normaliser: of these it makes the first keys' share of the
-    joint gradient, as in ring attention (Liu et al. 2023).
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, query: Tensor, *states: Tensor) -> Tensor:
-        keys, values = states[: len(states) // 2], states[len(states) // 2 :]
-        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys[0], values[0], 0.0, True)
-        if len(keys) > 1:
-            scores = [(query * key).sum(-1) * query.shape[-1] ** -0.5 for key in keys[1:]]
-            first, total = total, torch.stack([total, *scores], -1).logsumexp(-1)
-            out = out * (first - total).exp()[..., None]
-            for score, value in zip(scores, values[1:], strict=True):
-                out = out + (score - total).exp()[..., None] * value
-        ctx.save_for_backward(query, out, total, *states)
-        return out
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, out, total, *states = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
-        keys, values = states[: len(states) // 2], states[len(states) // 2 :]
-        scale = query.shape[-1] ** -0.5
-        grad_query, *first = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, keys[0], values[0], out, total, 0.0, True
-        )
-        grad_keys, grad_values = [first[0]], [first[1]]
-        shared = (grad * out).sum(-1)
-        for key, value in zip(keys[1:], values[1:], strict=True):
-            weight = ((query * key).sum(-1) * scale - total).exp()
-            grad_score = (weight * ((grad * value).sum(-1) - shared) * scale)[..., None]
-            grad_query = grad_query + grad_score * key
-            grad_keys.append(grad_score * query)
-            grad_values.append(weight[..., None] * grad)
-        return grad_query, *grad_keys, *grad_values
-
-
-class _Agreement(Function):
-    """Mean overlap of P with Q = softmax(hidden @ head^T), and the weighted mean of -sum P log Q.
-
-    The gradient of (weighted mean - overlap) is made on the way, so that no logits are kept.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, hidden: Tensor, head: Tensor, target_probs: Tensor, weight: float
-    ) -> tuple[Tensor, Tensor]:
-        logprobs = (hidden @ head.T).log_softmax(-1)  # [positions, V]
-        probs = logprobs.exp()
-        overlap = torch.minimum(target_probs, probs).sum(-1).mean()
-        cross_entropy = weight * -(target_probs * logprobs).sum(-1).mean()
-        rising = torch.where(probs < target_probs, probs, 0.0)
-        grad_logits = probs * rising.sum(-1, keepdim=True) - rising + weight * (probs - target_probs)
-        ctx.save_for_backward(grad_logits @ head / len(hidden))
-        return overlap, cross_entropy
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad_overlap: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad_hidden,) = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
-        return grad * grad_hidden, None, None, None

@@ -1,18 +1,17 @@
 """What the pair and the head reach, on text that neither the tokenizer nor the models saw."""
 
-import os
-import platform
 from itertools import pairwise
-from pathlib import Path
 
-import tokenizers
 import torch
-import transformers
 from transformers import LlamaForCausalLM
 
 from heavypath.speculative.demo import corpus
-from heavypath.speculative.demo.head_training import TapRows, chain_outputs
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.training.learning import measure_agreement
+from heavypath.speculative.training.memory import Parts
+from heavypath.speculative.training.record import environment
+from heavypath.speculative.training.student import student_of_head
+from heavypath.speculative.training.teacher import Teacher
 from heavypath.speculative.trees.acceptance import measure_acceptance
 
 ROW_LENGTH = 512
@@ -47,21 +46,23 @@ def measure_pair(
         },
         "acceptance_measured_on": f"{input_ids.numel()} held-out positions, rows of {ROW_LENGTH}, children without "
         "replacement (temperature 0: the draft's largest logits)",
-        **_environment(),
+        **environment(),
     }
 
 
 def agreement_on(head: EagleHead, target: LlamaForCausalLM, held_out: list[torch.Tensor]) -> dict:
     """A head's size and, for every depth from the root, how well it agrees with the target."""
     rows = corpus.windows(held_out, ROW_LENGTH)
-    overlaps, same = measure_agreement(head, target, rows.long(), HEAD_DEPTHS)
+    teacher = Teacher(target, head.config.taps)
+    parts = Parts(8, "free some", print)
+    overlaps, same = measure_agreement(student_of_head(head, target), teacher, rows, HEAD_DEPTHS, parts)
     return {
         "parameters": sum(each.numel() for each in head.parameters()),
         "overlap_at_temperature_1": [_rounded(value) for value in overlaps],
         "same_likeliest_token": [_rounded(value) for value in same],
         "measured_on": f"{len(rows) * (ROW_LENGTH - HEAD_DEPTHS)} held-out positions, rows of {ROW_LENGTH}, at depths "
         f"1 to {HEAD_DEPTHS}, the text's own tokens on the way",
-        **_environment(),
+        **environment(),
     }
 
 
@@ -85,53 +86,6 @@ def mean_overlap(target: LlamaForCausalLM, draft: LlamaForCausalLM, input_ids: t
         )
         parts.append(torch.minimum(target_probs, draft_probs).sum(-1))
     return torch.cat(parts).mean()
-
-
-@torch.no_grad()
-def measure_agreement(
-    head: EagleHead, target: LlamaForCausalLM, input_ids: torch.Tensor, depths: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """E[sum_v min(P, Q)] at temperature 1, and how often P and Q have the same likeliest token: [depths] each.
-
-    Over all positions of [rows, length]; the nodes at depth d are fed the text's own tokens and the head's outputs at
-    the depths above.
-    """
-    overlaps, same = torch.zeros(depths), torch.zeros(depths)
-    for part in input_ids.split(8):
-        hidden = target.model(input_ids=part, use_cache=False, output_hidden_states=True).hidden_states
-        rows = TapRows(part, torch.stack([hidden[tap] for tap in head.config.taps], 2))
-        target_probs = target.lm_head(hidden[-1]).float().softmax(-1)
-        for depth, output in enumerate(chain_outputs(head, rows, target.model.embed_tokens.weight, depths)):
-            wanted = target_probs[:, 1 + depth :][:, : output.shape[1]]
-            draft_probs = target.lm_head(head.before_lm_head(output)).softmax(-1)
-            overlaps[depth] += torch.minimum(wanted, draft_probs).sum(-1).mean() * len(part) / len(input_ids)
-            same[depth] += (wanted.argmax(-1) == draft_probs.argmax(-1)).float().mean() * len(part) / len(input_ids)
-    return overlaps, same
-
-
-def machine() -> dict:
-    """The processor and the cores in use, without names of hosts or people."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor() or platform.machine(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _environment() -> dict:
-    return {
-        "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "tokenizers": tokenizers.__version__,
-        },
-    }
 
 
 def _acceptance(

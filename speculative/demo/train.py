@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heavypath.speculative.demo import FOLDER, corpus, load_demo_pair
-from heavypath.speculative.demo.distillation import DraftTraining, LongDraftTraining, train_draft
+from heavypath.speculative.demo.distillation import DraftTraining, LongDraftTraining, fast_autocast, train_draft
 from heavypath.speculative.demo.head_training import (
     DeepHeadTraining,
     GentleHeadTraining,
@@ -35,9 +35,11 @@ from heavypath.speculative.demo.head_training import (
     train_head,
 )
 from heavypath.speculative.demo.measurement import agreement_on, measure_pair
-from heavypath.speculative.demo.optimization import Optimization, Progress, Schedule, fast_autocast
 from heavypath.speculative.drafts.heads.checkpoint import load_head, save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.training.learning import Learnt
+from heavypath.speculative.training.loop import Checkpoints, train
+from heavypath.speculative.training.optimization import Optimization, Progress, Schedule
 
 STAGES = ("tokenizer", "target", "draft", "measure", "head", "measure-head")
 HEAD_PHASES = (HeadTraining(), GentleHeadTraining(), LongHeadTraining(), DeepHeadTraining())
@@ -128,22 +130,21 @@ def train_target(work: Path, settings: TargetTraining, resume: bool) -> None:
     documents, held_out = load_documents(work)
     torch.manual_seed(settings.seed)
     model = LlamaForCausalLM(target_config())
-    optimization = Optimization(model, settings)
-    done, seconds = optimization.load(work / "target.pt") if resume else (0, 0.0)
-    steps = settings.steps
-    progress = Progress(steps, settings.tokens_per_step, done, seconds)
     compiled_loss = torch.compile(next_token_loss, dynamic=False)  # 6 to 17 % faster than eager on two cores
 
-    for step, rows in islice(enumerate(target_batches(documents, settings)), done, steps):
+    def gradients(rows: torch.Tensor) -> Learnt:
         with fast_autocast():
             loss = compiled_loss(model.train(), rows)
         loss.backward()
-        optimization.step(step)
-        progress.report(step + 1, f"length {rows.shape[1] - 1}  loss {loss.item():.3f}")
-        if (step + 1) % 100 == 0 or step + 1 == steps:
-            optimization.save(work / "target.pt", step + 1, progress.seconds)
-            print(f"  held-out loss {mean_loss(model, corpus.windows(held_out, 513)[:48]):.3f}", flush=True)
-    finish(model, work, "target", asdict(settings), progress.seconds)
+        return Learnt(loss.detach(), torch.zeros(0))
+
+    def say_loss(step: int, learnt: Learnt) -> None:
+        print(f"  held-out loss {mean_loss(model, corpus.windows(held_out, 513)[:48]):.3f}", flush=True)
+
+    optimization, progress = Optimization(model, settings), Progress(settings.steps, settings.tokens_per_step)
+    checkpoints = Checkpoints(work / "target.pt", every=100, resume=resume)
+    seconds = train(optimization, target_batches(documents, settings), gradients, checkpoints, progress, say_loss)
+    finish(model, work, "target", asdict(settings), seconds)
 
 
 def target_batches(documents: list[torch.Tensor], settings: TargetTraining) -> Iterator[torch.Tensor]:

@@ -26,7 +26,7 @@ def tokens_of(texts: Iterable[Text], tokenizer: PreTrainedTokenizerBase | None) 
     found, strings = [], []
     for text in texts:
         if isinstance(text, str | Path):
-            strings += _read(text) if isinstance(text, Path) else [text]
+            strings += [content for _, content in read_texts(text)] if isinstance(text, Path) else [text]
         else:
             found.append(_checked(text))
     if strings and tokenizer is None:
@@ -53,19 +53,22 @@ def _checked(tokens: Any) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _read(path: Path) -> Iterator[str]:
-    """The text of a file, or those of the files below a folder."""
+def read_texts(path: Path) -> Iterator[tuple[Path, str]]:
+    """A file and its text, or those of the files below a folder, but for hidden ones and those that are not UTF-8.
+
+    Raises ValueError for one file that is not UTF-8, OSError for one that cannot be read.
+    """
     if not path.is_dir():
         text = _decoded(path)
         if text is None:
             raise ValueError(f"the file {str(path)!r} must be text in UTF-8, and is not")
-        yield text
+        yield path, text
         return
     for below in sorted(path.rglob("*")):
         hidden = any(part.startswith(".") for part in below.relative_to(path).parts)
         text = None if hidden or not below.is_file() else _decoded(below)
         if text is not None:
-            yield text
+            yield below, text
 
 
 def _decoded(path: Path) -> str | None:

@@ -151,10 +151,12 @@ class HeadDraft(TappedDraft):
         if drafted is not None:
             features = features.where((drafted == 0)[:, None, None], _rows_of(cache.outputs, (rows - 1).clamp(min=0)))
         tokens = _rows_of(cache.tokens[:, 0, :, 0], (rows + 1).clamp(max=cache.tokens.shape[2] - 1))
+        visible_rows = max(feed.visible_rows, entries)
+        prefix = rows[:, 0].clamp(max=visible_rows - entries)  # of a text whose entries are one, made several times
         mask = TreeMask(
-            prefix_length=rows[:, 0],
-            visible_rows=max(feed.visible_rows, entries),
-            ancestor_mask=torch.arange(entries, device=lengths.device) <= (rows - rows[:, :1])[..., None],
+            prefix_length=prefix,
+            visible_rows=visible_rows,
+            ancestor_mask=torch.arange(entries, device=lengths.device) <= (rows - prefix[:, None])[..., None],
         )
         hidden = self._run(features, tokens.where(rows + 1 < lengths[:, None], root), rows, cache, mask)[:, -1:]
         self._keep_outputs(hidden, rows[:, -1:], cache)

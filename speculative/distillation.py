@@ -1,0 +1,316 @@
+"""`distil` trains a draft for a target on the user's data: a head, or a plain draft.
+
+Rows of tokens are cut from the documents and from what the target writes behind their prompts. For every batch the
+target reads the rows, and what the draft learns from is computed on the spot: hidden states of a million tokens of a
+4096-wide target, four for each, would take 33 GB of disk, and reading them again is no faster than a forward pass.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.drafts.heads.checkpoint import save_head
+from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.training.documents import Document, check_tokens
+from heavypath.speculative.training.learning import Learnt, learn, measure_agreement
+from heavypath.speculative.training.loop import Checkpoints, train
+from heavypath.speculative.training.losses import LOSSES
+from heavypath.speculative.training.memory import Parts
+from heavypath.speculative.training.optimization import Optimization, Progress, Schedule, save_whole, say_now
+from heavypath.speculative.training.own_text import write_texts
+from heavypath.speculative.training.record import environment
+from heavypath.speculative.training.rows import Rows, RowSettings, batches_of, make_rows
+from heavypath.speculative.training.student import Student, student_of_head, student_of_model
+from heavypath.speculative.training.teacher import Teacher
+
+CHECKPOINT_FOLDER = "training"  # in the folder of the result, until that is there
+MEASURED_DEPTHS = 5
+
+
+@dataclass(frozen=True)
+class DistilSettings:
+    """How `distil` trains.
+
+    epochs:          how often it goes through the rows
+    length:          tokens of a row; a head drafts worse in texts that are longer than its rows
+    tokens_per_step: of a batch
+    depths:          steps of a head's training-time test, the deepest level that it is trained for
+    decay:           of the loss at each next depth
+    loss:            "tv-kl" or "lk", see `training.losses`
+    rate:            Muon's peak rate, AdamW's is two thirds; default 2 / width of the draft: the shipped head, of
+                     width 320, learnt best at 0.006, and the best rate falls with the width (Yang et al. 2022)
+    written:         share of the documents whose text the target writes anew behind their prompts, or behind the first
+                     prompt_tokens of each `length` of a text. In decoding a draft meets the target's own text, not the
+                     data's; but writing takes the target many passes where reading takes one. The shipped head had 0.3
+    held_out:        share of the data that is never trained on, at most 128 rows: the record's overlaps are of these
+    checkpoint_steps: steps between checkpoints
+
+    Raises ValueError for values out of range.
+    """
+
+    epochs: float = 3.0
+    length: int = 1024
+    tokens_per_step: int = 8192
+    depths: int = 5
+    decay: float = 0.8
+    loss: str = "tv-kl"
+    rate: float | None = None
+    written: float = 0.3
+    prompt_tokens: int = 32
+    held_out: float = 0.05
+    checkpoint_steps: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "epochs": (self.epochs > 0, "above 0"),
+            "depths": (self.depths >= 1, "1 or more"),
+            "length": (self.length > max(self.depths, MEASURED_DEPTHS) + 1, "larger than the depths, and than 6"),
+            "tokens_per_step": (self.tokens_per_step >= self.length, "a row's length or more"),
+            "decay": (0 < self.decay <= 1, "in (0, 1]"),
+            "loss": (self.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
+            "rate": (self.rate is None or self.rate > 0, "above 0"),
+            "written": (0 <= self.written <= 1, "in [0, 1]"),
+            "prompt_tokens": (0 < self.prompt_tokens < self.length, "1 or more, and fewer than a row's"),
+            "held_out": (0 < self.held_out < 1, "in (0, 1)"),
+            "checkpoint_steps": (self.checkpoint_steps >= 1, "1 or more"),
+        }
+        for name, (is_right, expected) in checks.items():
+            if not is_right:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of a batch."""
+        return self.tokens_per_step // self.length
+
+
+def distil(
+    draft: EagleHead | PreTrainedModel,
+    target: PreTrainedModel,
+    documents: list[Document],
+    folder: str | Path,
+    settings: DistilSettings = DistilSettings(),
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    resume: bool = False,
+    say: Callable[[str], object] = say_now,
+) -> dict[str, Any]:
+    """Train a draft for a target, in place, and save it to a folder with its record, which is returned.
+
+        head = new_head(target)                                     # or draft_of_layers(target, [0, 7]), or any model
+        distil(head, target, read_documents(["chats.jsonl"], tokenizer), "my-head", tokenizer=tokenizer)
+        decoder = SpeculativeDecoder(target, head)                  # later: load_draft("my-head", target)
+
+    draft:     a head, or a causal language model with the target's vocabulary; it ends on the target's device, in its
+               dtype, in eval mode and without gradients
+    documents: from `read_documents`
+    folder:    new or empty, unless resume; checkpoints and rows of text lie in it until the result is whole
+    tokenizer: saved beside a plain draft, so that it loads with one
+    resume:    go on with the folder's rows, from its last checkpoint, to the same result as without an interruption
+    say:       told of progress, in lines
+
+    On a GPU passes are in bf16; the weights that learn are in fp32. A batch that does not fit into memory is done in
+    parts, with the same gradients. Ctrl-C ends the training behind a checkpoint.
+
+    Raises ValueError for a draft that does not fit the target, for documents too short, for a folder that has something
+    else, and for other settings than those of the checkpoint; torch.OutOfMemoryError if one row does not fit.
+    """
+    folder = Path(folder)
+    _check(draft, target, settings)
+    check_tokens(documents, target.config.get_text_config(decoder=True).vocab_size)
+    parameters = sum(weight.numel() for weight in draft.parameters())
+    work = folder / CHECKPOINT_FOLDER
+    _check_folder(folder, resume)
+    draft.to(device=target.device, dtype=torch.float32)  # pyright: ignore[reportCallIssue]
+    student = _student(draft, target)
+    teacher = Teacher(target, draft.config.taps if isinstance(draft, EagleHead) else ())
+    with _without_gradients(target):
+        made_for = {**asdict(settings), "draft": draft.config.model_type, "parameters": parameters}
+        rows = _saved_rows(work / "rows.pt", made_for) if resume else _new_rows(documents, target, settings, say)
+        if not resume:
+            work.mkdir(parents=True, exist_ok=True)
+            save_whole({"made_for": made_for, **rows._asdict()}, work / "rows.pt")
+        state = _train(student, teacher, rows, settings, work / "checkpoint.pt", say)
+    draft.requires_grad_(False)
+    for weight in draft.parameters():  # these alone: rotary frequencies stay fp32
+        weight.data = weight.data.to(target.dtype)
+    if isinstance(draft, EagleHead):
+        save_head(draft, folder)
+    else:
+        draft.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    record = {
+        "target": target.name_or_path,
+        "draft": draft.config.model_type,
+        "parameters": parameters,
+        "settings": asdict(settings),
+        "rows": {"train": len(rows.train), "held_out": len(rows.held_out)},
+        **state,
+        **environment(),
+    }
+    (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for file in work.iterdir():
+        file.unlink()
+    work.rmdir()
+    return record
+
+
+def schedule_of(settings: DistilSettings, rows: int, width: int) -> Schedule:
+    """The steps through so many rows, and the rates, for a draft of this width."""
+    steps = max(1, round(settings.epochs * rows / settings.rows_per_step))
+    rate = settings.rate or 2 / width
+    return Schedule(
+        steps=steps,
+        warmup_steps=max(1, steps // 25),
+        decay_steps=max(1, steps * 3 // 5),
+        matrix_rate=rate,
+        vector_rate=rate * 2 / 3,
+        weight_decay=0.01,
+    )
+
+
+def _train(
+    student: Student,
+    teacher: Teacher,
+    rows: Rows,
+    settings: DistilSettings,
+    checkpoint: Path,
+    say: Callable[[str], object],
+) -> dict[str, Any]:
+    """Train the student; what there is to record: tokens, seconds, loss, overlaps held out by the steps before."""
+    size = settings.rows_per_step
+    config: Any = student.module.config
+    schedule = schedule_of(settings, len(rows.train), config.hidden_size)
+    optimization, loss = Optimization(student.module, schedule), LOSSES[settings.loss]
+    weights = [settings.decay**depth for depth in range(settings.depths)]
+    parts = Parts(size, f"lower length ({settings.length}) or, for a head, depths ({settings.depths})", say)
+    state: dict[str, Any] = {"loss": None, "held_out": {}, "rows_at_once": size}
+
+    def gradients(batch: Tensor) -> Learnt:
+        parts.rows = state["rows_at_once"]
+
+        def of_part(part: Tensor) -> Learnt:
+            return learn(student, teacher(part), teacher.logits, loss, weights, len(part) / len(batch))
+
+        found = parts.run(batch, of_part, optimization.clear)
+        state["rows_at_once"] = parts.rows
+        losses, overlaps = zip(*found, strict=True)
+        return Learnt(torch.stack(losses).sum(0), torch.stack(overlaps).sum(0))
+
+    def note(step: int, learnt: Learnt | None = None) -> None:
+        overlaps, same = measure_agreement(student, teacher, rows.held_out, MEASURED_DEPTHS, parts)
+        shown = {"overlap": overlaps.tolist(), "same_likeliest_token": same.tolist()}
+        state["held_out"][step] = {name: [round(value, 4) for value in values] for name, values in shown.items()}
+        state["loss"] = None if learnt is None else round(learnt.loss.item(), 4)
+        say(f"held-out overlap after {step} steps: {' '.join(f'{value:.3f}' for value in overlaps.tolist())}")
+
+    if not checkpoint.exists():
+        note(0)
+    seconds = train(
+        optimization,
+        batches_of(rows.train, size, settings.seed),
+        gradients,
+        Checkpoints(checkpoint, settings.checkpoint_steps, resume=checkpoint.exists(), state=state),
+        Progress(schedule.steps, size * settings.length, say),
+        note,
+    )
+    tokens = schedule.steps * size * settings.length
+    return {"steps": schedule.steps, "tokens": tokens, "seconds": round(seconds), **state}
+
+
+def _new_rows(
+    documents: list[Document], target: PreTrainedModel, settings: DistilSettings, say: Callable[[str], object]
+) -> Rows:
+    def write(prompts: list[Tensor]) -> list[Tensor]:
+        say(f"the target writes {len(prompts)} texts")
+        generate = SpeculativeDecoder(target, method="autoregressive").generate
+        return write_texts(target, generate, prompts, settings.length - settings.prompt_tokens, settings.seed, say)
+
+    wanted = RowSettings(settings.length, settings.held_out, settings.written, settings.prompt_tokens, settings.seed)
+    rows = make_rows(documents, wanted, write)
+    if len(rows.train) < settings.rows_per_step:
+        raise ValueError(
+            f"a step takes {settings.rows_per_step} rows, the data have {len(rows.train)} to train on; give more text, "
+            f"or lower tokens_per_step ({settings.tokens_per_step})"
+        )
+    return rows
+
+
+def _saved_rows(file: Path, made_for: dict[str, Any]) -> Rows:
+    """The rows that an earlier run left, if it was for the same settings and draft."""
+    saved = torch.load(file, weights_only=True)
+    before = saved.pop("made_for")
+    changed = [
+        f"{name} {value!r}, before {before[name]!r}" for name, value in made_for.items() if value != before[name]
+    ]
+    if changed:
+        raise ValueError(f"a training goes on with its own settings; got {', '.join(changed)}")
+    return Rows(**saved)
+
+
+def _student(draft: EagleHead | PreTrainedModel, target: PreTrainedModel) -> Student:
+    """The draft ready to learn; a head's own embedding and lm_head are copies of the target's and stay as they are."""
+    draft.eval()  # without dropout: the targets are distributions, not samples
+    if isinstance(draft, EagleHead):
+        draft.requires_grad_(True)
+        for module in (draft.embed_tokens, draft.lm_head):
+            if module is not None:
+                module.requires_grad_(False)
+        student = student_of_head(draft, target)
+    else:
+        student = student_of_model(draft)
+    fast = target.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return replace(student, dtype=torch.bfloat16) if fast else student
+
+
+def _check(draft: EagleHead | PreTrainedModel, target: PreTrainedModel, settings: DistilSettings) -> None:
+    text: Any = target.config.get_text_config(decoder=True)
+    if target.training:
+        raise ValueError("target is in training mode; call target.eval() first")
+    own: Any = draft.config if isinstance(draft, EagleHead) else draft.config.get_text_config(decoder=True)
+    if own.vocab_size != text.vocab_size:
+        raise ValueError(
+            f"target and draft must share a vocabulary, got {text.vocab_size} and {own.vocab_size} tokens; give a "
+            "draft of the target's"
+        )
+    if isinstance(draft, EagleHead):
+        read = (own.target_hidden_size, text.hidden_size if draft.embed_tokens is not None else own.hidden_size)
+        if read != (text.hidden_size, text.hidden_size):
+            raise ValueError(
+                f"the head, {own.hidden_size} wide, is for a target of width {own.target_hidden_size}, got a target of "
+                f"width {text.hidden_size}; make one by new_head(target)"
+            )
+    for model, config in {"target": text, "draft": own}.items():
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest is not None and settings.length > longest:
+            raise ValueError(f"length must be at most {longest}, the {model}'s positions, got {settings.length}")
+
+
+def _check_folder(folder: Path, resume: bool) -> None:
+    if resume and not (folder / CHECKPOINT_FOLDER / "rows.pt").exists():
+        raise ValueError(f"there is no training to resume in {str(folder)!r}")
+    if not resume and folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"the folder {str(folder)!r} is not empty; give a new one, or resume what it has")
+
+
+@contextmanager
+def _without_gradients(target: PreTrainedModel) -> Iterator[None]:
+    """While a draft learns through the target's embedding and lm_head, those do not."""
+    learning = [weight for weight in target.parameters() if weight.requires_grad]
+    for weight in learning:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in learning:
+            weight.requires_grad_(True)

@@ -1,0 +1,120 @@
+"""Gradients of a batch, and how well a student agrees with its target, by pieces of the text.
+
+Logits are the largest tensors of a training: a position has V of the target's and of each depth's of the draft's. So
+they are made for a piece of positions at a time, and their gradients with them; hidden states alone are kept for the
+whole batch. The loss of a batch is the sum over depths of weight * mean over positions, however it is cut.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.training.losses import Loss, overlap_and_divergence
+from heavypath.speculative.training.memory import Parts
+from heavypath.speculative.training.student import Student
+from heavypath.speculative.training.teacher import Logits, Taught, Teacher
+
+LOGITS_AT_ONCE = 2**25  # of the target: 128 MB, and a few times as much for what is computed of them
+
+
+class Learnt(NamedTuple):
+    """The loss [] and the mean overlap at each depth [K] of a batch, or its share of them."""
+
+    loss: Tensor
+    overlaps: Tensor
+
+
+class _Piece(NamedTuple):
+    """Some entries at a depth; the target's logits there [R, n, V], and log P of the student's tokens [R, n, Vd]."""
+
+    depth: int
+    entries: slice
+    target_logits: Tensor
+    target_logprobs: Tensor
+
+
+def learn(
+    student: Student,
+    rows: Taught,
+    target_logits: Logits,
+    loss: Loss,
+    weights: Sequence[float],
+    share: float = 1.0,
+) -> Learnt:
+    """Add the gradients of a batch's loss to the student's parameters.
+
+    weights: of each depth, and so their number
+    share:   of these rows in the batch, if they are a part of it
+    """
+    with student.autocast():
+        outputs = student.outputs(rows, len(weights))
+    found = Learnt(torch.zeros((), device=outputs[0].device), torch.zeros(len(outputs), device=outputs[0].device))
+    gradients = [torch.zeros_like(output) for output in outputs]
+    for depth, entries, _, target_logprobs in _pieces(student, rows, target_logits, outputs):
+        hidden = outputs[depth][:, entries].detach().requires_grad_()
+        part = share * hidden.shape[1] / outputs[depth].shape[1]
+        with student.autocast():
+            draft_logits = student.logits(hidden)
+        losses, overlaps = loss(target_logprobs, draft_logits)
+        weighted = weights[depth] * part * losses.mean()
+        weighted.backward()
+        assert hidden.grad is not None
+        gradients[depth][:, entries] = hidden.grad
+        found.loss.add_(weighted.detach())
+        found.overlaps[depth] += part * overlaps.detach().mean()
+    torch.autograd.backward(outputs, gradients)
+    return found
+
+
+@torch.no_grad()
+def measure_agreement(
+    student: Student, teacher: Teacher, rows: Tensor, depths: int, parts: Parts
+) -> tuple[Tensor, Tensor]:
+    """E[sum_v min(P, Q)] at temperature 1, and how often P and Q have one likeliest token: at each depth, [K] each.
+
+    rows:  tokens, integers [R, L]
+    parts: how many of them are read at a time
+
+    Over all positions; the nodes at depth d are fed the text's own tokens, and a head its own outputs at the depths
+    above. A plain draft has one depth, which all others are like.
+    """
+
+    def sums(part: Tensor) -> Tensor:  # [2, K]
+        taught = teacher(part)
+        with student.autocast():
+            outputs = student.outputs(taught, depths)
+        found = torch.zeros(2, len(outputs), device=outputs[0].device)
+        for depth, entries, logits, target_logprobs in _pieces(student, taught, teacher.logits, outputs):
+            hidden = outputs[depth][:, entries]
+            with student.autocast():
+                draft_logits = student.logits(hidden)
+            overlap, _ = overlap_and_divergence(target_logprobs, draft_logits)
+            likeliest = draft_logits.argmax(-1)
+            likeliest = likeliest if student.tokens is None else student.tokens[likeliest]
+            both = torch.stack([overlap.mean(), (likeliest == logits.argmax(-1)).float().mean()])
+            found[:, depth] += both * len(part) * hidden.shape[1] / outputs[depth].shape[1]
+        return found
+
+    overlaps, same = sum(parts.run(rows, sums), torch.zeros(())) / len(rows)
+    return overlaps, same
+
+
+def _pieces(student: Student, rows: Taught, target_logits: Logits, outputs: list[Tensor]) -> Iterator[_Piece]:
+    """The pieces of all depths; what the target says of a position is made once for all depths that predict it."""
+    entries = outputs[0].shape[1]
+    first, last = student.first, student.first + len(outputs) - 1 + entries
+    size = max(1, LOGITS_AT_ONCE // target_logits(rows.hidden[:, :1]).numel())
+    for start in range(first, last, size):
+        stop = min(start + size, last)
+        logits = target_logits(rows.hidden[:, start:stop])
+        logprobs = logits.float().log_softmax(-1)
+        if student.tokens is not None:
+            logprobs = logprobs.index_select(-1, student.tokens)
+        for depth in range(len(outputs)):
+            shift = first + depth
+            begin, end = max(start - shift, 0), min(stop - shift, entries)
+            if begin < end:
+                there = slice(begin + shift - start, end + shift - start)
+                yield _Piece(depth, slice(begin, end), logits[:, there], logprobs[:, there])

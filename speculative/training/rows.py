@@ -1,0 +1,91 @@
+"""Rows to train on and rows that are held out: documents end to end, some of them written anew by the target."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.training.documents import Document
+
+MOST_HELD_OUT = 128  # rows; more would say no more, and take time to measure
+LONGEST_SHARE, LONGEST_ROWS = 1 / 20, 32  # longer texts are cut into sections, to be held out in part
+Write = Callable[[list[Tensor]], list[Tensor]]  # texts int32 [n] of the target's own behind prompts int32 [m]
+
+
+class Rows(NamedTuple):
+    """Tokens, int32 [R, L] each."""
+
+    train: Tensor
+    held_out: Tensor
+
+
+class RowSettings(NamedTuple):
+    """How rows are made: see `DistilSettings`."""
+
+    length: int
+    held_out: float
+    written: float
+    prompt_tokens: int
+    seed: int
+
+
+def make_rows(documents: list[Document], settings: RowSettings, write: Write) -> Rows:
+    """Rows of the documents; each document goes to one side alone, and so does what is written after its prompt.
+
+    A text that is more than a twentieth of all or than 32 rows is cut into sections, which are documents then.
+
+    Raises ValueError for documents that do not fill a row of each side.
+    """
+    length, generator = settings.length, torch.Generator().manual_seed(settings.seed)
+    total = sum(len(document.tokens) for document in documents)
+    longest = max(length, min(int(LONGEST_SHARE * total), LONGEST_ROWS * length))
+    sections = [section for document in documents for section in _sections(document, longest)]
+    sizes = torch.tensor([len(section.tokens) or length for section in sections])
+    wanted = min(max(settings.held_out * float(sizes.sum()), length), MOST_HELD_OUT * length)
+    order = torch.randperm(len(sections), generator=generator)
+    before = sizes[order].cumsum(0) - sizes[order]
+    is_held_out = torch.zeros(len(sections), dtype=torch.bool)
+    is_held_out[order[before < wanted]] = True
+    is_written = torch.rand(len(sections), generator=generator) < settings.written
+    sides = []
+    for held_out in (False, True):
+        texts, prompts = [], []
+        for section, held, anew in zip(sections, is_held_out.tolist(), is_written.tolist(), strict=True):
+            if held != held_out:
+                continue
+            if anew or not len(section.tokens):
+                prompts += _prompts(section, settings)
+            else:
+                texts.append(section.tokens)
+        texts += write(prompts) if prompts else []
+        tokens = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int32)
+        sides.append(tokens[: len(tokens) // length * length].view(-1, length))
+    if not all(map(len, sides)):
+        raise ValueError(
+            f"the data, {int(sizes.sum())} tokens in {len(documents)} documents, give {len(sides[0])} rows of {length} "
+            f"to train on and {len(sides[1])} to hold out, expected at least one each; give more text or shorter rows"
+        )
+    return Rows(sides[0], sides[1])
+
+
+def batches_of(rows: Tensor, size: int, seed: int) -> Iterator[Tensor]:
+    """Endless batches [size, L] of rows [R, L], R >= size; every epoch orders the rows anew."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(rows), generator=generator)
+        for chosen in order[: len(rows) // size * size].split(size):
+            yield rows[chosen]
+
+
+def _sections(document: Document, longest: int) -> list[Document]:
+    """A document with a prompt, or the sections of a text."""
+    tokens, prompt = document
+    return [document] if len(prompt) else [Document(section, prompt) for section in tokens.split(longest)]
+
+
+def _prompts(section: Document, settings: RowSettings) -> list[Tensor]:
+    """What the target goes on from: the prompt, or the beginnings of the pieces of a text."""
+    if len(section.prompt):
+        return [section.prompt]
+    return [piece[: settings.prompt_tokens] for piece in section.tokens.split(settings.length)]
