@@ -34,7 +34,7 @@ from heavypath.speculative.tree_choice import default_tree
 
 DRAFTED = [method for method in METHODS if method != "autoregressive"]
 LOSSLESS = [method for method in DRAFTED if method in LOSSLESS_METHODS]
-QUICK = ("specinfer", "sequoia", "dyspec")  # methods that stand for others where a test takes seconds
+QUICK = ("sequoia", "dyspec")  # methods that stand for others where a test takes seconds
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
@@ -130,7 +130,9 @@ def test_the_joint_law_of_four_tokens_is_exact(method, tmp_path):
     assert out.stats.tokens_per_step > 1.1
 
 
-@pytest.mark.parametrize("method", DRAFTED)
+@pytest.mark.parametrize(
+    "method", [method if method in QUICK else pytest.param(method, marks=pytest.mark.slow) for method in DRAFTED]
+)
 def test_a_batch_of_different_prompts_is_decoded_as_each_alone(method, heads, target):
     decoder = SpeculativeDecoder(target, heads, method, tree_size=8)
     lengths, longest = [1, 5, 2, 9], 9
