@@ -40,7 +40,16 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.drafted import check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, most_levels, parts_of, taps_of
+from heavypath.speculative.drafts import (
+    AnyDraft,
+    Draft,
+    as_draft,
+    extra_node_count,
+    models_of,
+    most_levels,
+    parts_of,
+    taps_of,
+)
 from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind
 from heavypath.speculative.models.forward import Forward, TreeMask
@@ -98,8 +107,9 @@ def calibrate(
         which a few rounds are timed in any case. What could not be measured well then has a larger error in the
         profile.
 
-    Raises ValueError for models that do not fit each other, for settings out of range, for a limit in which acceptance
-    cannot be counted, and where the machine is so busy that the costs are noise.
+    Raises ValueError for models that do not fit each other, for `Lookahead`, whose n-grams come of whole steps alone,
+    for settings out of range, for a limit in which acceptance cannot be counted, and where the machine is so busy that
+    the costs are noise.
     """
     begin = time.perf_counter()
     for temperature in temperatures:
@@ -111,6 +121,11 @@ def calibrate(
     report = on_progress or (lambda line: None)
     forward = forward_of(target, "target")
     source = as_draft(draft, forward, target)
+    if extra_node_count(source):
+        raise ValueError(
+            f"acceptance is counted token by token, but the n-grams of {draft} come of a decoder's steps; "
+            "give the decoder a tree or a tree_size in the place of a profile"
+        )
     models = [forward, *models_of(source)]
     limits = [model.rope_limit or model.max_positions for model in models]
     room = min(limits) - tokens - 2 * DEPTH

@@ -61,8 +61,8 @@ class SpeculativeDecoder:
 
     target: a causal language model of transformers, in eval mode
     draft: another one with the target's vocabulary, on its device; or a trained head (`load_draft`); `PromptLookup()`,
-        `Retrieval(texts, tokenizer)` or `EarlyExit(layers)`, which need no second model; or an object of your own that
-        has the methods of `Draft`; None only for method "autoregressive"
+        `Lookahead()`, `Retrieval(texts, tokenizer)` or `EarlyExit(layers)`, which need no second model; or an object of
+        your own that has the methods of `Draft`; None only for method "autoregressive"
     method: a row of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
         top-k, naive, naive-distinct, which keep the target's law; and typical-lossy, which does not
     tree_size: nodes of the drafted tree, root included; a method whose trees cannot have that size takes the next

@@ -13,10 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import FOLDER, load_demo_pair
-from heavypath.speculative.drafts import EarlyExit, PromptLookup, Retrieval
+from heavypath.speculative.drafts import Cascade, EarlyExit, Lookahead, Mixture, Modelless, PromptLookup, Retrieval
 from heavypath.speculative.drafts.trained import TrainedHead, is_trained_head, load_trained_head
-
-Modelless = PromptLookup | Retrieval | EarlyExit
 
 DEMO_HEAD = "demo-head"  # names the shipped head
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -26,7 +24,7 @@ class Pair(NamedTuple):
     """Models in eval mode on one device, and the target's tokenizer. Without a draft only plain decoding works."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | TrainedHead | Modelless | None
+    draft: PreTrainedModel | TrainedHead | Modelless | Cascade | Mixture | None
     tokenizer: PreTrainedTokenizerBase
 
     @property
@@ -48,8 +46,9 @@ def load_pair(
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
     target, draft: default the shipped pair. draft may also be an EAGLE head, "demo-head" the shipped one, or Medusa
-        heads; or "prompt-lookup", "early-exit:LAYERS" or "retrieval:PATH", which need no model; PATH is a file that
-        `Retrieval.save` wrote, or a text or a folder of texts.
+        heads; or "prompt-lookup", "lookahead", "early-exit:LAYERS" or "retrieval:PATH", which need no model; PATH is a
+        file that `Retrieval.save` wrote, or a text or a folder of texts. Or several of these: "demo-head+prompt-lookup"
+        is a `Mixture`, and "2*demo-head+4*prompt-lookup", with levels, a `Cascade`.
     device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
         A head has its target's.
@@ -58,6 +57,9 @@ def load_pair(
     files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if draft is not None and _parts(draft):
+        alone = load_pair(target, None, device, dtype)
+        return alone._replace(draft=load_draft(draft, alone, target, dtype))
     draft = str(FOLDER / "head") if draft == DEMO_HEAD else draft
     modelless = draft is not None and _check_modelless(draft)
     if target is None:
@@ -90,15 +92,20 @@ def load_draft(
     target: PreTrainedModel | Pair,
     target_name: str | None = None,
     dtype: torch.dtype | None = None,
-) -> PreTrainedModel | TrainedHead | Modelless:
+) -> PreTrainedModel | TrainedHead | Modelless | Cascade | Mixture:
     """Load a draft for a target: a head or heads (EAGLE, Medusa) as published, or a model; from a folder or the cache.
 
-    path_or_name: may also be "demo-head", "prompt-lookup", "early-exit:LAYERS", or for a pair "retrieval:PATH"
+    path_or_name: may also be "demo-head", "prompt-lookup", "lookahead", "early-exit:LAYERS", or for a pair
+        "retrieval:PATH"; and several of these, as in `load_pair`
     target: the model; or a pair that `load_pair` loaded by `target_name`, whose tokenizer is then compared, too
     dtype: default the target's for a head, the one that it was saved in for a model
 
     Raises as `load_pair` does, and ValueError for a head that does not fit the target, naming the tensor.
     """
+    if parts := _parts(str(path_or_name)):
+        drafts = [load_draft(part, target, target_name, dtype) for _, part in parts]
+        levels = [int(count) for count, _ in parts if count]
+        return Cascade(drafts, levels) if levels else Mixture(drafts)
     name = str(FOLDER / "head") if path_or_name == DEMO_HEAD else str(path_or_name)
     if _check_modelless(name):
         return _modelless(name, target.tokenizer if isinstance(target, Pair) else None)
@@ -119,8 +126,27 @@ def load_draft(
 def _lacks_target(draft: str) -> ValueError:
     return ValueError(
         f"a draft ({draft!r}) needs its target; only the shipped pair loads without one, and for its target "
-        f"{DEMO_HEAD}, heads of it, prompt-lookup, early-exit:LAYERS and retrieval:PATH"
+        f"{DEMO_HEAD}, heads of it, prompt-lookup, lookahead, early-exit:LAYERS and retrieval:PATH"
     )
+
+
+def _parts(draft: str) -> list[tuple[str, str]]:
+    """The levels, if they are given, and the name of each draft of several; none if the text names one draft.
+
+    Raises ValueError if some have levels, and others have not.
+    """
+    if "+" not in draft or Path(draft).expanduser().exists():
+        return []
+    parts: list[tuple[str, str]] = []
+    for part in draft.split("+"):
+        levels, star, name = part.partition("*")
+        parts.append((levels, name) if star and levels.isdecimal() else ("", part))
+    if len({bool(levels) for levels, _ in parts}) > 1 or not all(name for _, name in parts):
+        raise ValueError(
+            f"expected drafts as in demo-head+prompt-lookup, or all with their levels, as in "
+            f"2*demo-head+4*prompt-lookup; got {draft!r}"
+        )
+    return parts
 
 
 def _check_modelless(draft: str) -> bool:
@@ -135,7 +161,7 @@ def _check_modelless(draft: str) -> bool:
             raise ValueError("expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder of texts")
         if not Path(what).expanduser().exists():
             raise FileNotFoundError(f"expected retrieval:PATH, and there is no file or folder {what!r}")
-    return draft == "prompt-lookup" or kind in ("early-exit", "retrieval")
+    return draft in ("prompt-lookup", "lookahead") or kind in ("early-exit", "retrieval")
 
 
 def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> Modelless:
@@ -145,6 +171,8 @@ def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> 
         return EarlyExit([int(layer) for layer in what.split(",")] if "," in what else int(what))
     if kind == "prompt-lookup":
         return PromptLookup()
+    if kind == "lookahead":
+        return Lookahead()
     if tokenizer is None:
         raise ValueError(f"{draft!r} needs a tokenizer, got a target alone; use Retrieval(texts, tokenizer)")
     path = Path(what).expanduser()

@@ -29,8 +29,10 @@ from heavypath.speculative.drafts import (
     Cascade,
     EagleHead,
     EarlyExit,
+    Lookahead,
     MedusaHeads,
     Mixture,
+    Modelless,
     PromptLookup,
     Retrieval,
     is_own,
@@ -256,7 +258,7 @@ class Profile:
 
 def describe(model: AnyDraft) -> str:
     """A model's type and size in words, or a draft without a model of its own. Of a user's own draft, its class."""
-    if isinstance(model, (PromptLookup, Retrieval, EarlyExit)):
+    if isinstance(model, Modelless):
         return repr(model)
     if isinstance(model, Cascade | Mixture):
         shares = model.levels if isinstance(model, Cascade) else model.weights
@@ -286,14 +288,14 @@ def parameter_count(model: nn.Module) -> int:
 def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
     """The parameters that a draft's forward pass goes through.
 
-    A draft made of drafts has those of all. A prompt lookup and a retrieval have none, nor has a user's own draft
-    unless it is a torch.nn.Module. An early exit has the target's without those of the layers that it leaves out, so
-    that the embedding, the final norm and the head count, as they do for a model. A trained head that has no lm_head of
-    its own goes through the target's. Of Medusa heads one counts, which is what a level takes.
+    A draft made of drafts has those of all. A prompt lookup, a lookahead and a retrieval have none, nor has a user's
+    own draft unless it is a torch.nn.Module. An early exit has the target's without those of the layers that it leaves
+    out, so that the embedding, the final norm and the head count, as they do for a model. A trained head that has no
+    lm_head of its own goes through the target's. Of Medusa heads one counts, which is what a level takes.
     """
     if isinstance(draft, Cascade | Mixture):
         return sum(draft_parameter_count(part, target) for part in draft.drafts)
-    if isinstance(draft, PromptLookup | Retrieval) or not isinstance(draft, nn.Module | EarlyExit):
+    if isinstance(draft, PromptLookup | Lookahead | Retrieval) or not isinstance(draft, nn.Module | EarlyExit):
         return 0
     if isinstance(draft, EarlyExit):
         decoder: Any = target.get_decoder()

@@ -221,7 +221,10 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
     assert_refused(heavypath("calibrate", "--out", path / "below"), 1, "--out must be in a folder that exists")
 
 
-@pytest.mark.parametrize("draft", ["prompt-lookup", "early-exit:4", "early-exit:0,5,7", f"retrieval:{__file__}"])
+@pytest.mark.parametrize("draft", [
+    "prompt-lookup", "lookahead", "early-exit:4", "early-exit:0,5,7", f"retrieval:{__file__}",
+    "demo-head+prompt-lookup", "2*demo-head+4*prompt-lookup",
+])  # fmt: skip
 def test_generate_drafts_without_a_draft_model(heavypath, draft):
     _, plain, _ = heavypath("generate", PROMPT, "--max-new-tokens", 12)
     assert heavypath("generate", PROMPT, "--max-new-tokens", 12, "--draft", draft)[:2] == (0, plain)
@@ -425,6 +428,9 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
             "expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder",
         ),
         ("target", "retrieval:none", "expected retrieval:PATH, and there is no file or folder 'none'"),
+        ("target", "1*prompt-lookup+lookahead", "or all with their levels, as in 2\\*demo-head"),
+        ("target", "prompt-lookup+", "expected drafts as in demo-head\\+prompt-lookup"),
+        ("target", "0*prompt-lookup+2*lookahead", "a number of levels, at least 1"),
         ("target", "early-exit:1", "an early exit must leave 1 .. 0 layers, got 1"),
         (None, "draft", r"a draft \('draft'\) needs its target"),
     ],

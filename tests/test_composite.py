@@ -18,12 +18,15 @@ from heavypath.speculative import (
     METHODS,
     Cascade,
     EarlyExit,
+    Lookahead,
     Mixture,
     PromptLookup,
     Retrieval,
     SpeculativeDecoder,
     calibrate,
-)  # fmt: skip
+)
+from heavypath.speculative.drafts import parts_of
+from heavypath.speculative.drafts.lookahead import LookaheadCache
 from heavypath.speculative.profile import describe, draft_parameter_count
 
 DRAFTED = [name for name in METHODS if name != "autoregressive"]
@@ -197,6 +200,24 @@ def test_a_later_turn_drafts_the_same_with_and_without_what_is_cached(name, targ
                 torch.testing.assert_close(one.logits[:, 0], other.logits[:, 0])
 
 
+@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
+def test_a_lookahead_takes_part_in_the_pass_of_a_composite(method, target, small):
+    ahead, prompt = Lookahead(window=3, ngram=3, pool=8), torch.tensor([[3, 1, 4, 1, 5], [2, 2, 6, 0, 1]])
+    for draft in (Mixture([small, ahead]), Cascade([small, Mixture([PromptLookup(), ahead])], levels=[1, 2])):
+        decoder = SpeculativeDecoder(target, draft, method, tree_size=8)
+        caches, run = [], decoder.runner.run
+
+        def noting(plan, workspace, run=run, caches=caches, **more):
+            caches.append(workspace.draft_cache)
+            return run(plan, workspace, **more)
+
+        decoder.runner.run = noting
+        expected = SpeculativeDecoder(target, None, "autoregressive").generate(prompt, 30).sequences
+        assert torch.equal(decoder.generate(prompt, 30).sequences, expected)
+        found = [part for _, part in parts_of(decoder._draft, caches[-1]) if isinstance(part, LookaheadCache)]
+        assert (found[0].pool >= 0).any(), "the pool got no n-grams"
+
+
 def test_a_composite_of_composites_and_of_an_own_draft(target, small):
     retrieval = Retrieval(TEXTS, max_ngram=3)
     own = Bigrams(torch.randn(7, 7, generator=torch.Generator().manual_seed(3)))
@@ -237,5 +258,7 @@ def test_what_makes_no_composite_is_refused(make, message):
 def test_two_heads_and_foreign_vocabularies_are_refused(target):
     with pytest.raises(ValueError, match="one trained head"):
         SpeculativeDecoder(target, Mixture([head_of(target), Cascade([head_of(target), PromptLookup()], [1, 1])]))
+    with pytest.raises(ValueError, match="one lookahead"):
+        SpeculativeDecoder(target, Mixture([Lookahead(), Lookahead()]))
     with pytest.raises(TypeError, match="draft must be"):
         SpeculativeDecoder(target, Mixture([PromptLookup(), "gpt2"]))

@@ -14,7 +14,7 @@ from test_own_draft import Bigrams
 from test_step import PROMPTS, Event, Stream, Tape, as_on_a_gpu  # noqa: F401
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from heavypath.speculative import EarlyExit, PromptLookup, Retrieval, SpeculativeDecoder
+from heavypath.speculative import EarlyExit, Lookahead, PromptLookup, Retrieval, SpeculativeDecoder
 from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.snapshots import Snapshots
 
@@ -153,6 +153,7 @@ DRAFTS = {
     "another kind of model": (lambda seed: gpt2(), gpt2),
     "early exit": (lambda seed: tiny_llama(seed, layers=2, hidden_size=32), lambda: EarlyExit(1)),
     "prompt lookup": (small_llama, PromptLookup),
+    "lookahead": (small_llama, lambda: Lookahead(2, 3)),
     "retrieval": (small_llama, lambda: Retrieval([[1, 2, 3, 1, 2]])),
 }
 

@@ -19,7 +19,7 @@ from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
-from heavypath.speculative import METHODS, EarlyExit, PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
+from heavypath.speculative import METHODS, EarlyExit, Lookahead, PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
 
 GPU = torch.cuda.is_available()
 MINIATURE = GPU and torch.cuda.get_device_name() == "a GPU that is only played"
@@ -300,8 +300,8 @@ def test_streamers_criteria_and_traces_see_what_an_eager_text_shows(pair, tmp_pa
 
 @pytest.mark.parametrize(
     "draft",
-    [PromptLookup(), EarlyExit(1), Retrieval([[*range(50)] * 3])],
-    ids=["prompt lookup", "early exit", "retrieval"],
+    [PromptLookup(), Lookahead(3, 3), EarlyExit(1), Retrieval([[*range(50)] * 3])],
+    ids=["prompt lookup", "lookahead", "early exit", "retrieval"],
 )
 def test_drafts_without_a_model_write_the_eager_text(draft, pair):
     target = tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).to("cuda") if MINIATURE else pair[0]

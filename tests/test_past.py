@@ -13,7 +13,7 @@ from test_step import as_on_a_gpu  # noqa: F401
 from test_transformers_forward import tiny
 from transformers import Cache, DynamicCache
 
-from heavypath.speculative import METHODS, EarlyExit, PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
+from heavypath.speculative import METHODS, EarlyExit, Lookahead, PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.models.llama import LlamaForward
 
@@ -88,7 +88,7 @@ def test_a_turn_has_the_text_that_it_has_without_its_past(method, temperature, t
     assert both == expected.stats.prefill_tokens == int(turn["attention_mask"].sum()) - 4
 
 
-@pytest.mark.parametrize("draft", [PromptLookup(), Retrieval([[1, 2, 3, 4]]), EarlyExit(1)], ids=str)
+@pytest.mark.parametrize("draft", [PromptLookup(), Lookahead(3, 3), Retrieval([[1, 2, 3, 4]]), EarlyExit(1)], ids=str)
 def test_other_drafts_have_a_past_too(draft, tiny_pair, computed):
     target, _ = tiny_pair
     decoder = SpeculativeDecoder(target, draft, "sequoia")

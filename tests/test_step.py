@@ -19,7 +19,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.trees.levels import Chosen
-from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
+from heavypath.speculative import METHODS, Lookahead, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
 from heavypath.speculative.decoding.device_tree import device_tree
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.processing import Processing
@@ -27,7 +27,7 @@ from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.snapshots import Snapshots
 from heavypath.speculative.decoding.step import Step
-from heavypath.speculative.drafts import LookupDraft, ModelDraft
+from heavypath.speculative.drafts import LookaheadDraft, LookupDraft, ModelDraft
 from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
 from heavypath.speculative.models.llama import LlamaForward
 
@@ -217,6 +217,29 @@ def test_steps_of_a_head_done_by_rote_write_the_same_text(variant, method, shape
 
 
 @pytest.mark.parametrize(
+    ("method", "shape", "temperature"),
+    [
+        ("chain", {"tree_size": 2}, 0.0),
+        pytest.param("sequoia", {"tree_size": 4}, 0.8, marks=slow),
+        pytest.param("dyspec", {"tree_size": 4, "width": 2}, 0.8, marks=slow),
+    ],
+)
+def test_lookahead_done_by_rote_writes_the_same_text(method, shape, temperature, as_on_a_gpu):
+    """In as many steps, of which those of a second generation know nothing of the first."""
+    target = tiny_llama(1, layers=1, hidden_size=32, num_attention_heads=2)
+    options = {"attention_mask": PADDING, "max_new_tokens": 5, "pad_token_id": 0, "temperature": temperature, "seed": 3}
+    expected = SpeculativeDecoder(target, Lookahead(2, 3, 8), method, **shape).generate(PROMPTS, **options)
+    as_on_a_gpu()
+    decoder = SpeculativeDecoder(target, Lookahead(2, 3, 8), method, **shape)
+    for _ in range(2):
+        out = decoder.generate(PROMPTS, **options)
+        assert torch.equal(out.sequences, expected.sequences)
+        assert torch.equal(out.stats.steps_of, expected.stats.steps_of)
+        assert torch.equal(out.stats.accepted, expected.stats.accepted)
+    assert Tape.replays >= 4
+
+
+@pytest.mark.parametrize(
     ("method", "shape"),
     [
         ("top-k", {"tree": TokenTree([-1, 0, 1])}),
@@ -297,7 +320,7 @@ def on_meta(part):
     return part if isinstance(part, int) else type(part)(**{name: on_meta(field) for name, field in vars(part).items()})
 
 
-@pytest.mark.parametrize("draft", ["model", "prompt lookup", "early exit"])
+@pytest.mark.parametrize("draft", ["model", "prompt lookup", "lookahead", "early exit"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("method", METHODS)
 @torch.inference_mode()
@@ -306,6 +329,7 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
     models = {
         "model": lambda: ModelDraft(llama_without_values(1), 50),
         "prompt lookup": lambda: LookupDraft(PromptLookup(), 50, target.device),
+        "lookahead": lambda: LookaheadDraft(Lookahead(5, 3, 20), 50, target.device),
         "early exit": lambda: ModelDraft(target, 50),
     }
     source = None if method == "autoregressive" else models[draft]()

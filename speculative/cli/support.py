@@ -56,8 +56,8 @@ Target = Annotated[str | None, typer.Option(help="The target model: a folder, or
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="A draft model or trained head, given alike; or demo-head, prompt-lookup, early-exit:LAYERS, "
-        "or retrieval:PATH (texts)."
+        help="A draft model or trained head, given alike; or demo-head, prompt-lookup, lookahead, "
+        "early-exit:LAYERS, or retrieval:PATH (texts). Several: A+B beside each other, 2*A+4*B for so many levels."
     ),
 ]
 Dtype = Annotated[Precision | None, typer.Option(help="Precision of the models; default: what they were saved in.")]

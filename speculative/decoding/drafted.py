@@ -9,6 +9,7 @@ from torch import Tensor
 from heavypath.kernels.trees.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.lookahead import ExtraNodes
 from heavypath.speculative.models.host import host_can_read
 
 Lap = Callable[[str], object]  # called with the name of a phase when it ends
@@ -38,6 +39,34 @@ class Drafted(NamedTuple):
     def noise_rows(self) -> Tensor:
         """LongTensor[B, N], see `noise_rows`."""
         return self.fed.noise_rows
+
+
+class Given(NamedTuple):
+    """The nodes of a pass of the target: LongTensor[B, N] each; subtree_end may be [N], which all sequences share."""
+
+    tokens: Tensor
+    positions: Tensor
+    cache_rows: Tensor
+    subtree_end: Tensor
+
+
+def given_to_target(drafted: Drafted, extra: ExtraNodes | None, lengths: Tensor) -> Given:
+    """The nodes of a drafted tree, and behind them those that the draft adds: more subtrees of the root.
+
+    lengths: LongTensor[B], tokens before the root
+    """
+    fed, ends = drafted.fed, drafted.subtree_end
+    if extra is None:
+        return Given(fed.tokens, fed.positions, fed.cache_rows, ends)
+    nodes, added = ends.shape[-1], len(extra.depths)
+    rows = torch.arange(nodes, nodes + added, device=ends.device)
+    root_end = torch.full_like(ends[..., :1], nodes + added)
+    return Given(
+        tokens=torch.cat([fed.tokens, extra.tokens], 1),
+        positions=torch.cat([fed.positions, lengths[:, None] + extra.depths], 1),
+        cache_rows=torch.cat([fed.cache_rows, lengths[:, None] + rows], 1),
+        subtree_end=torch.cat([root_end, ends[..., 1:], (extra.subtree_end + nodes).expand(*ends.shape[:-1], -1)], -1),
+    )
 
 
 def root_feed(state: Sequences, visible_rows: int, nodes: int, levels: int) -> Feed:

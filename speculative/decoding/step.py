@@ -15,7 +15,7 @@ from heavypath.kernels.commit import State, commit
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.speculative.decoding.device_tree import DeviceTree, device_tree
-from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions
+from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions, given_to_target
 from heavypath.speculative.decoding.drafting import draft_tree, root_alone
 from heavypath.speculative.decoding.growing import grow_tree
 from heavypath.speculative.decoding.growth import Growth
@@ -23,7 +23,7 @@ from heavypath.speculative.decoding.noise_rows import node_rows, race_rows, root
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.drafts.kinds import taps_of
+from heavypath.speculative.drafts.kinds import extra_nodes_of, taps_of
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.trees.tree import TokenTree
@@ -76,14 +76,19 @@ class Step:
         """Run one step. visible_rows: cache rows that hold the longest prefix, or more."""
         drafted = self._drafted(state, draft_cache, visible_rows, lap)
         lengths, nodes = state.lengths, drafted.tokens.shape[1]
-        raw_logits = logits = self.target(
-            drafted.fed.tokens,
-            self.target.settled(drafted.fed.positions, lengths),
-            drafted.fed.cache_rows,
+        # A step that drafts nothing is the last one of all texts.
+        extra = extra_nodes_of(self.draft, draft_cache, state.root, lengths) if self.depth else None
+        given = given_to_target(drafted, extra, lengths)
+        rows = visible_rows + given.tokens.shape[1]
+        every = self.target(
+            given.tokens,
+            self.target.settled(given.positions, lengths),
+            given.cache_rows,
             target_cache,
-            TreeMask(prefix_length=lengths, visible_rows=visible_rows + nodes, subtree_end=drafted.subtree_end),
+            TreeMask(prefix_length=lengths, visible_rows=rows, subtree_end=given.subtree_end),
             taps=taps_of(self.draft, draft_cache),
         )
+        raw_logits = logits = every[:, :nodes]
         check_distributions("target", logits, state, drafted.depths)
         lap("target")
         if self.rules.processing is not None:
@@ -92,6 +97,8 @@ class Step:
         noise = Noise(state.seed, drafted.noise_rows)
         verified = self.rules.verify(drafted_nodes, logits, drafted.logits, min(self.depth, nodes - 1), noise)
         lap("verification")
+        if extra is not None:
+            extra.read(every[:, nodes:], verified.length)
         if draft_cache is not None and nodes > 1:
             target_cache.accept(verified.path, verified.length, lengths)
             draft_cache.accept(verified.path, verified.length, lengths, drafted.draft_rows)

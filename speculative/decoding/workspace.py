@@ -17,7 +17,7 @@ from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.drafts.composite import CompositeDraft, parts_of
 from heavypath.speculative.drafts.heads.draft import HeadDraft
-from heavypath.speculative.drafts.kinds import Drafting, model_of, taps_of
+from heavypath.speculative.drafts.kinds import Drafting, extra_node_count, model_of, taps_of
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
@@ -71,8 +71,8 @@ class Size(NamedTuple):
 
 
 def tree_rows(plan: StepPlan) -> int:
-    """Cache rows that the trees of a plan take."""
-    return plan.tree.slots if isinstance(plan.tree, Growth) else len(plan.tree)
+    """Cache rows that the trees of a plan take, with what a draft adds to them."""
+    return (plan.tree.slots if isinstance(plan.tree, Growth) else len(plan.tree)) + extra_node_count(plan.draft)
 
 
 class Workspace:

@@ -8,7 +8,9 @@ from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.kinds import (
     AnyDraft,
     Drafting,
+    Modelless,
     as_draft,
+    extra_node_count,
     is_own,
     model_of,
     models_of,
@@ -16,6 +18,7 @@ from heavypath.speculative.drafts.kinds import (
     proposes_every_token,
     taps_of,
 )
+from heavypath.speculative.drafts.lookahead import Lookahead, LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.medusa.draft import MedusaDraft
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
@@ -34,17 +37,21 @@ __all__ = [
     "EarlyExit",
     "Feed",
     "HeadDraft",
+    "Lookahead",
+    "LookaheadDraft",
     "LookupDraft",
     "MedusaDraft",
     "MedusaHeads",
     "Mixture",
     "ModelDraft",
+    "Modelless",
     "OwnDraft",
     "PromptLookup",
     "Retrieval",
     "RetrievalDraft",
     "TappedDraft",
     "as_draft",
+    "extra_node_count",
     "is_own",
     "leaves_of",
     "model_of",

@@ -21,6 +21,7 @@ from heavypath.kernels.layers.rotary import store_rows
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.heads.draft import HeadDraft
+from heavypath.speculative.drafts.lookahead import LookaheadDraft
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import RowCache
@@ -133,14 +134,15 @@ class CompositeCache(RowCache):
 class CompositeDraft(ABC):
     """What cascades and mixtures have in common.
 
-    Raises ValueError for two trained heads: the target's pass is read by one.
+    Raises ValueError for two trained heads, or two lookaheads: of those that take part in the target's pass one can.
     """
 
     def __init__(self, parts: list[Draft], device: torch.device):
         self.parts, self._device = parts, device
-        heads = sum(isinstance(part, TappedDraft) for part in leaves_of(self))
-        if heads > 1:
-            raise ValueError(f"a draft made of drafts can have one trained head among them, got {heads}")
+        for kind, name in ((TappedDraft, "trained head"), (LookaheadDraft, "lookahead")):
+            count = sum(isinstance(part, kind) for part in leaves_of(self))
+            if count > 1:
+                raise ValueError(f"a draft made of drafts can have one {name} among them, got {count}")
 
     def new_cache(self, batch: int, rows: int) -> CompositeCache:
         """Empty caches of `rows` rows for each of `batch` sequences."""

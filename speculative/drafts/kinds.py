@@ -1,8 +1,8 @@
 """Which draft a user's argument stands for. A new kind of draft is a file beside this one, and a case here."""
 
-from typing import TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.composite import (
@@ -16,6 +16,7 @@ from heavypath.speculative.drafts.composite import (
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.lookahead import ExtraNodes, Lookahead, LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.medusa.draft import MedusaDraft
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
@@ -27,10 +28,10 @@ from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.forward_of import forward_of
 
-AnyDraft = (  # what users give
-    PreTrainedModel | EagleHead | MedusaHeads | PromptLookup | Retrieval | EarlyExit | Cascade | Mixture | Draft
-)
+Modelless = PromptLookup | Lookahead | Retrieval | EarlyExit  # what needs no weights but the target's
+AnyDraft = PreTrainedModel | EagleHead | MedusaHeads | Modelless | Cascade | Mixture | Draft  # what users give
 Drafting = Forward | TappedDraft  # what has weights to draft with
+Part = TypeVar("Part", TappedDraft, LookaheadDraft)
 
 
 def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
@@ -41,6 +42,8 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
     """
     if isinstance(draft, PromptLookup):
         return LookupDraft(draft, target.vocab_size, target.device)
+    if isinstance(draft, Lookahead):
+        return LookaheadDraft(draft, target.vocab_size, target.device)
     if isinstance(draft, Retrieval):
         return RetrievalDraft(draft, target.vocab_size, target.device)
     if isinstance(draft, EarlyExit):
@@ -64,7 +67,7 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
 
 def is_own(draft: object) -> TypeGuard[Draft]:
     """Whether it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
-    ours = isinstance(draft, PromptLookup | Retrieval | EarlyExit | Cascade | Mixture)
+    ours = isinstance(draft, Modelless | Cascade | Mixture)
     return not ours and (not isinstance(draft, nn.Module) or has_methods(draft))
 
 
@@ -86,12 +89,28 @@ def proposes_every_token(draft: Draft | None) -> bool:
 
 def taps_of(draft: Draft | None, cache: RowCache | None) -> Taps | None:
     """What a draft reads of the target's passes; None for all but heads."""
-    if draft is None or cache is None:
-        return None
-    heads = [(part, own) for part, own in parts_of(draft, cache) if isinstance(part, TappedDraft)]
-    return heads[0][0].taps(heads[0][1]) if heads else None
+    found = _part_of(draft, cache, TappedDraft)
+    return None if found is None else found[0].taps(found[1])
 
 
 def most_levels(draft: Draft | None) -> int | None:
     """How many levels of a tree a draft can draft; None where it drafts as many as are asked for."""
     return draft.most_levels if isinstance(draft, TappedDraft) else None
+
+
+def extra_node_count(draft: Draft | None) -> int:
+    """How many nodes of its own a draft adds to each pass of the target; 0 for all but lookahead."""
+    leaves = [] if draft is None else leaves_of(draft)
+    return sum(leaf.extra_node_count for leaf in leaves if isinstance(leaf, LookaheadDraft))
+
+
+def extra_nodes_of(draft: Draft | None, cache: RowCache | None, root: Tensor, lengths: Tensor) -> ExtraNodes | None:
+    """The nodes that a draft adds to a pass of the target; None for all but lookahead. root, lengths: LongTensor[B]."""
+    found = _part_of(draft, cache, LookaheadDraft)
+    return None if found is None else found[0].extra_nodes(found[1], root, lengths)
+
+
+def _part_of(draft: Draft | None, cache: RowCache | None, kind: type[Part]) -> tuple[Part, Any] | None:
+    """The part of this kind, of which there is at most one, and its cache."""
+    pairs = [] if draft is None or cache is None else parts_of(draft, cache)
+    return next(((part, own) for part, own in pairs if isinstance(part, kind)), None)

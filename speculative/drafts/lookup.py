@@ -1,7 +1,7 @@
 """Prompt lookup: a draft without a model, which proposes what followed the last tokens before, in the text itself."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,13 +72,32 @@ class LookupDraft:
             values[sequence, feed.cache_rows] = torch.cat([before[..., 1:], feed.tokens[..., None]], -1)
         context = values[sequence, feed.cache_rows]  # [B, n, M]
 
-        rows = feed.visible_rows
-        same = (context[:, :, None] == keys[:, None, :rows]) & (context >= 0)[:, :, None]  # [B, n, rows, M]
-        length = same.flip(-1).cumprod(-1).sum(-1)  # [B, n, rows], how many tokens before a row are those of the node
-        length *= torch.arange(rows, device=length.device) <= feed.prefix_lengths[:, None, None]  # the root is text too
+        found = self.occurrences(feed, cache)
+        same = (context[:, :, None] == found.keys[:, None]) & (context >= 0)[:, :, None]  # [B, n, R, M]
+        length = same.flip(-1).cumprod(-1).sum(-1)  # [B, n, R], how many tokens before a row are those of the node
+        length *= found.counts[:, None]
         longest = length.amax(-1, keepdim=True)
-        found = (length == longest) & (longest >= self._options.min_ngram)
-        later = found.flip(-1).cumsum(-1).flip(-1)  # 1 for the latest occurrence
-        weight = torch.exp2(-later.float()).where(found, 0)
-        followed = values[:, None, :rows, -1].expand(batch, nodes, rows).clamp(min=0)
+        best = (length == longest) & (longest >= self._options.min_ngram)
+        later = best.flip(-1).cumsum(-1).flip(-1)  # 1 for the latest occurrence
+        weight = torch.exp2(-later.float()).where(best, 0)
+        followed = found.tokens[:, None].expand(batch, nodes, -1).clamp(min=0)
         return weight.new_zeros(batch, nodes, self._vocab_size).scatter_add_(2, followed, weight).log()
+
+    def occurrences(self, feed: Feed, cache: Any) -> "Occurrences":
+        """Where the last tokens of a node are looked for: in the text, of which the root is the last token."""
+        rows = feed.visible_rows
+        is_text = torch.arange(rows, device=feed.tokens.device) <= feed.prefix_lengths[:, None]
+        return Occurrences(cache.keys[:, 0, :rows], cache.values[:, 0, :rows, -1], is_text)
+
+
+class Occurrences(NamedTuple):
+    """R tokens of each sequence that may be proposed after what was before them, from the oldest to the latest.
+
+    keys:   LongTensor[B, R, M], the M tokens before each; -1 where there were none
+    tokens: LongTensor[B, R]
+    counts: bool [B, R], which of them there are
+    """
+
+    keys: Tensor
+    tokens: Tensor
+    counts: Tensor

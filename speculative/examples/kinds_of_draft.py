@@ -6,7 +6,15 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from heavypath.speculative import EarlyExit, PromptLookup, Retrieval, SpeculativeDecoder, load_demo_head, load_demo_pair
+from heavypath.speculative import (
+    EarlyExit,
+    Lookahead,
+    PromptLookup,
+    Retrieval,
+    SpeculativeDecoder,
+    load_demo_head,
+    load_demo_pair,
+)
 
 PROMPT = "def min(a, b):\n    if a < b:\n        return a\n    return b\n\ndef max(a, b):"
 
@@ -28,6 +36,7 @@ if __name__ == "__main__":
         tokenizer, drafts = AutoTokenizer.from_pretrained(args.models[0]), {}
     prompt = tokenizer(args.prompt, return_tensors="pt").input_ids.to(args.device)
     drafts |= {"draft model": draft, "prompt lookup": PromptLookup(), "early exit": EarlyExit(args.layers)}
+    drafts["lookahead"] = Lookahead()
     drafts["retrieval"] = Retrieval([Path(file) for file in args.texts], tokenizer)
     decoders = {name: SpeculativeDecoder(target, each, "ersd") for name, each in drafts.items()}
     decoders["no draft"] = SpeculativeDecoder(target, None, "autoregressive")

@@ -31,9 +31,6 @@ class RowCache:
         """Bytes of keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
-    def begin(self, lengths: Tensor) -> None:
-        """Texts begin, LongTensor[B], of which the first so many rows are taken in: all tokens but the last."""
-
     def first(self, slots: int) -> Self:
         """A view of the first `slots` sequences."""
         view = copy(self)
@@ -46,6 +43,12 @@ class RowCache:
             kept = field[one].clone()
             field[one] = field[other]
             field[other] = kept
+
+    def begin(self, lengths: Tensor) -> None:
+        """Forget all former texts. Called before a generation, with the tokens before each root, LongTensor[B].
+
+        Nothing is to be done for the rows, which are overwritten before they are read.
+        """
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
         """Move the rows of an accepted path behind the prefix, see `kernels.cache_compaction`.

@@ -41,14 +41,14 @@ class HeadCache(KeyValueCache):
         """Bytes of all rows."""
         return sum(field.nbytes for field in self._fields())
 
-    def begin(self, lengths: Tensor) -> None:
-        """See `RowCache.begin`."""
-        self.known.copy_(lengths)
-
     def keep(self, features: Tensor, tokens: Tensor, cache_rows: Tensor) -> None:
         """Keep the features [B, N, F] of tokens LongTensor[B, N] that the target has in these rows of its cache."""
         store_rows(self.features, features[:, :, None], cache_rows)
         store_rows(self.tokens, tokens[:, :, None, None], cache_rows)
+
+    def begin(self, lengths: Tensor) -> None:
+        """The prefill makes the entries of all tokens before the roots."""
+        self.known.copy_(lengths)
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
         """Move features and tokens, which are in the target's rows. The path's entries are made anew in the next step.

@@ -1,0 +1,173 @@
+"""Lookahead decoding: a draft without a model, made of n-grams that the target itself computes beside each tree.
+
+With a root at position L, the target's pass of each step has, beside the drafted tree, a window of W columns and N - 1
+levels of guesses (Fu et al. 2024, sec. 3; N is `ngram`, W is `window`). Guess (i, l) is for position L + i + l:
+
+    level 0      root - (1, 0) - (2, 0) - ..  - (W-1, 0)            column 0 hangs below the root itself,
+                  |       |        |               |               column i below the guess (i, 0);
+    level 1     (0, 1)  (1, 1)   (2, 1)   ..    (W-1, 1)            each sees what is before it on its way from the root
+                  :       :        :               :
+    level N-2   (0,N-2) (1,N-2)  (2,N-2)  ..    (W-1,N-2)
+
+The target's likeliest token after guess (i, N-2), for position L + i + N - 1, is new, as if level N - 1. With it a
+column has N tokens, from level 0 on: an n-gram, which goes into a pool. Where m drafted tokens are accepted, the root
+moves by m + 1, and every guess but those of level 0 stays in its place of the text:
+
+    (i, l)  <-  (i + m, l + 1);     what is missing then is taken from the text
+
+This is Jacobi's iteration for the fixed point that greedy text is, and n-grams are cut from its trajectories. In
+depth-first order guess (i, l) is number i (N - 1) + l, column by column, with the root as (0, 0).
+
+A tree is drafted from pool and text together, as `PromptLookup` drafts from the text. Proposals may depend on the past
+in any way, so the target's likeliest tokens serve where the text is sampled, too, and the text follows its law.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.lookup import LookupDraft, NgramCache, Occurrences, PromptLookup
+
+
+@dataclass(frozen=True)
+class Lookahead:
+    """A draft without a model: n-grams that the target computes ahead of the text, and those of the text itself.
+
+    Each pass of the target has window * (ngram - 1) - 1 nodes more than the drafted tree, and gives `window` n-grams of
+    `ngram` tokens. What followed the longest suffix of at most ngram - 1 tokens is proposed: the latest occurrence gets
+    half of the probability, the one before it half of the rest, and so on; the text's are later than the pool's. Give
+    it to SpeculativeDecoder in place of a draft model. Source: Fu, Bailis, Stoica and Zhang 2024, "Break the Sequential
+    Dependency of LLM Inference Using Lookahead Decoding" (arXiv 2402.02057). There, n-grams that begin with the last
+    token are verified beside the window, each by itself; here they make a tree, which any method draws and verifies.
+
+    window: columns of the window, W
+    ngram:  tokens of an n-gram, N; at least 3, so that every column has guesses of its own
+    pool:   how many n-grams are kept of each sequence, the latest ones
+    """
+
+    window: int = 7
+    ngram: int = 4
+    pool: int = 128
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.ngram < 3 or self.pool < 1:
+            raise ValueError(
+                "Lookahead needs window >= 1, ngram >= 3 and pool >= 1, "
+                f"got {self.window}, {self.ngram} and {self.pool}"
+            )
+
+
+class ExtraNodes(NamedTuple):
+    """E nodes that a draft adds to a pass of the target, behind a drafted tree: more subtrees of its root.
+
+    They are not drafted: nobody verifies them.
+
+    tokens:      LongTensor[B, E]
+    depths:      LongTensor[E], below the root
+    subtree_end: LongTensor[E], as `TokenTree`'s, where the first of them is number 0
+    read:        called after the verification, with the target's logits after them [B, E, V], and with how many drafted
+                 nodes were accepted, LongTensor[B]
+    """
+
+    tokens: Tensor
+    depths: Tensor
+    subtree_end: Tensor
+    read: Callable[[Tensor, Tensor], None]
+
+
+class LookaheadCache(NgramCache):
+    """The n-grams of a text, as `NgramCache` has them, and of each sequence a window and a pool.
+
+    window: LongTensor[B, W, N - 1], guess (i, l) at [i, l], the root at [0, 0]; -1 where there is none yet
+    pool:   LongTensor[B, P, N], from the oldest n-gram to the latest; -1 where there is none yet
+    """
+
+    def __init__(self, batch: int, rows: int, options: Lookahead, device: torch.device):
+        super().__init__(batch, rows, options.ngram - 1, device)
+        self.window = torch.full((batch, options.window, options.ngram - 1), -1, device=device)
+        self.pool = torch.full((batch, options.pool, options.ngram), -1, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        return super().nbytes + self.window.nbytes + self.pool.nbytes
+
+    def begin(self, lengths: Tensor) -> None:
+        """Forget the n-grams of former texts, so that a text does not depend on what was generated before."""
+        self.window.fill_(-1)
+        self.pool.fill_(-1)
+
+    def first(self, slots: int) -> Self:
+        """A view of the first `slots` sequences."""
+        view = super().first(slots)
+        view.window, view.pool = self.window[:slots], self.pool[:slots]
+        return view
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange all that is remembered of two sequences."""
+        super().swap(one, other)
+        for field in (self.window, self.pool):
+            kept = field[one].clone()
+            field[one] = field[other]
+            field[other] = kept
+
+
+class LookaheadDraft(LookupDraft):
+    """`Lookahead` at work."""
+
+    def __init__(self, options: Lookahead, vocab_size: int, device: torch.device):
+        super().__init__(PromptLookup(options.ngram - 1), vocab_size, device)
+        self._lookahead = options
+        columns, levels = options.window, options.ngram - 1
+        self.extra_node_count = columns * levels - 1
+        self._columns = torch.arange(columns, device=device)
+        self._depths = (self._columns[:, None] + torch.arange(levels, device=device)).flatten()  # with the root's
+        ends = ((self._columns[:, None] + 1) * levels).repeat(1, levels)
+        ends[:, 0] = columns * levels  # below (i, 0) are its own column and all columns behind it
+        self._ends = ends.flatten()[1:] - 1
+
+    def new_cache(self, batch: int, rows: int) -> LookaheadCache:
+        """An empty cache of `rows` rows for each of `batch` sequences."""
+        return LookaheadCache(batch, rows, self._lookahead, self._columns.device)
+
+    def occurrences(self, feed: Feed, cache: Any) -> Occurrences:
+        """Where the last tokens of a node are looked for: in the pool, and then in the text."""
+        text, pool = super().occurrences(feed, cache), cache.pool
+        length = pool.shape[2] - 1
+        keys = pad(pool[..., :-1], (length - 1, 0), value=-1).unfold(2, length, 1)  # [B, P, N - 1, N - 1]
+        tokens = pool[..., 1:].flatten(1)
+        return Occurrences(
+            keys=torch.cat([keys.flatten(1, 2), text.keys], 1),
+            tokens=torch.cat([tokens, text.tokens], 1),
+            counts=torch.cat([tokens >= 0, text.counts], 1),
+        )
+
+    def extra_nodes(self, cache: LookaheadCache, root: Tensor, lengths: Tensor) -> ExtraNodes:
+        """The window below roots LongTensor[B], with `lengths` tokens before them, LongTensor[B].
+
+        A guess that is missing is the token so many positions before it that it is the text's.
+        """
+        window = cache.window
+        back = window.shape[1] + window.shape[2] - 1  # the last guess gets the token before the root
+        rows = (lengths[:, None] + self._depths - back).clamp(min=0)
+        guesses = cache.values[:, 0, :, -1].gather(1, rows).view_as(window)
+        window.copy_(window.where(window >= 0, guesses))
+        window[:, 0, 0] = root
+        return ExtraNodes(window.flatten(1)[:, 1:], self._depths[1:], self._ends, partial(self._read, cache))
+
+    def _read(self, cache: LookaheadCache, logits: Tensor, accepted: Tensor) -> None:
+        """Keep the n-grams, and move the window on."""
+        columns, levels = cache.window.shape[1:]
+        newest = logits[:, levels - 2 :: levels].argmax(-1)  # [B, W], after the last level
+        ngrams = torch.cat([cache.window, newest[..., None]], -1)  # [B, W, N]
+        # Column 0, which knows most of its past, comes last, which counts as the latest.
+        cache.pool.copy_(torch.cat([cache.pool, ngrams.flip(1)], 1)[:, -cache.pool.shape[1] :])
+        source = accepted[:, None] + self._columns  # [B, W]
+        moved = ngrams[..., 1:].take_along_dim(source.clamp(max=columns - 1)[..., None], 1)
+        cache.window.copy_(moved.where((source < columns)[..., None], -1))
