@@ -10,12 +10,20 @@ from test_rope import DYNAMIC, LIMIT, LONGROPE
 from test_transformers_forward import tiny
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import METHODS, Lookahead, PromptLookup, SpeculativeDecoder, TokenTree, calibrate, load_draft
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    Lookahead,
+    PromptLookup,
+    SpeculativeDecoder,
+    TokenTree,
+    calibrate,
+    load_draft,
+)
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.drafts import LookaheadDraft
 from heavypath.speculative.profile import describe, draft_parameter_count
 
-DRAFTING = [name for name in METHODS if name != "autoregressive"]
+LOSSLESS = [name for name in LOSSLESS_METHODS if name != "autoregressive"]
 PROMPTS = torch.tensor([[3, 17, 4, 17, 4, 9], [0, 0, 0, 0, 5, 8], [0, 0, 0, 0, 0, 11]])
 PADDING = torch.tensor([[1] * 6, [0] * 4 + [1] * 2, [0] * 5 + [1]])
 
@@ -196,7 +204,7 @@ slow = pytest.mark.slow
 FAST = ("sequoia", "dyspec")
 
 
-@pytest.mark.parametrize("method", [name if name in FAST else pytest.param(name, marks=slow) for name in DRAFTING])
+@pytest.mark.parametrize("method", [name if name in FAST else pytest.param(name, marks=slow) for name in LOSSLESS])
 def test_the_joint_law_of_three_tokens_is_the_targets(method):
     target, prompt = tiny_llama(1), torch.tensor([3, 1, 4, 3, 1])
     decoder = SpeculativeDecoder(target, Lookahead(2, 3, 8), method, tree_size=6)
@@ -207,7 +215,7 @@ def test_the_joint_law_of_three_tokens_is_the_targets(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", DRAFTING)
+@pytest.mark.parametrize("method", LOSSLESS)
 def test_the_joint_law_of_four_tokens_is_the_targets(method):
     """Over consecutive steps, the later of which draft from the n-grams of those before."""
     target, prompt = tiny_llama(1), torch.tensor([3, 1, 4])

@@ -166,7 +166,9 @@ FILTERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize(
+    "filters", [pytest.param("top-p, min-p", marks=pytest.mark.slow), *(name for name in FILTERS if "p, " not in name)]
+)
 def test_the_kernels_accept_what_the_reference_accepts(filters):
     trees = TREES.values() if filters == "none" else (TREES["chain"],)
     for seed, tree in enumerate(trees):
@@ -191,15 +193,15 @@ def test_a_vocabulary_of_several_chunks_is_shared_by_programs():
 
 
 def test_defaults_views_shallow_walks_and_seeds_in_memory_agree():
-    problem = Problem(TREES["ranks"], vocab_size=7, seed=4)
+    problem = Problem(TREES["3-ary"], vocab_size=7, seed=4)
     for changes in ({"max_depth": 0}, {"max_depth": 1}, {"rows": None}, {"epsilon": 0.0}, {"delta": 0.0}):
         assert problem.agrees(**changes)
-    wide = torch.zeros(2, len(TREES["ranks"]), 16)
+    wide = torch.zeros(2, len(TREES["3-ary"]), 16)
     wide[..., :7] = problem.target
     problem.target, problem.parents = wide[..., :7], problem.parents.expand(2, -1)
     assert problem.agrees()
     for impl in ("torch", "triton"):
-        for seed in (1, 2**32 + 1):
+        for seed in (1, 2**32 + 1) if impl == "torch" else (2**32 + 1,):
             one, other = (problem.accepted(impl, seed=each) for each in (seed, torch.tensor(seed)))
             assert all(map(torch.equal, one, other))
 
