@@ -21,6 +21,7 @@ from rich.table import Table
 from heavypath.speculative import (
     Cascade,
     EarlyExit,
+    Lookahead,
     Mixture,
     PromptLookup,
     Retrieval,
@@ -92,6 +93,7 @@ def drafts_of(pair: DemoPair, few_texts: bool) -> dict[str, Any]:
         MODEL: pair.draft,
         "head": head,
         "prompt lookup": lookup,
+        "lookahead": Lookahead(),
         "retrieval": retrieval,
         "early exit of 2": EarlyExit(2),
         "head, prompt lookup": Mixture([head, lookup]),
