@@ -1,6 +1,6 @@
 """Tokens per forward pass of the target, and tokens per second, with each kind of draft for the shipped target.
 
-    python bench/drafts.py [--prompts 24] [--max-new-tokens 96] [--nodes 64] [--threads 2] [--json FILE]
+    python bench/drafts.py [--prompts 24] [--max-new-tokens 96] [--nodes 64] [--method dyspec] [--json FILE]
 
 One paired run: every draft and method decodes each prompt, one after the other. Tokens per forward are those of all
 prompts together; `to model` is their ratio to those of the shipped draft model by the same method. `overlap` is how
@@ -41,12 +41,13 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--temperature", type=float, action="append", help="default: 0, 0.6 and 1")
+    parser.add_argument("--method", action="append", help=f"default: {', '.join(METHODS)}")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     target, draft, tokenizer = quiet_demo_pair(arguments.device)
     drafts = drafts_of(DemoPair(target, draft, tokenizer), few_texts=arguments.miniature)
     prompts = token_ids(tokenizer, demo_prompts()[: arguments.prompts], arguments.device)
-    methods, temperatures = METHODS, arguments.temperature or (0.0, 0.6, 1.0)
+    methods, temperatures = arguments.method or METHODS, arguments.temperature or (0.0, 0.6, 1.0)
     if arguments.miniature:
         methods, temperatures, prompts = ("sequoia",), (0.6,), prompts[:1]
     decoders = {
