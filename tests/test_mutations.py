@@ -127,7 +127,7 @@ def test_accepting_at_equality_is_found():
     (step, "root_rows(state.noise, state.lengths)", "state.noise"),  # alike in every step
     (step, "(roots, self.tree.whole_numbers)", "(roots, 0 * self.tree.whole_numbers)"),  # shared by all nodes
     (step, "target_cache.accept(", "(lambda *_: None)("),  # rows stay
-    (step, "settled(drafted.fed.positions,", "settled(0 * drafted.fed.positions + lengths[:, None],"),
+    (step, "settled(given.positions,", "settled(0 * given.positions + lengths[:, None],"),
     (commit, "token[every, path[:, 1:]]", "token[every, path[:, :-1]]"),  # the bonus token in the last accepted's place
     (commit, "numbers[StateField.ROOT] = np.maximum(after, 0)", "numbers[StateField.ROOT] = emitted[:, 0]"),
 ])  # fmt: skip
