@@ -170,7 +170,11 @@ CASES = [
     pytest.param("typical-lossy", {"tree_size": 4}, {"temperature": 1.0}, id="typical-lossy", marks=slow),
     pytest.param("rsd-s", {"tree_size": 5, "width": 2}, {"temperature": 1.0}, id="rsd-s", marks=slow),
     pytest.param(
-        "ersd", {"tree_size": 3}, {"temperature": 0.7, "eos_token_id": [5, 2], "min_new_tokens": 3}, id="ersd"
+        "ersd",
+        {"tree_size": 3},
+        {"temperature": 0.7, "eos_token_id": [5, 2], "min_new_tokens": 3},
+        id="ersd",
+        marks=slow,
     ),
 ]
 
