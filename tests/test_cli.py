@@ -450,7 +450,8 @@ def assert_refused(outcome, code, message):
 
 def test_ctrl_c_and_a_closed_pipe_end_it_quietly():
     command = [*MODULE, "generate", PROMPT, "--max-new-tokens", "400"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
     with subprocess.Popen(command, **pipes) as interrupted, subprocess.Popen(command, **pipes) as unread:
         assert interrupted.stdout.read(1)
         interrupted.send_signal(signal.SIGINT)
