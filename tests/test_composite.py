@@ -4,8 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_checks import (
+    assert_a_batch_is_each_alone,
+    assert_greedy_text_is_that_of_transformers,
+    assert_races_are_plain_sampling,
+)
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
-from test_decoder import assert_same_text, exact_law, tiny_llama, transformers_greedy
+from test_decoder import exact_law, tiny_llama
 from test_drafts import VOCAB as LOOKED_UP
 from test_drafts import searched
 from test_heads import head_of, inner_nodes, steps_of
@@ -28,7 +33,6 @@ from heavypath.speculative import (
     calibrate,
     load_demo_head,
 )
-from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts import parts_of
 from heavypath.speculative.drafts.lookahead import LookaheadCache
 from heavypath.speculative.profile import describe, draft_parameter_count
@@ -179,30 +183,20 @@ def test_greedy_text_with_every_draft_without_weights_of_its_own_is_that_of_tran
         Cascade([small, Lookahead()], levels=[2, 4]),
     ]  # fmt: skip
     decoders = [SpeculativeDecoder(target, draft, m, tree_size=12) for draft in drafts for m in ("sequoia", "dyspec")]
-    for prompt in demo_prompts()[:20]:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        expected = transformers_greedy(target, ids, 128)
-        for decoder in decoders:
-            out = decoder.generate(ids, max_new_tokens=128, temperature=0.0, eos_token_id=None)
-            assert_same_text(target, out.sequences, expected)
+    assert_greedy_text_is_that_of_transformers(decoders, tokenizer)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", ["sequoia", "dyspec", "ersd"])
 def test_a_batch_is_decoded_as_each_alone(name, method, target, small):
     decoder = SpeculativeDecoder(target, composites(target, small)[name], method, tree_size=7)
-    lengths, longest = [1, 5, 2, 9], 9
-    prompts = [torch.randint(0, 7, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
-    padded = torch.stack([torch.cat([torch.zeros(longest - len(p), dtype=torch.long), p]) for p in prompts])
-    mask = torch.stack([torch.arange(longest) >= longest - length for length in lengths]).long()
-    ids = torch.tensor([4, 0, 7, 2])
-    options = {"max_new_tokens": 23, "temperature": 0.8, "seed": 5, "eos_token_id": 6, "pad_token_id": 0}
-    batch = decoder.generate(padded, attention_mask=mask, sequence_ids=ids, **options)
-    for b, prompt in enumerate(prompts):
-        alone = decoder.generate(prompt[None], sequence_ids=ids[b : b + 1], **options)
-        new = alone.sequences[0, len(prompt) :]
-        assert torch.equal(batch.sequences[b, longest : longest + len(new)], new)
-        assert (alone.stats.steps, alone.stats.new_tokens) == (batch.stats.steps_of[b], batch.stats.tokens_of[b])
+    assert_a_batch_is_each_alone(decoder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ersd_writes_what_plain_sampling_writes(name, target, small):
+    draft = composites(target, small)[name]
+    assert_races_are_plain_sampling(target, draft, torch.tensor([[3, 1, 4, 1, 5]]), temperature=0.7)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,14 +4,18 @@ from itertools import pairwise
 
 import pytest
 import torch
+from draft_checks import (
+    assert_a_batch_is_each_alone,
+    assert_greedy_text_is_that_of_transformers,
+    assert_races_are_plain_sampling,
+)
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
-from test_decoder import assert_same_text, exact_law, tiny_llama, transformers_greedy
+from test_decoder import exact_law, tiny_llama
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import LOSSLESS_METHODS, METHODS, SpeculativeDecoder, load_demo_head
-from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts import Feed, as_draft
 from heavypath.speculative.drafts.heads import draft as head_module
 from heavypath.speculative.drafts.heads.config import HeadConfig
@@ -195,25 +199,13 @@ def test_greedy_text_with_the_shipped_head_is_that_of_transformers(demo_pair):
     target, _, tokenizer = demo_pair
     head = load_demo_head(target)
     decoders = {method: SpeculativeDecoder(target, head, method, tree_size=16) for method in DRAFTED}
-    for prompt in demo_prompts()[:20]:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        expected = transformers_greedy(target, ids, 128)
-        for decoder in decoders.values():
-            out = decoder.generate(ids, max_new_tokens=128, temperature=0.0, eos_token_id=None)
-            assert_same_text(target, out.sequences, expected)
+    assert_greedy_text_is_that_of_transformers([*decoders.values()], tokenizer)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 1.0, "top_k": 3}])
 def test_ersd_writes_what_plain_sampling_writes(sampling, target):
     head, prompt = head_of(target), torch.tensor([[3, 1, 4, 1, 5]])
-    for seed in range(5):
-        texts = [
-            SpeculativeDecoder(target, draft, method)
-            .generate(prompt, max_new_tokens=40, seed=seed, **sampling)
-            .sequences
-            for method, draft in (("autoregressive", None), ("ersd", head))
-        ]
-        assert torch.equal(*texts)
+    assert_races_are_plain_sampling(target, head, prompt, **sampling)
 
 
 @pytest.mark.parametrize(
@@ -233,18 +225,7 @@ def test_the_joint_law_of_four_tokens_is_exact(method, variant):
 @pytest.mark.parametrize("method", DRAFTED)
 def test_a_batch_of_different_prompts_is_decoded_as_each_alone(method, target):
     decoder = SpeculativeDecoder(target, head_of(target), method, tree_size=8)
-    lengths, longest = [1, 5, 2, 9], 9
-    prompts = [torch.randint(0, 7, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
-    padded = torch.stack([torch.cat([torch.zeros(longest - len(p), dtype=torch.long), p]) for p in prompts])
-    mask = torch.stack([torch.arange(longest) >= longest - length for length in lengths]).long()
-    ids = torch.tensor([4, 0, 7, 2])
-    options = {"max_new_tokens": 23, "temperature": 0.8, "seed": 5, "eos_token_id": 6, "pad_token_id": 0}
-    batch = decoder.generate(padded, attention_mask=mask, sequence_ids=ids, **options)
-    for b, prompt in enumerate(prompts):
-        alone = decoder.generate(prompt[None], sequence_ids=ids[b : b + 1], **options)
-        new = alone.sequences[0, len(prompt) :]
-        assert torch.equal(batch.sequences[b, longest : longest + len(new)], new)
-        assert (alone.stats.steps, alone.stats.new_tokens) == (batch.stats.steps_of[b], batch.stats.tokens_of[b])
+    assert_a_batch_is_each_alone(decoder)
 
 
 @pytest.mark.parametrize("variant", ["eagle-1", "eagle-3"])

@@ -2,9 +2,14 @@
 
 import pytest
 import torch
+from draft_checks import (
+    assert_a_batch_is_each_alone,
+    assert_greedy_text_is_that_of_transformers,
+    assert_races_are_plain_sampling,
+)
 from medusa_checkpoints import of_states, oracle, published, write
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
-from test_decoder import assert_same_text, exact_law, tiny_llama, transformers_greedy
+from test_decoder import exact_law, tiny_llama, transformers_greedy
 from test_heads import drafted_any, head_of, inner_nodes, steps_of
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
@@ -23,7 +28,6 @@ from heavypath.speculative import (
     read_trace,
 )
 from heavypath.speculative.decoding.growth import Growth
-from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts import Feed, as_draft, most_levels
 from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig
@@ -98,24 +102,12 @@ def test_greedy_text_with_medusa_heads_is_that_of_transformers(demo_pair, tmp_pa
     decoders = {
         method: SpeculativeDecoder(target, heads, method, tree_size=16) for method in ("sequoia", "dyspec", "top-k")
     }
-    for prompt in demo_prompts()[:20]:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        expected = transformers_greedy(target, ids, 128)
-        for decoder in decoders.values():
-            out = decoder.generate(ids, max_new_tokens=128, temperature=0.0, eos_token_id=None)
-            assert_same_text(target, out.sequences, expected)
+    assert_greedy_text_is_that_of_transformers([*decoders.values()], tokenizer)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 1.0, "top_k": 3}])
 def test_ersd_writes_what_plain_sampling_writes(sampling, heads, target):
-    for seed in range(5):
-        texts = [
-            SpeculativeDecoder(target, draft, method)
-            .generate(PROMPT, max_new_tokens=40, seed=seed, **sampling)
-            .sequences
-            for method, draft in (("autoregressive", None), ("ersd", heads))
-        ]
-        assert torch.equal(*texts)
+    assert_races_are_plain_sampling(target, heads, PROMPT, **sampling)
 
 
 @pytest.mark.parametrize(
@@ -137,18 +129,7 @@ def test_the_joint_law_of_four_tokens_is_exact(method, tmp_path):
 )
 def test_a_batch_of_different_prompts_is_decoded_as_each_alone(method, heads, target):
     decoder = SpeculativeDecoder(target, heads, method, tree_size=8)
-    lengths, longest = [1, 5, 2, 9], 9
-    prompts = [torch.randint(0, 7, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
-    padded = torch.stack([torch.cat([torch.zeros(longest - len(p), dtype=torch.long), p]) for p in prompts])
-    mask = torch.stack([torch.arange(longest) >= longest - length for length in lengths]).long()
-    ids = torch.tensor([4, 0, 7, 2])
-    options = {"max_new_tokens": 23, "temperature": 0.8, "seed": 5, "eos_token_id": 6, "pad_token_id": 0}
-    batch = decoder.generate(padded, attention_mask=mask, sequence_ids=ids, **options)
-    for b, prompt in enumerate(prompts):
-        alone = decoder.generate(prompt[None], sequence_ids=ids[b : b + 1], **options)
-        new = alone.sequences[0, len(prompt) :]
-        assert torch.equal(batch.sequences[b, longest : longest + len(new)], new)
-        assert (alone.stats.steps, alone.stats.new_tokens) == (batch.stats.steps_of[b], batch.stats.tokens_of[b])
+    assert_a_batch_is_each_alone(decoder)
 
 
 def test_a_later_turn_drafts_the_same_with_and_without_what_is_cached(heads, target):
