@@ -162,7 +162,7 @@ def as_on_a_gpu(monkeypatch, interpreter):
 slow = pytest.mark.slow
 CASES = [
     pytest.param("autoregressive", {}, {"temperature": 0.9}, id="autoregressive"),
-    pytest.param("sequoia", {"tree": TokenTree.chain(2)}, {"repetition_penalty": 1.2}, id="greedy"),
+    pytest.param("sequoia", {"tree": TokenTree.chain(2)}, {"repetition_penalty": 1.2}, id="greedy", marks=slow),
     pytest.param("sequoia", {"tree_size": 4}, {"temperature": 1.0}, id="sequoia", marks=slow),
     pytest.param("specinfer", {"tree_size": 5, "width": 2}, {"temperature": 0.8}, id="specinfer", marks=slow),
     pytest.param("spectr", {"tree_size": 3, "width": 2}, {"temperature": 0.8, "top_k": 5}, id="spectr", marks=slow),

@@ -101,10 +101,12 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("method", VERIFICATION_METHODS)
-@pytest.mark.parametrize(
-    "filters", [pytest.param("top-k", marks=pytest.mark.slow), *(name for name in FILTERS if name != "top-k")]
-)
+@pytest.mark.parametrize(("method", "filters"), [
+    pytest.param(method, name, marks=pytest.mark.slow)
+    if name == "top-k" or (name == "top-p and min-p" and method not in ("without_replacement", "greedy"))
+    else (method, name)
+    for method in VERIFICATION_METHODS for name in FILTERS
+])  # fmt: skip
 def test_the_kernels_accept_what_the_reference_accepts(method, filters):
     if method == "kseq" and filters == "a draft's top-k":
         pytest.skip("K-SEQ takes independent draws only")
