@@ -19,7 +19,16 @@ from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.trees.levels import Chosen
-from heavypath.speculative import METHODS, Lookahead, PromptLookup, SpeculativeDecoder, TokenTree, load_demo_pair
+from heavypath.speculative import (
+    METHODS,
+    Cascade,
+    Lookahead,
+    Mixture,
+    PromptLookup,
+    SpeculativeDecoder,
+    TokenTree,
+    load_demo_pair,
+)
 from heavypath.speculative.decoding.device_tree import device_tree
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.processing import Processing
@@ -241,6 +250,28 @@ def test_lookahead_done_by_rote_writes_the_same_text(method, shape, temperature,
         assert torch.equal(out.stats.steps_of, expected.stats.steps_of)
         assert torch.equal(out.stats.accepted, expected.stats.accepted)
     assert Tape.replays >= 4
+
+
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        ("chain", {"tree": TokenTree.chain(3)}),
+        pytest.param("dyspec", {"tree_size": 5, "width": 2, "max_depth": 3}, marks=slow),
+    ],
+)
+def test_steps_of_drafts_made_of_drafts_done_by_rote_write_the_same_text(method, shape, as_on_a_gpu):
+    """A model of one level, given later what was accepted below it: the tokens that a kernel has moved."""
+    target, small = (tiny_llama(seed, layers=1, hidden_size=32, num_attention_heads=2) for seed in (1, 2))
+    draft = Mixture([Cascade([small, target], levels=[1, 2]), PromptLookup(2)])
+    options = {"attention_mask": PADDING, "max_new_tokens": 9, "pad_token_id": 0, "temperature": 1.0, "seed": 3}
+    expected = SpeculativeDecoder(target, draft, method, **shape).generate(PROMPTS, **options)
+    assert expected.stats.accepted[-1].sum() > 0, "nothing was accepted below the model's own level"
+    as_on_a_gpu()
+    out = SpeculativeDecoder(target, draft, method, **shape).generate(PROMPTS, **options)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert torch.equal(out.stats.steps_of, expected.stats.steps_of)
+    assert torch.equal(out.stats.accepted, expected.stats.accepted)
+    assert Tape.replays >= 2
 
 
 @pytest.mark.parametrize(

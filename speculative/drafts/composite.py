@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
@@ -126,7 +127,8 @@ class CompositeCache(RowCache):
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
         """Move the rows of an accepted path, see `RowCache.accept`."""
-        RowCache(self.keys, self.keys[..., :0]).accept(path, length, prefix_length, node_rows)
+        places = path if node_rows is None else node_rows.gather(1, path.clamp(min=0))
+        compact_unchecked([self.keys], path=places, length=length, prefix_length=prefix_length)
         for part in self.parts:
             part.accept(path, length, prefix_length, node_rows)
 
