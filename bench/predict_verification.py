@@ -2,7 +2,7 @@
 
     python bench/predict_verification.py [--json FILE]
 
-Two things take time (kernels/decision.py, kernels/sharing.py):
+Two things take time (kernels/verifying/decision.py, kernels/sharing.py):
 
 first pass  every row of logits is read once: by bandwidth, by instructions, or by how many loads are on their way at
             once, whichever is slowest
@@ -32,8 +32,8 @@ from common import argument_parser
 from rich.console import Console
 from rich.table import Table
 
-from heavypath.kernels.distributions import CHUNK, LANES, PIECE
-from heavypath.kernels.k_seq import SEARCH_STEPS
+from heavypath.kernels.verifying.distributions import CHUNK, LANES, PIECE
+from heavypath.kernels.verifying.k_seq import SEARCH_STEPS
 
 WARPS = LANES.value // 32
 SPECIAL = 16  # results a cycle of a multiprocessor's units for 2^x

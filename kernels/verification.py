@@ -25,17 +25,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heavypath.kernels.decision import Decided, decide
-from heavypath.kernels.distributions import best_token, log_probs, readable, used_rows
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores
 from heavypath.kernels.implementation import check_can_launch, choose_impl
-from heavypath.kernels.k_seq import k_seq
 from heavypath.kernels.nodes import Nodes, Verified, check_logits, check_values, per_sequence, tree_depth
 from heavypath.kernels.noise import Noise, Stream, check_seed, coins, gumbels
 from heavypath.kernels.ordering import sibling_order
-from heavypath.kernels.residual import residual_chain
 from heavypath.kernels.sampling_kernel import launch_topk
-from heavypath.kernels.walk import launch_walk
+from heavypath.kernels.verifying.decision import Decided, decide
+from heavypath.kernels.verifying.distributions import best_token, log_probs, readable, used_rows
+from heavypath.kernels.verifying.k_seq import k_seq
+from heavypath.kernels.verifying.residual import residual_chain
+from heavypath.kernels.verifying.walk import launch_walk
 
 VERIFICATION_METHODS = ("without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy")
 DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq")  # those that need the draft's logits

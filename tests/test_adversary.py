@@ -31,7 +31,7 @@ from test_typical import random_problem as random_typical
 from test_verification_kernel import Problem as Verification
 from test_verification_kernel import random_problem
 
-from heavypath.kernels import cache_compaction, commit, ordering, sampling_kernel, tickets, walk
+from heavypath.kernels import cache_compaction, commit, ordering, sampling_kernel, tickets
 from heavypath.kernels import tree_attention as attention
 from heavypath.kernels.attention import kernel as tree_attention_kernel
 from heavypath.kernels.attention import launch as tree_attention_launch
@@ -39,6 +39,7 @@ from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS
+from heavypath.kernels.verifying import walk
 from heavypath.speculative import TokenTree
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adversary needs Triton's interpreter")

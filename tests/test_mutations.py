@@ -16,8 +16,9 @@ import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from toy_language import ToyLanguage, decode
 
-from heavypath.kernels import commit, k_seq, residual, sampling, verification
+from heavypath.kernels import commit, sampling, verification
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.verifying import k_seq, residual
 from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding import drafted, drafting, runner, step
 

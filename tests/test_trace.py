@@ -13,10 +13,10 @@ from test_tree import trees
 from test_verification import acceptance_and_weights
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.k_seq import k_seq
 from heavypath.kernels.noise import Stream, coins, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
+from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree
 from heavypath.speculative.output import trace
 from heavypath.speculative.output.page import trace_page

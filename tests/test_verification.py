@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.k_seq import k_seq
 from heavypath.kernels.ordering import sibling_order
-from heavypath.kernels.residual import residual_chain
 from heavypath.kernels.verification import verify_tree
+from heavypath.kernels.verifying.k_seq import k_seq
+from heavypath.kernels.verifying.residual import residual_chain
 
 
 def acceptance_and_weights(target: Tensor, draft_logits: Tensor, filters: Filters, drawn: Tensor, replacement: bool):

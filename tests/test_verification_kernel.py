@@ -10,12 +10,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels import decision, distributions, k_seq, residual, verification, walk
+from heavypath.kernels import verification
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
+from heavypath.kernels.verifying import decision, distributions, k_seq, residual, walk
 from heavypath.speculative.trees.tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

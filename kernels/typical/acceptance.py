@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heavypath.kernels.distributions import best_token, log_probs, readable, used_rows
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores
 from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.nodes import Nodes, Verified, check_logits, check_values, per_sequence, tree_depth
 from heavypath.kernels.noise import Noise, Stream, check_seed, gumbels
 from heavypath.kernels.typical.kernel import launch_typical
+from heavypath.kernels.verifying.distributions import best_token, log_probs, readable, used_rows
 
 
 class Typical(NamedTuple):

@@ -17,13 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.distributions import CHUNK, LANES, NONE, TILE, log_prob
 from heavypath.kernels.filter_cuts import filter_cuts, filtered
 from heavypath.kernels.filtering import LOWEST, Filters, raised, softmax_scale
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise, Stream
 from heavypath.kernels.sampling_kernel import launch_topk
 from heavypath.kernels.tickets import is_last, tickets
+from heavypath.kernels.verifying.distributions import CHUNK, LANES, NONE, TILE, log_prob
 
 
 @triton.jit

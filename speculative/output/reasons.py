@@ -1,9 +1,10 @@
 """Why each node of a verified tree is on the accepted path, or is not.
 
 `verify_tree` says which path it accepted. This module walks down that path again for one sequence, in fp64 and by the
-formulas at the top of `heavypath.kernels.residual` and `heavypath.kernels.k_seq`, so that it can tell the coin of every
-child that was tried, and the threshold that the coin had to be below. What was accepted is always taken from
-`verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its threshold.
+formulas at the top of `heavypath.kernels.verifying.residual` and `heavypath.kernels.verifying.k_seq`, so that it can
+tell the coin of every child that was tried, and the threshold that the coin had to be below. What was accepted is
+always taken from `verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its
+threshold.
 
 Typical acceptance has no coins: a child's threshold is what the target's probability of its token must be above.
 """
@@ -199,7 +200,7 @@ def _chain(
     """The thresholds of children that are tried one after the other, as long as all are rejected; None if skipped.
 
     log_target, log_draft: [V]; without log_draft each child is a point mass. The names are those of the formula in
-    `heavypath.kernels.residual`.
+    `heavypath.kernels.verifying.residual`.
     """
     thresholds: list[float | None] = []
     p = np.exp(log_target)

@@ -22,7 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.distributions import (
+from heavypath.kernels.filter_cuts import filter_cuts
+from heavypath.kernels.filtering import Filters, raised
+from heavypath.kernels.nodes import Nodes
+from heavypath.kernels.noise import Noise, Stream, philox_words, seed_arguments, seed_words
+from heavypath.kernels.sharing import LOOKS, OVER, counters, find_open, helpers, leave, take_chunk
+from heavypath.kernels.tickets import is_last, tickets
+from heavypath.kernels.verifying.distributions import (
     CHUNK,
     FACTS,
     LANES,
@@ -36,14 +42,8 @@ from heavypath.kernels.distributions import (
     stored_sides,
     sum_pieces,
 )
-from heavypath.kernels.filter_cuts import filter_cuts
-from heavypath.kernels.filtering import Filters, raised
-from heavypath.kernels.k_seq import try_k_seq
-from heavypath.kernels.nodes import Nodes
-from heavypath.kernels.noise import Noise, Stream, philox_words, seed_arguments, seed_words
-from heavypath.kernels.residual import try_chain
-from heavypath.kernels.sharing import LOOKS, OVER, counters, find_open, helpers, leave, take_chunk
-from heavypath.kernels.tickets import is_last, tickets
+from heavypath.kernels.verifying.k_seq import try_k_seq
+from heavypath.kernels.verifying.residual import try_chain
 
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 

@@ -28,8 +28,8 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from heavypath.kernels.distributions import NONE, shared_sum
 from heavypath.kernels.filtering import LOWEST
+from heavypath.kernels.verifying.distributions import NONE, shared_sum
 
 
 @np.errstate(all="ignore")

@@ -26,7 +26,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from heavypath.kernels.distributions import NONE, shared_sum
+from heavypath.kernels.verifying.distributions import NONE, shared_sum
 
 SEARCH_STEPS = tl.constexpr(12)  # of the search for g
 

@@ -21,8 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.decision import Decided, ranks_of
-from heavypath.kernels.distributions import (
+from heavypath.kernels.filtering import Filters, raised
+from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
+from heavypath.kernels.sampling_kernel import NEVER, pack, unpack
+from heavypath.kernels.tickets import is_last, tickets
+from heavypath.kernels.verifying.decision import Decided, ranks_of
+from heavypath.kernels.verifying.distributions import (
     CHUNK,
     FACTS,
     LANES,
@@ -34,11 +39,6 @@ from heavypath.kernels.distributions import (
     stored_sides,
     without,
 )
-from heavypath.kernels.filtering import Filters, raised
-from heavypath.kernels.nodes import Nodes, Verified
-from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
-from heavypath.kernels.sampling_kernel import NEVER, pack, unpack
-from heavypath.kernels.tickets import is_last, tickets
 
 _TARGET = tl.constexpr(int(Stream.TARGET))
 _LOG_2 = tl.constexpr(math.log(2))
