@@ -15,6 +15,7 @@ from heavypath.kernels.typical.acceptance import Typical
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
+from heavypath.speculative.drafts import Draft, law_count
 from heavypath.speculative.trees.planning import Acceptance, sequoia_tree
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -127,6 +128,15 @@ class Method:
     def independent_sequences(self) -> bool:
         """Whether the tree is a few sequences that are drawn independently, from the root on."""
         return self.tree_of is _sequences
+
+    @property
+    def takes_several_laws(self) -> bool:
+        """Whether siblings may be drawn from different distributions, as those of a `Merge` are.
+
+        They are weighed each against its own, or against none; and which draft draws a node is known beforehand.
+        """
+        known = isinstance(self.tree_of(8), TokenTree)
+        return self.verification in ("with_replacement", "target_sample") and known
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -273,3 +283,25 @@ METHODS = {
     "typical-lossy": Method("top_k", "typical", _planned),
 }
 LOSSLESS_METHODS = tuple(name for name, method in METHODS.items() if method.is_lossless)
+
+
+def check_laws(method: str, draft: Draft, *, own_verifier: bool) -> None:
+    """Raise ValueError for a draft whose siblings have several distributions where these cannot be verified."""
+    laws = law_count(draft)
+    if laws > 1 and own_verifier:
+        raise ValueError(
+            f"a verifier of your own is told one distribution after each node, and a Merge has {laws} after the root; "
+            "leave the verifier out, or take Mixture for Merge"
+        )
+    if laws > 1 and not METHODS[method].takes_several_laws:
+        taking = ", ".join(name for name, each in METHODS.items() if each.takes_several_laws)
+        raise ValueError(
+            f"method {method!r} draws all children of a node from one distribution, and a Merge has {laws} after the "
+            f"root; take one of {taking}, or Mixture for Merge"
+        )
+
+
+def check_independent(method: str, verification: str, draft: Draft | None) -> None:
+    """Raise ValueError for a verification that does not take a draft's likeliest tokens, draws at temperature 0."""
+    if verification == "kseq" or (verification == "with_replacement" and law_count(draft) > 1):
+        raise ValueError(f"method {method!r} needs draft_temperature > 0 where it samples, got 0")
