@@ -7,12 +7,14 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from test_verification_kernel import DEVICE
+from test_mutations import mutated
+from test_verification_kernel import DEVICE, mutant
 
 from heavypath.kernels import verification
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
+from heavypath.kernels.verifying import laws
 from heavypath.kernels.verifying.laws import laws_chain
 from heavypath.kernels.verifying.residual import residual_chain
 from heavypath.speculative.trees.tree import TokenTree
@@ -127,6 +129,7 @@ def test_laws_that_are_all_one_are_the_chain_of_one_law():
     np.testing.assert_allclose(weights, expected_weights, atol=1e-12)
 
 
+NEAR = Fraction(1, 100_000)  # how near to a threshold coins are tossed, on both sides
 # A tree of two levels over two or three tokens. Node i was drawn from row ROWS[i] of LAWS, given the token above.
 TREES = {
     "two drafts": (TokenTree([-1, 0, 0, 1, 2]), [0, 0, 5, 1, 2], 3),
@@ -154,9 +157,9 @@ def every_case(tree, rows, vocab, target, drafts):
                 return
             if reach * threshold:
                 equal = {node for node in order if tokens[node] == tokens[child]}
-                yield reach * threshold, coins | {child: threshold / 2}, child, equal, None
+                yield reach * threshold, coins | {child: threshold * (1 - NEAR)}, child, equal, None
             reach *= 1 - threshold
-            coins = coins | {child: (1 + threshold) / 2}
+            coins = coins | {child: threshold + (1 - threshold) * NEAR}
         if reach:
             yield reach, coins, last, set(), residual if order else target(tokens[last])
 
@@ -176,12 +179,13 @@ def every_case(tree, rows, vocab, target, drafts):
                 yield further, tokens, more, tokens[node], second
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_two_consecutive_tokens_of_a_whole_tree_have_exactly_the_targets_law(name, monkeypatch):
-    """verify_tree is given each draw with coins on each side of the oracle's thresholds; its keys are taken as laws."""
+def two_tokens(name, monkeypatch, module=verification):
+    """The joint law of two consecutive tokens of a tree, by verify_tree of a module, and as it must be: [V, V] each.
+
+    verify_tree is given each draw, with coins near both sides of the oracle's thresholds; its keys are taken as laws.
+    """
     tree, rows, vocab = TREES[name]
-    chosen = random.Random(name)
-    made = {}
+    chosen, made = random.Random(name), {}
 
     def table(*key):
         return made.setdefault(key, law([chosen.randint(1, 6) for _ in range(vocab)]))
@@ -194,14 +198,6 @@ def test_two_consecutive_tokens_of_a_whole_tree_have_exactly_the_targets_law(nam
 
     cases = [*every_case(tree, rows, vocab, target, drafts)]
     assert sum(case[0] for case in cases) == 1
-    joint = {pair: Fraction(0) for pair in product(range(vocab), repeat=2)}
-    for chance, _, _, first, second in cases:
-        for token in range(vocab):
-            for after in range(vocab):
-                one = (second[token] if first is None else Fraction(int(token == first))) * chance
-                joint[token, after] += one * (target(token)[after] if first is None else second[after])
-    assert joint == {(one, two): target(0)[one] * target(one)[two] for one, two in joint}
-
     tokens = torch.tensor([case[1] for case in cases])
     coins = np.array([[float(case[2].get(node, 0.5)) for node in range(len(tree))] for case in cases])
     above = {row: node for node, row in zip(tree.parents.tolist()[1:], rows[1:], strict=True)}
@@ -214,26 +210,59 @@ def test_two_consecutive_tokens_of_a_whole_tree_have_exactly_the_targets_law(nam
         taken.extend(np.exp(keys))
         return np.arange(len(taken) - len(keys), len(taken))
 
-    monkeypatch.setattr(verification, "coins", lambda seed, row, rank: coins)
-    monkeypatch.setattr(verification, "gumbels", lambda seed, stream, row, vocab: np.zeros((len(row), vocab)))
-    monkeypatch.setattr(verification, "best_token", keeping)
-    verified = verify_tree(
+    monkeypatch.setattr(module, "coins", lambda seed, row, rank: coins)
+    monkeypatch.setattr(module, "gumbels", lambda seed, stream, row, vocab: np.zeros((len(row), vocab)))
+    monkeypatch.setattr(module, "best_token", keeping)
+    verified = module.verify_tree(
         tokens, tree.parents, logits, draft, method="with_replacement", ranks=tree.ranks, laws=torch.tensor(rows)
     )
-    seen = np.zeros((vocab, vocab))
+
+    def joint(first, second, law_of_next):
+        """Of one case: its known tokens or None, and the law of the token behind them."""
+        table = np.zeros((vocab, vocab))
+        for one, two in product(range(vocab), repeat=2):
+            now = float(law_of_next[one]) if first is None else float(one == first)
+            then = target(one)[two] if first is None else law_of_next[two] if second is None else two == second
+            table[one, two] = now * float(then)
+        return table
+
+    ours, oracles = np.zeros((2, vocab, vocab))
     for case, path, length, kept in zip(cases, *(field.tolist() for field in verified), strict=True):
-        after = taken[kept] / taken[kept].sum()
-        accepted = [case[1][node] for node in path[1 : length + 1]]
-        for first, second in product(range(vocab), repeat=2):
-            sure = [*accepted, None, None]
-            one = after[first] if sure[0] is None else float(sure[0] == first)
-            if sure[0] is None:
-                two = float(target(first)[second])
-            else:
-                two = after[second] if sure[1] is None else float(sure[1] == second)
-            seen[first, second] += float(case[0]) * one * two
-    expected = np.array([[float(joint[one, two]) for two in range(vocab)] for one in range(vocab)])
-    np.testing.assert_allclose(seen, expected, atol=1e-6)
+        chance, drawn, _, first, last = case
+        accepted = [drawn[node] for node in path[1 : length + 1]]
+        ours += float(chance) * joint(*[*accepted, None, None][:2], taken[kept] / taken[kept].sum())
+        oracles += float(chance) * joint(first, None, last)
+    right = np.array([[float(target(0)[one] * target(one)[two]) for two in range(vocab)] for one in range(vocab)])
+    np.testing.assert_allclose(oracles, right, atol=1e-12)
+    return ours, right
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_two_consecutive_tokens_of_a_whole_tree_have_exactly_the_targets_law(name, monkeypatch):
+    np.testing.assert_allclose(*two_tokens(name, monkeypatch), atol=1e-6)
+
+
+BUGS = {
+    "S is not carried on": (laws, "more if taken is None else taken + more", "more"),
+    "Q is not multiplied by F": (laws, "np.where(rejected, total, 0)", "np.where(rejected, 1.0, 0)"),
+    "a threshold is not divided by F": (laws, "/ total * np.exp2(-log_q)", "* np.exp2(-log_q)"),
+    "the recovered token comes from the target": (laws, "total[:, None] > 0, residual", "total[:, None] > 9, residual"),
+    "each child is weighed against its parent's law": (verification, "own = law[sequence[inner, None]",
+                                                       "own = above[np.arange(len(inner))[:, None]"),
+    "all children are weighed against the law of the first": (verification, "own = np.where(tried >= 0, own",
+                                                              "own = np.where(tried < 0, own"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_of_the_reference_is_found(name, monkeypatch):
+    module, original, replacement = BUGS[name]
+    copy = mutated(module, original, replacement)
+    if module is laws:
+        monkeypatch.setattr(verification, "laws_chain", copy.laws_chain)
+    used = copy if module is verification else verification
+    both = [two_tokens(tree, monkeypatch, used) for tree in ("two drafts", "three children of two drafts")]
+    assert max(abs(ours - right).max() for ours, right in both) > 1e-3
 
 
 class Problem:
@@ -311,16 +340,19 @@ class Problem:
         return all(torch.equal(kernel, reference) for kernel, reference in both)
 
 
-@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 100), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 100), marks=pytest.mark.slow)])
 def test_the_kernel_accepts_what_the_reference_accepts_in_random_trees(seeds):
     differ = [seed for seed in seeds if not Problem(seed).agrees()]
     assert not differ
 
 
+def unfiltered(seed: int, vocab_size: int = 5) -> Problem:
+    return Problem(seed, vocab_size=vocab_size, filters=(PLAIN, PLAIN))
+
+
 def test_several_tiles_views_and_shallow_walks_agree():
-    for seed in (3, 4):
-        assert Problem(seed, vocab_size=5_001, filters=(PLAIN, PLAIN)).agrees()
-    problem = Problem(5, vocab_size=7)
+    assert unfiltered(3, vocab_size=5_001).agrees()
+    problem = unfiltered(5, vocab_size=7)
     for depth in (0, 1):
         assert problem.agrees(max_depth=depth)
     assert problem.agrees(rows=torch.arange(problem.tokens.numel()).view_as(problem.tokens) + (5 << 33), ranks=None)
@@ -330,22 +362,39 @@ def test_several_tiles_views_and_shallow_walks_agree():
     assert problem.agrees(seed=torch.tensor(-(2**40) - 3))
 
 
+KERNEL_BUGS = {
+    "S is not carried on": ("tl.where(rejected > 0, V, 0)", "0 * V"),
+    "Q is not multiplied by F": ("DRAFT_FILTERED) + log_over)", "DRAFT_FILTERED))"),
+    "a threshold is not divided by F": ("0.0) / over", "0.0)"),
+    "a threshold knows nothing of S": ("log_s = tl.load(taken_ptr + token", "unused = tl.load(taken_ptr + token"),
+    "the numbers of the first law stay": ("if this_law != law_before:", "if law_before < 0:"),
+    "the recovered token comes from the target": ("tl.where(rejected > 0, 0.0, ", "tl.where(rejected > 99, 0.0, "),
+    "rank is ignored": ("tl.where(child, rank * N + index, NONE)", "tl.where(child, index, NONE)"),
+}
+
+
+@pytest.mark.usefixtures("interpreter")  # which needs no compiler for each bug, and ends
+@pytest.mark.parametrize("name", [
+    name if name == "S is not carried on" else pytest.param(name, marks=pytest.mark.slow) for name in KERNEL_BUGS
+])  # fmt: skip
+def test_a_bug_of_the_kernel_is_found(name, tmp_path, monkeypatch):
+    copy = mutant(tmp_path, laws, *KERNEL_BUGS[name], "mutant")
+    monkeypatch.setattr(verification, "decide_by_laws", copy.decide_by_laws)
+    assert not all(unfiltered(seed).agrees() for seed in range(40))
+
+
 def test_rows_without_a_distribution_are_flagged_by_the_kernel_and_refused_by_the_reference():
     tokens, parents, rows = torch.tensor([[0, 1, 2]] * 2), torch.tensor([-1, 0, 0]), torch.tensor([0, 3, 4])
     target, draft = torch.tensor([0.0, -3.0, 0.0]).expand(2, 3, 3), torch.zeros(2, 5, 3)
     for bad in (torch.nan, torch.inf, -torch.inf):
         draft[1, 4] = bad  # asked for where the first child, token 1, is rejected
-        choices = set()
-        for seed in range(6):
-            options = {"method": "with_replacement", "laws": rows, "seed": seed}
-            given = [tensor.to(DEVICE) for tensor in (tokens, parents, target, draft, rows)]
-            verified = verify_tree(*given[:4], **options | {"laws": given[4]}, impl="triton")
-            choices.add(tuple(verified.next_token.tolist()))
-            if int(verified.next_token[1]) == -1:
-                with pytest.raises(ValueError, match=r"draft_logits .* \[1, 4\] has"):
-                    verify_tree(tokens, parents, target, draft, **options, impl="torch")
-        assert all(first >= 0 for first, _ in choices)
-        assert any(second == -1 for _, second in choices)
+        options = {"method": "with_replacement", "laws": rows, "seed": 1}
+        given = [tensor.to(DEVICE) for tensor in (tokens, parents, target, draft, rows)]
+        verified = verify_tree(*given[:4], **options | {"laws": given[4]}, impl="triton")
+        assert int(verified.next_token[0]) >= 0
+        assert verified.next_token[1] == -1
+        with pytest.raises(ValueError, match=r"draft_logits .* \[1, 4\] has"):
+            verify_tree(tokens, parents, target, draft, **options, impl="torch")
 
 
 GOOD = {
