@@ -106,6 +106,7 @@ def _normalized(side, V, token, FILTERED: tl.constexpr):
 @triton.jit
 def _take(target, draft, taken_ptr, over, rejected, V, FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr):
     """Add F Q to S, of which log2 is stored; returns the next F. rejected: children, so whether there is an S."""
+    tl.debug_barrier()  # before it, other threads have loaded what is stored anew
     log_over = tl.log2(over)
     stored = tl.where(rejected > 0, V, 0)
     left = tl.zeros([LANES], tl.float32)
@@ -119,7 +120,7 @@ def _take(target, draft, taken_ptr, over, rejected, V, FILTERED: tl.constexpr, D
         left += tl.sum(tl.maximum(tl.exp2(log_prob(target, x, token, FILTERED)) - taken, 0.0), 1)
         log_taken = tl.where(taken > 0, tl.log2(tl.maximum(taken, 2.0**-126)), float("-inf"))
         tl.store(taken_ptr + token, log_taken, mask=here)
-    tl.debug_barrier()  # what other threads have stored is loaded after it
+    tl.debug_barrier()  # behind it, they load what is stored
     return tl.sum(left)
 
 
