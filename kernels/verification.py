@@ -94,10 +94,11 @@ def verify_tree(
                    seed an integer or a LongTensor [] on the logits' device, which kernels read when they run. Coins,
                    recovered and bonus tokens use streams of their own, so children may have been drawn with the same
                    (seed, rows); a race needs that. Each step must have fresh rows or a fresh seed.
-    laws:          LongTensor[N] or [B, N], the row of draft_logits that each node was drawn from (default: the one of
-                   its parent), for "with_replacement" with draft_temperature > 0. draft_logits may then be [B, M, V]
-                   with M >= N, and no row needs to be a node's own. Each node's draw needs noise that no sibling of
-                   another law was drawn with. What it says of the root means nothing
+    laws:          LongTensor[N] or [B, N], the row of draft_logits that each node was drawn from, where siblings were
+                   drawn from different ones (default: the row of its parent); for "with_replacement" with
+                   draft_temperature > 0. draft_logits may then have more rows than there are nodes, [B, M, V]; and
+                   draws from different ones must be independent, each with a row of noise of its own. What it says of
+                   the root means nothing
     impl:          "triton" is two launches, without host synchronisation where max_depth is given; it takes fp32, fp16
                    or bf16 logits, CUDA tensors, or any tensors under Triton's interpreter. "torch" takes anything.
                    "auto" is triton for CUDA tensors, else torch. Both accept the same nodes, except where a coin is

@@ -240,8 +240,8 @@ METHODS = {
     "chain": Method("without_replacement", "without_replacement", _chain),
     # Miao et al. 2023, "SpecInfer: Accelerating Generative Large Language Model Serving with Tree-based Speculative
     # Inference and Verification" (arXiv 2305.09781): multi-step speculative sampling. The paper's trees branch below
-    # some of the levels, with one draft model or with several; three sequences from the root on are a choice of ours,
-    # and `tree` takes any other.
+    # some of the levels, with one draft model or with several, which are a `Merge`; three sequences from the root on
+    # are a choice of ours, and `tree` takes any other.
     "specinfer": Method("with_replacement", "with_replacement", _sequences),
     # Sun, Suresh, Ro, Beirami, Jain and Yu 2023, "SpecTr: Fast Speculative Decoding via Optimal Transport"
     # (arXiv 2310.15141): independent sequences, K-SEQ. That they are three is a choice of ours.

@@ -50,12 +50,12 @@ def chosen_tree(
     tree = tree_of_options(method, given, size, levels) if given or default is None else default
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
-    children = int((tree.parents == 0).sum()) if isinstance(tree, TokenTree) else tree.width
-    if children < law_count(draft) > 1:
-        raise ValueError(
-            f"a Merge of {law_count(draft)} drafts needs a tree whose root has a child for each of them, got "
-            f"{children}; give a tree, a larger tree_size, or width={law_count(draft)} where the method has it"
-        )
+        drafts, children = law_count(draft), int((tree.parents == 0).sum())
+        if children < drafts > 1:
+            raise ValueError(
+                f"a Merge of {drafts} drafts needs a tree whose root has a child for each of them, got {children}; "
+                f"give a tree, a larger tree_size, or width={drafts} where the method has it"
+            )
     return tree, "by the options given" if given else chosen_by
 
 

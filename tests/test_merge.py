@@ -287,7 +287,7 @@ def test_what_takes_no_merge_says_so(target, small):
         Merge([Merge(small), small[0]]),
         Cascade([Merge(small), small[0]], [1, 1]),
     ):
-        with pytest.raises(ValueError, match="a Merge has paths of its own, and is no part of another draft"):
+        with pytest.raises(ValueError, match="a Merge has paths of its own, and is no part of a "):
             SpeculativeDecoder(target, outer, "specinfer")
     with pytest.raises(ValueError, match="a verifier of your own is told one distribution after each node"):
         SpeculativeDecoder(target, Merge(small), "specinfer", verifier=lambda *given, **options: None)

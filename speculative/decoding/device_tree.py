@@ -66,20 +66,15 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device, drafts: int 
     tree, whole_numbers = whole.truncated(depth)
     mask, size, levels = tree.mask(), len(tree), []
     further = drafts - 1 if tree.depth else 0
-    below_root = mask & (tree.depths == 1)  # the child of the root that each node is, or is below of
-    draft = (below_root * (tree.ranks % drafts)).sum(1)
+    draft = ((mask & (tree.depths == 1)) * (tree.ranks % drafts)).sum(1)  # that of the root's child above each node
     for level in range(tree.depth):
         children = (tree.depths == level + 1).nonzero()[:, 0]
         nodes, parent = tree.parents[children].unique(return_inverse=True)
-        laws, picked, law, draw = (
-            nodes,
-            draft[nodes] * len(nodes) + torch.arange(len(nodes)),
-            parent,
-            tree.ranks[children],
-        )
-        if level == 0 and further:
-            laws = torch.cat([nodes, size + torch.arange(further)])
-            picked, law, draw = torch.arange(drafts), draw % drafts, draw // drafts
+        laws, law, draw = nodes, parent, tree.ranks[children]
+        picked = draft[nodes] * len(nodes) + torch.arange(len(nodes))
+        if level == 0:
+            laws, picked = torch.cat([nodes, size + torch.arange(further)]), torch.arange(drafts)
+            law, draw = draw % drafts, draw // drafts
         most_children = int(draw.max()) + 1
         levels.append(
             Level(

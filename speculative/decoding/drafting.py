@@ -38,21 +38,18 @@ def draft_tree(
     tokens left to write.
     """
     batch = len(state.root)
-    joins = rules.replacement and tree.laws is None  # of several drafts each node has a law of its own
+    joins = rules.replacement and tree.laws is None  # of several drafts each child is weighed against its own law
     trees = _blank(state, noise_rows[:, : len(tree)], tree, joins)
     feed, level_noise = root_feed(state, visible_rows, len(tree), len(tree.levels)), noise_rows[:, :1]
     logits = fed = None
     for depth, level in enumerate(tree.levels):
         if fed is not None:
             feed, level_noise = feed_of(fed, state, visible_rows + len(tree), level.mask, depth), fed.noise_rows
-        after = draft(feed, cache)
+        after = draft(feed, cache)  # [B, l, V], once those of each node's own draft are picked
         if level.picked is None:
-            after = after[:, -len(level.given.nodes) :]  # [B, n, V]
+            after = after[:, -len(level.laws) :]
         else:
-            after, level_noise = (
-                after.index_select(1, level.picked),
-                noise_rows.index_select(1, level.laws),
-            )  # [B, l, V]
+            after, level_noise = after.index_select(1, level.picked), noise_rows.index_select(1, level.laws)
         if joins and depth > 0:
             # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because it is a
             # user's own. The first of them is taken for both.

@@ -57,7 +57,7 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
     if isinstance(draft, Several):
         parts = [as_draft(part, target, model) for part in draft.drafts]
         if any(isinstance(part, MergeDraft) for part in parts):
-            raise ValueError(f"a Merge has paths of its own, and is no part of another draft, got one in {draft!r}")
+            raise ValueError(f"a Merge has paths of its own, and is no part of a {type(draft).__name__}")
         if isinstance(draft, Merge):
             return MergeDraft(parts, target.device)
         if isinstance(draft, Cascade):
