@@ -294,6 +294,34 @@ def verification_cases() -> dict[str, Callable[[], None]]:
     }
 
 
+def verification_by_laws(dtype: str, nodes: int, vocabulary: int, **options) -> None:
+    from heavypath.kernels.verification import verify_tree
+
+    logits = on_gpu(torch.empty(1, nodes + 1, vocabulary, dtype=DTYPES[dtype]))
+    tokens, parents = on_gpu(torch.zeros(1, nodes, dtype=torch.long)), on_gpu(torch.arange(-1, nodes - 1))
+    verify_tree(
+        tokens, parents, logits[:, :nodes], logits, method="with_replacement", laws=tokens, max_depth=8,
+        impl="triton", **options,
+    )  # fmt: skip
+
+
+def laws_cases() -> dict[str, Callable[[], None]]:
+    filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
+    cases = [
+        ("bf16", 64, 128256, {"seed": SEED}),
+        ("fp32", 2048, 32000, {}),
+        ("fp16", 64, 999, {}),
+        ("bf16", 2, 1, {}),  # sizes of 1, which Triton takes for constants
+        ("bf16", 64, 32000, filters | {"seed": SEED}),
+    ]
+    return {
+        named("laws", dtype, f"{nodes} nodes", f"V{vocabulary}", **options): partial(
+            verification_by_laws, dtype, nodes, vocabulary, **options
+        )
+        for dtype, nodes, vocabulary, options in cases
+    }
+
+
 def accepting_typical(dtype: str, nodes: int, vocabulary: int, **options) -> None:
     from heavypath.kernels.typical.acceptance import accept_typical
 
@@ -344,6 +372,7 @@ CASES = {
         for nodes, windowed in ((32, False), (2048, True))
     },
     **verification_cases(),
+    **laws_cases(),
     **typical_cases(),
     **sampling_cases(),
     **attention_cases(),

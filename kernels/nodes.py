@@ -25,6 +25,17 @@ class Nodes(NamedTuple):
         return Nodes(self.tokens, self.parents.expand_as(self.tokens), ranks)
 
 
+class Laws(NamedTuple):
+    """What the nodes of a tree were drawn from, where siblings were drawn from different distributions.
+
+    logits: [B, M, V]; rows that no node was drawn from are never read
+    rows:   LongTensor[N] or [B, N], which of them each node was drawn from; what it says of the root means nothing
+    """
+
+    logits: Tensor
+    rows: Tensor
+
+
 class Verified(NamedTuple):
     """What one verification accepted.
 
@@ -57,6 +68,32 @@ def check_logits(name: str, logits: Tensor, batch: int, nodes: int) -> None:
         or logits.shape[2] == 0
     ):
         raise ValueError(f"{name} must be floating point [{batch}, {nodes}, V], got {logits.dtype} {[*logits.shape]}")
+
+
+def check_draft_logits(draft_logits: Tensor, target_logits: Tensor, laws: Tensor | None) -> None:
+    """Raise ValueError unless they fit the target's logits [B, N, V]; with laws they may have more rows."""
+    batch, nodes, vocab_size = target_logits.shape
+    if laws is None:
+        check_logits("draft_logits", draft_logits, batch, nodes)
+        if draft_logits.shape != target_logits.shape:
+            raise ValueError(
+                f"draft_logits must have target_logits' shape {[*target_logits.shape]}, got {[*draft_logits.shape]}"
+            )
+        return
+    given = draft_logits.shape
+    fits = draft_logits.is_floating_point() and len(given) == 3 and (given[0], given[2]) == (batch, vocab_size)
+    if not fits or given[1] < nodes:
+        raise ValueError(
+            f"with laws draft_logits must be floating point [{batch}, M, {vocab_size}] with M >= {nodes}, "
+            f"got {draft_logits.dtype} {[*given]}"
+        )
+
+
+def check_law_values(laws: Tensor, count: int) -> None:
+    """Raise ValueError for rows of `Laws` on a CPU, [B, N], that are not below `count`."""
+    below = laws[:, 1:].numpy()
+    if below.min(initial=0) < 0 or below.max(initial=0) >= count:
+        raise ValueError(f"laws must be in [0, {count}), got {below.min()} .. {below.max()}")
 
 
 def check_values(tokens: Tensor, parents: Tensor, ranks: Tensor | None, rows: Tensor | None, vocab_size: int) -> None:

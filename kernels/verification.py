@@ -17,6 +17,9 @@ Then a walk goes down from the root, and draws a recovered or bonus token where 
 which independent draws may give, have equal contexts. So once their token is accepted, the children of all of them are
 candidates.
 
+Where siblings were drawn from different distributions (SpecInfer with several drafts), `laws` says what
+"with_replacement" then is.
+
 On a GPU a first launch decides for all nodes at once (`decision`, or `gumbel_topk` for one token per node), and a
 second one walks (`walk`).
 """
@@ -27,13 +30,24 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores
 from heavypath.kernels.implementation import check_can_launch, choose_impl
-from heavypath.kernels.nodes import Nodes, Verified, check_logits, check_values, per_sequence, tree_depth
+from heavypath.kernels.nodes import (
+    Laws,
+    Nodes,
+    Verified,
+    check_draft_logits,
+    check_law_values,
+    check_logits,
+    check_values,
+    per_sequence,
+    tree_depth,
+)
 from heavypath.kernels.noise import Noise, Stream, check_seed, coins, gumbels
 from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.sampling_kernel import launch_topk
 from heavypath.kernels.verifying.decision import Decided, decide
 from heavypath.kernels.verifying.distributions import best_token, log_probs, readable, used_rows
 from heavypath.kernels.verifying.k_seq import k_seq
+from heavypath.kernels.verifying.laws import LOGARITHMS, decide_by_laws, laws_chain
 from heavypath.kernels.verifying.residual import residual_chain
 from heavypath.kernels.verifying.walk import launch_walk
 
@@ -60,6 +74,7 @@ def verify_tree(
     draft_min_p: float | None = None,
     seed: int | Tensor = 0,
     rows: Tensor | None = None,
+    laws: Tensor | None = None,
     impl: str = "auto",
 ) -> Verified:
     """Walk down each sequence's drafted tree along the children that are accepted, and choose the token after the last.
@@ -79,6 +94,11 @@ def verify_tree(
                    seed an integer or a LongTensor [] on the logits' device, which kernels read when they run. Coins,
                    recovered and bonus tokens use streams of their own, so children may have been drawn with the same
                    (seed, rows); a race needs that. Each step must have fresh rows or a fresh seed.
+    laws:          LongTensor[N] or [B, N], the row of draft_logits that each node was drawn from, where siblings were
+                   drawn from different ones (default: the row of its parent); for "with_replacement" with
+                   draft_temperature > 0. draft_logits may then have more rows than there are nodes, [B, M, V]; and
+                   draws from different ones must be independent, each with a row of noise of its own. What it says of
+                   the root means nothing
     impl:          "triton" is two launches, without host synchronisation where max_depth is given; it takes fp32, fp16
                    or bf16 logits, CUDA tensors, or any tensors under Triton's interpreter. "torch" takes anything.
                    "auto" is triton for CUDA tensors, else torch. Both accept the same nodes, except where a coin is
@@ -94,6 +114,11 @@ def verify_tree(
         raise ValueError(f"temperature 0 needs method 'greedy', got {method!r}")
     if method == "kseq" and draft_filters.temperature == 0:
         raise ValueError("method 'kseq' needs draft_temperature > 0: its children are independent draws; got 0")
+    if laws is not None and (method != "with_replacement" or draft_filters.temperature == 0):
+        raise ValueError(
+            "laws are for method 'with_replacement' with draft_temperature > 0; "
+            f"got method {method!r} with draft_temperature {draft_filters.temperature:g}; leave laws out"
+        )
     impl = choose_impl("verify_tree", impl, tokens)
 
     if tokens.dim() != 2 or tokens.dtype != torch.long or tokens.shape[1] == 0:
@@ -104,21 +129,19 @@ def verify_tree(
     if method in DRAFT_AWARE and nodes > 1:
         if draft_logits is None:
             raise ValueError(f"method {method!r} needs draft_logits, got None")
-        check_logits("draft_logits", draft_logits, batch, nodes)
-        if draft_logits.shape != target_logits.shape:
-            raise ValueError(
-                f"draft_logits must have target_logits' shape {[*target_logits.shape]}, got {[*draft_logits.shape]}"
-            )
+        check_draft_logits(draft_logits, target_logits, laws)
     draft_logits = draft_logits if method in DRAFT_AWARE and nodes > 1 else None
     if rows is not None and (rows.shape != tokens.shape or rows.dtype != torch.long):
         raise ValueError(f"rows must be a LongTensor {[batch, nodes]}, got {rows.dtype} {[*rows.shape]}")
     ranks = None if ranks is None else per_sequence("ranks", ranks, batch, nodes)
+    laws = None if laws is None else per_sequence("laws", laws, batch, nodes)
     tensors = {
         "parents": parents,
         "target_logits": target_logits,
         "draft_logits": draft_logits,
         "ranks": ranks,
         "rows": rows,
+        "laws": laws,
     }
     for name, value in tensors.items():
         if value is not None and value.device != tokens.device:
@@ -133,6 +156,8 @@ def verify_tree(
         check_can_launch(tokens)
     if tokens.device.type == "cpu":
         check_values(tokens, parents, ranks, rows, target_logits.shape[-1])
+        if laws is not None and draft_logits is not None:
+            check_law_values(laws, draft_logits.shape[1])
     depth = tree_depth(parents) if max_depth is None else max_depth
     if depth < 0:
         raise ValueError(f"max_depth must be at least 0, got {max_depth}")
@@ -142,7 +167,7 @@ def verify_tree(
     return run(
         Nodes(tokens, parents, ranks),
         target_logits,
-        draft_logits,
+        draft_logits if laws is None or draft_logits is None else Laws(draft_logits, laws),
         method=method,
         max_depth=depth,
         target_filters=target_filters,
@@ -154,7 +179,7 @@ def verify_tree(
 def verify_unchecked(
     nodes: Nodes,
     target_logits: Tensor,
-    draft_logits: Tensor | None,
+    draft_logits: Tensor | Laws | None,
     *,
     method: str,
     max_depth: int,
@@ -165,7 +190,8 @@ def verify_unchecked(
     """`verify_tree` without its checks, which cost a decoder on a CPU about 20% of its time.
 
     target_logits, draft_logits: [B, N, V]; draft_logits is None for a method that is not in DRAFT_AWARE, and for trees
-    of a root alone. noise.rows: LongTensor[B, N]. The rest as `verify_tree`; impl is "auto".
+    of a root alone, and `Laws` where siblings were drawn from different distributions. noise.rows: LongTensor[B, N].
+    The rest as `verify_tree`; impl is "auto".
     """
     run = _launch if choose_impl("verify_unchecked", "auto", nodes.tokens) == "triton" else _reference
     return run(
@@ -184,7 +210,7 @@ def verify_unchecked(
 def _reference(
     nodes: Nodes,
     target_logits: Tensor,
-    draft_logits: Tensor | None,
+    draft_logits: Tensor | Laws | None,
     *,
     method: str,
     max_depth: int,
@@ -206,6 +232,9 @@ def _reference(
     token, parent, rank = (field.cpu().numpy() for field in (tokens, parents, ranks))
     row = np.arange(batch * count).reshape(batch, count) if noise.rows is None else noise.rows.cpu().numpy()
     index, every = np.arange(count), np.arange(batch)[:, None]
+    law = None
+    if isinstance(draft_logits, Laws):
+        draft_logits, law = draft_logits.logits, draft_logits.rows.expand(batch, -1).cpu().numpy()
     target, draft = readable(target_logits), None if draft_logits is None else readable(draft_logits)
     above = np.maximum(parent, 0)
     present = (parent >= 0) & (token >= 0)
@@ -237,13 +266,18 @@ def _reference(
             inner = offered.nonzero()[0]
             if len(inner):
                 assert draft is not None
-                log_draft = None
-                if draft_filters.temperature > 0:
+                log_draft, tried, their_coins = None, drawn[inner], coin[here, children][inner]
+                if draft_filters.temperature > 0 and law is None:
                     first = above[inner, children[inner, 0]]  # of equal siblings, one that has children
                     draft_row, largest = used_rows(draft, "draft", sequence[inner], first, checked)
                     log_draft = log_probs(draft_row, largest, draft_filters)
-                tried, their_coins = drawn[inner], coin[here, children][inner]
-                if method == "kseq":
+                if law is not None:
+                    own = law[sequence[inner, None], children[inner]]  # [A', K]
+                    own = np.where(tried >= 0, own, own[:, :1])
+                    used = (used_rows(draft, "draft", sequence[inner], one, checked) for one in own.T)
+                    log_laws = (log_probs(rows, largest, draft_filters) for rows, largest in used)
+                    choice[inner], recovered = laws_chain(log_target[inner], log_laws, tried, their_coins)
+                elif method == "kseq":
                     assert log_draft is not None
                     choice[inner], recovered = k_seq(log_target[inner], log_draft, tried, their_coins)
                 else:
@@ -298,7 +332,7 @@ def _reference(
 def _launch(
     nodes: Nodes,
     target_logits: Tensor,
-    draft_logits: Tensor | None,
+    draft_logits: Tensor | Laws | None,
     *,
     method: str,
     max_depth: int,
@@ -313,8 +347,22 @@ def _launch(
     nodes = Nodes(tokens.contiguous(), parents, ranks)
     noise = Noise(noise.seed, None if noise.rows is None else noise.rows.contiguous())
     target = target_logits if target_logits.stride(2) == 1 else target_logits.contiguous()
+    rows = None
+    if isinstance(draft_logits, Laws):
+        draft_logits, rows = draft_logits.logits, draft_logits.rows.expand(tokens.shape)
     draft = draft_logits if draft_logits is None or draft_logits.stride(2) == 1 else draft_logits.contiguous()
-    if method in DRAFT_AWARE:
+    if rows is not None:
+        assert draft is not None
+        decided, draft = decide_by_laws(
+            nodes,
+            target,
+            Laws(draft, rows if rows.stride(1) == 1 else rows.contiguous()),
+            target_filters=target_filters,
+            draft_filters=draft_filters,
+            noise=noise,
+        )
+        draft_filters = LOGARITHMS
+    elif method in DRAFT_AWARE:
         decided = decide(
             nodes,
             target,

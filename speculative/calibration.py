@@ -44,11 +44,11 @@ from heavypath.speculative.drafts import (
     AnyDraft,
     Draft,
     as_draft,
-    extra_node_count,
     models_of,
     most_levels,
     parts_of,
     taps_of,
+    why_not_measured,
 )
 from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind
@@ -107,7 +107,7 @@ def calibrate(
         which a few rounds are timed in any case. What could not be measured well then has a larger error in the
         profile.
 
-    Raises ValueError for models that do not fit each other, for `Lookahead`, whose n-grams come of whole steps alone,
+    Raises ValueError for models that do not fit each other, for `Lookahead` and `Merge`, which need whole steps,
     for settings out of range, for a limit in which acceptance cannot be counted, and where the machine is so busy that
     the costs are noise.
     """
@@ -121,9 +121,9 @@ def calibrate(
     report = on_progress or (lambda line: None)
     forward = forward_of(target, "target")
     source = as_draft(draft, forward, target)
-    if extra_node_count(source):
+    if why_not := why_not_measured(source):
         raise ValueError(
-            f"acceptance is counted token by token, but the n-grams of {draft} come of a decoder's steps; "
+            f"acceptance is counted token by token, but {why_not}; "
             "give the decoder a tree or a tree_size in the place of a profile"
         )
     models = [forward, *models_of(source)]

@@ -38,7 +38,7 @@ from heavypath.speculative.decoding.stopping import checked_criteria
 from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, most_levels, proposes_every_token
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
-from heavypath.speculative.methods import METHODS
+from heavypath.speculative.methods import METHODS, check_independent, check_laws
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.host import host_can_read
@@ -177,6 +177,7 @@ class SpeculativeDecoder:
             if draft is None:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
             self._draft = as_draft(draft, self._target, target)
+            check_laws(method, self._draft, own_verifier=verifier is not None)
             models += models_of(self._draft)
         self.tree, self.tree_from = None, "by the profile"
         if self.profile is None:
@@ -427,8 +428,8 @@ class SpeculativeDecoder:
         draft_filters = self._draft_filters(target_filters)
         kind = self._method.kind(target_filters.temperature, draft_filters.temperature)
         verification = kind.verification if self._verifier is None else OWN
-        if verification == "kseq" and draft_filters.temperature == 0:
-            raise ValueError(f"method {self.method!r} needs draft_temperature > 0 where it samples, got 0")
+        if draft_filters.temperature == 0:
+            check_independent(self.method, verification, self._draft)
         tree = self.tree_for(target_filters)
         rules = Rules(
             replacement=kind.replacement,

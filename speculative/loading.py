@@ -13,10 +13,21 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import FOLDER, load_demo_pair
-from heavypath.speculative.drafts import Cascade, EarlyExit, Lookahead, Mixture, Modelless, PromptLookup, Retrieval
+from heavypath.speculative.drafts import (
+    Cascade,
+    EarlyExit,
+    Lookahead,
+    Merge,
+    Mixture,
+    Modelless,
+    PromptLookup,
+    Retrieval,
+    Several,
+)
 from heavypath.speculative.drafts.trained import TrainedHead, is_trained_head, load_trained_head
 
 DEMO_HEAD = "demo-head"  # names the shipped head
+MERGE = "merge:"  # before the drafts of a `Merge`
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -24,7 +35,7 @@ class Pair(NamedTuple):
     """Models in eval mode on one device, and the target's tokenizer. Without a draft only plain decoding works."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | TrainedHead | Modelless | Cascade | Mixture | None
+    draft: PreTrainedModel | TrainedHead | Modelless | Several | None
     tokenizer: PreTrainedTokenizerBase
 
     @property
@@ -48,7 +59,8 @@ def load_pair(
     target, draft: default the shipped pair. draft may also be an EAGLE head, "demo-head" the shipped one, or Medusa
         heads; or "prompt-lookup", "lookahead", "early-exit:LAYERS" or "retrieval:PATH", which need no model; PATH is a
         file that `Retrieval.save` wrote, or a text or a folder of texts. Or several of these: "demo-head+prompt-lookup"
-        is a `Mixture`, and "2*demo-head+4*prompt-lookup", with levels, a `Cascade`.
+        is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and "2*demo-head+4*prompt-lookup", with levels, a
+        `Cascade`.
     device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
         A head has its target's.
@@ -92,7 +104,7 @@ def load_draft(
     target: PreTrainedModel | Pair,
     target_name: str | None = None,
     dtype: torch.dtype | None = None,
-) -> PreTrainedModel | TrainedHead | Modelless | Cascade | Mixture:
+) -> PreTrainedModel | TrainedHead | Modelless | Several:
     """Load a draft for a target: a head or heads (EAGLE, Medusa) as published, or a model; from a folder or the cache.
 
     path_or_name: may also be "demo-head", "prompt-lookup", "lookahead", "early-exit:LAYERS", or for a pair
@@ -105,6 +117,8 @@ def load_draft(
     if parts := _parts(str(path_or_name)):
         drafts = [load_draft(part, target, target_name, dtype) for _, part in parts]
         levels = [int(count) for count, _ in parts if count]
+        if str(path_or_name).startswith(MERGE):
+            return Merge(drafts)
         return Cascade(drafts, levels) if levels else Mixture(drafts)
     name = str(FOLDER / "head") if path_or_name == DEMO_HEAD else str(path_or_name)
     if _check_modelless(name):
@@ -133,14 +147,17 @@ def _lacks_target(draft: str) -> ValueError:
 def _parts(draft: str) -> list[tuple[str, str]]:
     """The levels, if they are given, and the name of each draft of several; none if the text names one draft.
 
-    Raises ValueError if some have levels, and others have not.
+    Raises ValueError if some have levels, and others have not; and for a merge of one, or with levels.
     """
-    if "+" not in draft or Path(draft).expanduser().exists():
+    merges = draft.startswith(MERGE)
+    if ("+" not in draft and not merges) or Path(draft).expanduser().exists():
         return []
     parts: list[tuple[str, str]] = []
-    for part in draft.split("+"):
+    for part in draft.removeprefix(MERGE).split("+"):
         levels, star, name = part.partition("*")
         parts.append((levels, name) if star and levels.isdecimal() else ("", part))
+    if merges and (len(parts) == 1 or any(levels or not name for levels, name in parts)):
+        raise ValueError(f"expected drafts as in {MERGE}demo-head+prompt-lookup, got {draft!r}")
     if len({bool(levels) for levels, _ in parts}) > 1 or not all(name for _, name in parts):
         raise ValueError(
             f"expected drafts as in demo-head+prompt-lookup, or all with their levels, as in "

@@ -15,6 +15,7 @@ from heavypath.kernels.typical.acceptance import Typical
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
+from heavypath.speculative.drafts import Draft, law_count
 from heavypath.speculative.trees.planning import Acceptance, sequoia_tree
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -129,6 +130,15 @@ class Method:
         return self.tree_of is _sequences
 
     @property
+    def takes_several_laws(self) -> bool:
+        """Whether siblings may be drawn from different distributions, as those of a `Merge` are.
+
+        They are weighed each against its own, or against none; and which draft draws a node is known beforehand.
+        """
+        known = isinstance(self.tree_of(8), TokenTree)
+        return self.verification in ("with_replacement", "target_sample") and known
+
+    @property
     def options(self) -> tuple[str, ...]:
         """The parameters of `tree_of` besides the size."""
         return tuple(inspect.signature(self.tree_of).parameters)[1:]
@@ -230,8 +240,8 @@ METHODS = {
     "chain": Method("without_replacement", "without_replacement", _chain),
     # Miao et al. 2023, "SpecInfer: Accelerating Generative Large Language Model Serving with Tree-based Speculative
     # Inference and Verification" (arXiv 2305.09781): multi-step speculative sampling. The paper's trees branch below
-    # some of the levels, with one draft model or with several; three sequences from the root on are a choice of ours,
-    # and `tree` takes any other.
+    # some of the levels, with one draft model or with several, which are a `Merge`; three sequences from the root on
+    # are a choice of ours, and `tree` takes any other.
     "specinfer": Method("with_replacement", "with_replacement", _sequences),
     # Sun, Suresh, Ro, Beirami, Jain and Yu 2023, "SpecTr: Fast Speculative Decoding via Optimal Transport"
     # (arXiv 2310.15141): independent sequences, K-SEQ. That they are three is a choice of ours.
@@ -273,3 +283,25 @@ METHODS = {
     "typical-lossy": Method("top_k", "typical", _planned),
 }
 LOSSLESS_METHODS = tuple(name for name, method in METHODS.items() if method.is_lossless)
+
+
+def check_laws(method: str, draft: Draft, *, own_verifier: bool) -> None:
+    """Raise ValueError for a draft whose siblings have several distributions where these cannot be verified."""
+    laws = law_count(draft)
+    if laws > 1 and own_verifier:
+        raise ValueError(
+            f"a verifier of your own is told one distribution after each node, and a Merge has {laws} after the root; "
+            "leave the verifier out, or take Mixture for Merge"
+        )
+    if laws > 1 and not METHODS[method].takes_several_laws:
+        taking = ", ".join(name for name, each in METHODS.items() if each.takes_several_laws)
+        raise ValueError(
+            f"method {method!r} draws all children of a node from one distribution, and a Merge has {laws} after the "
+            f"root; take one of {taking}, or Mixture for Merge"
+        )
+
+
+def check_independent(method: str, verification: str, draft: Draft | None) -> None:
+    """Raise ValueError for a verification that does not take a draft's likeliest tokens, draws at temperature 0."""
+    if verification == "kseq" or (verification == "with_replacement" and law_count(draft) > 1):
+        raise ValueError(f"method {method!r} needs draft_temperature > 0 where it samples, got 0")

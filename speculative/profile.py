@@ -35,6 +35,7 @@ from heavypath.speculative.drafts import (
     Modelless,
     PromptLookup,
     Retrieval,
+    Several,
     is_own,
 )
 from heavypath.speculative.methods import METHODS, Kind
@@ -260,8 +261,8 @@ def describe(model: AnyDraft) -> str:
     """A model's type and size in words, or a draft without a model of its own. Of a user's own draft, its class."""
     if isinstance(model, Modelless):
         return repr(model)
-    if isinstance(model, Cascade | Mixture):
-        shares = model.levels if isinstance(model, Cascade) else model.weights
+    if isinstance(model, Several):
+        shares = model.levels if isinstance(model, Cascade) else model.weights if isinstance(model, Mixture) else None
         parts = " and ".join(map(describe, model.drafts))
         return f"{type(model).__name__} of {parts}" + ("" if shares is None else f", {[*shares]}")
     if isinstance(model, EagleHead):
@@ -293,7 +294,7 @@ def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
     out, so that the embedding, the final norm and the head count, as they do for a model. A trained head that has no
     lm_head of its own goes through the target's. Of Medusa heads one counts, which is what a level takes.
     """
-    if isinstance(draft, Cascade | Mixture):
+    if isinstance(draft, Several):
         return sum(draft_parameter_count(part, target) for part in draft.drafts)
     if isinstance(draft, PromptLookup | Lookahead | Retrieval) or not isinstance(draft, nn.Module | EarlyExit):
         return 0

@@ -21,7 +21,7 @@ from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
-from heavypath.speculative.drafts import Draft, models_of, most_levels
+from heavypath.speculative.drafts import Draft, law_count, models_of, most_levels
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.roofline import Device, estimated_costs
@@ -50,6 +50,12 @@ def chosen_tree(
     tree = tree_of_options(method, given, size, levels) if given or default is None else default
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
+        drafts, children = law_count(draft), int((tree.parents == 0).sum())
+        if children < drafts > 1:
+            raise ValueError(
+                f"a Merge of {drafts} drafts needs a tree whose root has a child for each of them, got {children}; "
+                f"give a tree, a larger tree_size, or width={drafts} where the method has it"
+            )
     return tree, "by the options given" if given else chosen_by
 
 

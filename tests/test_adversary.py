@@ -23,6 +23,7 @@ import triton.language as tl
 from adversary import Adversary, HazardError
 from test_cache_compaction import assert_right, drawn
 from test_commit import Problem as Commit
+from test_laws import Problem as OfLaws
 from test_ordering import assert_same, parents_of, shuffled_ranks
 from test_sampling import same
 from test_tree_attention import inputs, masks, oracle, random_tree
@@ -35,11 +36,12 @@ from heavypath.kernels import cache_compaction, commit, ordering, sampling_kerne
 from heavypath.kernels import tree_attention as attention
 from heavypath.kernels.attention import kernel as tree_attention_kernel
 from heavypath.kernels.attention import launch as tree_attention_launch
+from heavypath.kernels.filtering import Filters
 from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS
-from heavypath.kernels.verifying import walk
+from heavypath.kernels.verifying import laws, walk
 from heavypath.speculative import TokenTree
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adversary needs Triton's interpreter")
@@ -108,6 +110,16 @@ def verifies_in_chunks(adversary: Adversary, trees: int = 1) -> None:
         assert Verification(
             tree, method, vocab_size=9_000, batch=1, dtype=torch.bfloat16, noise=2.0, seed=seed
         ).agrees()
+
+
+def verifies_by_laws(adversary: Adversary, trees: int) -> None:
+    for seed in range(trees * adversary.seed, trees * (adversary.seed + 1)):
+        assert OfLaws(seed, filters=(Filters(), Filters())).agrees()
+
+
+def verifies_by_laws_in_tiles(adversary: Adversary, trees: int = 1) -> None:
+    """Of trees in which many children are rejected; what they take away is stored and loaded by other threads."""
+    assert OfLaws({1: 48, 2: 8, 3: 29}[adversary.seed], vocab_size=2_100, filters=(Filters(), Filters())).agrees()
 
 
 def accepts_typical(adversary: Adversary, trees: int) -> None:
@@ -180,6 +192,8 @@ CASES = {
     attends_in_parts: ["tree_attention_kernel"],
     verifies: ["_decide_kernel", "_walk_kernel"],
     verifies_in_chunks: ["_decide_kernel", "_walk_kernel"],
+    verifies_by_laws: ["_laws_kernel", "_walk_kernel"],
+    verifies_by_laws_in_tiles: ["_laws_kernel", "_walk_kernel"],
     accepts_typical: ["_weigh_kernel", "_longest_kernel"],
     accepts_typical_in_chunks: ["_weigh_kernel", "_longest_kernel"],
     draws: ["_gumbel_topk_kernel", "_cuts_kernel"],
@@ -189,7 +203,7 @@ CASES = {
     grows_wide: ["_sums_kernel", "_grow_kernel"],
     retrieves: ["_append_kernel", "_followers_kernel"],
 }
-OF_TREES = [orders, commits, attends, verifies, accepts_typical, compacts]
+OF_TREES = [orders, commits, attends, verifies, verifies_by_laws, accepts_typical, compacts]
 
 
 def test_every_kernel_meets_the_adversary():
@@ -218,6 +232,7 @@ BARRIER = "tl.debug_barrier()\n"
 TICKET = (tickets, "is_last")
 ATTENTION = (tree_attention_kernel, "tree_attention_kernel")
 ORDERING = (ordering, "_heavy_path_kernel", orders_large)
+LAWS = (laws, "_laws_kernel", verifies_by_laws_in_tiles)
 UNORDERED, NO_BARRIER, OUTSIDE = "another program .* in no order", "another thread .* with no barrier", "outside"
 FAULTS = {
     "a ticket orders nothing (draws)": (*TICKET, draws, 'sem="acq_rel"', 'sem="relaxed"', UNORDERED),
@@ -238,6 +253,15 @@ FAULTS = {
     "all programs store one part": (
         walk, "_walk_kernel", verifies_in_chunks, "best_ptr + batch * CHUNKS + chunk", "best_ptr + batch * CHUNKS",
         UNORDERED,
+    ),
+    "what was taken away is loaded without a barrier": (
+        *LAWS, "tl.debug_barrier()  # behind it", "pass  # behind it", NO_BARRIER
+    ),
+    "what was taken away is stored anew without a barrier": (
+        *LAWS, "tl.debug_barrier()  # before it", "pass  # before it", NO_BARRIER
+    ),
+    "all nodes share what was taken away": (
+        *LAWS, "taken_ptr += place * V", "taken_ptr += 0 * place", UNORDERED
     ),
     "a store one past the end": (
         sampling_kernel, "_open_groups", draws, "tl.store(keys_ptr + out, key, mask=place < K)",

@@ -223,11 +223,12 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
 
 @pytest.mark.parametrize("draft", [
     "prompt-lookup", "lookahead", "early-exit:4", "early-exit:0,5,7", f"retrieval:{__file__}",
-    "demo-head+prompt-lookup", "2*demo-head+4*prompt-lookup",
+    "demo-head+prompt-lookup", "2*demo-head+4*prompt-lookup", "merge:demo-head+prompt-lookup",
 ])  # fmt: skip
 def test_generate_drafts_without_a_draft_model(heavypath, draft):
     _, plain, _ = heavypath("generate", PROMPT, "--max-new-tokens", 12)
-    assert heavypath("generate", PROMPT, "--max-new-tokens", 12, "--draft", draft)[:2] == (0, plain)
+    options = ["--method", "specinfer"] if draft.startswith("merge:") else []
+    assert heavypath("generate", PROMPT, "--max-new-tokens", 12, "--draft", draft, *options)[:2] == (0, plain)
 
 
 def test_layers_are_found_for_a_target_and_prompts_of_ones_own(heavypath, tmp_path):
@@ -431,6 +432,8 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
         ("target", "1*prompt-lookup+lookahead", "or all with their levels, as in 2\\*demo-head"),
         ("target", "prompt-lookup+", "expected drafts as in demo-head\\+prompt-lookup"),
         ("target", "0*prompt-lookup+2*lookahead", "a number of levels, at least 1"),
+        ("target", "merge:prompt-lookup+lookahead", "'sequoia' draws all children of a node from one distribution"),
+        ("target", "merge:prompt-lookup", "expected drafts as in merge:demo-head\\+prompt-lookup"),
         ("target", "early-exit:1", "an early exit must leave 1 .. 0 layers, got 1"),
         (None, "draft", r"a draft \('draft'\) needs its target"),
     ],

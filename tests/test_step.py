@@ -24,6 +24,7 @@ from heavypath.speculative import (
     METHODS,
     Cascade,
     Lookahead,
+    Merge,
     Mixture,
     PromptLookup,
     SpeculativeDecoder,
@@ -269,6 +270,22 @@ def test_steps_of_drafts_made_of_drafts_done_by_rote_write_the_same_text(method,
     assert expected.stats.accepted[-1].sum() > 0, "nothing was accepted below the model's own level"
     as_on_a_gpu()
     out = SpeculativeDecoder(target, draft, method, **shape).generate(PROMPTS, **options)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert torch.equal(out.stats.steps_of, expected.stats.steps_of)
+    assert torch.equal(out.stats.accepted, expected.stats.accepted)
+    assert Tape.replays >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "temperature"), [("specinfer", 1.0), ("naive", 0.8), ("top-k", 0.0)])
+def test_steps_of_drafts_with_paths_of_their_own_done_by_rote_write_the_same_text(method, temperature, as_on_a_gpu):
+    shape_of_all = {"layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    target, one, other = (tiny_llama(seed, **shape_of_all) for seed in (1, 2, 6))
+    draft, tree = Merge([one, Cascade([other, PromptLookup(2)], levels=[1, 2])]), TokenTree([-1, 0, 1, 0, 3, 0])
+    options = {"attention_mask": PADDING, "max_new_tokens": 7, "pad_token_id": 0, "temperature": temperature, "seed": 4}
+    expected = SpeculativeDecoder(target, draft, method, tree=tree).generate(PROMPTS, **options)
+    as_on_a_gpu()
+    out = SpeculativeDecoder(target, draft, method, tree=tree).generate(PROMPTS, **options)
     assert torch.equal(out.sequences, expected.sequences)
     assert torch.equal(out.stats.steps_of, expected.stats.steps_of)
     assert torch.equal(out.stats.accepted, expected.stats.accepted)

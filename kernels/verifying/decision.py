@@ -58,7 +58,7 @@ def ranks_of(parent, index, parents_ptr, N):
 
 
 @triton.jit
-def _equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
+def equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
     """Whether the tokens on the path from the root to each `parent` are those on the path to `node`."""
     same = parent == node
     equal = parent >= 0
@@ -70,6 +70,17 @@ def _equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
         node = tl.load(parents_ptr + node).to(tl.int32)
         same |= equal & (parent == node)
     return equal & (parent == node)
+
+
+@triton.jit
+def coins_of(rank, row, seed_ptr, seed_low, seed_high):
+    """The coin of each child, from its rank and the noise row of the node above it."""
+    c0, c1, c2 = (rank // 4).to(tl.uint32), row.to(tl.uint32), (row >> 32).to(tl.uint32)
+    seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
+    w0, w1, w2, w3 = philox_words(seed_low, seed_high, c0, c1, c2, tl.full([], _ACCEPT, tl.uint32))
+    word = rank % 4
+    word = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+    return (word >> 8).to(tl.float32) * (2.0**-24)
 
 
 @triton.jit(do_not_specialize=["seed_ptr", "seed_low", "seed_high", "temperature", "draft_temperature"])
@@ -166,7 +177,7 @@ def _decide_kernel(
     if not HAS_DRAFT:
         child &= index < 0
     elif REPLACEMENT and not POINT_MASSES:
-        child &= _equal_contexts(parent, token, node, parents_ptr, tokens_ptr)
+        child &= equal_contexts(parent, token, node, parents_ptr, tokens_ptr)
     else:
         child &= parent == node
     has_children = tl.max(child.to(tl.int32)) > 0
@@ -204,12 +215,7 @@ def _decide_kernel(
             row = tl.load(rows_ptr + batch.to(tl.int64) * N + parent, mask=child, other=0)
         else:
             row = batch.to(tl.int64) * N + parent
-        c0, c1, c2 = (rank // 4).to(tl.uint32), row.to(tl.uint32), (row >> 32).to(tl.uint32)
-        seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
-        w0, w1, w2, w3 = philox_words(seed_low, seed_high, c0, c1, c2, tl.full([], _ACCEPT, tl.uint32))
-        word = rank % 4
-        word = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
-        coin = (word >> 8).to(tl.float32) * (2.0**-24)
+        coin = coins_of(rank, row, seed_ptr, seed_low, seed_high)
         order = tl.where(child, rank * N + index, NONE)
 
         target, target_outside, usable = normalized(

@@ -57,7 +57,8 @@ Draft = Annotated[
     str | None,
     typer.Option(
         help="A draft model or trained head, given alike; or demo-head, prompt-lookup, lookahead, "
-        "early-exit:LAYERS, or retrieval:PATH (texts). Several: A+B beside each other, 2*A+4*B for so many levels."
+        "early-exit:LAYERS, or retrieval:PATH (texts). Several: A+B beside each other, 2*A+4*B for so many levels, "
+        "merge:A+B for sequences of each (methods specinfer, naive, naive-distinct, top-k)."
     ),
 ]
 Dtype = Annotated[Precision | None, typer.Option(help="Precision of the models; default: what they were saved in.")]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heavypath.kernels.nodes import Laws
 from heavypath.kernels.trees.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.feed import Feed
@@ -23,7 +24,9 @@ class Drafted(NamedTuple):
     fed:         the nodes as the target is given them
     draft_rows:  LongTensor[B, N], the node's row in the draft's cache behind the prefix; None where it is the node's
                  own number
-    logits:      [B, N, V], the draft's after each node, undefined after leaves; None for a root alone
+    logits:      [B, N, V], the draft's after each node, undefined after leaves; None for a root alone. Of several
+                 drafts [B, M, V]: behind them those after the root of all drafts but the first
+    laws:        LongTensor[N], which of the M each node was drawn from; None where it is that of its parent
     """
 
     tokens: Tensor
@@ -34,6 +37,12 @@ class Drafted(NamedTuple):
     fed: Fed
     draft_rows: Tensor | None
     logits: Tensor | None
+    laws: Tensor | None = None
+
+    @property
+    def drawn_from(self) -> Tensor | Laws | None:
+        """What a verification is told of the logits that nodes were drawn from."""
+        return self.logits if self.logits is None or self.laws is None else Laws(self.logits, self.laws)
 
     @property
     def noise_rows(self) -> Tensor:

@@ -16,7 +16,7 @@ from heavypath.speculative.models.caches import RowCache
 
 def root_alone(state: Sequences, noise_rows: Tensor, tree: DeviceTree) -> Drafted:
     """A tree without drafts; noise_rows: LongTensor[B, 1]."""
-    trees = _blank(state, noise_rows, tree, replacement=False)
+    trees = _blank(state, noise_rows, tree, joins=False)
     return _drafted(tree, trees.tokens, place(trees, None, tree.every, whole=True), logits=None)
 
 
@@ -33,18 +33,24 @@ def draft_tree(
 ) -> Drafted:
     """Draft a static tree for each sequence.
 
-    visible_rows: cache rows that hold the longest prefix; noise_rows: LongTensor[B, N] of the nodes. A node is absent
-    where the draft's support ran out, or where it is deeper than its own sequence has tokens left to write.
+    visible_rows: cache rows that hold the longest prefix; noise_rows: LongTensor[B, M] of the nodes, and of further
+    distributions. A node is absent where the draft's support ran out, or where it is deeper than its own sequence has
+    tokens left to write.
     """
     batch = len(state.root)
-    trees = _blank(state, noise_rows, tree, rules.replacement)
+    joins = rules.replacement and tree.laws is None  # of several drafts each child is weighed against its own law
+    trees = _blank(state, noise_rows[:, : len(tree)], tree, joins)
     feed, level_noise = root_feed(state, visible_rows, len(tree), len(tree.levels)), noise_rows[:, :1]
     logits = fed = None
     for depth, level in enumerate(tree.levels):
         if fed is not None:
             feed, level_noise = feed_of(fed, state, visible_rows + len(tree), level.mask, depth), fed.noise_rows
-        after = draft(feed, cache)[:, -len(level.given.nodes) :]  # [B, n, V]
-        if rules.replacement and depth > 0:
+        after = draft(feed, cache)  # [B, l, V], once those of each node's own draft are picked
+        if level.picked is None:
+            after = after[:, -len(level.laws) :]
+        else:
+            after, level_noise = after.index_select(1, level.picked), noise_rows.index_select(1, level.laws)
+        if joins and depth > 0:
             # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because it is a
             # user's own. The first of them is taken for both.
             after = after.gather(1, alike(trees, level.given)[..., None].expand_as(after))
@@ -57,20 +63,20 @@ def draft_tree(
             replacement=rules.replacement,
             uniform_fill=rules.fill,
         )
-        check_distributions("draft", children.keys.view(batch, len(level.given.nodes), -1), state, depth)
+        check_distributions("draft", children.keys.view(batch, len(level.laws), -1), state, depth)
         fed = _placed(trees, children.tokens, tree, depth)
         if logits is None:
-            logits = after.new_empty(batch, len(tree), after.shape[-1])
-        logits.index_copy_(1, level.given.nodes, after)
+            logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
+        logits.index_copy_(1, level.laws, after)
         lap("sampling")
     assert fed is not None
     return _drafted(tree, trees.tokens, fed, logits)
 
 
-def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, replacement: bool) -> Trees:
-    """Trees in which nothing has been placed yet."""
+def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, joins: bool) -> Trees:
+    """Trees in which nothing has been placed yet. joins: whether nodes of equal texts take one's logits."""
     tokens = state.root.new_empty(len(state.root), len(tree))
-    texts = torch.zeros_like(tokens) if replacement else None
+    texts = torch.zeros_like(tokens) if joins else None
     return Trees(tokens, state.root, noise_rows, state.lengths, state.left, texts)
 
 
@@ -95,4 +101,5 @@ def _drafted(tree: DeviceTree, tokens: Tensor, fed: Fed, logits: Tensor | None) 
         fed=fed,
         draft_rows=None,
         logits=logits,
+        laws=tree.laws,
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.nodes import Laws, Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.typical.acceptance import Typical, typical_unchecked
 from heavypath.kernels.verification import DRAFT_AWARE, verify_unchecked
@@ -187,9 +187,12 @@ class Rules:
         return f"typical acceptance, epsilon {self.typical.epsilon:g}, delta {self.typical.delta:g}"
 
     def verify(
-        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, max_depth: int, noise: Noise
+        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | Laws | None, max_depth: int, noise: Noise
     ) -> Verified:
-        """What is accepted of trees that were drawn by these rules; arguments as of `Verifier`."""
+        """What is accepted of trees that were drawn by these rules; arguments as of `Verifier`.
+
+        draft_logits may be `Laws` for the built-in verifiers.
+        """
         if self.verification == "typical":
             assert self.typical is not None
             filters = self.target_filters

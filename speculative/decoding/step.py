@@ -23,7 +23,7 @@ from heavypath.speculative.decoding.noise_rows import node_rows, race_rows, root
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.drafts.kinds import extra_nodes_of, taps_of
+from heavypath.speculative.drafts.kinds import extra_nodes_of, law_count, taps_of
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.trees.tree import TokenTree
@@ -95,7 +95,7 @@ class Step:
             logits = self.rules.processing(logits, drafted, state)
         drafted_nodes = Nodes(drafted.tokens, drafted.parents, drafted.ranks)
         noise = Noise(state.seed, drafted.noise_rows)
-        verified = self.rules.verify(drafted_nodes, logits, drafted.logits, min(self.depth, nodes - 1), noise)
+        verified = self.rules.verify(drafted_nodes, logits, drafted.drawn_from, min(self.depth, nodes - 1), noise)
         lap("verification")
         if extra is not None:
             extra.read(every[:, nodes:], verified.length)
@@ -146,5 +146,5 @@ def new_step(plan: StepPlan, depth: int) -> Step:
         top = replace(plan.tree, depth=depth)
     else:
         whole = plan.tree if isinstance(plan.tree, TokenTree) else TokenTree([-1])
-        top = device_tree(whole, depth, plan.target.device)
+        top = device_tree(whole, depth, plan.target.device, law_count(plan.draft))
     return Step(target=plan.target, draft=plan.draft, tree=top, branching=plan.tree.branching, rules=plan.rules)

@@ -9,19 +9,23 @@ from heavypath.speculative.drafts.kinds import (
     AnyDraft,
     Drafting,
     Modelless,
+    Several,
     as_draft,
     extra_node_count,
     is_own,
+    law_count,
     model_of,
     models_of,
     most_levels,
     proposes_every_token,
     taps_of,
+    why_not_measured,
 )
 from heavypath.speculative.drafts.lookahead import Lookahead, LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.medusa.draft import MedusaDraft
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
+from heavypath.speculative.drafts.merge import Merge
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft
 from heavypath.speculative.drafts.retrieval import Retrieval, RetrievalDraft
@@ -42,6 +46,7 @@ __all__ = [
     "LookupDraft",
     "MedusaDraft",
     "MedusaHeads",
+    "Merge",
     "Mixture",
     "ModelDraft",
     "Modelless",
@@ -49,10 +54,12 @@ __all__ = [
     "PromptLookup",
     "Retrieval",
     "RetrievalDraft",
+    "Several",
     "TappedDraft",
     "as_draft",
     "extra_node_count",
     "is_own",
+    "law_count",
     "leaves_of",
     "model_of",
     "models_of",
@@ -60,4 +67,5 @@ __all__ = [
     "parts_of",
     "proposes_every_token",
     "taps_of",
+    "why_not_measured",
 ]

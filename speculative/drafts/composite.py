@@ -47,7 +47,7 @@ class Cascade:
     levels: Sequence[int]
 
     def __post_init__(self) -> None:
-        _check_drafts("Cascade", self.drafts)
+        check_drafts("Cascade", self.drafts)
         if len(self.levels) != len(self.drafts) or not all(isinstance(each, int) and each >= 1 for each in self.levels):
             raise ValueError(
                 f"Cascade needs a number of levels, at least 1, for each of its {len(self.drafts)} drafts, "
@@ -71,7 +71,7 @@ class Mixture:
     weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        _check_drafts("Mixture", self.drafts)
+        check_drafts("Mixture", self.drafts)
         weights = self.weights
         if weights is not None and (
             len(weights) != len(self.drafts) or not all(math.isfinite(each) and each > 0 for each in weights)
@@ -81,7 +81,8 @@ class Mixture:
             )
 
 
-def _check_drafts(name: str, drafts: Sequence[Any]) -> None:
+def check_drafts(name: str, drafts: Sequence[Any]) -> None:
+    """Raise ValueError unless these are several drafts for what is called `name`."""
     if isinstance(drafts, str) or not isinstance(drafts, Sequence) or len(drafts) < 2:
         raise ValueError(f"{name} needs a list of at least two drafts, got {drafts!r}")
 
@@ -134,7 +135,7 @@ class CompositeCache(RowCache):
 
 
 class CompositeDraft(ABC):
-    """What cascades and mixtures have in common.
+    """What cascades, mixtures and merges have in common.
 
     Raises ValueError for two trained heads, or two lookaheads: of those that take part in the target's pass one can.
     """

@@ -20,6 +20,7 @@ from heavypath.speculative.drafts.lookahead import ExtraNodes, Lookahead, Lookah
 from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
 from heavypath.speculative.drafts.medusa.draft import MedusaDraft
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
+from heavypath.speculative.drafts.merge import Merge, MergeDraft
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft, has_methods
 from heavypath.speculative.drafts.retrieval import Retrieval, RetrievalDraft
@@ -29,7 +30,8 @@ from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.forward_of import forward_of
 
 Modelless = PromptLookup | Lookahead | Retrieval | EarlyExit  # what needs no weights but the target's
-AnyDraft = PreTrainedModel | EagleHead | MedusaHeads | Modelless | Cascade | Mixture | Draft  # what users give
+Several = Cascade | Mixture | Merge  # what is made of drafts
+AnyDraft = PreTrainedModel | EagleHead | MedusaHeads | Modelless | Several | Draft  # what users give
 Drafting = Forward | TappedDraft  # what has weights to draft with
 Part = TypeVar("Part", TappedDraft, LookaheadDraft)
 
@@ -38,7 +40,7 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
     """The draft that a user gave for a target; `target` is `forward_of(model)`.
 
     Raises TypeError or ValueError, saying what differs, for something that is no model and no draft, and for a model
-    with another vocabulary or on another device.
+    with another vocabulary or on another device; and for a Merge inside of another draft.
     """
     if isinstance(draft, PromptLookup):
         return LookupDraft(draft, target.vocab_size, target.device)
@@ -52,8 +54,12 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
         return HeadDraft(draft, target)
     if isinstance(draft, MedusaHeads):
         return MedusaDraft(draft, target)
-    if isinstance(draft, Cascade | Mixture):
+    if isinstance(draft, Several):
         parts = [as_draft(part, target, model) for part in draft.drafts]
+        if any(isinstance(part, MergeDraft) for part in parts):
+            raise ValueError(f"a Merge has paths of its own, and is no part of a {type(draft).__name__}")
+        if isinstance(draft, Merge):
+            return MergeDraft(parts, target.device)
         if isinstance(draft, Cascade):
             return CascadeDraft(parts, draft.levels, target.device)
         return MixtureDraft(parts, draft.weights, target.device)
@@ -67,7 +73,7 @@ def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
 
 def is_own(draft: object) -> TypeGuard[Draft]:
     """Whether it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
-    ours = isinstance(draft, Modelless | Cascade | Mixture)
+    ours = isinstance(draft, Modelless | Several)
     return not ours and (not isinstance(draft, nn.Module) or has_methods(draft))
 
 
@@ -96,6 +102,20 @@ def taps_of(draft: Draft | None, cache: RowCache | None) -> Taps | None:
 def most_levels(draft: Draft | None) -> int | None:
     """How many levels of a tree a draft can draft; None where it drafts as many as are asked for."""
     return draft.most_levels if isinstance(draft, TappedDraft) else None
+
+
+def law_count(draft: Draft | None) -> int:
+    """How many distributions the children of a root are drawn from: 1, but for a merge one of each of its drafts."""
+    return len(draft.parts) if isinstance(draft, MergeDraft) else 1
+
+
+def why_not_measured(draft: Draft) -> str:
+    """Why the acceptance of a draft cannot be counted token by token, in words; "" where it can."""
+    if extra_node_count(draft):
+        return "the n-grams of a lookahead come of a decoder's steps"
+    if law_count(draft) > 1:
+        return f"of a Merge each of the root's first {law_count(draft)} children has an acceptance of its own"
+    return ""
 
 
 def extra_node_count(draft: Draft | None) -> int:

@@ -1,10 +1,9 @@
 """Why each node of a verified tree is on the accepted path, or is not.
 
 `verify_tree` says which path it accepted. This module walks down that path again for one sequence, in fp64 and by the
-formulas at the top of `heavypath.kernels.verifying.residual` and `heavypath.kernels.verifying.k_seq`, so that it can
-tell the coin of every child that was tried, and the threshold that the coin had to be below. What was accepted is
-always taken from `verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its
-threshold.
+formulas at the top of `residual`, `laws` and `k_seq` in `heavypath.kernels.verifying`, so that it can tell the coin of
+every child that was tried, and the threshold that the coin had to be below. What was accepted is always taken from
+`verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its threshold.
 
 Typical acceptance has no coins: a child's threshold is what the target's probability of its token must be above.
 """
@@ -46,6 +45,8 @@ class VerifiedTree(NamedTuple):
 
     tokens, parents, ranks, noise_rows: LongTensor[N]
     target_logits, draft_logits:        [N, V]; draft_logits may be None where nothing was drafted
+    laws: LongTensor[N], the row of draft_logits, which then may have more, that each node was drawn from; None where it
+          is its parent's
     """
 
     tokens: Tensor
@@ -54,6 +55,7 @@ class VerifiedTree(NamedTuple):
     noise_rows: Tensor
     target_logits: Tensor
     draft_logits: Tensor | None
+    laws: Tensor | None = None
 
 
 class VerifyOptions(NamedTuple):
@@ -105,7 +107,10 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
     present = [node for node in range(1, len(token)) if token[node] >= 0]
     inner = sorted({parent[node] for node in present} | {accepted[-1]})
     log_target = _distributions(tree.target_logits, inner, options.target_filters)
-    log_draft = {} if tree.draft_logits is None else _distributions(tree.draft_logits, inner, options.draft_filters)
+    law = parent if tree.laws is None else tree.laws.tolist()
+    drawn_from = sorted({law[node] for node in present})
+    draft_logits = tree.draft_logits
+    log_draft = {} if draft_logits is None else _distributions(draft_logits, drawn_from, options.draft_filters)
 
     fates = ["parent" if token[node] >= 0 else "absent" for node in range(len(token))]
     fates[0] = "root"
@@ -119,8 +124,10 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
             drawn = [token[child] for child in candidates]
             above = np.array([noise_row[parent[child]] for child in candidates])
             tossed = coins(options.seed, above, np.array([rank[child] for child in candidates]))
-            q = log_draft[parent[candidates[0]]] if options.draft_filters.temperature > 0 else None
-            if options.method == "kseq":
+            q = log_draft[law[candidates[0]]] if options.draft_filters.temperature > 0 else None
+            if tree.laws is not None:
+                bounds = _laws(log_target[node], [log_draft[law[child]] for child in candidates], drawn)
+            elif options.method == "kseq":
                 assert q is not None
                 bounds = _k_seq(log_target[node], q, drawn)
             else:
@@ -160,17 +167,17 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
                     fates[child] = "equal"
             fates[following] = "accepted"
 
-    def probabilities(logs: dict[int, np.ndarray]) -> list[float | None]:
+    def probabilities(logs: dict[int, np.ndarray], row: list[int]) -> list[float | None]:
         there = set(present) if logs else set()
-        return [float(np.exp(logs[parent[node]][token[node]])) if node in there else None for node in range(len(token))]
+        return [float(np.exp(logs[row[node]][token[node]])) if node in there else None for node in range(len(token))]
 
     return Reasons(
         fates=fates,
         coins=coin,
         thresholds=threshold,
         chosen=chosen,
-        draft=probabilities(log_draft),
-        target=probabilities(log_target),
+        draft=probabilities(log_draft, law),
+        target=probabilities(log_target, parent),
         kind="plain" if not present else "recovered" if candidates else "bonus",
         next_target=float(np.exp(log_target[accepted[-1]][next_token])),
     )
@@ -224,6 +231,21 @@ def _chain(
         log_lambda = np.logaddexp(log_lambda, (np.log(total) if total > 0 else -np.inf) - log_r)
         if not replacement or log_draft is None:
             left[x] = False
+    return thresholds
+
+
+def _laws(log_target: np.ndarray, log_laws: list[np.ndarray], drawn: list[int]) -> list[float | None]:
+    """As `_chain` for children that were drawn from different distributions, by `kernels.verifying.laws`."""
+    thresholds: list[float | None] = []
+    p, taken, total = np.exp(log_target), np.zeros(len(log_target)), 1.0
+    for x, log_q in zip(drawn, log_laws, strict=True):
+        if log_q[x] == -np.inf:
+            thresholds.append(None)
+            continue
+        ratio = max(p[x] - taken[x], 0) / total * np.exp(-log_q[x]) if total > 0 else 0.0
+        thresholds.append(min(1.0, ratio))
+        taken = taken + total * np.exp(log_q)
+        total = np.maximum(p - taken, 0).sum()
     return thresholds
 
 
