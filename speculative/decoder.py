@@ -80,7 +80,8 @@ class SpeculativeDecoder:
     acceptance: [child] or [depth, child], the probability that child j of an accepted node is accepted, by which trees
         are planned
     max_depth:  at most so many levels of planned and grown trees (default: log2 of the nodes)
-    width:      sequences of specinfer and spectr, branching of rsd-c, nodes on a level of grown trees
+    width:      sequences of specinfer and spectr, children of a node in rsd-c, nodes on a level of grown trees
+    branching:  for rsd-c: children of a node at each level (default: those that promise most by `acceptance`)
     threshold:  for chain, dyspec, eagle-2: slots of less value stay empty, so that a chain may end early; see
         `decoding.growing`
     confidence: for dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default: as measured on
@@ -117,6 +118,7 @@ class SpeculativeDecoder:
         acceptance: Acceptance | None = None,
         max_depth: int | None = None,
         width: int | None = None,
+        branching: Sequence[int] | None = None,
         threshold: float | None = None,
         confidence: Confidence | Literal["draft"] | None = None,
         epsilon: float | None = None,
@@ -166,7 +168,7 @@ class SpeculativeDecoder:
             raise ValueError(f"cuda_graphs needs models on a CUDA device, got {self._target.device}; leave it out")
         self.runner = StepRunner(cuda_graphs=not on_host if cuda_graphs is None else cuda_graphs)
         options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
-        options |= {"width": width, "threshold": threshold, "confidence": confidence}
+        options |= {"width": width, "branching": branching, "threshold": threshold, "confidence": confidence}
         given = {name: value for name, value in options.items() if value is not None}
         self.profile = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
         if self.profile is not None and given:
