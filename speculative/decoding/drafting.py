@@ -7,7 +7,7 @@ from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
 from heavypath.kernels.trees.levels import Drawn, Fed, Trees, alike, place
 from heavypath.speculative.decoding.device_tree import DeviceTree
-from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions, feed_of, root_feed
+from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, feed_of, root_feed
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft
@@ -26,23 +26,23 @@ def draft_tree(
     tree: DeviceTree,
     state: Sequences,
     *,
-    visible_rows: int,
+    reach: Reach,
     noise_rows: Tensor,
     rules: Rules,
     lap: Lap,
 ) -> Drafted:
     """Draft a static tree for each sequence.
 
-    visible_rows: cache rows that hold the longest prefix; noise_rows: LongTensor[B, N] of the nodes. A node is absent
-    where the draft's support ran out, or where it is deeper than its own sequence has tokens left to write.
+    noise_rows: LongTensor[B, N] of the nodes. A node is absent where the draft's support ran out, or where it is deeper
+    than its own sequence has tokens left to write.
     """
     batch = len(state.root)
     trees = _blank(state, noise_rows, tree, rules.replacement)
-    feed, level_noise = root_feed(state, visible_rows, len(tree), len(tree.levels)), noise_rows[:, :1]
+    feed, level_noise = root_feed(state, reach, len(tree), len(tree.levels)), noise_rows[:, :1]
     logits = fed = None
     for depth, level in enumerate(tree.levels):
         if fed is not None:
-            feed, level_noise = feed_of(fed, state, visible_rows + len(tree), level.mask, depth), fed.noise_rows
+            feed, level_noise = feed_of(fed, state, reach.visible_rows + len(tree), level.mask, depth), fed.noise_rows
         after = draft(feed, cache)[:, -len(level.given.nodes) :]  # [B, n, V]
         if rules.replacement and depth > 0:
             # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because it is a
