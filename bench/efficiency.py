@@ -32,6 +32,7 @@ from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts import as_draft
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import MeasuredAcceptance
+from heavypath.speculative.trees.branching import branching_tree
 
 DYNAMIC = [name for name, method in METHODS.items() if isinstance(method.tree_of(8), Growth)]
 
@@ -54,7 +55,7 @@ def shapes(
         return [(method, options, None), *published]
     if method == "chain":
         return [(method, {"tree": TokenTree.chain(min(size - 1, DEPTH))}, None)]
-    tree = METHODS[method].tree_of(size) if method == "rsd-c" else sequoia_tree(rates, size, DEPTH)
+    tree = branching_tree(rates, size, DEPTH) if method == "rsd-c" else sequoia_tree(rates, size, DEPTH)
     return [(method, {"tree": tree}, None)]
 
 

@@ -37,7 +37,7 @@ from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
 from heavypath.speculative.costs import Costs, Timed, time_costs
 from heavypath.speculative.decoder import SpeculativeDecoder
-from heavypath.speculative.decoding.drafted import check_distributions, root_feed
+from heavypath.speculative.decoding.drafted import Reach, check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts import (
@@ -449,7 +449,7 @@ def walk(
         walked += 1
         here = state.lengths[:, None]
         longest = int(state.lengths.max())
-        feed = replace(root_feed(state, longest, 2, depth), drafted=at.where(at < depth, 0))
+        feed = replace(root_feed(state, Reach(longest, depth + 1), 2, depth), drafted=at.where(at < depth, 0))
         after = draft(feed, draft_cache)[:, -1]
         mask = TreeMask(prefix_length=state.lengths, visible_rows=longest + 1, subtree_end=torch.ones_like(star[:1]))
         logits = target(state.root[:, None], here, here, target_cache, mask, taps=taps)

@@ -46,7 +46,8 @@ from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.tree_choice import chosen_tree, top
+from heavypath.speculative.replanning import ProfileTrees, Replanner
+from heavypath.speculative.tree_choice import chosen_tree
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -71,6 +72,7 @@ class SpeculativeDecoder:
     tree: a TokenTree to use instead, for methods whose trees do not grow
     profile: instead of both, what `heavypath calibrate` measured, as a file or a `Profile`: each generation takes the
         tree with which it is expected to be fastest
+    replan: with a profile, change the tree every few steps by what was accepted of this text so far, see `replanning`
     verifier: what decides about drafted nodes in the place of the method's own verification, also at temperature 0: a
         callable as `Verifier` describes it. The method still says which trees there are and how they are drawn. With
         one of your own, the promise below is yours to keep. A profile measures the methods' own, so it takes none
@@ -80,7 +82,8 @@ class SpeculativeDecoder:
     acceptance: [child] or [depth, child], the probability that child j of an accepted node is accepted, by which trees
         are planned
     max_depth:  at most so many levels of planned and grown trees (default: log2 of the nodes)
-    width:      sequences of specinfer and spectr, branching of rsd-c, nodes on a level of grown trees
+    width:      sequences of specinfer and spectr, children of a node in rsd-c, nodes on a level of grown trees
+    branching:  for rsd-c: children of a node at each level (default: those that promise most by `acceptance`)
     threshold:  for chain, dyspec, eagle-2: slots of less value stay empty, so that a chain may end early; see
         `decoding.growing`
     confidence: for dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default: as measured on
@@ -113,10 +116,12 @@ class SpeculativeDecoder:
         tree_size: int | None = None,
         tree: TokenTree | None = None,
         profile: Profile | str | Path | None = None,
+        replan: bool = False,
         verifier: Verifier | None = None,
         acceptance: Acceptance | None = None,
         max_depth: int | None = None,
         width: int | None = None,
+        branching: Sequence[int] | None = None,
         threshold: float | None = None,
         confidence: Confidence | Literal["draft"] | None = None,
         epsilon: float | None = None,
@@ -134,7 +139,6 @@ class SpeculativeDecoder:
         self._method = METHODS[method]
         self._typical = self._method.typical(epsilon, delta)
         self._remarked = False
-        self._planned: dict[Filters, TokenTree | Growth] = {}
         self._draft_options = {
             "temperature": draft_temperature,
             "top_k": draft_top_k,
@@ -166,11 +170,16 @@ class SpeculativeDecoder:
             raise ValueError(f"cuda_graphs needs models on a CUDA device, got {self._target.device}; leave it out")
         self.runner = StepRunner(cuda_graphs=not on_host if cuda_graphs is None else cuda_graphs)
         options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
-        options |= {"width": width, "threshold": threshold, "confidence": confidence}
+        options |= {"width": width, "branching": branching, "threshold": threshold, "confidence": confidence}
         given = {name: value for name, value in options.items() if value is not None}
         self.profile = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
         if self.profile is not None and given:
             raise ValueError(f"a profile says what trees to take; leave out {', '.join(given)}")
+        if replan and self.profile is None:
+            raise ValueError("replan needs a profile, by which trees are chosen anew; `heavypath calibrate` makes one")
+        if replan and method == "autoregressive":
+            raise ValueError("method 'autoregressive' drafts nothing, so there is nothing to replan")
+        self._replan = replan
         self._draft: Draft | None = None
         models = [self._target]
         if method != "autoregressive":
@@ -179,11 +188,12 @@ class SpeculativeDecoder:
             self._draft = as_draft(draft, self._target, target)
             check_laws(method, self._draft, own_verifier=verifier is not None)
             models += models_of(self._draft)
-        self.tree, self.tree_from = None, "by the profile"
+        self.tree, self.tree_from, self._by_profile = None, "by the profile", None
         if self.profile is None:
             self.tree, self.tree_from = chosen_tree(method, given, self._target, self._draft)
         else:
             self.profile.check(target, draft)
+            self._by_profile = ProfileTrees(self.profile, method, most_levels(self._draft))
         for model in models:
             model.check_weights()
             logger.debug(
@@ -205,17 +215,8 @@ class SpeculativeDecoder:
         """The tree, or how trees grow, where the target is sampled so: by the options, or by the profile."""
         if self.tree is not None:
             return self.tree
-        assert self.profile is not None
-        if filters not in self._planned:
-            tree = top(self.profile.tree_for(self.method, filters), most_levels(self._draft))
-            self._planned[filters] = tree
-            logger.debug("the profile's tree for %s: %d nodes, %d levels", filters, len(tree), tree.depth)
-            if len(tree) == 1:
-                logger.warning(
-                    "by the profile no tree of %r pays at temperature %g: decoding without the draft",
-                    self.method, filters.temperature,
-                )  # fmt: skip
-        return self._planned[filters]
+        assert self._by_profile is not None
+        return self._by_profile.shapes(filters).trees[0] if self._replan else self._by_profile.tree(filters)
 
     def generate(
         self,
@@ -300,7 +301,7 @@ class SpeculativeDecoder:
             self.method, len(input_ids), request.max_new_tokens, len(plan.tree), plan.tree.depth,
             plan.rules.law_changed_by and f"; the text's law is changed by {plan.rules.law_changed_by}",
         )  # fmt: skip
-        stats = Statistics(plan.tree.depth, plan.tree.branching, clock=self.clock, begin=begin)
+        stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin)
         stats.tree = f"{len(plan.tree)} nodes, {plan.tree.depth} levels, {self.tree_from}"
         stats.law_changed_by = plan.rules.law_changed_by
         with (
@@ -322,6 +323,7 @@ class SpeculativeDecoder:
                 stats=stats,
                 streamers=streamers,
                 observers=[each.step for each in (recorder, chosen) if each is not None],
+                replan=Replanner(plan, self._by_profile.shapes(request.filters)) if plan.others else None,
             )
             cache = workspace.finish(request, plan)
         logger.debug(
@@ -372,10 +374,12 @@ class SpeculativeDecoder:
         with torch.inference_mode(), self.runner.workspace(request, plan) as workspace:
             workspace.begin(request, plan)
             smaller = [1 << power for power in reversed(range((batch_size - 1).bit_length()))]
-            levels, longest = plan.tree.depth, prompt_tokens + max_new_tokens
-            self.runner.compile(plan, workspace, batch_size)
-            for slots in (batch_size, *smaller) * 2:  # a step is run once before it is captured
-                self.runner.run(plan, workspace, slots=slots, levels=levels, longest=longest, lap=lambda phase: None)
+            longest = prompt_tokens + max_new_tokens
+            for each in plan.each():
+                self.runner.compile(each, workspace, batch_size)
+                for slots in (batch_size, *smaller) * 2:  # a step is run once before it is captured
+                    where = {"slots": slots, "levels": each.tree.depth, "longest": longest}
+                    self.runner.run(each, workspace, **where, lap=lambda phase: None)
             workspace.state.numbers.cpu()  # waits for the device
         seconds = time.perf_counter() - begin
         logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)
@@ -444,7 +448,9 @@ class SpeculativeDecoder:
             own_verifier=self._verifier,
             typical=self._typical,
         )
-        return StepPlan(target=self._target, draft=self._draft if len(tree) > 1 else None, tree=tree, rules=rules)
+        others = self._by_profile.shapes(target_filters).trees if self._replan and self._by_profile else ()
+        draft = self._draft if len(tree) > 1 else None
+        return StepPlan(target=self._target, draft=draft, tree=tree, rules=rules, others=others)
 
     def _draft_filters(self, target: Filters) -> Filters:
         """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""

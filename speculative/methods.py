@@ -4,7 +4,7 @@ The table is at the end of this file, each method with its paper and with what d
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
 from heavypath.speculative.drafts import Draft, law_count
+from heavypath.speculative.trees.branching import branching_tree
 from heavypath.speculative.trees.planning import Acceptance, sequoia_tree
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -33,7 +34,8 @@ LOSSLESS_FOR = {
 }
 # Typical acceptance changes the law of the text, whatever the draws.
 VERIFICATIONS = (*LOSSLESS_FOR, "typical")
-OPTIONS = ("acceptance", "max_depth", "width", "threshold", "confidence")  # of SpeculativeDecoder, for some methods
+# Options of SpeculativeDecoder, for some methods.
+OPTIONS = ("acceptance", "max_depth", "width", "branching", "threshold", "confidence")
 
 
 class Kind(NamedTuple):
@@ -165,14 +167,6 @@ def _sequences(size: int, width: int = 3) -> TokenTree:
     return TokenTree.independent(width, max(1, (size - 1) // width))
 
 
-def _k_ary(size: int, width: int = 2) -> TokenTree:
-    """The deepest tree of at most `size` nodes in which every node above the leaves has `width` children."""
-    nodes, level, depth = 1, width, 0
-    while nodes + level <= size:
-        nodes, level, depth = nodes + level, level * width, depth + 1
-    return TokenTree.k_ary(width, depth) if depth else TokenTree.k_ary(size - 1, 1)
-
-
 def _default_depth(size: int) -> int:
     """Levels where none are asked for: twice the nodes pay for one level more, which costs a draft forward."""
     return min(size - 1, max(2, size.bit_length() - 1))
@@ -186,6 +180,33 @@ def _planned(size: int, acceptance: Acceptance = DEFAULT_ACCEPTANCE, max_depth: 
     for depth in range(1, (levels if rates.dim() == 1 else min(levels, len(rates))) + 1):
         possible = min(size, possible + children**depth)
     return sequoia_tree(acceptance, possible, levels)
+
+
+def _by_levels(
+    size: int,
+    branching: Sequence[int] | None = None,
+    width: int | None = None,
+    acceptance: Acceptance | None = None,
+    max_depth: int | None = None,
+) -> TokenTree:
+    """A tree whose nodes of one level have equally many children: given ones, `width` everywhere, or the best ones."""
+    if branching is not None:
+        return TokenTree.from_branching(branching)
+    if width is None:
+        levels = _default_depth(size) if max_depth is None else max_depth
+        return branching_tree(DEFAULT_ACCEPTANCE if acceptance is None else acceptance, size, levels)
+    if acceptance is not None:
+        raise ValueError("with acceptance the number of children is planned; leave out width")
+    tree = _k_ary(size, width)
+    return tree if max_depth is None else tree.truncated(max_depth)[0]
+
+
+def _k_ary(size: int, width: int) -> TokenTree:
+    """The deepest tree of at most `size` nodes in which every node above the leaves has `width` children."""
+    nodes, level, depth = 1, width, 0
+    while nodes + level <= size:
+        nodes, level, depth = nodes + level, level * width, depth + 1
+    return TokenTree.k_ary(width, depth) if depth else TokenTree.k_ary(size - 1, 1)
 
 
 def _beam(size: int, width: int | None = None, max_depth: int | None = None) -> Growth:
@@ -255,8 +276,8 @@ METHODS = {
     "dyspec": Method("without_replacement", "without_replacement", _by_slots),
     # Jeon, Gagrani, Goel, Park, Lee and Lott 2024, "Recursive Speculative Decoding: Accelerating LLM Inference via
     # Sampling Without Replacement" (arXiv 2402.14160). RSD-C takes any number of children for each level, which is
-    # tree=TokenTree.from_branching([...]) here; without a tree all levels have `width` children a node, by default 2.
-    "rsd-c": Method("without_replacement", "without_replacement", _k_ary),
+    # branching=[...] here; how many, the paper leaves open: by default those that promise most.
+    "rsd-c": Method("without_replacement", "without_replacement", _by_levels),
     # RSD-S of the same paper: stochastic beam search.
     "rsd-s": Method("without_replacement", "without_replacement", _beam),
     # Kobus and Gündüz 2025, "Speculative Sampling via Exponential Races" (Findings of ACL 2025). Noise is keyed by

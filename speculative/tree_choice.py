@@ -25,6 +25,7 @@ from heavypath.speculative.drafts import Draft, law_count, models_of, most_level
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.roofline import Device, estimated_costs
+from heavypath.speculative.trees.branching import select_branching
 from heavypath.speculative.trees.planning import Plan, expected_tokens, select_tree
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -68,6 +69,8 @@ def best_plan(method: str, rates: Tensor, costs: Mapping[int, float], level: flo
     For methods whose trees grow it is the best static tree, since how many tokens a grown tree yields depends on the
     draft of each step.
     """
+    if method == "rsd-c":
+        return select_branching(rates, costs, level)
     trees = _trees(method, max(costs), rates, sequence_count)
     return select_tree(rates, costs, level) if trees is None else _best(trees, rates, costs, level)
 
@@ -127,8 +130,11 @@ def tree_of_options(method: str, given: Mapping[str, Any], size: int, levels: in
             if name not in METHODS[method].options:
                 has = ", ".join(METHODS[method].options) or "none but tree_size"
                 raise ValueError(f"method {method!r} has no option {name!r}; it has {has}")
+        if "branching" in options and len(given) > 1:
+            others = ", ".join(name for name in given if name != "branching")
+            raise ValueError(f"branching says all of the tree's shape; leave out {others}")
         tree = METHODS[method].tree_of(nodes, **options)
-        if levels is not None and tree.depth > levels and "max_depth" not in options:
+        if levels is not None and tree.depth > levels and not {"max_depth", "branching"} & options.keys():
             limited = "max_depth" in METHODS[method].options
             tree = METHODS[method].tree_of(nodes, **options, max_depth=levels) if limited else top(tree, levels)
     else:
@@ -183,9 +189,4 @@ def _trees(method: str, size: int, rates: Tensor, sequence_count: int | None) ->
         return (TokenTree.independent(sequence_count, length) for length in lengths)
     if method == "chain":
         return (TokenTree.chain(length) for length in range(min(size - 1, depth) + 1))
-    if method == "rsd-c":  # of its trees, those in which every node above the leaves has equally many children
-        shapes = [(1, 0)]
-        shapes += [(width, levels) for width in range(1, rates.shape[1] + 1) for levels in range(1, depth + 1)]
-        fitting = [(width, levels) for width, levels in shapes if sum(width**d for d in range(levels + 1)) <= size]
-        return (TokenTree.k_ary(width, levels) for width, levels in fitting)
     return None

@@ -260,7 +260,7 @@ def test_acceptance_at_a_depth_is_that_of_the_head_for_it(target, tmp_path):
         feed = Feed(
             tokens=text[None, length - 1 : length + 1], positions=at[:, None], cache_rows=at[:, None],
             parent_rows=at[:, None] - 1, prefix_lengths=at, visible_rows=length + 2,
-            ancestor_mask=torch.ones(1, 1, 1).bool(), news=9, drafted=torch.tensor([drafted]),
+            ancestor_mask=torch.ones(1, 1, 1).bool(), news=9, levels=9, drafted=torch.tensor([drafted]),
         )  # fmt: skip
         logits = draft(feed, cache)[0, -1]
         if drafted < 3:

@@ -10,7 +10,6 @@ from test_profile import constant_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
-from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.methods import Kind
 from heavypath.speculative.output.trace import read_trace
 
@@ -29,10 +28,12 @@ def test_the_likeliest_tokens_are_draws_at_temperature_zero():
     assert Kind("with_replacement", "kseq", True).drawing_filters(filters) == filters
 
 
-def test_sequences_are_independent_where_the_tree_branches_at_its_root_alone():
+def test_sequences_are_independent_where_draws_are_and_the_tree_branches_at_its_root_alone():
     for method in METHODS.values():
         tree = method.tree_of(13)
-        if not isinstance(tree, Growth) and tree.branching > 1:
+        assert method.draw == "with_replacement" or not method.independent_sequences
+        if method.draw == "with_replacement":
+            assert isinstance(tree, TokenTree)
             inner = tree.parents[1:].bincount()[1:]
             assert method.independent_sequences == bool((inner <= 1).all())
 

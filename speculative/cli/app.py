@@ -148,6 +148,9 @@ def generate(
     profile: Annotated[
         Path | None, typer.Option(help="A profile that `heavypath calibrate` wrote, which chooses the tree.")
     ] = None,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="With --profile: choose the tree anew by what is accepted of this text.")
+    ] = False,
     seed: Seed = 0,
     dtype: Dtype = None,
     trace: trace_page.TraceFile = None,
@@ -169,7 +172,7 @@ def generate(
     measured = None if profile is None else Profile.load(profile)
     pair = load(target, draft, dtype)
     ids = encode(pair, text, chat=chat)
-    decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree_size=tree_size, profile=measured)
+    decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree_size=tree_size, profile=measured, replan=replan)
     pieces: list[str] = []
     out = decoder.generate(
         ids,

@@ -16,6 +16,17 @@ from heavypath.speculative.models.host import host_can_read
 Lap = Callable[[str], object]  # called with the name of a phase when it ends
 
 
+class Reach(NamedTuple):
+    """What the host knows of how far a batch's texts reach, where it does not know their lengths.
+
+    visible_rows: cache rows that hold the longest prefix, or more
+    news:         how many of a text's last tokens may be new since the last step, the root among them
+    """
+
+    visible_rows: int
+    news: int
+
+
 class Drafted(NamedTuple):
     """Each sequence's tree of N nodes, in depth-first order. What all sequences share is [N] instead of [B, N].
 
@@ -78,13 +89,12 @@ def given_to_target(drafted: Drafted, extra: ExtraNodes | None, lengths: Tensor)
     )
 
 
-def root_feed(state: Sequences, visible_rows: int, nodes: int, levels: int) -> Feed:
+def root_feed(state: Sequences, reach: Reach, nodes: int, levels: int) -> Feed:
     """The first feed of a step: the root, and the token before it.
 
     That token may have been an accepted leaf, which the draft has not been given yet. In a text of one token there is
     none before the root: then the root itself is given twice.
 
-    visible_rows: cache rows that hold the longest prefix
     nodes: of the tree so far, for the columns of the mask; at least 2, since there are as many queries
     levels: that are drafted in this step
     """
@@ -95,9 +105,10 @@ def root_feed(state: Sequences, visible_rows: int, nodes: int, levels: int) -> F
         cache_rows=first.cache_rows,
         parent_rows=first.parent_rows,
         prefix_lengths=state.lengths,
-        visible_rows=visible_rows + nodes,
+        visible_rows=reach.visible_rows + nodes,
         ancestor_mask=first.ancestor_mask,
-        news=levels + 1,
+        news=reach.news,
+        levels=levels,
     )
 
 

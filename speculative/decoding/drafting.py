@@ -7,7 +7,7 @@ from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
 from heavypath.kernels.trees.levels import Drawn, Fed, Trees, alike, place
 from heavypath.speculative.decoding.device_tree import DeviceTree
-from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions, feed_of, root_feed
+from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, feed_of, root_feed
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft
@@ -26,25 +26,24 @@ def draft_tree(
     tree: DeviceTree,
     state: Sequences,
     *,
-    visible_rows: int,
+    reach: Reach,
     noise_rows: Tensor,
     rules: Rules,
     lap: Lap,
 ) -> Drafted:
     """Draft a static tree for each sequence.
 
-    visible_rows: cache rows that hold the longest prefix; noise_rows: LongTensor[B, M] of the nodes, and of further
-    distributions. A node is absent where the draft's support ran out, or where it is deeper than its own sequence has
-    tokens left to write.
+    noise_rows: LongTensor[B, M] of the nodes, and of further distributions. A node is absent where the draft's support
+    ran out, or where it is deeper than its own sequence has tokens left to write.
     """
     batch = len(state.root)
     joins = rules.replacement and tree.laws is None  # of several drafts each child is weighed against its own law
     trees = _blank(state, noise_rows[:, : len(tree)], tree, joins)
-    feed, level_noise = root_feed(state, visible_rows, len(tree), len(tree.levels)), noise_rows[:, :1]
+    feed, level_noise = root_feed(state, reach, len(tree), len(tree.levels)), noise_rows[:, :1]
     logits = fed = None
     for depth, level in enumerate(tree.levels):
         if fed is not None:
-            feed, level_noise = feed_of(fed, state, visible_rows + len(tree), level.mask, depth), fed.noise_rows
+            feed, level_noise = feed_of(fed, state, reach.visible_rows + len(tree), level.mask, depth), fed.noise_rows
         after = draft(feed, cache)  # [B, l, V], once those of each node's own draft are picked
         if level.picked is None:
             after = after[:, -len(level.laws) :]

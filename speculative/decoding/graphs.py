@@ -18,7 +18,7 @@ import torch
 
 from heavypath.kernels.tickets import counters_for, new_counters
 
-MOST = 16  # graphs kept: those used last
+MOST = 32  # graphs kept: those used last
 
 Result = TypeVar("Result")
 

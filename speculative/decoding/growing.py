@@ -28,7 +28,7 @@ from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.trees.assembly import assemble
 from heavypath.kernels.trees.growing import grow
 from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
-from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions, feed_of, root_feed
+from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, feed_of, root_feed
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
@@ -74,22 +74,21 @@ def grow_tree(
     growth: Growth,
     state: Sequences,
     *,
-    visible_rows: int,
+    reach: Reach,
     root_rows: Tensor,
     rules: Rules,
     lap: Lap,
 ) -> Drafted:
     """Grow a tree for each sequence: of growth.size nodes on a GPU; on a CPU of as many as the largest one has.
 
-    visible_rows: cache rows that hold the longest prefix
-    root_rows:    LongTensor[B], the roots' noise rows; slot s of a tree has its root's row + s
+    root_rows: LongTensor[B], the roots' noise rows; slot s of a tree has its root's row + s
     """
     batch, device = len(state.root), state.root.device
     can_trim = host_can_read(device)
     filters = rules.draft_filters if growth.by == "beam" else rules.drawing_filters
     roots = Roots(state.root, state.lengths, root_rows, state.left)
     slots = Slots.room_for(batch, growth.slots, device)
-    feed, noise_rows = root_feed(state, visible_rows, 2, growth.depth), root_rows[:, None]
+    feed, noise_rows = root_feed(state, reach, 2, growth.depth), root_rows[:, None]
     level = Level(0, 1, 0, feed.ancestor_mask[:, 1:, :1])  # the root, which sees itself
     logits: list[Tensor] = []
     while True:
@@ -103,7 +102,7 @@ def grow_tree(
         lap("sampling")
         if level.depth == growth.depth or (can_trim and not (slots.tokens[:, level.first : level.end] >= 0).any()):
             break
-        feed, noise_rows = feed_of(fed, state, visible_rows + level.end, level.mask, level.depth), fed.noise_rows
+        feed, noise_rows = feed_of(fed, state, reach.visible_rows + level.end, level.mask, level.depth), fed.noise_rows
     tree = assemble(slots, roots, level, growth.size, trims=can_trim)
     every = torch.cat(logits, 1)  # after the slots of all levels but the last
     drafted = Drafted(

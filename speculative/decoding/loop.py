@@ -43,6 +43,19 @@ def checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -
     return streamers
 
 
+class Replan(Protocol):
+    """Chooses what the next steps draft, by what steps before them have counted.
+
+    every: steps between two choices
+    """
+
+    every: int
+
+    def __call__(self, counts: Tensor) -> StepPlan:
+        """The plan of the next steps; counts: LongTensor[2, any] on the host, as `commit` has them."""
+        ...
+
+
 class _Ended(NamedTuple):
     """What became of a sequence: its new tokens, the steps it took, and the nodes that were scored in them."""
 
@@ -60,32 +73,37 @@ def decode(
     stats: Statistics,
     streamers: Sequence[Streamer] = (),
     observers: Sequence[OnStep] = (),
+    replan: Replan | None = None,
 ) -> Tensor:
     """The new tokens of each sequence, LongTensor[B, most new tokens of a sequence], with padding behind them.
 
     workspace: holds the prompts already
     streamers: none, or one for each sequence, which have had the prompts
     observers: called after each step; the host then waits for every step
+    replan: chooses the plan of later steps, among those whose trees `plan` names; None for the same plan throughout
 
     Raises ValueError for logits that are no distribution.
     """
     state, batch = workspace.state, len(request.prompt)
     on_host = host_can_read(state.numbers.device)
     watched = request.stopping is not None or len(observers) > 0
-    looked_at = [state.numbers, state.output[:batch]] if streamers else [state.numbers]
+    looked_at = [state.numbers]
+    looked_at += [state.counts] if replan is not None else []
+    looked_at += [state.output[:batch]] if streamers else []
     snapshots = Snapshots(looked_at, late=not on_host and not watched)
     ended: dict[int, _Ended] = {}
     members = [*range(batch)]  # the sequences in the slots
     asked = [0] * batch  # tokens for which the stopping criteria have been asked
     streamed = [0] * batch
     longest, most_left = request.prompt.shape[1] - 1, request.max_new_tokens
+    seen = 0  # steps whose outcome the host knows
     while True:
         before = replace(state, numbers=state.numbers.clone()) if observers else state
         stepped = runner.run(plan, workspace, slots=len(members), levels=most_left - 1, longest=longest, lap=stats.lap)
         snapshot = snapshots.take(len(members))
         if snapshot is None:
             continue
-        (numbers, *output), slots = snapshot
+        (numbers, *further), slots = snapshot
         table = numbers[:, :slots].tolist()
         longest, most_left = max(table[StateField.LENGTHS]), 0
         for slot, member in enumerate(table[StateField.MEMBER]):
@@ -109,7 +127,7 @@ def decode(
                 ended[member] = _Ended(produced, table[StateField.STEPS][slot], table[StateField.NODES][slot])
             most_left = max(most_left, left)
             if streamers:
-                streamers[member].put(output[0][member, streamed[member] : produced].clone())
+                streamers[member].put(further[-1][member, streamed[member] : produced].clone())
                 streamed[member] = produced
                 if left == 0:
                     streamers[member].end()
@@ -118,6 +136,10 @@ def decode(
             stats.lap("trace")
         if len(ended) == batch:
             break
+        seen += 1
+        if replan is not None and seen % replan.every == 0:
+            plan = replan(further[0])
+            stats.replanned(seen, f"{len(plan.tree)} nodes, {plan.tree.depth} levels")
         running = batch - len(ended)
         close_up(workspace, members, ended, running if on_host else 1 << (running - 1).bit_length())
         stats.lap("host")

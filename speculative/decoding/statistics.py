@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+MOST_REPLANS = 5  # that the table shows
 PHASES = ("prefill", "draft", "sampling", "target", "verification", "compaction", "step", "host", "trace")
 
 
@@ -16,6 +17,7 @@ class Statistics:
 
     depth, branching: levels of the largest tree drafted, and the most children of a node
     tree:          its size in words, and what it was chosen by
+    replans:       with replan=True, after which step the tree changed, and to what
     law_changed_by: what gave the text another law than the target's, such as typical acceptance; "" for nothing
     steps:         target forwards over a tree; the prompt's forward pass does not count
     new_tokens:    tokens generated, end-of-sequence tokens included, padding not
@@ -37,6 +39,7 @@ class Statistics:
     depth: int
     branching: int
     tree: str = ""
+    replans: list[tuple[int, str]] = field(default_factory=list)
     law_changed_by: str = ""
     steps: int = 0
     new_tokens: int = 0
@@ -103,6 +106,11 @@ class Statistics:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
+    def replanned(self, steps: int, tree: str) -> None:
+        """Say what is drafted from here on, after so many steps of the batch."""
+        if tree != (self.replans[-1][1] if self.replans else self.tree.partition(", by")[0]):
+            self.replans.append((steps, tree))
+
     def end(self, counts: Tensor, tokens_of: Tensor, steps_of: Tensor, nodes: int) -> None:
         """Take over what the steps counted: `counts` as `commit` has them, the other tensors on the CPU."""
         self.offered, self.accepted = counts.cpu()[:, : self.offered.numel()].view(2, *self.offered.shape)
@@ -123,6 +131,7 @@ class Statistics:
             ("new tokens", f"{self.new_tokens}"),
             ("steps", f"{self.steps}"),
             ("tree", self.tree),
+            *(("  after step " + str(step), tree) for step, tree in self.replans[-MOST_REPLANS:]),
             *([("the text's law", f"changed by {self.law_changed_by}")] if self.law_changed_by else []),
             ("tokens per step", f"{self.tokens_per_step:.2f}"),
             ("tokens per second", f"{self.tokens_per_second:.1f}"),

@@ -15,7 +15,7 @@ from heavypath.kernels.commit import State, commit
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.speculative.decoding.device_tree import DeviceTree, device_tree
-from heavypath.speculative.decoding.drafted import Drafted, Lap, check_distributions, given_to_target
+from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, given_to_target
 from heavypath.speculative.decoding.drafting import draft_tree, root_alone
 from heavypath.speculative.decoding.growing import grow_tree
 from heavypath.speculative.decoding.growth import Growth
@@ -43,12 +43,36 @@ class Stepped(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What all steps of a generation have in common: whose text, who drafts (or None), which trees, what rules."""
+    """What all steps of a generation have in common: whose text, who drafts (or None), which trees, what rules.
+
+    tree:   what the next steps draft
+    others: what other steps of the same texts may draft
+    """
 
     target: Forward
     draft: Draft | None
     tree: TokenTree | Growth
     rules: Rules
+    others: tuple[TokenTree | Growth, ...] = ()
+
+    def each(self) -> "list[StepPlan]":
+        """The plan with each of its trees, this one's first."""
+        return [replace(self, tree=tree) for tree in dict.fromkeys((self.tree, *self.others))]
+
+    @property
+    def depth(self) -> int:
+        """The most levels that any of the trees has."""
+        return max(tree.depth for tree in (self.tree, *self.others))
+
+    @property
+    def branching(self) -> int:
+        """The most children that a node of any of the trees has."""
+        return max(tree.branching for tree in (self.tree, *self.others))
+
+    @property
+    def rows(self) -> int:
+        """The most cache rows that any of the trees takes."""
+        return max(tree.slots if isinstance(tree, Growth) else len(tree) for tree in (self.tree, *self.others))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,13 +80,15 @@ class Step:
     """What a step does, with any batch.
 
     tree:      the static tree that is drafted, or how trees grow; near the end of a text only its top levels
-    branching: the most children that a node has in the whole tree, which is how `commit` numbers its counts
+    branching: the most children that a node has in any tree of the text, which is how `commit` numbers its counts
+    most_levels: that any step of the text drafts
     """
 
     target: Forward
     draft: Draft | None
     tree: DeviceTree | Growth
     branching: int
+    most_levels: int
     rules: Rules
 
     @property
@@ -74,7 +100,7 @@ class Step:
         self, state: Sequences, target_cache: KeyValueCache, draft_cache: RowCache | None, visible_rows: int, lap: Lap
     ) -> Stepped:
         """Run one step. visible_rows: cache rows that hold the longest prefix, or more."""
-        drafted = self._drafted(state, draft_cache, visible_rows, lap)
+        drafted = self._drafted(state, draft_cache, Reach(visible_rows, self.most_levels + 1), lap)
         lengths, nodes = state.lengths, drafted.tokens.shape[1]
         # A step that drafts nothing is the last one of all texts.
         extra = extra_nodes_of(self.draft, draft_cache, state.root, lengths) if self.depth else None
@@ -107,7 +133,7 @@ class Step:
         lap("compaction")
         return Stepped(drafted, raw_logits, logits, verified)
 
-    def _drafted(self, state: Sequences, cache: RowCache | None, visible_rows: int, lap: Lap) -> Drafted:
+    def _drafted(self, state: Sequences, cache: RowCache | None, reach: Reach, lap: Lap) -> Drafted:
         """The tree that each sequence drafts."""
         roots = root_rows(state.noise, state.lengths)
         if isinstance(self.tree, Growth):
@@ -118,7 +144,7 @@ class Step:
                 cache,
                 self.tree,
                 state,
-                visible_rows=visible_rows,
+                reach=reach,
                 root_rows=roots,
                 rules=self.rules,
                 lap=lap,
@@ -132,7 +158,7 @@ class Step:
             cache,
             self.tree,
             state,
-            visible_rows=visible_rows,
+            reach=reach,
             noise_rows=noise_rows,
             rules=self.rules,
             lap=lap,
@@ -147,4 +173,11 @@ def new_step(plan: StepPlan, depth: int) -> Step:
     else:
         whole = plan.tree if isinstance(plan.tree, TokenTree) else TokenTree([-1])
         top = device_tree(whole, depth, plan.target.device, law_count(plan.draft))
-    return Step(target=plan.target, draft=plan.draft, tree=top, branching=plan.tree.branching, rules=plan.rules)
+    return Step(
+        target=plan.target,
+        draft=plan.draft,
+        tree=top,
+        branching=plan.branching,
+        most_levels=plan.depth,
+        rules=plan.rules,
+    )

@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 
 from heavypath.kernels.commit import StateField
 from heavypath.speculative.decoding.graphs import Graphs
-from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
@@ -54,7 +53,7 @@ class Size(NamedTuple):
             cache_rows=width + request.max_new_tokens + tree_rows(plan),
             new_tokens=request.max_new_tokens,
             stops=max(1, len(request.stops)),
-            count_slots=plan.tree.depth * plan.tree.branching,
+            count_slots=plan.depth * plan.branching,
             penalised=int(request.processing is not None and request.processing.repetition_penalty != 1),
         )
 
@@ -72,7 +71,7 @@ class Size(NamedTuple):
 
 def tree_rows(plan: StepPlan) -> int:
     """Cache rows that the trees of a plan take, with what a draft adds to them."""
-    return (plan.tree.slots if isinstance(plan.tree, Growth) else len(plan.tree)) + extra_node_count(plan.draft)
+    return plan.rows + extra_node_count(plan.draft)
 
 
 class Workspace:
@@ -191,9 +190,9 @@ class Workspace:
             if model is not None:
                 # It may lack the last root, behind which nothing was drafted, and an accepted leaf before it; a model
                 # of a cascade what others drafted.
-                unsure = 2 + plan.tree.depth * isinstance(draft, CompositeDraft)
+                unsure = 2 + plan.depth * isinstance(draft, CompositeDraft)
                 if isinstance(model, TappedDraft):
-                    unsure = model.unsure_rows(plan.tree.depth)
+                    unsure = model.unsure_rows(plan.depth)
                 models.append(ModelRows(model, self._kept(cache, texts), unsure))
         return TextCache(texts, slots.tolist(), models)
 

@@ -20,8 +20,9 @@ class Feed:
     visible_rows:   cache rows that hold the longest prefix and its tree
     ancestor_mask:  bool [n, M] or [B, n, M], which of the tree's first M nodes each node sees, itself among them; the
                     tree's node m has cache row prefix_lengths + m
-    news:           of a step's first feed, how many of the text's last tokens may be new since the last step, the root
-                    among them, where all steps draft as many levels as this one (which is so on a GPU); 0 of later ones
+    news:           of a step's first feed, how many of the text's last tokens may be new since the last step, at most,
+                    the root among them; 0 of later ones
+    levels:         of a step's first feed, how many the step drafts
     level:          of the nodes: 0 for the root's
     drafted:        of a first feed, LongTensor[B]: how many of the text's last tokens are to count as drafted nodes,
                     whose features a head does not know; None for 0. Acceptance is measured so, at any depth of a tree
@@ -35,5 +36,6 @@ class Feed:
     visible_rows: int
     ancestor_mask: Tensor
     news: int = 0
+    levels: int = 0
     drafted: Tensor | None = None
     level: int = 0

@@ -91,7 +91,7 @@ def node_probabilities(tree: TokenTree, acceptance: Acceptance | PathAcceptance)
             probability[node] = rows[parent][rank] if rank < len(rows[parent]) else 0
             paths.append((*paths[parent], rank))
     else:
-        rates = _Rates.of(acceptance)
+        rates = Rates.of(acceptance)
         level = (depths[1:] - 1) * rates.by_depth
         known = (level < rates.matrix.shape[0]) & (ranks[1:] < rates.matrix.shape[1])
         probability[1:] = np.where(known, rates.matrix[level * known, ranks[1:] * known], 0)
@@ -118,7 +118,7 @@ def greedy_tree(acceptance: Acceptance | PathAcceptance, size: int, max_depth: i
     if possible < size and callable(acceptance):
         raise ValueError(f"at most {possible} nodes fit this acceptance and depth {max_depth}, not {size}")
     if possible < size:
-        raise ValueError(_Rates.of(acceptance).misfit(size, max_depth))
+        raise ValueError(Rates.of(acceptance).misfit(size, max_depth))
     return TokenTree(grown.parents, grown.ranks).reordered("heavy_path")[0]
 
 
@@ -139,7 +139,7 @@ def sequoia_tree(
     Raises ValueError for acceptance or bounds out of range, or if no such tree has `size` nodes.
     """
     _check_bounds(size, max_depth, max_branching)
-    rates = _Rates.of(acceptance).narrowed(max_branching)
+    rates = Rates.of(acceptance).narrowed(max_branching)
     if misfit := rates.misfit(size, max_depth):
         raise ValueError(misfit)
     rates, depth = rates.narrowed(max(1, size - 1)), rates.depth_bound(size, max_depth)
@@ -181,7 +181,7 @@ def select_tree(
 
     if callable(acceptance):  # it is called with the same paths for every depth
         deepest, most_tokens, planned = _by_queue(cache(acceptance), sizes[-1], max_depth)
-    elif _Rates.of(acceptance).fall:
+    elif Rates.of(acceptance).fall:
         deepest, most_tokens, planned = _by_queue(acceptance, sizes[-1], max_depth)
     else:
         deepest, most_tokens, planned = _by_programme(acceptance, sizes[-1], max_depth)
@@ -212,14 +212,15 @@ def _check_bounds(size: int, max_depth: int | None, max_branching: int | None = 
 
 
 @dataclass(frozen=True)
-class _Rates:
+class Rates:
     """Acceptance that was checked: fp64 [depth, child] if by_depth, else [1, child]."""
 
     matrix: np.ndarray
     by_depth: bool
 
     @classmethod
-    def of(cls, acceptance: Acceptance | PathAcceptance) -> "_Rates":
+    def of(cls, acceptance: Acceptance | PathAcceptance) -> "Rates":
+        """Check acceptance [child] or [depth, child]; ValueError where it is none."""
         if callable(acceptance):
             raise ValueError("sequoia_tree takes acceptance [child] or [depth, child], not a function of the path")
         given = torch.as_tensor(acceptance, dtype=torch.float64).numpy(force=True)
@@ -232,10 +233,12 @@ class _Rates:
 
     @property
     def fall(self) -> bool:
+        """Whether they fall with the child's index."""
         return bool((np.diff(self.matrix) <= 0).all())
 
-    def narrowed(self, children: int | None) -> "_Rates":
-        return _Rates(self.matrix[:, :children], self.by_depth)
+    def narrowed(self, children: int | None) -> "Rates":
+        """Those of the first children only."""
+        return Rates(self.matrix[:, :children], self.by_depth)
 
     def rows(self, depth: int) -> np.ndarray:
         """The acceptance of the first `depth` levels, [depth, child]."""
@@ -279,7 +282,7 @@ def _grown(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int | 
     """The `size` most probable nodes, or all nodes if there are fewer."""
     matrix: list[list[float]] = []
     if not callable(acceptance):
-        rates = _Rates.of(acceptance)
+        rates = Rates.of(acceptance)
         if not rates.fall:
             raise ValueError(_RISES.format(rates.matrix.tolist()))
         matrix, max_depth = rates.matrix.tolist(), rates.depth_bound(size, max_depth)
@@ -411,7 +414,7 @@ def _by_queue(acceptance: Acceptance | PathAcceptance, size: int, max_depth: int
 
 def _by_programme(acceptance: Acceptance, size: int, max_depth: int | None) -> _Planner:
     """The best trees for any acceptance."""
-    rates = _Rates.of(acceptance).narrowed(max(1, size - 1))
+    rates = Rates.of(acceptance).narrowed(max(1, size - 1))
     deepest = rates.depth_bound(size, max_depth)
     if rates.by_depth:
 

@@ -87,7 +87,7 @@ class MedusaDraft(TappedDraft):
         heads, nodes = self.config.heads, 1 if feed.news else feed.tokens.shape[1]
         if feed.news:
             lengths = feed.prefix_lengths if feed.drafted is None else feed.prefix_lengths - feed.drafted
-            self._read_root(lengths, min(feed.news - 1, heads), cache)
+            self._read_root(lengths, min(feed.levels, heads), cache)
         if feed.drafted is None:
             return cache.logits[:, min(feed.level, heads), None].expand(-1, nodes, -1)
         sequence = torch.arange(len(feed.drafted), device=feed.drafted.device)

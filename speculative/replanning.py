@@ -1,0 +1,156 @@
+"""Change the tree while a text is decoded: by what was accepted of this text so far, the best of a few shapes.
+
+A profile says what is accepted on average. Some texts are easier for the draft and some harder, and one text may change
+half way. So every EVERY steps the host looks at what was counted; a count is worth half after HALF_LIFE steps. Child j
+of a node at depth d was offered O[d, j] times, accepted A[d, j] times, and tried, its elders being refused, T[d, j]
+times. c[d, j] is the share of T that the profile expects, and W = WEIGHT counts stand for what is not known yet:
+
+    T[d, j] = O[d, j] (1 - sum_{i<j} A[d, i] / O[d, i])
+    s = (sum A + W) / (sum T c + W)                       how much more is accepted of this text than of others
+    share[d, j] = (A + W min(1, s c)) / (T + W)           rate[d, j] = share[d, j] prod_{i<j} (1 - share[d, i])
+    speed(tree) = expected tokens(tree, rate) / cost(tree)
+
+The next steps draft the shape of most speed. The shapes are few, so that on a GPU each is captured once: the best trees
+where the profile's shares are multiplied by SCALES. What was never offered is believed to be s times as good as usual;
+and as counts fade, the profile is believed again, so that larger trees are tried again by themselves. Each shape drafts
+a level at least, since nothing is learned without a draft.
+
+The choice depends on steps that are over, and on a GPU not on the last of them either: so what is drawn and verified in
+a step follows the target's law whatever was chosen. A text depends on the choice, though, as it does on the tree: in a
+batch, which shares its trees, it is another sample than alone.
+
+Source: Sequoia (Chen et al. 2024) plans once; that acceptance is measured while decoding is ours.
+"""
+
+import logging
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.profile import Profile
+from heavypath.speculative.tree_choice import as_drafted, best_plan, top
+from heavypath.speculative.trees.planning import expected_tokens
+from heavypath.speculative.trees.tree import TokenTree
+
+logger = logging.getLogger(__name__)
+
+EVERY = 8  # steps between two choices
+HALF_LIFE = 48  # steps
+WEIGHT = 6.0  # counts that the profile's acceptance is worth
+SCALES = (0.5, 0.75, 1.0, 1.25, 1.6)  # of the profile's shares, for each of which there is a shape
+
+
+class Shape(NamedTuple):
+    """A tree, or how trees grow; the static tree that it is valued as, and what a step with it costs."""
+
+    tree: TokenTree | Growth
+    planned: TokenTree
+    cost: float
+
+
+class Shapes(NamedTuple):
+    """What may be drafted, the best for the profile's acceptance first; and that acceptance, fp64 [depth, child]."""
+
+    shapes: tuple[Shape, ...]
+    rates: Tensor
+
+    @classmethod
+    def of(cls, profile: Profile, method: str, filters: Filters, levels: int | None) -> "Shapes":
+        """The shapes of a method under some sampling; levels: that the draft can draft, None for any."""
+        costs = profile.costs
+        steps, level = costs.steps_of(range(1, max(costs.step) + 1)), costs.level / costs.step[1]
+        _, entry = profile.plan(method, filters)
+        confidence = entry.confidence() if filters.temperature > 0 else None
+        found: dict[TokenTree, Shape] = {}
+        for scale in (1.0, *SCALES):
+            rates = _rates((scale * _shares(entry.rates())).clamp(max=1))
+            planned = best_plan(method, rates, steps, level, entry.sequence_count).tree
+            planned = top(planned if len(planned) > 1 else TokenTree.chain(1), levels)
+            assert isinstance(planned, TokenTree)
+            cost = steps[len(planned)] + planned.depth * level
+            found.setdefault(planned, Shape(as_drafted(method, planned, confidence), planned, cost))
+        return cls(tuple(found.values()), entry.rates())
+
+    @property
+    def trees(self) -> tuple[TokenTree | Growth, ...]:
+        """The trees."""
+        return tuple(shape.tree for shape in self.shapes)
+
+
+class ProfileTrees:
+    """What a decoder drafts by a profile, for each way to sample, computed once."""
+
+    def __init__(self, profile: Profile, method: str, levels: int | None):
+        """levels: that the draft can draft, None for any."""
+        self._profile, self._method, self._levels = profile, method, levels
+        self._trees: dict[Filters, TokenTree | Growth] = {}
+        self._shapes: dict[Filters, Shapes] = {}
+
+    def tree(self, filters: Filters) -> TokenTree | Growth:
+        """The tree that is best on average, or how trees grow."""
+        if filters not in self._trees:
+            tree = top(self._profile.tree_for(self._method, filters), self._levels)
+            self._trees[filters] = tree
+            logger.debug("the profile's tree for %s: %d nodes, %d levels", filters, len(tree), tree.depth)
+            if len(tree) == 1:
+                logger.warning(
+                    "by the profile no tree of %r pays at temperature %g: decoding without the draft",
+                    self._method, filters.temperature,
+                )  # fmt: skip
+        return self._trees[filters]
+
+    def shapes(self, filters: Filters) -> Shapes:
+        """What may be drafted where trees are chosen anew."""
+        if filters not in self._shapes:
+            self._shapes[filters] = shapes = Shapes.of(self._profile, self._method, filters, self._levels)
+            logger.debug("%d shapes for %s, by the profile", len(shapes.shapes), filters)
+        return self._shapes[filters]
+
+
+class Replanner:
+    """Chooses among the shapes of one generation. `every`: steps between two choices."""
+
+    every = EVERY
+
+    def __init__(self, plan: StepPlan, shapes: Shapes):
+        """plan: of the first steps, which names all shapes' trees."""
+        self._plan, self._shapes = plan, shapes.shapes
+        self._expected = torch.zeros(plan.depth, plan.branching, dtype=torch.float64)
+        rows, children = (min(pair) for pair in zip(self._expected.shape, shapes.rates.shape, strict=True))
+        self._expected[:rows, :children] = _shares(shapes.rates)[:rows, :children]
+        self._before = torch.zeros(2, *self._expected.shape, dtype=torch.float64)
+        self._counts = torch.zeros_like(self._before)
+
+    def __call__(self, counts: Tensor) -> StepPlan:
+        """The plan of the next steps. counts: LongTensor[2, any] on the host, as `commit` has them, of all steps."""
+        counts = counts[:, : self._expected.numel()].view_as(self._before).double()
+        self._counts = self._counts * 0.5 ** (self.every / HALF_LIFE) + counts - self._before
+        self._before = counts
+        rates = self.rates()
+        best = max(self._shapes, key=lambda shape: expected_tokens(shape.planned, rates) / shape.cost)
+        return replace(self._plan, tree=best.tree)
+
+    def rates(self) -> Tensor:
+        """The acceptance of this text, as far as it is known: fp64 [depth, child]."""
+        offered, accepted = self._counts
+        each = accepted / offered.clamp(min=1e-9)
+        tried = (offered * (1 - (each.cumsum(1) - each))).clamp(min=accepted)
+        scale = (accepted.sum() + WEIGHT) / ((tried * self._expected).sum() + WEIGHT)
+        return _rates((accepted + WEIGHT * (scale * self._expected).clamp(max=1)) / (tried + WEIGHT))
+
+
+def _shares(rates: Tensor) -> Tensor:
+    """Of acceptance [depth, child]: how often a child is accepted whose elder siblings were refused."""
+    left = 1 - (rates.cumsum(1) - rates)
+    return torch.where(left > 1e-9, rates / left, 0.0).clamp(max=1)
+
+
+def _rates(shares: Tensor) -> Tensor:
+    """The reverse of `_shares`."""
+    refused = (1 - shares).cumprod(1)
+    return shares * torch.cat([torch.ones_like(refused[:, :1]), refused[:, :-1]], 1)
