@@ -5,8 +5,7 @@ lists every tree that a way of growing can draw, with its probability; a verifie
 the path and of the token after it, over its coins; `text_law` puts both together, step after step, and the target's own
 continuation behind. For a lossless verifier that is `target_law`, with a difference of exactly 0.
 
-The verifiers are written from their formulas, at most a few lines each, and slowly: `rejection`, `held`, `traversal` and
-`held_traversal`.
+The verifiers, `rejection`, `held`, `traversal` and `held_traversal`, are written from their formulas, plainly.
 """
 
 import random
