@@ -295,13 +295,14 @@ class SpeculativeDecoder:
         for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
             each.put(prompt[None, :length].cpu())
         logger.debug(
-            "%s, %d sequences, up to %d new tokens, a tree of %d nodes and %d levels%s",
+            "%s, %d sequences, up to %d new tokens, a tree of %d nodes and %d levels, verified by %s%s",
             self.method, len(input_ids), request.max_new_tokens, len(plan.tree), plan.tree.depth,
+            plan.rules.verification,
             plan.rules.law_changed_by and f"; the text's law is changed by {plan.rules.law_changed_by}",
         )  # fmt: skip
         stats = Statistics(plan.tree.depth, plan.tree.branching, clock=self.clock, begin=begin)
         stats.tree = f"{len(plan.tree)} nodes, {plan.tree.depth} levels, {self.tree_from}"
-        stats.law_changed_by = plan.rules.law_changed_by
+        stats.law_changed_by, stats.verification = plan.rules.law_changed_by, plan.rules.verification
         with (
             torch.inference_mode(),
             recording(trace, tokenizer, self.method, plan.rules, self._target, self._draft, request) as recorder,
