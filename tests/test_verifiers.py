@@ -1,4 +1,4 @@
-"""Verifiers by name: the law of the text, which methods take which, and that profiles, traces and tables know of them."""
+"""Verifiers by name: the law of the text, which methods take which, and profiles, traces and tables that know of them."""
 
 import json
 
