@@ -150,7 +150,8 @@ def main() -> None:
         table.add_row(*map(str, cells), f"{sum(one.values()):.1f}", f"{total:.1f}")
     Console(width=120).print(table)
     if arguments.json is not None:
-        written = {"gpu": H200._asdict(), "chain": CHAIN._asdict(), "held": HELD._asdict(), "kseq": K_SEQ._asdict(), "rows": rows}
+        codes = {"chain": CHAIN._asdict(), "held": HELD._asdict(), "kseq": K_SEQ._asdict()}
+        written = {"gpu": H200._asdict(), **codes, "rows": rows}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(written, indent=1) + "\n")
 
