@@ -15,8 +15,8 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
-from heavypath.kernels.verifying import decision, distributions, k_seq, residual, walk
+from heavypath.kernels.verification import VERIFICATION_METHODS, Rule, verify_tree
+from heavypath.kernels.verifying import decision, distributions, held, k_seq, residual, walk
 from heavypath.speculative.trees.tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,6 +48,7 @@ class Problem:
         noise: float = 1.0,
         seed: int = 0,
     ):
+        replacement = method in ("with_replacement", "kseq") or (method == "held" and seed % 2 == 1)
         generator = torch.Generator().manual_seed(seed)
         contexts = min(vocab_size, 40)
         target = 1.5 * torch.randn(batch, contexts, vocab_size, generator=generator)
@@ -65,8 +66,8 @@ class Problem:
             if len(children):
                 drawn = gumbel_topk(
                     self.draft[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=self.rows[:, node],
-                    replacement=method in ("with_replacement", "kseq"),
-                    uniform_fill=method == "without_replacement" and seed % 2 == 0, impl="torch",
+                    replacement=replacement, impl="torch",
+                    uniform_fill=method in ("without_replacement", "held") and seed % 2 == 0,
                 )  # fmt: skip
                 self.tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
             else:
@@ -76,7 +77,7 @@ class Problem:
         off = Filters(temperature, top_k or 0, top_p or 1.0, min_p or 0.0)  # None would mean the target's
         greedy = Filters(temperature=0.0)
         self.options = {
-            "method": method, "ranks": tree.ranks, "seed": seed,
+            "method": method, "ranks": tree.ranks, "seed": seed, "replacement": method == "held" and replacement,
             **(greedy if method == "greedy" else target_filters)._asdict(),
             **{f"draft_{name}": value for name, value in off._asdict().items()},
         }  # fmt: skip
@@ -196,7 +197,7 @@ def test_rows_without_a_distribution_are_flagged_by_the_kernels(method):
             Nodes(problem.tokens.to(DEVICE), problem.parents.expand(2, -1).to(DEVICE), None),
             problem.target.to(DEVICE),
             problem.draft.to(DEVICE),
-            method=method,
+            rule=Rule(method),
             max_depth=3,
             target_filters=Filters(0.0) if method == "greedy" else PLAIN,
             draft_filters=PLAIN,
@@ -250,6 +251,11 @@ MUTATIONS = {
     "K-SEQ searches no further than K": (k_seq, "g = high.to(tl.float32)", "g = children.to(tl.float32)"),
     "the path names another sibling": (walk, "node = tl.load(parents_ptr + node).to(tl.int32)\n            pos",
                                        "node = 1\n            pos"),
+    "held: the elder do not lose": (held, "weight * scale), chance", "weight), chance"),
+    "held: c stays": (residual, "over /= scale", "pass"),
+    "held: the last child takes no pass": (residual, "needed |= elder > 0", "pass"),
+    "held: the chain restarts with all mass": (residual, "over = 1 / mass_left if HELD", "over = 1 / elder if HELD"),
+    "held: another coin": (held, "order == next_order, coin, 0.0", "order == tl.max(order), coin, 0.0"),
     "rank is ignored": (decision, "tl.where(child, rank * N + index, NONE)", "tl.where(child, index, NONE)"),
 }  # fmt: skip
 
@@ -267,10 +273,16 @@ def mutant(tmp_path, module, original: str, replacement: str, name: str):
 
 
 @pytest.mark.usefixtures("interpreter")  # which needs no compiler for each bug, and ends
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "the last child" in name else name for name in MUTATIONS]
+)
 def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
     module, original, replacement = MUTATIONS[name]
     copy = mutant(tmp_path, module, original, replacement, "mutant")
+    if module is held:  # what the chain calls
+        monkeypatch.setitem(sys.modules, "held_mutant", mutant(tmp_path, held, original, replacement, "held_mutant"))
+        module = residual
+        copy = mutant(tmp_path, residual, f"from {held.__name__} import", "from held_mutant import", "mutant")
     if module in (residual, k_seq):  # what the kernel of decision calls
         monkeypatch.setitem(sys.modules, "mutant", copy)
         copy = mutant(tmp_path, decision, f"from {module.__name__} import", "from mutant import", "calls_mutant")
@@ -284,7 +296,11 @@ def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
     tree, method = TREES["ranks"], "without_replacement"
     if "equal" in name or "sibling" in name or "K-SEQ" in name:
         tree, method = TokenTree.independent(3, 2), "kseq"
+    if name.startswith("held"):
+        tree, method = TokenTree.k_ary(3, 1), "held"
     filters = FILTERS["top-k"] if "filters" in name else FILTERS["none"]
+    if "restarts" in name:
+        filters = PLAIN, Filters(1.0, 2)
     problems = (Problem(tree, method, *filters, batch=2, vocab_size=4, seed=seed) for seed in range(40))
     assert any(differs(problem) for problem in problems)
 
@@ -320,14 +336,20 @@ def test_a_captured_graph_verifies_what_its_tensors_hold_when_it_is_replayed(met
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "tree"),
-    [("without_replacement", "4, 2"), ("with_replacement", "sequences"), ("kseq", "sequences"), ("kseq", "4, 2")],
+    [
+        ("without_replacement", "4, 2"),
+        ("with_replacement", "sequences"),
+        ("kseq", "sequences"),
+        ("kseq", "4, 2"),
+        ("held", "4, 2"),
+    ],
 )
 def test_passes_that_programs_share_are_right_in_any_schedule(method, tree, adversary, monkeypatch):
     """Short pieces, so that a few tokens are several; with uniform_fill (even seeds) the chain restarts."""
     for module in (decision, distributions):
         monkeypatch.setattr(module, "PIECE", tl.constexpr(2))
     for seed in (1, 2):
-        filters = Filters(1.0, 2) if method == "without_replacement" and seed == 2 else PLAIN
+        filters = Filters(1.0, 2) if method in ("without_replacement", "held") and seed == 2 else PLAIN
         problem = Problem(TREES[tree], method, PLAIN, filters, vocab_size=8, batch=1, noise=3.0, seed=seed)
         assert problem.agrees()
     assert adversary.launched["_decide_kernel"] == 2

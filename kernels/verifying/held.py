@@ -1,0 +1,102 @@
+"""Held siblings: what rejection would accept is held back, and later children are tried before it is given out.
+
+At a node with target distribution P and draft distribution Q let x_1, x_2, ... be its children in draw order, R_j the
+mass of Q outside the children before x_j (1 for independent draws), and F(l) = sum_v max(P(v) - l Q(v), 0). W_i is the
+weight of child i, the probability that it is the one accepted, and h the sum of the weights so far. From l = 0, c = 1:
+
+    t_j = min(1, c max(P(x_j) - l Q(x_j), 0) R_j / Q(x_j))
+    l  += 1 / (c R_j)
+    s_j = (1 - t_j) / (h + c F(l))                            with the new l
+    W_i *= s_j for all i < j;  W_j = t_j;  c *= s_j           so that h becomes t_j + s_j h
+    at last: x_j is accepted with probability W_j, none with 1 - h; then the recovered token ~ max(P - l Q, 0)
+
+Recursive rejection (`residual`) tries x_j only if all children before it were rejected. Here those that would have
+been accepted are held back, and x_j is offered to all that is still to be emitted. With h = 0 and c = 1 / F(l)
+throughout, t and l are those of `residual`. The rule is our own; we have found it in no paper.
+
+**The law is the target's.** Say that before x_j is drawn the token is emitted by
+
+    M = sum_{i<j} W_i [x_i] + c max(P - l Q, 0)               [x] is a mass of 1 on x; together it is a mass of 1
+
+which is P for j = 1. Let q be the law of x_j: Q / R_j outside the children before it, or Q. With the common part
+m = min(q, c max(P - l Q, 0)) of both, t_j = m(x_j) / q(x_j). Emit x_j with probability t_j, else a token by
+(M - m) / (1 - sum m): on average over x_j that is m + (1 - sum m) (M - m) / (1 - sum m) = M. Now
+
+    M - m = sum_{i<j} W_i [x_i] + c max(P - (l + 1 / (c R_j)) Q, 0)    of mass 1 - sum m = h + c F(new l)
+
+because max(a, 0) - min(b, max(a, 0)) = max(a - b, 0) for b >= 0. So M after x_j, with the weights above, is on average
+M before x_j, and whatever was drawn, in the end P on average. (A token drawn before without replacement has q = 0, and
+nothing of P is left on it: t < 1 says that P < l Q there with the new l. Where t = 1, s = 0: it has all the weight.)
+The number of children may depend on those drawn so far. What hangs below the accepted child is verified by the law
+there.
+
+**It accepts at least as much**, for independent draws. Let H_0 = F and H_k(l) = H_{k-1}(l + F(l)): rejection accepts
+none of k children with probability H_k(0). H_k falls with l, because F does and l + F(l) rises. Here none is accepted
+with probability c F(l) of the last l and c. From any l and c on this is at most c H_k(l) on average behind k children,
+by induction: the first takes l to l + 1 / c, and c to some c' that is c on average, so that it is at most
+
+    E[c'] H_{k-1}(l + 1 / c) <= c H_{k-1}(l + F(l)) = c H_k(l)                    h + c F(l) = 1, so 1 / c >= F(l)
+
+Without replacement the proof does not carry over, and `tests/test_held.py` enumerates cases instead.
+
+Of a single child, and of point masses (draft temperature 0, where all s_j are 1), the rule is rejection itself. Where
+the draft's support is used up, the chain restarts as in `residual`, with c such that c F(l) stays. A child that is
+drawn again changes l and c, though its t is 0. A child that the draft could not have drawn is skipped.
+
+One coin decides at a node, that of its first child: x_j is accepted where it lies in W_1 + ... + W_{j-1} and below
+W_1 + ... + W_j. Single children so get the decisions of `residual`. On a GPU every child but a single one takes a pass
+over both rows: one more than of rejection where that rejects all of them.
+"""
+
+# A type checker does not understand Triton kernels.
+# pyright: reportOperatorIssue=false
+
+import numpy as np
+import triton
+import triton.language as tl
+
+from heavypath.kernels.verifying.distributions import NONE
+
+
+def hold(weights: np.ndarray, place: int, tried: np.ndarray, chance: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """Let child `place` of those sequences that tried one take its share t of what the elder ones hold.
+
+    weights: fp64 [A, K], which is changed; tried: bool [A]; chance: t, fp64 [A]; left: c F(new l), fp64 [A]
+
+    Returns s, fp64 [A], which is 1 where no child was tried.
+    """
+    whole = weights.sum(1) + left
+    scale = np.where(tried, np.where(whole > 0, (1 - chance) / whole, 0), 1)
+    weights *= scale[:, None]
+    weights[tried, place] = chance[tried]
+    return scale
+
+
+def held_child(weights: np.ndarray, coin: np.ndarray) -> np.ndarray:
+    """The child that is accepted by weights [A, K] and a node's coin [A]; -1 for none."""
+    below = coin[:, None] < weights.cumsum(1)
+    return np.where(below.any(1), below.argmax(1), -1)
+
+
+@triton.jit
+def hold_in_kernel(weight, elder, one, chance, left):
+    """`hold` at one node: the new weights of its children, their sum, which was `elder`, and s. one: child x_j."""
+    whole = elder + left
+    scale = tl.where(whole > 0, (1 - chance) / whole, 0.0)
+    return tl.where(one, chance, weight * scale), chance + elder * scale, scale
+
+
+@triton.jit
+def held_child_in_kernel(weight, order, coin, choice, N):
+    """`held_child` at one node; `choice` where there is none."""
+    upto = tl.full([], 0.0, tl.float32)
+    next_order = tl.where(choice == -1, tl.min(order), NONE)
+    node_coin = tl.sum(tl.where(order == next_order, coin, 0.0))
+    while next_order < NONE:
+        upto += tl.sum(tl.where(order == next_order, weight, 0.0))
+        if node_coin < upto:
+            choice = next_order % N
+            next_order = NONE
+        else:
+            next_order = tl.min(tl.where(order > next_order, order, NONE))
+    return choice
