@@ -295,6 +295,8 @@ def test_what_takes_no_merge_says_so(target, small):
         ValueError, match=r"a Merge of 3 drafts needs a tree whose root has a child .* got 2; give .*width=3"
     ):
         SpeculativeDecoder(target, Merge([*small, PromptLookup()]), "specinfer", width=2)
+    with pytest.raises(ValueError, match="verifier 'held' weighs all children of a node by one distribution"):
+        SpeculativeDecoder(target, Merge(small), "specinfer", verifier="held")
     with pytest.raises(ValueError, match="needs draft_temperature > 0 where it samples, got 0"):
         SpeculativeDecoder(target, Merge(small), "specinfer", draft_temperature=0).generate(PROMPT, 4, temperature=1.0)
     with pytest.raises(ValueError, match="of a Merge each of the root's first 2 children has an acceptance of its own"):
