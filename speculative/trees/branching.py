@@ -53,7 +53,8 @@ def _shapes(acceptance: Acceptance, size: int, max_depth: int | None) -> Iterato
     rates = Rates.of(acceptance)
     depth = rates.depth_bound(size, max_depth)
     accepted = rates.rows(depth).cumsum(1)  # P[d, b] in column b - 1
-    waiting = [((), 1, 1, 1.0, 1.0)]  # a vector, its nodes and tokens, and how many of both its last level adds
+    # A vector, its nodes and the nodes of its last level, its tokens and those that the last level adds.
+    waiting: list[tuple[tuple[int, ...], int, int, float, float]] = [((), 1, 1, 1.0, 1.0)]
     while waiting:
         vector, nodes, level, tokens, reached = waiting.pop()
         if vector:
@@ -62,5 +63,5 @@ def _shapes(acceptance: Acceptance, size: int, max_depth: int | None) -> Iterato
             continue
         most = min(vector[-1] if vector else accepted.shape[1], (size - nodes) // level)
         for children in range(1, most + 1):
-            added, further = level * children, reached * accepted[len(vector), children - 1]
+            added, further = level * children, reached * float(accepted[len(vector), children - 1])
             waiting.append(((*vector, children), nodes + added, added, tokens + further, further))
