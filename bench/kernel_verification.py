@@ -122,7 +122,8 @@ def loop_verify(
 
     target, draft = by_node(softmax, target_logits), by_node(softmax, draft_logits)
     coins = torch.rand(len(drawn)).tolist()
-    attempt = k_sequential if method == "kseq" else partial(one_by_one, replacement=method == "with_replacement")
+    attempt = {"kseq": k_sequential, "held": held_back}.get(method)
+    attempt = attempt or partial(one_by_one, replacement=method == "with_replacement")
     while True:
         here, node = children[path[-1]], path[-1]
         if not here:
@@ -148,6 +149,27 @@ def one_by_one(
         if not replacement:
             draft = draft.index_fill(0, torch.tensor(token, device=draft.device), 0)
             draft = draft / draft.sum()
+    return -1, target
+
+
+def held_back(target: Tensor, draft: Tensor, drawn: list[int], coins: list[float]) -> tuple[int, Tensor | None]:
+    """Held siblings, drawn without replacement: `target` is the part of P that no child holds, the rest is `weights`.
+
+    What it returns is the same as that of `one_by_one`.
+    """
+    weights: list[float] = []
+    for token in drawn:
+        taken = torch.minimum(draft, target)
+        chance = float(taken[token] / draft[token])
+        rest = float(1 - taken.sum())
+        scale = (1 - chance) / rest if rest > 0 else 0.0
+        weights = [*(weight * scale for weight in weights), chance]
+        target = (target - taken) * scale
+        draft = draft.index_fill(0, torch.tensor(token, device=draft.device), 0)
+        draft = draft / draft.sum()
+    for place in range(len(drawn)):
+        if coins[0] < sum(weights[: place + 1]):
+            return place, None
     return -1, target
 
 

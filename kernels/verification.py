@@ -1,11 +1,12 @@
 """Verify a drafted token tree so that what is emitted follows the target's distribution exactly.
 
-Where children are weighed against the distribution that they were drawn from, `residual` and `k_seq` say for one node
-which child is accepted, and by which distribution a recovered token is drawn:
+Where children are weighed against the distribution that they were drawn from, `residual`, `held` and `k_seq` say for
+one node which child is accepted, and by which distribution a recovered token is drawn:
 
     without_replacement   recursive rejection (Sequoia, RSD, DySpec; with one child, standard speculative sampling)
     with_replacement      the same for independent children (SpecInfer)
     kseq                  K-SEQ for independent children (SpecTr)
+    held                  held siblings: a later child is tried before an accepted elder one is given out (`held`)
 
 The other methods choose the token first, and accept the child that happens to carry it:
 
@@ -21,6 +22,8 @@ On a GPU a first launch decides for all nodes at once (`decision`, or `gumbel_to
 second one walks (`walk`).
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,10 +38,10 @@ from heavypath.kernels.verifying.decision import Decided, decide
 from heavypath.kernels.verifying.distributions import best_token, log_probs, readable, used_rows
 from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.residual import residual_chain
+from heavypath.kernels.verifying.rule import DRAFT_AWARE, VERIFICATION_METHODS, Rule
 from heavypath.kernels.verifying.walk import launch_walk
 
-VERIFICATION_METHODS = ("without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy")
-DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq")  # those that need the draft's logits
+__all__ = ["DRAFT_AWARE", "VERIFICATION_METHODS", "Rule", "verify_tree", "verify_unchecked"]
 
 
 def verify_tree(
@@ -48,6 +51,7 @@ def verify_tree(
     draft_logits: Tensor | None,
     *,
     method: str,
+    replacement: bool = False,
     ranks: Tensor | None = None,
     max_depth: int | None = None,
     temperature: float = 1.0,
@@ -68,13 +72,17 @@ def verify_tree(
     parents:       LongTensor[N] or [B, N], parents[0] = -1, parents[i] < i
     target_logits: [B, N, V]; [b, i] is the target's distribution after node i
     draft_logits:  [B, N, V], the distribution that node i's children were drawn from; leaves' rows are never read.
-                   Needed by "without_replacement", "with_replacement" and "kseq" where N > 1, else it may be None
-    method:        "without_replacement" | "with_replacement" | "kseq" | "race" | "target_sample" | "greedy"
+                   Needed by "without_replacement", "with_replacement", "kseq" and "held" where N > 1, else it may be
+                   None
+    method:        "without_replacement" | "with_replacement" | "kseq" | "race" | "target_sample" | "greedy" | "held"
+    replacement:   for "held": whether children are independent draws; else they were drawn without replacement. The
+                   names of other methods say how children are drawn, so these refuse it
     ranks:         LongTensor shaped as parents: a node's place among its siblings in draw order (default: index order)
     max_depth:     edges of the deepest path considered (default: the tree's depth)
     temperature, top_k, top_p, min_p: the target's filters; draft_*: those the children were drawn with (default: the
                    target's). temperature 0 is for "greedy" only; draft_temperature 0 says the children are the
-                   draft's top-k, each a point mass, which "kseq" does not take
+                   draft's top-k, each a point mass, which "kseq" does not take. Of point masses "held" decides as
+                   "without_replacement" does: there is nothing to gain
     seed, rows:    the names of the noise after each node; rows is a LongTensor[B, N] >= 0 (default arange(B * N)), and
                    seed an integer or a LongTensor [] on the logits' device, which kernels read when they run. Coins,
                    recovered and bonus tokens use streams of their own, so children may have been drawn with the same
@@ -88,8 +96,7 @@ def verify_tree(
     """
     target_filters = Filters(temperature, top_k, top_p, min_p).check()
     draft_filters = target_filters.override(draft_temperature, draft_top_k, draft_top_p, draft_min_p).check("draft_")
-    if method not in VERIFICATION_METHODS:
-        raise ValueError(f"method must be one of {', '.join(VERIFICATION_METHODS)}, got {method!r}")
+    rule = Rule(method, replacement).check()
     if temperature == 0 and method != "greedy":
         raise ValueError(f"temperature 0 needs method 'greedy', got {method!r}")
     if method == "kseq" and draft_filters.temperature == 0:
@@ -138,12 +145,12 @@ def verify_tree(
         raise ValueError(f"max_depth must be at least 0, got {max_depth}")
     if batch == 0:
         return Verified(tokens.new_zeros(0, depth + 1), tokens.new_zeros(0), tokens.new_zeros(0))
-    run = _launch if impl == "triton" else _reference
+    run = _verifier(rule, impl)
     return run(
         Nodes(tokens, parents, ranks),
         target_logits,
         draft_logits,
-        method=method,
+        rule=rule,
         max_depth=depth,
         target_filters=target_filters,
         draft_filters=draft_filters,
@@ -156,7 +163,7 @@ def verify_unchecked(
     target_logits: Tensor,
     draft_logits: Tensor | None,
     *,
-    method: str,
+    rule: Rule,
     max_depth: int,
     target_filters: Filters,
     draft_filters: Filters,
@@ -164,20 +171,28 @@ def verify_unchecked(
 ) -> Verified:
     """`verify_tree` without its checks, which cost a decoder on a CPU about 20% of its time.
 
-    target_logits, draft_logits: [B, N, V]; draft_logits is None for a method that is not in DRAFT_AWARE, and for trees
-    of a root alone. noise.rows: LongTensor[B, N]. The rest as `verify_tree`; impl is "auto".
+    target_logits, draft_logits: [B, N, V]; draft_logits is None for a rule whose method is not in DRAFT_AWARE, and for
+    trees of a root alone. noise.rows: LongTensor[B, N]. The rest as `verify_tree`; impl is "auto".
     """
-    run = _launch if choose_impl("verify_unchecked", "auto", nodes.tokens) == "triton" else _reference
+    run = _verifier(rule, choose_impl("verify_unchecked", "auto", nodes.tokens))
     return run(
         nodes.per_sequence(),
         target_logits,
         draft_logits,
-        method=method,
+        rule=rule,
         max_depth=max_depth,
         target_filters=target_filters,
         draft_filters=draft_filters,
         noise=noise,
     )
+
+
+def _verifier(rule: Rule, impl: str) -> Callable[..., Verified]:
+    """The function that verifies by a rule, with the arguments of `verify_unchecked`.
+
+    All rules so far decide at each node by itself, and walk. One that looks at the whole tree is another pair here.
+    """
+    return _launch if impl == "triton" else _reference
 
 
 @np.errstate(all="ignore")
@@ -186,7 +201,7 @@ def _reference(
     target_logits: Tensor,
     draft_logits: Tensor | None,
     *,
-    method: str,
+    rule: Rule,
     max_depth: int,
     target_filters: Filters,
     draft_filters: Filters,
@@ -197,7 +212,7 @@ def _reference(
     Parents and ranks of nodes are [B, N], logits [B, N, V]. It computes in NumPy, whose calls cost less than PyTorch's
     on short rows.
     """
-    tokens, parents, ranks = nodes
+    method, (tokens, parents, ranks) = rule.method, nodes
     batch, count = tokens.shape
     device, vocab_size = tokens.device, target_logits.shape[-1]
     checked = device.type == "cpu"
@@ -248,7 +263,7 @@ def _reference(
                     choice[inner], recovered = k_seq(log_target[inner], log_draft, tried, their_coins)
                 else:
                     choice[inner], recovered = residual_chain(
-                        log_target[inner], log_draft, tried, their_coins, replacement=method == "with_replacement"
+                        log_target[inner], log_draft, tried, their_coins, rule.independent, held=method == "held"
                     )
             stop = (choice < 0).nonzero()[0]
             if len(stop):
@@ -300,14 +315,14 @@ def _launch(
     target_logits: Tensor,
     draft_logits: Tensor | None,
     *,
-    method: str,
+    rule: Rule,
     max_depth: int,
     target_filters: Filters,
     draft_filters: Filters,
     noise: Noise,
 ) -> Verified:
     """As `_reference`, in two launches, and one for the filters of each side that has any."""
-    tokens, parents, ranks = nodes
+    method, (tokens, parents, ranks) = rule.method, nodes
     parents = parents if parents.stride(1) == 1 else parents.contiguous()
     ranks = ranks if ranks is None or ranks.stride(1) == 1 else ranks.contiguous()
     nodes = Nodes(tokens.contiguous(), parents, ranks)
@@ -319,7 +334,7 @@ def _launch(
             nodes,
             target,
             draft,
-            method=method,
+            rule=rule,
             target_filters=target_filters,
             draft_filters=draft_filters,
             noise=noise,

@@ -21,7 +21,7 @@ from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 from heavypath.kernels.tree_attention import tree_attention
-from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
+from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, verify_tree
 from heavypath.speculative import (
     METHODS,
     EarlyExit,
@@ -164,8 +164,7 @@ def test_the_tickets_of_a_thousand_verifications_are_found_at_zero(method):
     draft = target + 0.5 * torch.randn(target.shape, generator=generator)
     tokens = target.topk(3).indices[:, tree.parents.clamp(min=0), tree.ranks.clamp(0, 2)]
     options = {"ranks": tree.ranks, "rows": torch.arange(2 * nodes).view(2, nodes), "max_depth": tree.depth}
-    aware = method in ("without_replacement", "with_replacement", "kseq")
-    given = moved((tokens, tree.parents, target, draft if aware else None), "cuda")
+    given = moved((tokens, tree.parents, target, draft if method in DRAFT_AWARE else None), "cuda")
     options = moved(options, "cuda") | {"method": method, "temperature": 0.0 if method == "greedy" else 0.8}
     first = verify_tree(*given, **options)
     differ = torch.zeros((), dtype=torch.long, device="cuda")

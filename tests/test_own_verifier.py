@@ -8,7 +8,7 @@ from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from test_decoder import exact_law, tiny_llama, transformers_greedy
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.verification import verify_unchecked
+from heavypath.kernels.verification import Rule, verify_unchecked
 from heavypath.speculative import METHODS, Method, Profile, SpeculativeDecoder, TokenTree, Verified, read_trace
 from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.output.page import trace_page
@@ -38,10 +38,10 @@ def test_the_examples_verifier_gives_the_text_of_the_built_in_one(method, temper
 @pytest.mark.parametrize("method", ["sequoia", "specinfer", "spectr", "dyspec"])
 def test_a_verifier_gets_all_that_the_methods_own_one_needs(method, tiny_pair):
     """The built-in rule, handed in from outside: logits of both models, filters, noise and the depth."""
-    rule = METHODS[method].verification
+    rule = Rule(METHODS[method].verification)
     options = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 5, "seed": 6}
     shape = {"tree_size": 8, "draft_temperature": 1.3}
-    own = SpeculativeDecoder(*tiny_pair, method, verifier=partial(verify_unchecked, method=rule), **shape)
+    own = SpeculativeDecoder(*tiny_pair, method, verifier=partial(verify_unchecked, rule=rule), **shape)
     expected = SpeculativeDecoder(*tiny_pair, method, **shape).generate(PROMPT[None], **options).sequences
     assert torch.equal(own.generate(PROMPT[None], **options).sequences, expected)
 

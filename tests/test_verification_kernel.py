@@ -15,7 +15,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
+from heavypath.kernels.verification import VERIFICATION_METHODS, Rule, verify_tree
 from heavypath.kernels.verifying import decision, distributions, k_seq, residual, walk
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -48,6 +48,7 @@ class Problem:
         noise: float = 1.0,
         seed: int = 0,
     ):
+        replacement = method in ("with_replacement", "kseq") or (method == "held" and seed % 2 == 1)
         generator = torch.Generator().manual_seed(seed)
         contexts = min(vocab_size, 40)
         target = 1.5 * torch.randn(batch, contexts, vocab_size, generator=generator)
@@ -65,8 +66,8 @@ class Problem:
             if len(children):
                 drawn = gumbel_topk(
                     self.draft[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=self.rows[:, node],
-                    replacement=method in ("with_replacement", "kseq"),
-                    uniform_fill=method == "without_replacement" and seed % 2 == 0, impl="torch",
+                    replacement=replacement, impl="torch",
+                    uniform_fill=method in ("without_replacement", "held") and seed % 2 == 0,
                 )  # fmt: skip
                 self.tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
             else:
@@ -76,7 +77,7 @@ class Problem:
         off = Filters(temperature, top_k or 0, top_p or 1.0, min_p or 0.0)  # None would mean the target's
         greedy = Filters(temperature=0.0)
         self.options = {
-            "method": method, "ranks": tree.ranks, "seed": seed,
+            "method": method, "ranks": tree.ranks, "seed": seed, "replacement": method == "held" and replacement,
             **(greedy if method == "greedy" else target_filters)._asdict(),
             **{f"draft_{name}": value for name, value in off._asdict().items()},
         }  # fmt: skip
@@ -196,7 +197,7 @@ def test_rows_without_a_distribution_are_flagged_by_the_kernels(method):
             Nodes(problem.tokens.to(DEVICE), problem.parents.expand(2, -1).to(DEVICE), None),
             problem.target.to(DEVICE),
             problem.draft.to(DEVICE),
-            method=method,
+            rule=Rule(method),
             max_depth=3,
             target_filters=Filters(0.0) if method == "greedy" else PLAIN,
             draft_filters=PLAIN,

@@ -44,6 +44,7 @@ from heavypath.kernels.verifying.distributions import (
 )
 from heavypath.kernels.verifying.k_seq import try_k_seq
 from heavypath.kernels.verifying.residual import try_chain
+from heavypath.kernels.verifying.rule import Rule
 
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 
@@ -105,6 +106,7 @@ def _decide_kernel(
     temperature,
     draft_temperature,
     REPLACEMENT: tl.constexpr,
+    HELD: tl.constexpr,
     K_SEQ: tl.constexpr,
     POINT_MASSES: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
@@ -246,7 +248,7 @@ def _decide_kernel(
                 choice, log_multiple, p_offset, uniform, restricted = try_chain(
                     job, left_out_ptr + batch.to(tl.int64) * N, target, draft, target_outside, draft_outside, V, N,
                     token, index, order, coin, log_p, log_q, choice,
-                    REPLACEMENT, POINT_MASSES, FILTERED, DRAFT_FILTERED, PIECES,
+                    REPLACEMENT, HELD, POINT_MASSES, FILTERED, DRAFT_FILTERED, PIECES,
                 )  # fmt: skip
 
         tl.store(choice_ptr + place, choice)
@@ -283,12 +285,12 @@ def decide(
     target: Tensor,
     draft: Tensor | None,
     *,
-    method: str,
+    rule: Rule,
     target_filters: Filters,
     draft_filters: Filters,
     noise: Noise,
 ) -> Decided:
-    """Decide for every node of [B, N] at once which child it accepts, by a method of DRAFT_AWARE.
+    """Decide for every node of [B, N] at once which child it accepts, by a rule whose method is in DRAFT_AWARE.
 
     Tokens and noise.rows are contiguous LongTensors [B, N]; parents and ranks are contiguous in N.
     target, draft: logits [B, N, V], contiguous in V; the draft is None for trees of a root alone.
@@ -298,8 +300,9 @@ def decide(
     device, vocab_size = tokens.device, target.shape[-1]
     if count == 1:  # no children; and Triton 3.6 crashes on loads in a loop that a known node, 0, leaves without a turn
         draft = None
+    point_masses = draft_filters.temperature == 0
     chunks, pieces = triton.cdiv(vocab_size, CHUNK.value), triton.cdiv(vocab_size, PIECE.value)
-    passes = draft is not None and draft_filters.temperature > 0
+    passes = draft is not None and not point_masses
     helping = helpers(device) if passes else 0
     ints = torch.empty(batch * count * (2 + FACTS.value), dtype=torch.int32, device=device)
     numbers = torch.empty(batch * count * (FACTS.value + 4 * chunks + pieces), device=device)
@@ -321,12 +324,12 @@ def decide(
             target_batch_stride=target.stride(0), target_stride=target.stride(1),
             draft_batch_stride=source.stride(0), draft_stride=source.stride(1), **seed_arguments(noise.seed),
             temperature=raised(target_filters.temperature), draft_temperature=raised(draft_filters.temperature),
-            REPLACEMENT=method != "without_replacement", K_SEQ=method == "kseq",
-            POINT_MASSES=draft_filters.temperature == 0, HAS_DRAFT=draft is not None, HAS_RANKS=ranks is not None,
+            REPLACEMENT=rule.independent, HELD=rule.method == "held" and not point_masses, K_SEQ=rule.method == "kseq",
+            POINT_MASSES=point_masses, HAS_DRAFT=draft is not None, HAS_RANKS=ranks is not None,
             HAS_ROWS=noise.rows is not None, FILTERED=cuts is not None, DRAFT_FILTERED=draft_cuts is not None,
             CHUNKS=chunks, PIECES=pieces, HELPERS=helping,
             BLOCK=max(16, triton.next_power_of_2(count)),
             num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,  # without maxnreg ptxas spills
         )  # fmt: skip
-    leaves_out = method == "without_replacement" or (method == "with_replacement" and draft_filters.temperature == 0)
+    leaves_out = point_masses or not rule.independent
     return Decided(choice, left_out if leaves_out else None, facts, marks)

@@ -30,11 +30,17 @@ import triton.language as tl
 
 from heavypath.kernels.filtering import LOWEST
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
+from heavypath.kernels.verifying.held import held_child, held_child_in_kernel, hold, hold_in_kernel
 
 
 @np.errstate(all="ignore")
 def residual_chain(
-    log_target: np.ndarray, log_draft: np.ndarray | None, drawn: np.ndarray, coins: np.ndarray, replacement: bool
+    log_target: np.ndarray,
+    log_draft: np.ndarray | None,
+    drawn: np.ndarray,
+    coins: np.ndarray,
+    replacement: bool,
+    held: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Try the children of one node in each of A sequences, in draw order, by the closed form above.
 
@@ -42,6 +48,7 @@ def residual_chain(
     drawn:                 int64 [A, K], the children's tokens; -1 for no child
     coins:                 fp64 [A, K]
     replacement:           whether the children are independent draws
+    held:                  whether elder children are held while later ones are tried, see `held`
 
     Returns the index of the accepted child or -1, [A]; and for the A' sequences without an accepted child the weights
     [A', V] that their recovered tokens are drawn by.
@@ -49,7 +56,9 @@ def residual_chain(
     sequence, waiting = np.arange(len(drawn)), drawn >= 0
     choice = sequence * 0 - 1
     target = residual = None  # P and max(P - l Q, 0), once a child has been rejected
-    total, log_lambda, log_mass = sequence * 0 + 1.0, sequence - np.inf, 0.0  # F(l), log l, log R
+    total, log_lambda, log_mass = sequence * 0 + 1.0, sequence - np.inf, 0.0  # 1 / c, log l, log R
+    held = held and log_draft is not None  # of point masses it is the same
+    holding, mass_left = np.zeros(drawn.shape if held else 0), sequence * 0 + 1.0  # W, and c F(l), the mass besides
     draft = np.full_like(log_target, -np.inf) if log_draft is None else log_draft
     distinct = log_draft is None or not replacement
     undrawn = np.ones(draft.shape, dtype=bool) if distinct else None  # false at the tokens of rejected children
@@ -68,7 +77,7 @@ def residual_chain(
                 residual = target if residual is None else np.where(again, target, residual)
                 uniform = -np.log2(left.sum(-1, keepdims=True, dtype=draft.dtype))
                 draft = np.where(again, np.where(left, uniform, -np.inf), draft)
-                total = np.where(restart, target.sum(-1), total)
+                total = np.where(restart, target.sum(-1) / mass_left, total)
                 log_lambda, log_mass = np.where(restart, -np.inf, log_lambda), np.where(restart, 0, log_mass)
             here = here & undrawn[sequence, child]
 
@@ -78,10 +87,14 @@ def residual_chain(
             ratio = np.exp2(log_target[sequence, child] - log_q)
         else:
             ratio = residual[sequence, child] / total * np.exp2(log_mass - log_q)
-        accepted = here & (coins[:, place] < ratio)
+        if held:
+            here = here & (total > 0)
+        accepted = here & (ratio >= 1 if held else coins[:, place] < ratio)
         rejected = here & ~accepted
         choice[accepted] = place
         waiting[accepted] = False
+        if held:
+            holding[accepted] = np.arange(drawn.shape[1]) == place
         if not waiting.any():
             break
         if not rejected.any():
@@ -92,8 +105,16 @@ def residual_chain(
         target = np.exp2(log_target) if target is None else target
         residual = np.exp2(draft + log_lambda[:, None].astype(draft.dtype))
         residual = np.maximum(np.subtract(target, residual, out=residual), 0, out=residual)
-        total = residual.sum(-1).astype(np.float64)
+        mass = residual.sum(-1).astype(np.float64)
+        if held:
+            scale = hold(holding, place, rejected, ratio, mass / total)
+            mass_left = np.where(rejected, scale * mass / total, mass_left)
+            waiting[mass_left <= 0] = False
+            mass = np.where(rejected, np.where(mass_left > 0, total / scale, 0), total)
+        total = mass
 
+    if held:
+        choice = held_child(holding, coins[:, 0])
     stopped = choice < 0
     if not stopped.any():
         return choice, log_target[:0]
@@ -127,7 +148,7 @@ def _log_sum(logs, where, also):
 @triton.jit
 def try_chain(
     job, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q,
-    choice, REPLACEMENT: tl.constexpr, POINT_MASSES: tl.constexpr,
+    choice, REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +162,9 @@ def try_chain(
     log_multiple = tl.full([], float("-inf"), tl.float32)
     left = tl.full([], 0.0, tl.float32)  # log2 of the sum of P over the tokens left
     uniform = tl.full([], 1.0, tl.float32)
-    over = tl.full([], 1.0, tl.float32)  # F(l)
+    over = tl.full([], 1.0, tl.float32)  # 1 / c
+    weight, elder = tl.zeros_like(coin), tl.full([], 0.0, tl.float32)  # of held children, and the sum of it
+    mass_left = tl.full([], 1.0, tl.float32)  # c F(l)
     rejected, restricted = tl.zeros_like(index), tl.zeros_like(index)
     tokens_left = tl.full([], 0.0, tl.float32) + V  # V is not a tensor where it is 1
     tokens_then = tokens_left
@@ -165,7 +188,7 @@ def try_chain(
                 left = tl.maximum(_log_sum(log_p, open, target_outside), LOWEST)
                 log_multiple = tl.full([], float("-inf"), tl.float32)
                 log_mass = tl.full([], 0.0, tl.float32)
-                over = tl.full([], 1.0, tl.float32)
+                over = 1 / mass_left if HELD else tl.full([], 1.0, tl.float32)
                 restricted = rejected
                 tl.store(left_out_ptr + index, restricted, mask=order < NONE)
                 tokens_then = tl.where(POINT_MASSES, 1.0, tokens_left)
@@ -176,7 +199,7 @@ def try_chain(
         ratio = tl.exp2(this_p - left - this_q + log_mass) - tl.exp2(log_multiple + log_mass)
         ratio = tl.maximum(ratio, 0.0) / over
         here = (this_q > float("-inf")) & (fresh > 0)
-        accepted = here & (tl.sum(tl.where(one, coin, 0.0)) < ratio)
+        accepted = here & (ratio >= 1 if HELD else tl.sum(tl.where(one, coin, 0.0)) < ratio)
         next_order = tl.min(tl.where(order > next_order, order, NONE))
         if accepted:
             choice = this
@@ -188,9 +211,23 @@ def try_chain(
                 restricted = rejected
             else:
                 log_multiple = _add_logs(log_multiple, tl.log2(over) - log_mass)
-                if next_order < NONE:
-                    over = shared_sum(
+                needed = next_order < NONE
+                if HELD:
+                    weight = tl.where(one, ratio, weight)
+                    needed |= elder > 0
+                if needed:
+                    total = shared_sum(
                         job, target, draft, log_multiple, uniform, left, V, token, restricted > 0,
                         False, FILTERED, DRAFT_FILTERED, PIECES,
                     )  # fmt: skip
+                    if HELD:
+                        kept = total / over
+                        weight, elder, scale = hold_in_kernel(weight, elder, one, ratio, kept)
+                        mass_left = scale * kept
+                        over /= scale
+                        next_order = tl.where(mass_left > 0, next_order, NONE)
+                    else:
+                        over = total
+    if HELD:
+        choice = held_child_in_kernel(weight, order, coin, choice, N)
     return choice, log_multiple, left, uniform, restricted

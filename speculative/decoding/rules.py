@@ -17,6 +17,7 @@ from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.typical.acceptance import Typical, typical_unchecked
 from heavypath.kernels.verification import DRAFT_AWARE, verify_unchecked
+from heavypath.kernels.verifying.rule import EITHER_DRAW, Rule
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.models.host import host_can_read
 
@@ -186,6 +187,11 @@ class Rules:
             return ""
         return f"typical acceptance, epsilon {self.typical.epsilon:g}, delta {self.typical.delta:g}"
 
+    @property
+    def rule(self) -> Rule:
+        """The rule of `verify_tree`, where it is one of its methods that verifies."""
+        return Rule(self.verification, self.replacement and self.verification in EITHER_DRAW)
+
     def verify(
         self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, max_depth: int, noise: Noise
     ) -> Verified:
@@ -198,7 +204,7 @@ class Rules:
             )
         verifier = self.own_verifier
         if verifier is None:
-            verifier = partial(verify_unchecked, method=self.verification)
+            verifier = partial(verify_unchecked, rule=self.rule)
             draft_logits = draft_logits if self.verification in DRAFT_AWARE else None
         return verifier(
             nodes,

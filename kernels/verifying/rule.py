@@ -1,0 +1,30 @@
+"""The rule by which a drafted tree is verified, in the words of `verify_tree`."""
+
+from typing import NamedTuple
+
+VERIFICATION_METHODS = ("without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy", "held")
+DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq", "held")  # those that need the draft's logits
+EITHER_DRAW = ("held",)  # those that take children drawn without replacement, and independent ones by `replacement`
+
+
+class Rule(NamedTuple):
+    """`method` and `replacement` of `verify_tree`."""
+
+    method: str
+    replacement: bool = False
+
+    def check(self) -> "Rule":
+        """The rule itself; ValueError for one that there is not."""
+        if self.method not in VERIFICATION_METHODS:
+            raise ValueError(f"method must be one of {', '.join(VERIFICATION_METHODS)}, got {self.method!r}")
+        if self.replacement and self.method not in EITHER_DRAW:
+            raise ValueError(
+                f"replacement is for method {' or '.join(map(repr, EITHER_DRAW))}: {self.method!r} says by its name "
+                f"how children are drawn; leave it out, got replacement={self.replacement}"
+            )
+        return self
+
+    @property
+    def independent(self) -> bool:
+        """Whether siblings are weighed as independent draws, so that those of equal token share their children."""
+        return self.replacement or self.method in ("with_replacement", "kseq")
