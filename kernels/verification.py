@@ -38,7 +38,8 @@ from heavypath.kernels.verifying.decision import Decided, decide
 from heavypath.kernels.verifying.distributions import best_token, log_probs, readable, used_rows
 from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.residual import residual_chain
-from heavypath.kernels.verifying.rule import DRAFT_AWARE, VERIFICATION_METHODS, Rule
+from heavypath.kernels.verifying.rule import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE, Rule
+from heavypath.kernels.verifying.traversal import traverse
 from heavypath.kernels.verifying.walk import launch_walk
 
 __all__ = ["DRAFT_AWARE", "VERIFICATION_METHODS", "Rule", "verify_tree", "verify_unchecked"]
@@ -188,10 +189,9 @@ def verify_unchecked(
 
 
 def _verifier(rule: Rule, impl: str) -> Callable[..., Verified]:
-    """The function that verifies by a rule, with the arguments of `verify_unchecked`.
-
-    All rules so far decide at each node by itself, and walk. One that looks at the whole tree is another pair here.
-    """
+    """The function that verifies by a rule, with the arguments of `verify_unchecked`."""
+    if rule.method in WHOLE_TREE:
+        return traverse
     return _launch if impl == "triton" else _reference
 
 
