@@ -16,7 +16,7 @@ from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import VERIFICATION_METHODS, Rule, verify_tree
-from heavypath.kernels.verifying import decision, distributions, k_seq, residual, walk
+from heavypath.kernels.verifying import decision, distributions, held, k_seq, residual, walk
 from heavypath.speculative.trees.tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -251,6 +251,11 @@ MUTATIONS = {
     "K-SEQ searches no further than K": (k_seq, "g = high.to(tl.float32)", "g = children.to(tl.float32)"),
     "the path names another sibling": (walk, "node = tl.load(parents_ptr + node).to(tl.int32)\n            pos",
                                        "node = 1\n            pos"),
+    "held: the elder do not lose": (held, "weight * scale), chance", "weight), chance"),
+    "held: c stays": (residual, "over /= scale", "pass"),
+    "held: the last child takes no pass": (residual, "needed |= elder > 0", "pass"),
+    "held: the chain restarts with all mass": (residual, "over = 1 / mass_left if HELD", "over = 1 / elder if HELD"),
+    "held: another coin": (held, "order == next_order, coin, 0.0", "order == tl.max(order), coin, 0.0"),
     "rank is ignored": (decision, "tl.where(child, rank * N + index, NONE)", "tl.where(child, index, NONE)"),
 }  # fmt: skip
 
@@ -268,10 +273,16 @@ def mutant(tmp_path, module, original: str, replacement: str, name: str):
 
 
 @pytest.mark.usefixtures("interpreter")  # which needs no compiler for each bug, and ends
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "the last child" in name else name for name in MUTATIONS]
+)
 def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
     module, original, replacement = MUTATIONS[name]
     copy = mutant(tmp_path, module, original, replacement, "mutant")
+    if module is held:  # what the chain calls
+        monkeypatch.setitem(sys.modules, "held_mutant", mutant(tmp_path, held, original, replacement, "held_mutant"))
+        module = residual
+        copy = mutant(tmp_path, residual, f"from {held.__name__} import", "from held_mutant import", "mutant")
     if module in (residual, k_seq):  # what the kernel of decision calls
         monkeypatch.setitem(sys.modules, "mutant", copy)
         copy = mutant(tmp_path, decision, f"from {module.__name__} import", "from mutant import", "calls_mutant")
@@ -285,7 +296,11 @@ def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
     tree, method = TREES["ranks"], "without_replacement"
     if "equal" in name or "sibling" in name or "K-SEQ" in name:
         tree, method = TokenTree.independent(3, 2), "kseq"
+    if name.startswith("held"):
+        tree, method = TokenTree.k_ary(3, 1), "held"
     filters = FILTERS["top-k"] if "filters" in name else FILTERS["none"]
+    if "restarts" in name:
+        filters = PLAIN, Filters(1.0, 2)
     problems = (Problem(tree, method, *filters, batch=2, vocab_size=4, seed=seed) for seed in range(40))
     assert any(differs(problem) for problem in problems)
 
@@ -321,14 +336,20 @@ def test_a_captured_graph_verifies_what_its_tensors_hold_when_it_is_replayed(met
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "tree"),
-    [("without_replacement", "4, 2"), ("with_replacement", "sequences"), ("kseq", "sequences"), ("kseq", "4, 2")],
+    [
+        ("without_replacement", "4, 2"),
+        ("with_replacement", "sequences"),
+        ("kseq", "sequences"),
+        ("kseq", "4, 2"),
+        ("held", "4, 2"),
+    ],
 )
 def test_passes_that_programs_share_are_right_in_any_schedule(method, tree, adversary, monkeypatch):
     """Short pieces, so that a few tokens are several; with uniform_fill (even seeds) the chain restarts."""
     for module in (decision, distributions):
         monkeypatch.setattr(module, "PIECE", tl.constexpr(2))
     for seed in (1, 2):
-        filters = Filters(1.0, 2) if method == "without_replacement" and seed == 2 else PLAIN
+        filters = Filters(1.0, 2) if method in ("without_replacement", "held") and seed == 2 else PLAIN
         problem = Problem(TREES[tree], method, PLAIN, filters, vocab_size=8, batch=1, noise=3.0, seed=seed)
         assert problem.agrees()
     assert adversary.launched["_decide_kernel"] == 2

@@ -12,6 +12,7 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
+from heavypath.kernels.verifying.rule import EITHER_DRAW
 from heavypath.speculative.trees.tree import TokenTree
 
 
@@ -83,7 +84,7 @@ def decode(
         verified = verify_tree(
             tokens, parents, language.target[tokens.clamp(min=0)], draft_logits, method=method, ranks=ranks,
             **target_filters._asdict(), **{f"draft_{name}": value for name, value in off._asdict().items()},
-            seed=seed, rows=rows,
+            seed=seed, rows=rows, replacement=replacement and method in EITHER_DRAW,
         )  # fmt: skip
         accepted = tokens.gather(1, verified.path.clamp(min=0))
         for place in range(1, verified.path.shape[1] + 1):

@@ -1,45 +1,51 @@
-"""Held siblings: what recursive rejection would accept is held, and later children are tried before it is given out.
+"""Held siblings: what rejection would accept is held back, and later children are tried before it is given out.
 
-At a node with target distribution P and draft distribution Q, let x_1, x_2, ... be its children in draw order, R_j the
-mass of Q outside the children before x_j (1 for independent draws), and F(l) = sum_v max(P(v) - l Q(v), 0). Each child
-has a weight W, the probability that it is the one accepted; h is the sum of the weights so far. From l = 0, c = 1:
+At a node with target distribution P and draft distribution Q let x_1, x_2, ... be its children in draw order, R_j the
+mass of Q outside the children before x_j (1 for independent draws), and F(l) = sum_v max(P(v) - l Q(v), 0). W_i is the
+weight of child i, the probability that it is the one accepted, and h the sum of the weights so far. From l = 0, c = 1:
 
     t_j = min(1, c max(P(x_j) - l Q(x_j), 0) R_j / Q(x_j))
     l  += 1 / (c R_j)
-    s_j = (1 - t_j) / (h + c F(l))                             with the new l
-    W_i *= s_j for the elder i < j,  W_j = t_j,  c *= s_j      so that h becomes t_j + s_j h
-    at last:  x_j is accepted with probability W_j, none with 1 - h; the recovered token ~ max(P - l Q, 0)
+    s_j = (1 - t_j) / (h + c F(l))                            with the new l
+    W_i *= s_j for all i < j;  W_j = t_j;  c *= s_j           so that h becomes t_j + s_j h
+    at last: x_j is accepted with probability W_j, none with 1 - h; then the recovered token ~ max(P - l Q, 0)
 
-Recursive rejection (`residual`) tries x_j only if all elder children were rejected: it stops at the first success. Here
-the elder ones that would be accepted, of weight h, are held back, and x_j is offered to the whole of what is still to be
-emitted. So x_j is accepted with t_j where rejection accepts it with (1 - h) min(1, t_j / (1 - h)), which is never more.
-The rule is our own; we have found it in no paper.
+Recursive rejection (`residual`) tries x_j only if all children before it were rejected. Here those that would have
+been accepted are held back, and x_j is offered to all that is still to be emitted. With h = 0 and c = 1 / F(l)
+throughout, t and l are those of `residual`. The rule is our own; we have found it in no paper.
 
-*Why the law is the target's.* Before x_j is drawn, let the token be emitted by the law
+**The law is the target's.** Say that before x_j is drawn the token is emitted by
 
-    M = sum_{i<j} W_i [x_i] + c max(P - l Q, 0)                of total mass 1; [x] is all mass on x
+    M = sum_{i<j} W_i [x_i] + c max(P - l Q, 0)               [x] is a mass of 1 on x; together it is a mass of 1
 
-which is P itself for j = 1. Let q = Q / R_j be the law of x_j given the elder ones (q is 0 on these, or Q itself), and
-m(v) = min(q(v), c max(P(v) - l Q(v), 0)), so that t_j = m(x_j) / q(x_j). Given x_j, emit x_j with probability t_j, else
-a token by (M - m) / (1 - sum m). On average over x_j this is m + (1 - sum m) (M - m) / (1 - sum m) = M. But M - m is
+which is P for j = 1. Let q be the law of x_j: Q / R_j outside the children before it, or Q. With the common part
+m = min(q, c max(P - l Q, 0)) of both, t_j = m(x_j) / q(x_j). Emit x_j with probability t_j, else a token by
+(M - m) / (1 - sum m): on average over x_j that is m + (1 - sum m) (M - m) / (1 - sum m) = M. Now
 
-    sum_{i<j} W_i [x_i] + c max(P - (l + 1 / (c R_j)) Q, 0)    of mass h + c F(new l) = 1 - sum m
+    M - m = sum_{i<j} W_i [x_i] + c max(P - (l + 1 / (c R_j)) Q, 0)    of mass 1 - sum m = h + c F(new l)
 
-since max(a, 0) - min(b, max(a, 0)) = max(a - b, 0) for b >= 0. So its parts, times s_j, are the weights of the next step,
-and no child, drawn or not, changes the law on average: the weights of each token are a martingale that starts at P. At
-draft tokens already drawn without replacement both q and what is left of P are 0, for t_j < 1 says P(x_j) < new l Q(x_j);
-and t_j = 1 ends the series, with W_j = 1 alone. Nothing in this asks how many children there are, so this may depend on
-all that was drawn for them. What hangs below x_j is verified in its turn, by the law after x_j, if x_j is accepted.
+because max(a, 0) - min(b, max(a, 0)) = max(a - b, 0) for b >= 0. So M after x_j, with the weights above, is on average
+M before x_j, and whatever was drawn, in the end P on average. (A token drawn before without replacement has q = 0, and
+nothing of P is left on it: t < 1 says that P < l Q there with the new l. Where t = 1, s = 0: it has all the weight.)
+The number of children may depend on those drawn so far. What hangs below the accepted child is verified by the law
+there.
 
-*Why it accepts at least as much.* Averaged over x_j, the mass that passes to it is sum m, and it is taken out of
-c max(P - l Q, 0) alone; the elder keep theirs. Rejection takes sum_v min((1 - h) q, c max(P - l Q, 0)), which is less or
-equal, out of the same measure as long as c agrees; `tests/test_held.py` checks node by node that the sum is never less.
+**It accepts at least as much**, for independent draws. Let H_0 = F and H_k(l) = H_{k-1}(l + F(l)): rejection accepts
+none of k children with probability H_k(0). H_k falls with l, because F does and l + F(l) rises. From (l, c) on, k
+children leave c F(l), the probability that none is accepted, at c H_k(l) or less on average, by induction: the first
+takes l to l + 1 / c, and c to some c' that is c on average, so that they leave at most
 
-Of a single child, and of point masses (draft temperature 0), where s_j = 1, the rule is recursive rejection itself. Where
-the draft's support is used up the chain restarts as in `residual`: what is left of P is its part on tokens not drawn.
+    E[c'] H_{k-1}(l + 1 / c) <= c H_{k-1}(l + F(l)) = c H_k(l)                    h + c F(l) = 1, so 1 / c >= F(l)
 
-The node's coin is that of its first child: child j is accepted where it falls below W_1 + ... + W_j and not below the sum
-before. So no further random number is named, and single children are decided exactly as by `residual`.
+Without replacement the proof does not carry over, and `tests/test_held.py` enumerates cases instead.
+
+Of a single child, and of point masses (draft temperature 0, where all s_j are 1), the rule is rejection itself. Where
+the draft's support is used up, the chain restarts as in `residual`, with c such that c F(l) stays. A child that is
+drawn again changes l and c, though its t is 0. A child that the draft could not have drawn is skipped.
+
+One coin decides at a node, that of its first child: x_j is accepted where it lies in W_1 + ... + W_{j-1} and below
+W_1 + ... + W_j. Single children so get the decisions of `residual`. On a GPU every child but a single one takes a pass
+over both rows: one more than of rejection where that rejects all of them.
 """
 
 # A type checker does not understand Triton kernels.
