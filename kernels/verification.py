@@ -40,6 +40,7 @@ from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.residual import residual_chain
 from heavypath.kernels.verifying.rule import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE, Rule
 from heavypath.kernels.verifying.traversal import traverse
+from heavypath.kernels.verifying.traversal_kernel import launch_traversal
 from heavypath.kernels.verifying.walk import launch_walk
 
 __all__ = ["DRAFT_AWARE", "VERIFICATION_METHODS", "Rule", "verify_tree", "verify_unchecked"]
@@ -190,9 +191,9 @@ def verify_unchecked(
 
 def _verifier(rule: Rule, impl: str) -> Callable[..., Verified]:
     """The function that verifies by a rule, with the arguments of `verify_unchecked`."""
-    if rule.method in WHOLE_TREE:
-        return traverse
-    return _launch if impl == "triton" else _reference
+    if impl == "triton":
+        return _launch
+    return traverse if rule.method in WHOLE_TREE else _reference
 
 
 @np.errstate(all="ignore")
@@ -329,6 +330,17 @@ def _launch(
     noise = Noise(noise.seed, None if noise.rows is None else noise.rows.contiguous())
     target = target_logits if target_logits.stride(2) == 1 else target_logits.contiguous()
     draft = draft_logits if draft_logits is None or draft_logits.stride(2) == 1 else draft_logits.contiguous()
+    if method in WHOLE_TREE and draft is not None:
+        return launch_traversal(
+            nodes,
+            target,
+            draft,
+            rule=rule,
+            max_depth=max_depth,
+            target_filters=target_filters,
+            draft_filters=draft_filters,
+            noise=noise,
+        )
     if method in DRAFT_AWARE:
         decided = decide(
             nodes,

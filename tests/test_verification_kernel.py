@@ -17,6 +17,7 @@ from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import VERIFICATION_METHODS, Rule, verify_tree
 from heavypath.kernels.verifying import decision, distributions, held, k_seq, residual, walk
+from heavypath.kernels.verifying.rule import EITHER_DRAW
 from heavypath.speculative.trees.tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +49,7 @@ class Problem:
         noise: float = 1.0,
         seed: int = 0,
     ):
-        replacement = method in ("with_replacement", "kseq") or (method == "held" and seed % 2 == 1)
+        replacement = method in ("with_replacement", "kseq") or (method in EITHER_DRAW and seed % 2 == 1)
         generator = torch.Generator().manual_seed(seed)
         contexts = min(vocab_size, 40)
         target = 1.5 * torch.randn(batch, contexts, vocab_size, generator=generator)
@@ -67,7 +68,7 @@ class Problem:
                 drawn = gumbel_topk(
                     self.draft[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=self.rows[:, node],
                     replacement=replacement, impl="torch",
-                    uniform_fill=method in ("without_replacement", "held") and seed % 2 == 0,
+                    uniform_fill=not replacement and seed % 2 == 0,
                 )  # fmt: skip
                 self.tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
             else:
@@ -77,7 +78,7 @@ class Problem:
         off = Filters(temperature, top_k or 0, top_p or 1.0, min_p or 0.0)  # None would mean the target's
         greedy = Filters(temperature=0.0)
         self.options = {
-            "method": method, "ranks": tree.ranks, "seed": seed, "replacement": method == "held" and replacement,
+            "method": method, "ranks": tree.ranks, "seed": seed, "replacement": method in EITHER_DRAW and replacement,
             **(greedy if method == "greedy" else target_filters)._asdict(),
             **{f"draft_{name}": value for name, value in off._asdict().items()},
         }  # fmt: skip
