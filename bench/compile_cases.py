@@ -275,6 +275,11 @@ def verification_cases() -> dict[str, Callable[[], None]]:
     filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
     cases = [
         *((method, "bf16", 64, 128256, {}) for method in ("without_replacement", "with_replacement", "kseq", "race")),
+        ("held", "bf16", 64, 128256, {}),
+        ("held", "bf16", 64, 128256, {"replacement": True}),
+        ("held", "fp32", 2048, 32000, {}),
+        ("held", "bf16", 2, 1, {}),
+        ("held", "bf16", 64, 32000, filters | {"seed": SEED}),
         ("without_replacement", "bf16", 768, 32000, {}),
         ("without_replacement", "fp32", 2048, 32000, {}),
         ("without_replacement", "fp16", 64, 999, {}),

@@ -51,7 +51,7 @@ from heavypath.speculative.drafts import (
     taps_of,
 )
 from heavypath.speculative.generation_defaults import NOTHING
-from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind
+from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind, row_of
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.profile import (
@@ -94,6 +94,7 @@ def calibrate(
     seed: int = 0,
     on_progress: Report | None = None,
     limit: float = LIMIT,
+    verifier: str | None = None,
 ) -> Profile:
     """Measure costs and acceptance of a pair of models, for `SpeculativeDecoder(..., profile=)`.
 
@@ -106,6 +107,7 @@ def calibrate(
     limit: seconds that it may take. Half of them are for acceptance, the rest, with what acceptance left, for costs, of
         which a few rounds are timed in any case. What could not be measured well then has a larger error in the
         profile.
+    verifier: what verifies the methods that take one, as `SpeculativeDecoder` has it by name (default: their own).
 
     Raises ValueError for models that do not fit each other, for `Lookahead`, whose n-grams come of whole steps alone,
     for settings out of range, for a limit in which acceptance cannot be counted, and where the machine is so busy that
@@ -118,6 +120,7 @@ def calibrate(
         raise ValueError(f"expected tokens >= 2, sequences >= 1, sizes >= 1, got {tokens}, {sequences} and {[*sizes]}")
     if not limit > 0:
         raise ValueError(f"limit must be a number of seconds above 0, got {limit}")
+    row_of("sequoia", verifier)  # refuses a word that is none
     report = on_progress or (lambda line: None)
     forward = forward_of(target, "target")
     source = as_draft(draft, forward, target)
@@ -137,14 +140,15 @@ def calibrate(
     prompts = [prompt[-room:] for prompt in prompts]
 
     samplings = [Filters(each, top_k, top_p, min_p) if each > 0 else Filters(0.0) for each in temperatures]
+    wanted = [(way, filters) for filters in samplings for way in ways_to_draft(filters.temperature, verifier)]
     measured = measure_ways(
-        forward, source, prompts, samplings, Extent(tokens=tokens, sequences=sequences), seed, ACCEPTANCE_SHARE * limit,
+        forward, source, prompts, wanted, Extent(tokens=tokens, sequences=sequences), seed, ACCEPTANCE_SHARE * limit,
         report,
     )  # fmt: skip
     levels = min(DEPTH, most_levels(source) or DEPTH)
     sizes = [size for size in sizes if size <= sum(CHILDREN**depth for depth in range(levels + 1))]
     costs = time_costs(
-        Visits(target, draft, prompts, levels),
+        Visits(target, draft, prompts, levels, verifier),
         sizes,
         partial(sizes_worth_timing, measured, sizes),
         limit=limit - (time.perf_counter() - begin),
@@ -160,6 +164,7 @@ def calibrate(
         environment=cost_environment(target),
         costs=costs,
         acceptance=measured,
+        verifier=verifier,
     )
 
 
@@ -177,10 +182,10 @@ class Way(NamedTuple):
         return f"drawn {self.kind.draw}, verified by {self.kind.verification}{sequences}".replace("_", " ")
 
 
-def ways_to_draft(temperature: float) -> list[Way]:
-    """The ways of all methods at a temperature that keep the target's law."""
+def ways_to_draft(temperature: float, verifier: str | None = None) -> list[Way]:
+    """The ways of all methods at a temperature that keep the target's law, with a verifier where they take it."""
     drafting = (method for name, method in METHODS.items() if name != "autoregressive" and method.is_lossless)
-    kinds = dict.fromkeys(method.kind(temperature) for method in drafting)
+    kinds = dict.fromkeys(method.verified_by(verifier).kind(temperature) for method in drafting)
     return [
         Way(kind, count) for kind in kinds for count in (SEQUENCE_COUNTS if kind.independent_sequences else (None,))
     ]
@@ -217,13 +222,11 @@ class Visits:
     """
 
     def __init__(
-        self,
-        target: PreTrainedModel,
-        draft: AnyDraft,
-        prompts: Sequence[Tensor],
-        levels: int = DEPTH,
-    ):
+        self, target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], levels: int = DEPTH,
+        verifier: str | None = None,
+    ):  # fmt: skip
         self.target, self.draft, self.prompts, self.levels = target, draft, prompts, levels
+        self.verifier = verifier
         self._decoders: dict[int, SpeculativeDecoder] = {}
         self._tokens = 0
 
@@ -254,8 +257,8 @@ class Visits:
         if size not in self._decoders:
             tree = greedy_tree(DEFAULT_ACCEPTANCE, size, self.levels) if size > 1 else TokenTree([-1])
             gpu = self.target.device.type == "cuda"
-            graphs = False if gpu else None
-            decoder = SpeculativeDecoder(self.target, self.draft, "sequoia", tree=tree, cuda_graphs=graphs)
+            options = {"tree": tree, "verifier": self.verifier, "cuda_graphs": False if gpu else None}
+            decoder = SpeculativeDecoder(self.target, self.draft, "sequoia", **options)
             if gpu:
                 decoder.clock = _clock_of_gpu
             self._decoders[size] = decoder
@@ -331,16 +334,15 @@ class Counts(NamedTuple):
 
 
 def measure_ways(
-    target: Forward, draft: Draft, prompts: Sequence[Tensor], samplings: Sequence[Filters], extent: Extent, seed: int,
-    seconds: float, report: Report,
+    target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[tuple[Way, Filters]], extent: Extent,
+    seed: int, seconds: float, report: Report,
 ) -> tuple[MeasuredAcceptance, ...]:  # fmt: skip
-    """The acceptance of every way under every sampling, counted in passes over all of them.
+    """The acceptance of every way under its sampling, counted in passes over all of them.
 
     seconds: for all of it. Behind them no further pass begins, and the texts of the first are cut off where it would
         take longer. Raises ValueError where even texts of `LEAST_TOKENS` tokens would
     """
     begin = time.perf_counter()
-    wanted = [(way, filters) for filters in samplings for way in ways_to_draft(filters.temperature)]
     counted: dict[tuple[Way, Filters], Counts] = {}
     parts = list(_parts(extent.sequences))
     for number, (first, count) in enumerate(parts):
@@ -462,7 +464,7 @@ def walk(
         offered = torch.cat([state.root[:, None], drawn.tokens.where(here_offered, -1)], 1)
         verified = verify_tree(
             offered, star, logits.expand(-1, children + 1, -1), after[:, None].expand(-1, children + 1, -1),
-            method=way.kind.verification, max_depth=1, **filters._asdict(), draft_temperature=drawing.temperature,
+            **way.kind.rule._asdict(), max_depth=1, **filters._asdict(), draft_temperature=drawing.temperature,
             seed=seed, rows=noise[:, None].expand(-1, children + 1),
         )  # fmt: skip
         child = verified.path[:, 1]

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts import AnyDraft
 from heavypath.speculative.generation_defaults import NOTHING
-from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS
+from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, row_of
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.prompts import Prompt, tokens_of
 from heavypath.speculative.trees.tree import TokenTree
@@ -37,7 +37,8 @@ Runner = Callable[[Tensor, int], tuple[Tensor, int]]  # prompt [1, T], new token
 class Row:
     """What one way to decode did on all prompts.
 
-    method:             its name: a method; with several drafts "method, draft"; or that of a decoder that was given
+    method:             its name: a method; "method, verifier" where it took one of those given; with several drafts
+                        ", draft" behind it; or that of a decoder that was given
     tokens_per_forward: new tokens / forward passes of the target that yield tokens. The prefill of transformers is one
                         of these; ours is not, as it leaves the prompt's last token to the first step
     tokens_per_second:  new tokens / seconds, prefill included, over all prompts together
@@ -94,6 +95,7 @@ def compare(
     tree_size: int | None = None,
     tree: TokenTree | None = None,
     profile: Profile | str | Path | None = None,
+    verifiers: Sequence[str] = (),
     assistant: PreTrainedModel | None = None,
     seed: int = 0,
     on_progress: Callable[[str], object] | None = None,
@@ -111,6 +113,7 @@ def compare(
         any mix; or a single one of them. All but LongTensors need the tokenizer.
     methods, tree_size, tree, profile: of the decoders that are made for drafts, as SpeculativeDecoder has them;
         default all methods that keep the target's law.
+    verifiers: names of verifiers, as SpeculativeDecoder has them: methods that take one are measured with each of them.
     assistant: a model for transformers' assisted generation, in the place of the drafts that are models.
     temperature, top_k, top_p, min_p, seed: how the target is sampled.
 
@@ -119,7 +122,8 @@ def compare(
     and each prompt.
 
     Returns a row for each way to decode, transformers' first. Raises what SpeculativeDecoder raises, and ValueError for
-    no prompts, for a name that is given twice, and for a decoder of another target.
+    no prompts, for a name that is given twice, for a verifier that none of the methods takes, and for a decoder of
+    another target.
     """
     inputs = tokens_of(prompts, tokenizer, target.device)
     named = draft if isinstance(draft, Mapping) else {"": draft}
@@ -129,16 +133,21 @@ def compare(
     for name, each in (drafts if assistant is None else {"": assistant}).items():
         if isinstance(each, PreTrainedModel):
             runners[_label(ASSISTED, name)] = transformers_runner(target, each, sampling, seed)
+    for verifier in verifiers:
+        if not any(verifier in row_of(method).verifiers for method in methods):
+            row_of(methods[0], verifier)
     loaded = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
     decoders: dict[str, SpeculativeDecoder] = {}
     for method in methods if drafts else ():
         if method == "autoregressive":
             decoders[method] = SpeculativeDecoder(target, None, method)
             continue
+        taken = [verifier for verifier in verifiers if verifier in row_of(method).verifiers]
         for name, each in drafts.items():
-            decoders[_label(method, name)] = SpeculativeDecoder(
-                target, each, method, tree_size=tree_size, tree=tree, profile=loaded
-            )
+            for verifier in taken or [None]:
+                decoders[_label(_label(method, verifier or ""), name)] = SpeculativeDecoder(
+                    target, each, method, tree_size=tree_size, tree=tree, profile=loaded, verifier=verifier
+                )
     for name, each in named.items():
         if isinstance(each, SpeculativeDecoder):
             if name in decoders or name in runners:
@@ -174,7 +183,7 @@ def compare(
         elif name in racing and plain is not None:
             same = all(torch.equal(a.sequence, b.sequence) for a, b in zip(own, runs[plain], strict=True))
             text = "equal" if same else "differs"
-        elif name in decoders and decoders[name].verifier is not None:
+        elif name in decoders and callable(decoders[name].verifier):
             text = "unchecked"
         elif name in decoders and not METHODS[decoders[name].method].is_lossless:
             text = "other law"
@@ -182,8 +191,8 @@ def compare(
     return rows
 
 
-def _label(method: str, draft: str) -> str:
-    return f"{method}, {draft}" if draft else method
+def _label(method: str, more: str) -> str:
+    return f"{method}, {more}" if more else method
 
 
 def _is_a_method(decoder: SpeculativeDecoder, method: str) -> bool:

@@ -38,7 +38,7 @@ from heavypath.speculative.decoding.stopping import checked_criteria
 from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, most_levels, proposes_every_token
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
-from heavypath.speculative.methods import METHODS
+from heavypath.speculative.methods import row_of
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.host import host_can_read
@@ -71,9 +71,11 @@ class SpeculativeDecoder:
     tree: a TokenTree to use instead, for methods whose trees do not grow
     profile: instead of both, what `heavypath calibrate` measured, as a file or a `Profile`: each generation takes the
         tree with which it is expected to be fastest
-    verifier: what decides about drafted nodes in the place of the method's own verification, also at temperature 0: a
-        callable as `Verifier` describes it. The method still says which trees there are and how they are drawn. With
-        one of your own, the promise below is yours to keep. A profile measures the methods' own, so it takes none
+    verifier: what decides about drafted nodes in the place of the method's own verification. For methods whose papers
+        have recursive rejection (chain, specinfer, sequoia, dyspec, rsd-c, rsd-s) "rejection", or "held", which accepts
+        more of the same trees by holding siblings back (`heavypath.kernels.verifying.held`). Or, for any method and
+        also at temperature 0, a callable as `Verifier` describes it: then the promise below is yours to keep, and there
+        can be no profile, which measures the built-in ones
 
     Options of some methods, which the others refuse:
 
@@ -113,7 +115,7 @@ class SpeculativeDecoder:
         tree_size: int | None = None,
         tree: TokenTree | None = None,
         profile: Profile | str | Path | None = None,
-        verifier: Verifier | None = None,
+        verifier: Verifier | str | None = None,
         acceptance: Acceptance | None = None,
         max_depth: int | None = None,
         width: int | None = None,
@@ -127,11 +129,9 @@ class SpeculativeDecoder:
         draft_min_p: float | None = None,
         cuda_graphs: bool | None = None,
     ):
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         self.method = method
         self.clock = time.perf_counter
-        self._method = METHODS[method]
+        self._method = row_of(method, verifier if isinstance(verifier, str) else None)
         self._typical = self._method.typical(epsilon, delta)
         self._remarked = False
         self._planned: dict[Filters, TokenTree | Growth] = {}
@@ -143,16 +143,16 @@ class SpeculativeDecoder:
         }
         self._draft_filters(Filters()).check("draft_")
         self.verifier = verifier
-        self._verifier = None if verifier is None else OwnVerifier(verifier)
+        self._verifier = None if verifier is None or isinstance(verifier, str) else OwnVerifier(verifier)
         if self._typical is not None and profile is not None:
             raise ValueError(
                 f"a profile measures methods that keep the target's law; with {method!r} give tree or tree_size"
             )
-        if self._typical is not None and verifier is not None:
+        if self._typical is not None and self._verifier is not None:
             raise ValueError(
                 f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'"
             )
-        if verifier is not None and profile is not None:
+        if self._verifier is not None and profile is not None:
             raise ValueError(
                 "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
                 "instead: tree=profile.tree_for(method, Filters(temperature)) has the same tree"
@@ -182,7 +182,7 @@ class SpeculativeDecoder:
         if self.profile is None:
             self.tree, self.tree_from = chosen_tree(method, given, self._target, self._draft)
         else:
-            self.profile.check(target, draft)
+            self.profile.check(target, draft, method, self._method.verification)
         for model in models:
             model.check_weights()
             logger.debug(
@@ -295,13 +295,14 @@ class SpeculativeDecoder:
         for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
             each.put(prompt[None, :length].cpu())
         logger.debug(
-            "%s, %d sequences, up to %d new tokens, a tree of %d nodes and %d levels%s",
+            "%s, %d sequences, up to %d new tokens, a tree of %d nodes and %d levels, verified by %s%s",
             self.method, len(input_ids), request.max_new_tokens, len(plan.tree), plan.tree.depth,
+            plan.rules.verification,
             plan.rules.law_changed_by and f"; the text's law is changed by {plan.rules.law_changed_by}",
         )  # fmt: skip
         stats = Statistics(plan.tree.depth, plan.tree.branching, clock=self.clock, begin=begin)
         stats.tree = f"{len(plan.tree)} nodes, {plan.tree.depth} levels, {self.tree_from}"
-        stats.law_changed_by = plan.rules.law_changed_by
+        stats.law_changed_by, stats.verification = plan.rules.law_changed_by, plan.rules.verification
         with (
             torch.inference_mode(),
             recording(trace, tokenizer, self.method, plan.rules, self._target, self._draft, request) as recorder,

@@ -5,13 +5,14 @@ The table is at the end of this file, each method with its paper and with what d
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.typical.acceptance import Typical
+from heavypath.kernels.verifying.rule import Rule
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
@@ -27,9 +28,14 @@ LOSSLESS_FOR = {
     "without_replacement": ("without_replacement",),
     "with_replacement": ("with_replacement",),
     "kseq": ("with_replacement",),
+    "held": ("without_replacement", "with_replacement"),
     "race": DRAWS,
     "target_sample": DRAWS,
 }
+REJECTION = DRAWS[:2]  # the verifications that are recursive rejection, each by the name of its draw
+# Words for `verifier` of SpeculativeDecoder: what may verify the trees of a method whose paper has recursive rejection.
+# "rejection" is that; the others are `verification` of a row.
+VERIFIERS = ("rejection", "held")
 # Typical acceptance changes the law of the text, whatever the draws.
 VERIFICATIONS = (*LOSSLESS_FOR, "typical")
 OPTIONS = ("acceptance", "max_depth", "width", "threshold", "confidence")  # of SpeculativeDecoder, for some methods
@@ -51,6 +57,11 @@ class Kind(NamedTuple):
     def replacement(self) -> bool:
         """Whether siblings are independent draws, so that several of them may carry the same token."""
         return self.draw == "with_replacement"
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of `verify_tree`; typical acceptance has none."""
+        return Rule.of_draws(self.verification, self.replacement)
 
     def drawing_filters(self, draft_filters: Filters) -> Filters:
         """The filters that children are drawn with. A draw at temperature 0 takes the draft's likeliest tokens."""
@@ -75,7 +86,7 @@ class Method:
     """
 
     draw: Literal["without_replacement", "with_replacement", "top_k"]
-    verification: Literal["without_replacement", "with_replacement", "kseq", "race", "target_sample", "typical"]
+    verification: Literal["without_replacement", "with_replacement", "kseq", "held", "race", "target_sample", "typical"]
     tree_of: Callable[..., TokenTree | Growth]
     fill: bool = False
 
@@ -107,6 +118,17 @@ class Method:
             verification="greedy" if greedy else self.verification,
             independent_sequences=self.independent_sequences,
         )
+
+    @property
+    def verifiers(self) -> tuple[str, ...]:
+        """The words of VERIFIERS that may verify its trees; none where it is not verified by one of them."""
+        return VERIFIERS if self.verification in (*REJECTION, *VERIFIERS) else ()
+
+    def verified_by(self, verifier: str | None) -> "Method":
+        """The same trees, verified by that if it is one of `verifiers`; rejection goes by the name of the draw."""
+        if verifier not in self.verifiers:
+            return self
+        return replace(self, verification=self.draw if verifier == "rejection" else verifier)
 
     @property
     def is_lossless(self) -> bool:
@@ -273,3 +295,26 @@ METHODS = {
     "typical-lossy": Method("top_k", "typical", _planned),
 }
 LOSSLESS_METHODS = tuple(name for name, method in METHODS.items() if method.is_lossless)
+
+
+def row_of(method: str, verifier: str | None = None) -> Method:
+    """The row of a method's name, verified by one of VERIFIERS if that is given.
+
+    Raises ValueError for a name that is in no row, for another verifier, and for a method that is verified otherwise.
+    """
+    _check_word("method", method, METHODS)
+    row = METHODS[method]
+    if verifier is None:
+        return row
+    if verifier not in VERIFIERS:
+        raise ValueError(
+            f"verifier must be None, for the method's own, one of {', '.join(VERIFIERS)}, or a callable of your own as "
+            f"Verifier describes it; got {verifier!r}"
+        )
+    if verifier not in row.verifiers:
+        fitting = ", ".join(name for name, other in METHODS.items() if verifier in other.verifiers)
+        raise ValueError(
+            f"verifier {verifier!r} needs children that are weighed by rejection, which those of {fitting} are; "
+            f"method {method!r} is verified by {row.verification!r}: leave the verifier out"
+        )
+    return row.verified_by(verifier)

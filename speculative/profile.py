@@ -37,7 +37,7 @@ from heavypath.speculative.drafts import (
     Retrieval,
     is_own,
 )
-from heavypath.speculative.methods import METHODS, Kind
+from heavypath.speculative.methods import Kind, Method, row_of
 from heavypath.speculative.tree_choice import as_drafted, best_plan
 from heavypath.speculative.trees.planning import Plan, node_probabilities
 from heavypath.speculative.trees.tree import TokenTree
@@ -134,6 +134,7 @@ class Profile:
     target, draft: what the models are, see `describe`
     target_parameters, draft_parameters: their sizes, see `parameter_count`
     environment:   what else the costs depend on, see `calibration.cost_environment`
+    verifier:      what verified methods that take one, of `methods.VERIFIERS`; None for what each method has
     """
 
     target: str
@@ -143,6 +144,7 @@ class Profile:
     environment: dict[str, str | int]
     costs: Costs
     acceptance: tuple[MeasuredAcceptance, ...]
+    verifier: str | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
@@ -188,8 +190,21 @@ class Profile:
             ),
         )
 
-    def check(self, target: PreTrainedModel, draft: AnyDraft | None) -> None:
-        """Raise ValueError if it was measured for other models, another precision or another kind of device."""
+    def row(self, method: str) -> Method:
+        """The row of a method, verified as it was when its acceptance was counted."""
+        return row_of(method).verified_by(self.verifier)
+
+    def check(self, target: PreTrainedModel, draft: AnyDraft | None, method: str, verification: str) -> None:
+        """Raise ValueError if it was measured for other models, another precision or another kind of device.
+
+        method: whose trees are wanted; verification: by what they will be verified, which must be what was measured.
+        """
+        measured_by = self.row(method).verification
+        if measured_by != verification:
+            raise ValueError(
+                f"the profile was measured with method {method!r} verified by {measured_by!r}, got {verification!r}: "
+                "give the decoder and `heavypath calibrate` the same verifier"
+            )
         for role, measured, given in (("target", self.target, target), ("draft", self.draft, draft)):
             if given is not None and describe(given) != measured:
                 raise ValueError(f"the profile was measured with a {role} of {measured}, got {describe(given)}")
@@ -204,9 +219,9 @@ class Profile:
         It is one measurement, or one for each number of independent sequences. Raises ValueError if there is none, and
         for a method that changes the text's law.
         """
-        if not METHODS[method].is_lossless:
+        if not row_of(method).is_lossless:
             raise ValueError(f"a profile measures methods that keep the target's law, got {method!r}")
-        kind = METHODS[method].kind(filters.temperature)
+        kind = self.row(method).kind(filters.temperature)
         fitting = [entry for entry in self.acceptance if entry.kind == kind]
         if not fitting:
             given = f"{filters.temperature:g}"

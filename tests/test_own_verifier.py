@@ -70,7 +70,8 @@ def test_noise_rows_of_an_own_verifier_are_never_given_twice(tiny_pair):
 
 
 @pytest.mark.parametrize(("verifier", "error", "message"), [
-    ("traversal", ValueError, "verifier must be None, for the method's own, or a callable .* a name, got 'traversal'"),
+    ("speculation", ValueError, "verifier must be None, for the method's own, one of rejection, held, .*or a callable "
+                                "of your own as Verifier describes it; got 'speculation'"),
     (3, TypeError, "or a callable of your own as Verifier describes it; got int"),
     (Verified, TypeError, "got the class Verified"),
     (lambda nodes, target_logits: None, TypeError, r"must be callable as <lambda>\(nodes, target_logits, draft_logits, "
@@ -155,7 +156,7 @@ def misspelt(size, acceptence=None):
     (("without-replacement", "target_sample", TokenTree.chain),
      "draw must be one of without_replacement, with_replacement, top_k, got 'without-replacement'"),
     (("without_replacement", "target_samples", TokenTree.chain),
-     "verification must be one of without_replacement, with_replacement, kseq, race, target_sample, typical, got 'ta"),
+     "verification must be one of without_replacement, with_replacement, kseq, held, race, .*, got 'ta"),
     (("without_replacement", "greedy", TokenTree.chain), "verification must be one of .*, got 'greedy'"),
     (("with_replacement", "without_replacement", TokenTree.chain),
      "verification 'without_replacement' is lossless for children drawn without_replacement, got draw 'with_replace"),

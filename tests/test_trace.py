@@ -15,7 +15,7 @@ from test_verification import acceptance_and_weights
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.noise import Stream, coins, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import verify_tree
+from heavypath.kernels.verification import Rule, verify_tree
 from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree
 from heavypath.speculative.output import trace
@@ -116,7 +116,8 @@ def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab
     """Drawn and verified trees: what explain takes, and what it must explain."""
     target_filters = Filters(0.0 if method == "greedy" else 0.7)
     draft_filters = Filters(draft_temperature, top_k)
-    options = VerifyOptions(method, target_filters, draft_filters, seed=0)
+    rule = Rule.of_draws(method, replacement)
+    options = VerifyOptions(method, target_filters, draft_filters, seed=0, replacement=rule.replacement)
     shapes = {"k-ary": TokenTree.k_ary(3, 3), "heavy": TokenTree.k_ary(2, 4).reordered("heavy_path")[0]}
     for name, tree in (trees(14) | shapes).items():
         nodes = len(tree)
@@ -147,7 +148,7 @@ def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab
                     tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
             tokens[1, nodes - 1] = -1  # absent
             verified = verify_tree(
-                tokens, tree.parents, target, draft, method=method, ranks=tree.ranks, seed=seed, rows=rows,
+                tokens, tree.parents, target, draft, **rule._asdict(), ranks=tree.ranks, seed=seed, rows=rows,
                 **target_filters._asdict(), **{f"draft_{key}": value for key, value in draft_filters._asdict().items()},
             )  # fmt: skip
             for sequence in range(2):
@@ -162,6 +163,7 @@ def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab
 INDEPENDENT = ("with_replacement", "kseq")  # take children that were drawn with replacement
 CASES = [(method, method in INDEPENDENT, 0.9, None) for method in (*WITH_COINS, "race", "target_sample", "greedy")]
 CASES += [("without_replacement", False, 0.9, 2), ("without_replacement", False, 0.0, None)]
+CASES += [("held", True, 0.9, None), ("held", False, 0.9, 2), ("held", False, 0.0, None)]
 CASES += [("with_replacement", True, 0.9, 2), ("target_sample", True, 0.9, None)]
 
 
@@ -177,6 +179,7 @@ def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_
         for node in range(1, len(token)):
             contexts.append((*contexts[parent[node]], token[node]))
         reached = {contexts[node] for node in path}
+        shared = method == "held" and draft_temperature > 0
         assert len(reasons.chosen) == len(path)
         assert [contexts[node] for node in reasons.chosen] == [contexts[node] for node in path], name
         for node in range(1, len(token)):
@@ -187,15 +190,20 @@ def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_
                 continue
             assert (fate == "parent") == (contexts[parent[node]] not in reached)
             assert (fate == "accepted") == (node in path)
-            if coin is not None and threshold is not None:
-                assert coin == coins(seed, rows[[parent[node]]].numpy(), ranks[[node]].numpy())[0]
-                assert (coin < threshold) == (node in reasons.chosen), (name, node, coin, threshold)
             order = (rank[node], node)
+            if coin is not None and threshold is not None:
+                siblings = [one for one in range(1, len(token)) if contexts[parent[one]] == contexts[parent[node]]]
+                before = sorted((rank[one], one) for one in siblings if token[one] >= 0 and (rank[one], one) < order)
+                tosser = before[0][1] if shared and before else node
+                begin = max((reasons.thresholds[one] or 0 for _, one in before), default=0) if shared else 0
+                assert coin == coins(seed, rows[[parent[tosser]]].numpy(), ranks[[tosser]].numpy())[0]
+                assert (begin <= coin < threshold) == (node in reasons.chosen), (name, node, coin, threshold)
             rivals = [one for one in reasons.chosen[1:] if contexts[parent[one]] == contexts[parent[node]]]
-            if fate in ("elder", "rejected", "skipped"):
+            if fate in ("elder", "beyond", "rejected") or (fate == "skipped" and not shared):
                 assert method in WITH_COINS
-                assert all((fate == "elder") == ((rank[one], one) < order) for one in rivals)
-                assert rivals or fate != "elder"
+                assert fate != ("elder" if shared else "beyond")
+                assert all((fate in ("elder", "beyond")) == ((rank[one], one) < order) for one in rivals)
+                assert rivals or fate in ("rejected", "skipped")
             if fate == "rejected":
                 assert coin is not None
             if fate == "equal":
@@ -208,6 +216,8 @@ def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_
         below = [one for one in range(1, len(token)) if token[one] >= 0 and contexts[parent[one]] == contexts[path[-1]]]
         assert reasons.kind == ("recovered" if below else "bonus")
     expected = {"accepted", "parent", "absent"} | ({"rejected", "elder"} if method in WITH_COINS else {"other"})
+    if method == "held" and draft_temperature > 0:
+        expected = expected - {"elder"} | {"beyond"}
     assert expected <= seen
     assert ("equal" in seen) == replacement
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
-from heavypath.kernels.verifying.rule import EITHER_DRAW
+from heavypath.kernels.verifying.rule import Rule
 from heavypath.speculative.trees.tree import TokenTree
 
 
@@ -82,9 +82,10 @@ def decode(
         temperature, top_k, top_p, min_p = draft_filters
         off = Filters(temperature, top_k or 0, top_p or 1.0, min_p or 0.0)
         verified = verify_tree(
-            tokens, parents, language.target[tokens.clamp(min=0)], draft_logits, method=method, ranks=ranks,
+            tokens, parents, language.target[tokens.clamp(min=0)], draft_logits,
+            **Rule.of_draws(method, replacement)._asdict(), ranks=ranks,
             **target_filters._asdict(), **{f"draft_{name}": value for name, value in off._asdict().items()},
-            seed=seed, rows=rows, replacement=replacement and method in EITHER_DRAW,
+            seed=seed, rows=rows,
         )  # fmt: skip
         accepted = tokens.gather(1, verified.path.clamp(min=0))
         for place in range(1, verified.path.shape[1] + 1):

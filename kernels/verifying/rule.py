@@ -30,6 +30,11 @@ class Rule(NamedTuple):
             )
         return self
 
+    @classmethod
+    def of_draws(cls, method: str, replacement: bool) -> "Rule":
+        """The rule of a method for children so drawn; most methods say by their names how."""
+        return cls(method, replacement and method in EITHER_DRAW)
+
     @property
     def independent(self) -> bool:
         """Whether siblings are weighed as independent draws, so that those of equal token share their children."""

@@ -42,6 +42,7 @@ from heavypath.speculative.cli.support import (
     TopP,
     TreeSize,
     Verbose,
+    Verifier,
     check_choice,
     encode,
     load,
@@ -148,6 +149,7 @@ def generate(
     profile: Annotated[
         Path | None, typer.Option(help="A profile that `heavypath calibrate` wrote, which chooses the tree.")
     ] = None,
+    verifier: Verifier = None,
     seed: Seed = 0,
     dtype: Dtype = None,
     trace: trace_page.TraceFile = None,
@@ -161,7 +163,7 @@ def generate(
         raise ValueError(f"--repetition-penalty must be a finite number > 0, got {repetition_penalty:g}")
     if stop and "" in stop:
         raise ValueError("--stop must be a text to end at, got an empty one")
-    check_choice(method, target, draft)
+    check_choice(method, target, draft, verifier)
     if trace is not None and not trace.parent.is_dir():
         raise ValueError(f"--trace must be in a folder that exists, got {str(trace)!r}")
     if profile is not None and tree_size is not None:
@@ -169,7 +171,9 @@ def generate(
     measured = None if profile is None else Profile.load(profile)
     pair = load(target, draft, dtype)
     ids = encode(pair, text, chat=chat)
-    decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree_size=tree_size, profile=measured)
+    decoder = SpeculativeDecoder(
+        pair.target, pair.draft, method, tree_size=tree_size, profile=measured, verifier=verifier
+    )
     pieces: list[str] = []
     out = decoder.generate(
         ids,
@@ -198,7 +202,12 @@ def generate(
             stop_strings=stop or None,
         ).filled_from(pair.target.generation_config, pair.target.config.get_text_config(decoder=True).vocab_size)
         tree_size = len(decoder.tree_for(in_force.filters))
-        settings = {"method": method, **in_force.filters._asdict(), "repetition_penalty": in_force.repetition_penalty}
+        settings = {
+            "method": method,
+            "verifier": verifier,
+            **in_force.filters._asdict(),
+            "repetition_penalty": in_force.repetition_penalty,
+        }
         settings |= {"stop": stop or [], "chat": chat, "seed": seed}
         settings |= {"max_new_tokens": max_new_tokens, "tree_size": tree_size, "prompt": text}
         answer = {"settings": settings, "text": "".join(pieces), "token_ids": tokens, "stats": _summary(out.stats)}
@@ -270,6 +279,7 @@ def _stream_demo_text(decoder: SpeculativeDecoder, pair: Pair, text: str, ids: t
 def _summary(stats: Statistics) -> dict:
     return {
         "law_changed_by": stats.law_changed_by,
+        "verification": stats.verification,
         "steps": stats.steps,
         "new_tokens": stats.new_tokens,
         "tokens_per_step": stats.tokens_per_step,

@@ -27,7 +27,7 @@ from heavypath.speculative.cli.support import (
 from heavypath.speculative.comparison import PLAIN, TIE, Row, as_table
 from heavypath.speculative.comparison import compare as measure
 from heavypath.speculative.loading import load_draft
-from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS
+from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, VERIFIERS
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.prompts import read_prompts
 from heavypath.speculative.ratio_plot import check_can_plot, plot_ratios
@@ -56,6 +56,10 @@ def compare(
     tree_size: TreeSize = None,
     profile: Annotated[
         Path | None, typer.Option(help="A profile that `heavypath calibrate` wrote, which chooses the trees.")
+    ] = None,
+    verifier: Annotated[
+        list[str] | None,
+        typer.Option(help=f"What verifies methods that take it, of {', '.join(VERIFIERS)}; repeat it for several."),
     ] = None,
     seed: Seed = 0,
     plot: Annotated[Path | None, typer.Option(help="Also draw the ratios into this file, .png or .svg.")] = None,
@@ -94,6 +98,7 @@ def compare(
             max_new_tokens=max_new_tokens,
             tree_size=tree_size,
             profile=measured,
+            verifiers=verifier or (),
             on_progress=report,
             **sampling,
         )

@@ -22,6 +22,7 @@ from heavypath.speculative.cli.support import (
     TopK,
     TopP,
     Verbose,
+    Verifier,
     encode,
     load,
     print_json,
@@ -30,7 +31,7 @@ from heavypath.speculative.cli.support import (
 )
 from heavypath.speculative.costs import Costs
 from heavypath.speculative.loading import Pair
-from heavypath.speculative.methods import LOSSLESS_METHODS
+from heavypath.speculative.methods import LOSSLESS_METHODS, row_of
 from heavypath.speculative.output.page import sampling_in_words
 from heavypath.speculative.profile import MeasuredAcceptance, Profile
 from heavypath.speculative.trees.bounds import tree_bounds
@@ -56,6 +57,7 @@ def calibrate(
     limit: Annotated[
         float, typer.Option(help="Seconds that it may take, loading aside; less leaves the figures less sure.")
     ] = LIMIT,
+    verifier: Verifier = None,
     dtype: Dtype = None,
     out: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path("profile.json"),
     seed: Seed = 0,
@@ -67,6 +69,7 @@ def calibrate(
         Filters(each, top_k, top_p, min_p).check()
     if not limit > 0:
         raise ValueError(f"--limit must be a number of seconds above 0, got {limit}")
+    row_of("sequoia", verifier)  # refuses a word that is none
     if not out.parent.is_dir():
         raise ValueError(f"--out must be in a folder that exists, got {str(out)!r}")
     content = None if text is None else _read(text)
@@ -79,7 +82,7 @@ def calibrate(
     with progress("calibrating") as report:
         profile = measure(
             pair.target, pair.draft, prompts=prompts, temperatures=temperatures, top_k=top_k, top_p=top_p, min_p=min_p,
-            seed=seed, on_progress=report, limit=limit,
+            seed=seed, on_progress=report, limit=limit, verifier=verifier,
         )  # fmt: skip
     profile.save(out)
     for line in warnings_of(profile):
@@ -140,7 +143,8 @@ def plan(
     console = Console(highlight=False)
     console.print(f"target: {measured.target}\ndraft: {measured.draft}", style="dim")
     facts = ", ".join(f"{name} {value}" for name, value in measured.environment.items())
-    console.print(f"measured with {facts}", style="dim")
+    verified = "" if measured.verifier is None else f", verifier {measured.verifier}"
+    console.print(f"measured with {facts}{verified}", style="dim")
     console.print(f"{_costs_in_words(measured.costs)}\n", style="dim")
     for filters in samplings:
         console.print(sampling_in_words(filters._asdict()))

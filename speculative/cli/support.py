@@ -19,7 +19,7 @@ from rich.console import Console
 
 from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.speculative.loading import Pair, find_folder, load_pair
-from heavypath.speculative.methods import METHODS
+from heavypath.speculative.methods import METHODS, VERIFIERS, row_of
 from heavypath.speculative.threads import Load, usable_cores
 
 KERNELS = ("tree_attention", "heavy_path_order", "gumbel_topk", "verify_tree", "commit", "compact_cache")
@@ -73,6 +73,10 @@ Chat = Annotated[
 TreeSize = Annotated[
     int | None, typer.Option(min=2, max=MAX_NODES, help="Nodes of the drafted tree; default: 5 on a CPU, 32 on a GPU.")
 ]
+Verifier = Annotated[
+    str | None,
+    typer.Option(help=f"What verifies, for methods of recursive rejection: {', '.join(VERIFIERS)}. Default: the own."),
+]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Verbose = Annotated[
@@ -123,10 +127,11 @@ def current_load() -> Load:
     return Load(os.getloadavg()[0], usable_cores(), torch.get_num_threads())
 
 
-def check_choice(method: str, target: str | None, draft: str | None) -> None:
+def check_choice(method: str, target: str | None, draft: str | None, verifier: str | None = None) -> None:
     """Raise ValueError or FileNotFoundError, before any model is loaded, for a method or models that cannot be."""
     if method not in METHODS:
         raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method!r}")
+    row_of(method, verifier)
     if target is not None:
         find_folder("target", target)
     if target is not None and draft is None and method != "autoregressive":

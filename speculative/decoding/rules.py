@@ -17,7 +17,7 @@ from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.typical.acceptance import Typical, typical_unchecked
 from heavypath.kernels.verification import DRAFT_AWARE, verify_unchecked
-from heavypath.kernels.verifying.rule import EITHER_DRAW, Rule
+from heavypath.kernels.verifying.rule import Rule
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.models.host import host_can_read
 
@@ -68,16 +68,15 @@ class Verifier(Protocol):
 class OwnVerifier:
     """A user's own verifier, whose answers are checked: shapes always, and on a CPU that the path is one.
 
-    Raises TypeError for something that cannot be called so, and ValueError for a string: methods choose among the
-    built-in verifiers. Raises TypeError or ValueError for an answer that is none.
+    Raises TypeError for something that cannot be called so. Raises TypeError or ValueError for an answer that is none.
     """
 
     def __init__(self, verifier: Verifier):
         self.name = getattr(verifier, "__name__", type(verifier).__name__)
         self._verifier = verifier
-        expected = "verifier must be None, for the method's own, or a callable of your own as Verifier describes it"
-        if isinstance(verifier, str):
-            raise ValueError(f"{expected}; no verifier goes by a name, got {verifier!r}")
+        expected = (
+            "verifier must be None, for the method's own, a name, or a callable of your own as Verifier describes it"
+        )
         if not callable(verifier) or isinstance(verifier, type):
             given = f"the class {self.name}" if isinstance(verifier, type) else type(verifier).__name__
             raise TypeError(f"{expected}; got {given}")
@@ -190,7 +189,7 @@ class Rules:
     @property
     def rule(self) -> Rule:
         """The rule of `verify_tree`, where it is one of its methods that verifies."""
-        return Rule(self.verification, self.replacement and self.verification in EITHER_DRAW)
+        return Rule.of_draws(self.verification, self.replacement)
 
     def verify(
         self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, max_depth: int, noise: Noise

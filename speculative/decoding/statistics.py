@@ -17,6 +17,7 @@ class Statistics:
     depth, branching: levels of the largest tree drafted, and the most children of a node
     tree:          its size in words, and what it was chosen by
     law_changed_by: what gave the text another law than the target's, such as typical acceptance; "" for nothing
+    verification:  what verified: `method` of `verify_tree`, "typical", or "own" for a verifier of the user's own
     steps:         target forwards over a tree; the prompt's forward pass does not count
     new_tokens:    tokens generated, end-of-sequence tokens included, padding not
     seconds:       wall time by phase. "prefill"; "draft", its forward passes; "sampling" of its tokens; "target", its
@@ -38,6 +39,7 @@ class Statistics:
     branching: int
     tree: str = ""
     law_changed_by: str = ""
+    verification: str = ""
     steps: int = 0
     new_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)

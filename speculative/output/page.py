@@ -44,6 +44,11 @@ _WORDS = {
         "recovered": "With the noise that drew the drafts, the target samples this token, which is none of them.",
     },
     "target_sample": _SAMPLED,
+    "held": {
+        "accepted": "",
+        "other": "",
+        "recovered": "It is drawn from what the drafts have left of the target's distribution.",
+    },
     "typical": {
         "accepted": "The target finds it likely enough.",
         "other": "",
@@ -116,10 +121,10 @@ def trace_page(header: Mapping[str, Any], steps: list[dict[str, Any]]) -> str:
 
 
 def _legend(verify: str) -> list[tuple[str, str]]:
-    """The legend's words and styles for a verification. Where the target chooses no token, nodes are not accepted."""
+    """The legend's words and styles for a verification."""
     legend = _LEGEND[verify in WITH_COINS]
-    chosen = verify not in (OWN, "typical")  # by the target, before it looks at drafts
-    return [("not accepted" if not chosen and style == "edge" else words, style) for words, style in legend]
+    edge = {OWN: "not accepted", "typical": "not accepted", "held": "not taken or not reached"}
+    return [(edge.get(verify, words) if style == "edge" else words, style) for words, style in legend]
 
 
 def _compact(step: Mapping[str, Any], shape: int) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """Why each node of a verified tree is on the accepted path, or is not.
 
 `verify_tree` says which path it accepted. This module walks down that path again for one sequence, in fp64 and by the
-formulas at the top of `heavypath.kernels.verifying.residual` and `heavypath.kernels.verifying.k_seq`, so that it can
-tell the coin of every child that was tried, and the threshold that the coin had to be below. What was accepted is
-always taken from `verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its
-threshold.
+formulas at the top of `residual`, `held` and `k_seq` of `heavypath.kernels.verifying`, so that it can tell the coin of
+every child that was tried, and the threshold that the coin had to be below. What was accepted is always taken from
+`verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its threshold.
+
+Held siblings have one coin together, and each a share of its range: the thresholds are the ends of these shares, one
+behind the other in draw order, and the child is accepted in whose share the coin lies.
 
 Typical acceptance has no coins: a child's threshold is what the target's probability of its token must be above.
 """
@@ -26,6 +28,7 @@ from heavypath.speculative.decoding.rules import OWN
 #     rejected   its coin was not below its threshold
 #     skipped    it could not be accepted: the draft could not have drawn it, or its token was rejected before
 #     elder      a sibling drawn earlier was accepted, so this one was not tried
+#     beyond     held siblings: the coin lies in the share of a sibling drawn earlier, below this one's share
 #     equal      its token was accepted, but the path goes on below a sibling with the same token
 #     other      the target chose another token, which is the next one on the path, or the next token
 #     refused    a verifier of the user's own did not accept it, which gives no reason
@@ -35,10 +38,10 @@ from heavypath.speculative.decoding.rules import OWN
 #     absent     nothing was drafted here
 FATES = (
     "root", "accepted", "rejected", "skipped", "elder", "equal", "other", "parent", "absent", "refused", "unlikely",
-    "shorter",
+    "shorter", "beyond",
 )  # fmt: skip
 
-WITH_COINS = ("without_replacement", "with_replacement", "kseq")
+WITH_COINS = ("without_replacement", "with_replacement", "kseq", "held")
 
 
 class VerifiedTree(NamedTuple):
@@ -59,7 +62,8 @@ class VerifiedTree(NamedTuple):
 class VerifyOptions(NamedTuple):
     """What verified: `method` of `verify_tree`, "typical", or `rules.OWN`, a user's own verifier; and its options.
 
-    typical: the limits of typical acceptance
+    typical:     the limits of typical acceptance
+    replacement: as in `verify_tree`
     """
 
     method: str
@@ -67,6 +71,7 @@ class VerifyOptions(NamedTuple):
     draft_filters: Filters
     seed: int
     typical: Typical | None = None
+    replacement: bool = False
 
 
 class Reasons(NamedTuple):
@@ -120,9 +125,13 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
             above = np.array([noise_row[parent[child]] for child in candidates])
             tossed = coins(options.seed, above, np.array([rank[child] for child in candidates]))
             q = log_draft[parent[candidates[0]]] if options.draft_filters.temperature > 0 else None
+            held = options.method == "held" and q is not None
             if options.method == "kseq":
                 assert q is not None
                 bounds = _k_seq(log_target[node], q, drawn)
+            elif held:
+                bounds = _shares(log_target[node], q, drawn, options.replacement)
+                tossed[:] = tossed[0]
             else:
                 bounds = _chain(log_target[node], q, drawn, options.method == "with_replacement")
             last = len(drawn) - 1
@@ -132,8 +141,8 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
                 last = next(low, candidates.index(following))
                 chosen.append(candidates[last])
             for place, child in enumerate(candidates):
-                if place <= last:
-                    fates[child] = "skipped" if bounds[place] is None else "rejected"
+                if place <= last or held:
+                    fates[child] = "skipped" if bounds[place] is None else "rejected" if place <= last else "beyond"
                     threshold[child], coin[child] = bounds[place], None if bounds[place] is None else tossed[place]
                 else:
                     fates[child] = "elder"
@@ -156,7 +165,7 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
             alone = options.method == "typical"  # the children of equal siblings are not candidates together
             reached = {child for child in candidates if token[child] == token[following] and not alone} or {following}
             for child in reached:
-                if fates[child] in ("elder", "other", "refused") or child == chosen[-1]:
+                if fates[child] in ("elder", "beyond", "other", "refused") or child == chosen[-1]:
                     fates[child] = "equal"
             fates[following] = "accepted"
 
@@ -225,6 +234,34 @@ def _chain(
         if not replacement or log_draft is None:
             left[x] = False
     return thresholds
+
+
+def _shares(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int], replacement: bool) -> list[float | None]:
+    """Where the shares of held siblings end, in the range of their coin; None for a child that is skipped.
+
+    log_target, log_draft: [V]. The names are those of the formula in `heavypath.kernels.verifying.held`; p is what the
+    children leave of the target, c max(P - l Q, 0), and q the law of the child among the tokens that it could be.
+    """
+    weights: list[float] = []
+    skipped: list[bool] = []
+    p, log_q = np.exp(log_target), log_draft
+    left = np.ones(len(p), dtype=bool)  # tokens not yet drawn
+    for x in drawn:
+        among = np.where(left, log_q, -np.inf)
+        if among.max() == -np.inf:  # x was drawn uniformly from the tokens left
+            among = log_q = np.where(left, 0.0, -np.inf)
+        q = np.exp(among - _log_sum(among))
+        skipped.append(among[x] == -np.inf or 1.0 in weights)
+        if skipped[-1]:
+            weights.append(0.0)
+            continue
+        t = min(1.0, p[x] * np.exp(_log_sum(among) - among[x]))
+        p = np.maximum(p - q, 0)
+        rest = sum(weights) + p.sum()
+        s = (1 - t) / rest if rest > 0 else 0.0
+        p, weights = s * p, [*(s * weight for weight in weights), t]
+        left[x] = replacement
+    return [None if skip else float(end) for skip, end in zip(skipped, np.cumsum(weights), strict=True)]
 
 
 def _k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> list[float | None]:

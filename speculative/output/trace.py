@@ -30,7 +30,8 @@ line; node 0 is the root, the last token of the text before the step. P is the n
     fates           [N] string     why a node is on the path or not, one of `reasons.FATES`
     coins           [N] number | null   the random number that a node was tried against; null where it was not
     thresholds      [N] number | null   it was accepted if its coin was below this; where verify is "typical", which has
-                                   no coins, if the target's probability was above this
+                                   no coins, if the target's probability was above this; where it is "held", siblings
+                                   have one coin, and the first in draw order with a threshold above it was accepted
     path            [P] integer    accepted nodes from the root on
     length          integer        P - 1, how many drafted nodes were accepted
     chosen          [P] integer    the nodes by which these were accepted: the same, or siblings with the same tokens
@@ -84,7 +85,7 @@ class Recorder:
     ):
         self._file, self._tokenizer, self._request, self._rules = file, tokenizer, request, rules
         self._options = VerifyOptions(
-            rules.verification, request.filters, rules.draft_filters, request.seed, rules.typical
+            rules.verification, request.filters, rules.draft_filters, request.seed, rules.typical, rules.replacement
         )
         self._step = 0
         self._known: set[int] = set()  # tokens whose text has been written
