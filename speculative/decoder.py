@@ -72,10 +72,11 @@ class SpeculativeDecoder:
     profile: instead of both, what `heavypath calibrate` measured, as a file or a `Profile`: each generation takes the
         tree with which it is expected to be fastest
     verifier: what decides about drafted nodes in the place of the method's own verification. For methods whose papers
-        have recursive rejection (chain, specinfer, sequoia, dyspec, rsd-c, rsd-s) "rejection", or "held", which accepts
-        more of the same trees by holding siblings back (`heavypath.kernels.verifying.held`). Or, for any method and
-        also at temperature 0, a callable as `Verifier` describes it: then the promise below is yours to keep, and there
-        can be no profile, which measures the built-in ones
+        have recursive rejection (chain, specinfer, sequoia, dyspec, rsd-c, rsd-s) "rejection", or what accepts more of
+        the same trees: "held" holds siblings back (`heavypath.kernels.verifying.held`), "traversal" tries leaves before
+        what is above them (`.traversal`), "held_traversal" does both, for trees that do not grow. Or, for any method
+        and also at temperature 0, a callable as `Verifier` describes it: then the promise below is yours to keep, and
+        there can be no profile, which measures the built-in ones
 
     Options of some methods, which the others refuse:
 
@@ -431,6 +432,8 @@ class SpeculativeDecoder:
         if verification == "kseq" and draft_filters.temperature == 0:
             raise ValueError(f"method {self.method!r} needs draft_temperature > 0 where it samples, got 0")
         tree = self.tree_for(target_filters)
+        if verification == "held_traversal" and isinstance(tree, Growth) and tree.width > 1:
+            raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
         rules = Rules(
             replacement=kind.replacement,
             # A draft without a model that proposes few tokens means it: random ones beside them would be rejected.

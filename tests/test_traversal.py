@@ -162,7 +162,7 @@ class Coin:
     """Falls where the test wants it, and notes what it was compared with, and after which others."""
 
     def __init__(self, node: int, accepted: int, met: dict[int, float]):
-        self.node, self.accepts, self.met = node, node in (0, accepted), met
+        self.node, self.accepts, self.met = node, node == accepted, met
 
     def __lt__(self, threshold: float) -> bool:
         self.met[self.node] = threshold
@@ -203,7 +203,8 @@ class Verifier(NamedTuple):
             )  # fmt: skip
         law: Law = defaultdict(float)
         for begin in range(0, len(copies), size):
-            tree, _, met = copies[begin]  # which ends at the root, behind all others
+            tree, _, met = copies[begin]  # which ends at the root, behind all others, without a coin
+            met[0] = 1.0
             reached = tree.probability
             ends = {int(verified.path[b, verified.length[b]]): b for b in range(begin, begin + size)}
             for node, threshold in sorted(met.items(), key=lambda item, tree=tree: self.order(tree, item[0])):
@@ -376,7 +377,7 @@ def test_more_is_accepted_than_by_a_chain_of_decisions(replacement, monkeypatch)
 
 
 MUTATIONS = {
-    "the coin is held against w": (TRAVERSAL, "[here.node] < here.ending", "[here.node] < here.weight"),
+    "the coin is held against w": (TRAVERSAL, "chain is None else chain.ending", "True else chain.ending"),
     "r without 1 - w": (TRAVERSAL, "total = self.leaving +", "total = 0 * self.leaving +"),
     "R is forgotten": (TRAVERSAL, "self.mass = float(self.draft.sum())\n        if", "pass\n        if"),
     "youngest first": (TRAVERSAL, "in children:\n        weight", "in children[::-1]:\n        weight"),

@@ -109,8 +109,9 @@ def traverse(
             rows, largest = used_rows(draft, "draft", sequence[b : b + 1], index[node : node + 1], checked)
             return log_weights(rows, largest, draft_filters)[0]
 
-        tree = _Tree(token[b].tolist(), parent[b].tolist(), coin[b].tolist(), order[b].tolist())
-        node, left = _first_accepted(tree, log_target, log_draft, rule, max_depth)
+        tree, tossed = PlainTree(token[b].tolist(), parent[b].tolist(), order[b].tolist()), coin[b].tolist()
+        visits = in_post_order(tree, log_target, log_draft, rule, max_depth)
+        node, _, left = next(visit for visit in visits if visit.node == 0 or tossed[visit.node] < visit.ending)
         weights[b] = np.exp2(log_target(node)) if left is None or not left.any() else left
         above = [node]
         while above[-1] > 0:
@@ -123,12 +124,11 @@ def traverse(
     return Verified(*(torch.from_numpy(field).to(device) for field in (path, length, best_token(keys))))
 
 
-class _Tree(NamedTuple):
-    """One sequence's nodes: their tokens, parents and coins, and all nodes by their rank."""
+class PlainTree(NamedTuple):
+    """One sequence's nodes: their tokens, their parents, and all nodes by rank."""
 
     tokens: list[int]
     parents: list[int]
-    coins: list[float]
     order: list[int]
 
     def children(self) -> list[list[int]]:
@@ -140,28 +140,36 @@ class _Tree(NamedTuple):
         return children
 
 
+class Visit(NamedTuple):
+    """A node behind all that is below it.
+
+    ending: the chance that the walk ends here if it has come so far, which the node's coin must be below
+    left:   fp32 [V], what the token behind the node is drawn by; None for the target's own distribution
+    """
+
+    node: int
+    ending: float
+    left: np.ndarray | None
+
+
 class _Entered:
-    """A node whose subtree the walk is in."""
+    """A node whose subtree the walk is in. shares: the children that are left, with their weights."""
 
-    def __init__(self, node: int, children: list[int], weight: float, chain: "_Chain | None"):
-        self.node, self.children, self.weight, self.chain = node, children, weight, chain
-        self.shares: Iterator[tuple[int, float]] = iter(())  # the children that are left, with their weights
-
-    @property
-    def ending(self) -> float:
-        """The probability to end here, if no child's subtree did."""
-        return self.weight if self.chain is None else self.chain.ending
+    def __init__(self, node: int, weight: float):
+        self.node, self.weight = node, weight
+        self.children: list[int] = []
+        self.chain: _Chain | None = None
+        self.shares: Iterator[tuple[int, float]] = iter(())
 
 
-def _first_accepted(
-    tree: _Tree,
+def in_post_order(
+    tree: PlainTree,
     log_target: Callable[[int], np.ndarray],
     log_draft: Callable[[int], np.ndarray | None],
     rule: Rule,
     max_depth: int,
-) -> tuple[int, np.ndarray | None]:
-    """The first node in post-order that its coin accepts; the weights fp32 [V] that the token behind it is drawn by,
-    None for the target's own distribution.
+) -> Iterator[Visit]:
+    """All nodes that a walk meets which ends at none before the root. It computes as far as it is asked.
 
     log_target, log_draft: log2 of a node's distribution up to a constant; None for point masses.
     """
@@ -169,31 +177,32 @@ def _first_accepted(
 
     def enter(equal: list[int], weight: float, deeper: bool) -> _Entered:
         """Enter the first of siblings of equal context, with the children of all."""
+        entered = _Entered(equal[0], weight)
         children = below[equal[0]]
         if len(equal) > 1:
             places = {node: place for place, node in enumerate(tree.order)}
             children = sorted((child for node in equal for child in below[node]), key=places.__getitem__)
-        if not children or not deeper:
-            return _Entered(equal[0], [], weight, None)
-        source = tree.parents[children[0]]  # of equal siblings, one that has children
-        chain = _Chain(log_target(equal[0]), log_draft(source), weight, rule.independent)
-        entered = _Entered(equal[0], children, weight, chain)
-        entered.shares = shares(chain, children, tree.tokens)
+        if children and deeper and weight > 0:
+            source = tree.parents[children[0]]  # of equal siblings, one that has children
+            entered.chain = _Chain(log_target(equal[0]), log_draft(source), weight, rule.independent)
+            entered.children, entered.shares = children, shares(entered.chain, children, tree.tokens)
         return entered
 
     way = [enter([0], 1.0, max_depth > 0)]
-    while True:
+    while way:
         here = way[-1]
         child, weight = next(here.shares, _END)
         if child >= 0:
             equal = [child]
             if rule.independent:
                 equal = [other for other in here.children if tree.tokens[other] == tree.tokens[child]]
-            if weight > 0:
+            if child == equal[0]:
                 way.append(enter(equal, weight, len(way) < max_depth))
-        elif tree.coins[here.node] < here.ending:
-            return here.node, None if here.chain is None else here.chain.left
         else:
+            chain = here.chain
+            yield Visit(
+                here.node, here.weight if chain is None else chain.ending, None if chain is None else chain.left
+            )
             way.pop()
 
 

@@ -3,9 +3,9 @@
 A node's chain needs its weight, which its parent's chain gives. So there is a launch for each level of the tree:
 
     normalize   programs share each row in one pass, as in `decision`; every row of the tree is read once
-    chains      for each level from the root down: the chains of its nodes, whose passes free programs share (see
-                `sharing`). Each stores the weights of its children, and the chance to end at the node itself
-    choose      a program for each tree finds the first node in post-order that its coin accepts, and marks the way there
+    chains      for each level from the root down, the chains of its nodes, whose passes are shared by programs that are
+                free (see `sharing`). A chain stores its children's weights, and the chance to end at the node itself
+    choose      a program for each tree finds the first node in post-order that its coin accepts, and marks the way
     walk        as for the other methods: along the marks, and the token behind the last node (see `walk`)
 
 Nodes that no weight reaches have no chain: those below a child that cannot be accepted, and behind one that is accepted
@@ -51,9 +51,10 @@ from heavypath.kernels.verifying.walk import launch_walk
 
 # What is stored about a node beside what `distributions` names, by index:
 #
-#     states, fp32   0  its weight, 0 if none reaches it           2  log2 of the target's mass outside its children
-#                    1  the chance that the walk ends at it        3  the same of the draft
-#     traits, int32  0  its depth    1  the first of its siblings with its token    2  if the draft's row is a distribution
+#     states, fp32   0  its weight, 0 if none reaches it         2  log2 of the target's mass outside its children
+#                    1  the chance that the walk ends at it      3  the same of the draft
+#     traits, int32  0  its depth                                2  whether the draft's row is a distribution
+#                    1  the first sibling of the same token      3  unused
 STATES = tl.constexpr(4)
 TRAITS = tl.constexpr(4)
 
@@ -412,10 +413,7 @@ def _choose_kernel(
     else:
         rank = ranks_of(parent, index, parents_ptr, N)
     drafted = (parent >= 0) & (parent < index)
-    if HAS_ROWS:
-        row = tl.load(rows_ptr + batch * N + parent, mask=drafted, other=0)
-    else:
-        row = batch * N + parent
+    row = tl.load(rows_ptr + batch * N + parent, mask=drafted, other=0) if HAS_ROWS else batch * N + parent
     ending = tl.load(states_ptr + (batch * N + index) * STATES + 1, mask=drafted, other=0.0)
     reached = drafted & (coins_of(rank, row, seed_ptr, seed_low, seed_high) < ending)
     above = parent
@@ -481,7 +479,11 @@ def launch_traversal(
         "POINT_MASSES": point_masses, "FILTERED": cuts is not None, "DRAFT_FILTERED": draft_cuts is not None,
         "BLOCK": block, "num_warps": LANES.value // 32, "enable_fp_fusion": True, "maxnreg": 255,
     }  # fmt: skip
-    ranked = {"ranks_ptr": ranks, "ranks_stride": 0 if ranks is None else ranks.stride(0), "HAS_RANKS": ranks is not None}
+    ranked = {
+        "ranks_ptr": ranks,
+        "ranks_stride": 0 if ranks is None else ranks.stride(0),
+        "HAS_RANKS": ranks is not None,
+    }
     with torch.cuda.device_of(tokens):
         _normalize_kernel[(places * chunks,)](
             cut_ptr=None if cuts is None else cuts.cut, end_ptr=None if cuts is None else cuts.end,
