@@ -347,6 +347,7 @@ def _chains_kernel(
                 temperature, draft_temperature,
             )  # fmt: skip
             usable = (tl.load(choice_ptr + place) == -1) & (tl.load(traits_ptr + origin * TRAITS + 2) > 0)
+            tl.debug_barrier()  # all threads have loaded what is stored anew
             if usable:
                 if not leaves_out:
                     store_sides(own_facts_ptr, own_marks_ptr, target, draft, source)
