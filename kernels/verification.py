@@ -8,6 +8,11 @@ one node which child is accepted, and by which distribution a recovered token is
     kseq                  K-SEQ for independent children (SpecTr)
     held                  held siblings: a later child is tried before an accepted elder one is given out (`held`)
 
+`traversal` looks at the whole tree instead: what is below a node is tried before the node itself.
+
+    traversal             traversal verification (Weng et al. 2025); on a chain block verification (Sun et al. 2024)
+    held_traversal        the same with held siblings, where all children of a node are drawn before any below them
+
 The other methods choose the token first, and accept the child that happens to carry it:
 
     race                  argmax log P + G, with the Gumbels that drew the children (exponential races, ERSD)
@@ -74,11 +79,12 @@ def verify_tree(
     parents:       LongTensor[N] or [B, N], parents[0] = -1, parents[i] < i
     target_logits: [B, N, V]; [b, i] is the target's distribution after node i
     draft_logits:  [B, N, V], the distribution that node i's children were drawn from; leaves' rows are never read.
-                   Needed by "without_replacement", "with_replacement", "kseq" and "held" where N > 1, else it may be
-                   None
-    method:        "without_replacement" | "with_replacement" | "kseq" | "race" | "target_sample" | "greedy" | "held"
-    replacement:   for "held": whether children are independent draws; else they were drawn without replacement. The
-                   names of other methods say how children are drawn, so these refuse it
+                   Needed by the methods of DRAFT_AWARE where N > 1, else it may be None
+    method:        "without_replacement" | "with_replacement" | "kseq" | "held" | "traversal" | "held_traversal" |
+                   "race" | "target_sample" | "greedy". "held_traversal" is lossless only where all children of a node
+                   were drawn before any node below them, which cannot be checked here
+    replacement:   for "held", "traversal" and "held_traversal": whether children are independent draws; else they were
+                   drawn without replacement. The names of other methods say how, so these refuse it
     ranks:         LongTensor shaped as parents: a node's place among its siblings in draw order (default: index order)
     max_depth:     edges of the deepest path considered (default: the tree's depth)
     temperature, top_k, top_p, min_p: the target's filters; draft_*: those the children were drawn with (default: the
@@ -89,10 +95,10 @@ def verify_tree(
                    seed an integer or a LongTensor [] on the logits' device, which kernels read when they run. Coins,
                    recovered and bonus tokens use streams of their own, so children may have been drawn with the same
                    (seed, rows); a race needs that. Each step must have fresh rows or a fresh seed.
-    impl:          "triton" is two launches, without host synchronisation where max_depth is given; it takes fp32, fp16
-                   or bf16 logits, CUDA tensors, or any tensors under Triton's interpreter. "torch" takes anything.
-                   "auto" is triton for CUDA tensors, else torch. Both accept the same nodes, except where a coin is
-                   within fp32 rounding of its threshold.
+    impl:          "triton" is two launches, or max_depth + 3 for traversal, without host synchronisation where
+                   max_depth is given; it takes fp32, fp16 or bf16 logits, CUDA tensors, or any tensors under Triton's
+                   interpreter. "torch" takes anything. "auto" is triton for CUDA tensors, else torch. Both accept the
+                   same nodes, except where a coin is within fp32 rounding of its threshold.
 
     Raises ValueError for bad shapes, dtypes or options, and on CPU for values out of range and NaN logits.
     """
