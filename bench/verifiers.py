@@ -16,7 +16,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from common import argument_parser, clock_of, environment, quiet_demo_pair, write_results
+from common import argument_parser, clock_of, environment, quiet_demo_pair, until_stopped, write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -128,14 +128,15 @@ def main() -> None:
     wanted = [REJECTION, *(name for name in arguments.verifier or VERIFIERS if name != REJECTION)]
     cases = [(tree, each) for tree in arguments.tree or TREES for each in arguments.temperature or (0.6, 1.0)]
     console, rows = Console(stderr=True), []
-    for tree, temperature in track(cases, "verifiers", console=console):
-        method, options = TREES[tree]
-        decoders = {}
-        for name in wanted:
-            if name in METHODS[method].verifiers:
-                decoders[name] = SpeculativeDecoder(target, draft, method, verifier=name, **options)
-                decoders[name].clock = clock_of(arguments.device)
-        rows += [{"tree": tree} | row for row in measured(decoders, texts, temperature, arguments)]
+    with until_stopped():
+        for tree, temperature in track(cases, "verifiers", console=console):
+            method, options = TREES[tree]
+            decoders = {}
+            for name in wanted:
+                if name in METHODS[method].verifiers:
+                    decoders[name] = SpeculativeDecoder(target, draft, method, verifier=name, **options)
+                    decoders[name].clock = clock_of(arguments.device)
+            rows += [{"tree": tree} | row for row in measured(decoders, texts, temperature, arguments)]
     Console(width=110).print(as_table(rows))
     settings = {name: getattr(arguments, name) for name in ("prompts", "seeds", "max_new_tokens", "timed")}
     write_results(arguments.json, environment(arguments.device) | settings, rows=rows)

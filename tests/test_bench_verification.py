@@ -23,12 +23,12 @@ def bench():
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["loop", "lazy loop"])
-@pytest.mark.parametrize("method", ["without_replacement", "with_replacement", "kseq", "race", "target_sample",
+@pytest.mark.parametrize("method", ["without_replacement", "with_replacement", "kseq", "held", "race", "target_sample",
                                     "traversal", "held_traversal"])  # fmt: skip
 def test_two_tokens_of_the_loop_follow_the_targets_law(bench, method, lazy):
     # Row 0 of each table is the distribution after the root, row 1 + v the one after token v.
     target = torch.randn(1 + VOCABULARY, VOCABULARY)
-    draft = target + torch.randn(1 + VOCABULARY, VOCABULARY)
+    draft = target + 2 * torch.randn(1 + VOCABULARY, VOCABULARY)
     law = (target / TEMPERATURE).softmax(-1)
     rows = torch.arange(TEXTS * len(CHILDREN)).view(TEXTS, -1)
     tokens = torch.full((TEXTS, len(CHILDREN)), -1)
@@ -82,6 +82,7 @@ def test_a_first_pass_reads_every_row_once(predictions):
     assert predictions.first_pass(shape)["bytes"] == pytest.approx(84 * 128_256 * 2 / 4.3e6)  # 5.0 us at 4.3 TB/s
     assert predictions.most_passes("without_replacement", 8) == 7  # none for the first child
     assert predictions.most_passes("kseq", 1) == 0
+    assert [predictions.most_passes("held", children) for children in (1, 2, 8)] == [0, 2, 8]
 
 
 def test_a_pass_of_one_program_takes_its_chunks_in_turn(predictions):

@@ -1,4 +1,4 @@
-"""Verifiers by name: the law of the text, which methods take which, and profiles, traces and tables that know of them."""
+"""Verifiers by name: the text keeps its law, which methods take which, and what profiles, traces and tables say."""
 
 import json
 
