@@ -16,7 +16,16 @@ from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import VERIFICATION_METHODS, Rule, verify_tree
-from heavypath.kernels.verifying import decision, distributions, held, k_seq, residual, traversal_kernel, walk
+from heavypath.kernels.verifying import (
+    decision,
+    distributions,
+    held,
+    k_seq,
+    residual,
+    traversal_chain,
+    traversal_kernel,
+    walk,
+)
 from heavypath.kernels.verifying.rule import EITHER_DRAW, WHOLE_TREE
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -257,17 +266,17 @@ MUTATIONS = {
     "held: the last child takes no pass": (residual, "needed |= elder > 0", "pass"),
     "held: the chain restarts with all mass": (residual, "over = 1 / mass_left if HELD", "over = 1 / elder if HELD"),
     "held: another coin": (held, "order == next_order, coin, 0.0", "order == tl.max(order), coin, 0.0"),
-    "traversal: r without 1 - w": (traversal_kernel, "total = leaving + held + emitted", "total = held + emitted"),
+    "traversal: r without 1 - w": (traversal_chain, "total = leaving + held + emitted", "total = held + emitted"),
     "traversal: the coin is held against w": (traversal_kernel, "STATES + 1, mask=drafted", "STATES, mask=drafted"),
     "traversal: youngest first": (traversal_kernel, "order = rank * N + index\n", "order = (N - rank) * N + index\n"),
-    "traversal: R is forgotten": (traversal_kernel, "-tl.log2(factor) - log_mass)", "-tl.log2(factor))"),
+    "traversal: R is forgotten": (traversal_chain, "-tl.log2(factor) - log_mass)", "-tl.log2(factor))"),
     "traversal: every chain begins at w = 1": (
-        traversal_kernel, "leaving = weight, weight, 1 - weight", "leaving = 1.0, weight, 1 - weight"
+        traversal_chain, "leaving = weight, weight, 1 - weight", "leaving = 1.0, weight, 1 - weight"
     ),
     "traversal: children of later siblings are lost": (
         traversal_kernel, "parent * TRAITS + 1, mask=child, other=-1) == node", "parent * 0, mask=child) == level"
     ),
-    "traversal: the held keep their weights": (traversal_kernel, "rest += this_weight", "rest = 1 + 0 * rest"),
+    "traversal: the held keep their weights": (traversal_chain, "rest += this_weight", "rest = 1 + 0 * rest"),
     "rank is ignored": (decision, "tl.where(child, rank * N + index, NONE)", "tl.where(child, index, NONE)"),
 }  # fmt: skip
 
@@ -302,6 +311,10 @@ def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
     if module in (residual, k_seq):  # what the kernel of decision calls
         monkeypatch.setitem(sys.modules, "mutant", copy)
         copy = mutant(tmp_path, decision, f"from {module.__name__} import", "from mutant import", "calls_mutant")
+    if module is traversal_chain:
+        module = traversal_kernel
+        monkeypatch.setitem(sys.modules, "mutant", copy)
+        copy = mutant(tmp_path, module, f"from {traversal_chain.__name__} import", "from mutant import", "calls_mutant")
     launcher = {walk: "launch_walk", traversal_kernel: "launch_traversal"}.get(module, "decide")
     monkeypatch.setattr(verification, launcher, getattr(copy, launcher))
 

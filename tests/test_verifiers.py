@@ -39,7 +39,7 @@ def test_traversal_takes_the_same_and_held_traversal_those_whose_trees_do_not_gr
     assert taken["traversal"] == taken["held"]
     assert taken["held"] - taken["held_traversal"] == {"dyspec", "rsd-s"}
     for method in ("dyspec", "rsd-s"):
-        with pytest.raises(ValueError, match="not so where trees grow.*it takes rejection, held, traversal$"):
+        with pytest.raises(ValueError, match=r"not so where trees grow.*it takes rejection, held, traversal$"):
             SpeculativeDecoder(*tiny_pair, method, verifier="held_traversal")
 
 
