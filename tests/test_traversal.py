@@ -385,7 +385,7 @@ MUTATIONS = {
     "equal siblings leave the chain": (INDEPENDENT, "chain.offer(tokens[child])", "chain.offer(tokens[child]) or None"),
     "the support is never filled": (TRAVERSAL, "logs = np.where(self.undrawn, np.float32(0), -np.inf)", "logs[:] = 0"),
     "the held are not": (HELD, "chain.pass_over(tokens[child], 1 - taken)", "chain.pass_over(tokens[child], 1.0)"),
-    "a held child keeps its whole weight": (HELD, "held / all_behind if held > 0 else 0.0", "held"),
+    "a held child keeps its whole weight": (HELD, "held / rest if held > 0 else 0.0", "held"),
 }  # fmt: skip
 
 

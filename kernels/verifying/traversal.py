@@ -220,7 +220,8 @@ class _Chain:
         each child in turn. replacement: whether the children are independent draws."""
         self.left = np.exp2(log_target)
         self.factor = weight / float(self.left.sum())  # c, for the weights in `left`
-        self.ending, self.leaving, self.held = weight, 1 - weight, np.empty(0)
+        self.ending, self.leaving = weight, 1 - weight
+        self.held: list[float] = []
         self.undrawn = None if replacement and log_draft is not None else np.ones(len(log_target), dtype=bool)
         self.log_draft = log_draft
         if log_draft is not None:
@@ -257,12 +258,13 @@ class _Chain:
             self.undrawn[token] = False
         self.left[token] = 0
         emitted = self.factor * float(self.left.sum())  # S
-        total = self.leaving + float(self.held.sum()) + emitted
+        total = self.leaving + sum(self.held) + emitted
         if total > 0:  # else rounding has left nothing where something must be emitted: the node ends it
             self.ending = emitted / total * share  # exactly 1 where nothing is leaving or held
-            self.factor, self.leaving, self.held = (
-                value * (share / total) for value in (self.factor, self.leaving, self.held)
-            )
+            share /= total
+            self.factor *= share
+            self.leaving *= share
+            self.held = [weight * share for weight in self.held]
 
     def _renew(self) -> None:
         """Compute what is left of the draft's distribution anew; uniform where its support is used up."""
@@ -293,13 +295,15 @@ def _held_shares(chain: _Chain, children: list[int], tokens: list[int]) -> Itera
         if taken is not None:
             offered.append(child)
             if taken == 1:  # nothing is left for the others
-                chain.ending, chain.leaving, chain.held = 0.0, 0.0, np.append(0 * chain.held, 1.0)
+                chain.ending, chain.leaving, chain.held = 0.0, 0.0, [*(0.0 for _ in chain.held), 1.0]
                 break
             chain.pass_over(tokens[child], 1 - taken)
-            chain.held = np.append(chain.held, taken)
+            chain.held.append(taken)
     rest = chain.ending + chain.leaving
     if rest > 0:
         chain.ending /= rest
-    behind = rest + chain.held[::-1].cumsum()[::-1]  # this weight, those of the younger ones, and the rest
-    for child, held, all_behind in zip(offered, chain.held.tolist(), behind.tolist(), strict=True):
-        yield child, held / all_behind if held > 0 else 0.0
+    given = []
+    for child, held in zip(reversed(offered), reversed(chain.held), strict=True):
+        rest += held  # its own weight, those of the younger ones, and what is left
+        given.append((child, held / rest if held > 0 else 0.0))
+    yield from reversed(given)

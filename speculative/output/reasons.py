@@ -139,6 +139,7 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
                 assert q is not None
                 bounds = _k_seq(log_target[node], q, drawn)
             elif held:
+                assert q is not None
                 bounds = _shares(log_target[node], q, drawn, options.replacement)
                 tossed[:] = tossed[0]
             else:
@@ -274,7 +275,7 @@ def _traverse_again(
 
     draft = law_of(1) if options.draft_filters.temperature > 0 else lambda _: None
     rule = Rule(options.method, options.replacement)
-    met = {(): 0}
+    met: dict[tuple[int, ...], int] = {(): 0}
     with np.errstate(all="ignore"):
         for node, ending, _ in in_post_order(PlainTree(token, parent, order), law_of(0), draft, rule, len(token)):
             met[texts[node]] = node
