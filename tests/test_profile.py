@@ -32,6 +32,7 @@ from heavypath.speculative.calibration import (
     own_prompts,
     sizes_worth_timing,
     walk,
+    ways_to_draft,
 )
 from heavypath.speculative.cli.planning import warnings_of
 from heavypath.speculative.costs import Costs
@@ -226,8 +227,9 @@ def test_passes_add_up_to_all_texts():
     target = LlamaForward(tiny_llama(1))
     draft = as_draft(tiny_llama(2, layers=1), target, None)
     prompts, lines = [torch.tensor([first, 2]) for first in range(6)], []
+    wanted = [(way, Filters(0.0)) for way in ways_to_draft(0.0)]
     entries = measure_ways(
-        target, draft, prompts, [Filters(0.0)], Extent(tokens=9, sequences=6), 3, math.inf, lines.append
+        target, draft, prompts, wanted, Extent(tokens=9, sequences=6), 3, math.inf, lines.append
     )  # fmt: skip
     way = Way(METHODS["sequoia"].kind(0.0), None)
     parts = [

@@ -57,7 +57,7 @@ def residual_chain(
     choice = sequence * 0 - 1
     target = residual = None  # P and max(P - l Q, 0), once a child has been rejected
     total, log_lambda, log_mass = sequence * 0 + 1.0, sequence - np.inf, 0.0  # 1 / c, log l, log R
-    held = held and log_draft is not None  # of point masses it is the same
+    held = held and log_draft is not None  # of point masses it is the same, and of a single child
     holding, mass_left = np.zeros(drawn.shape if held else 0), sequence * 0 + 1.0  # W, and c F(l), the mass besides
     draft = np.full_like(log_target, -np.inf) if log_draft is None else log_draft
     distinct = log_draft is None or not replacement
@@ -89,7 +89,10 @@ def residual_chain(
             ratio = residual[sequence, child] / total * np.exp2(log_mass - log_q)
         if held:
             here = here & (total > 0)
-        accepted = here & (ratio >= 1 if held else coins[:, place] < ratio)
+            alone = (drawn >= 0).sum(1) == 1  # which needs no pass where it is accepted
+            accepted = here & np.where(alone, coins[:, 0] < ratio, ratio >= 1)
+        else:
+            accepted = here & (coins[:, place] < ratio)
         rejected = here & ~accepted
         choice[accepted] = place
         waiting[accepted] = False
