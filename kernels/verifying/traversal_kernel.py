@@ -9,7 +9,8 @@ A node's chain needs its weight, which its parent's chain gives. So there is a l
     walk        as for the other methods: along the marks, and the token behind the last node (see `walk`)
 
 Nodes that no weight reaches have no chain: those below a child that cannot be accepted, and behind one that is accepted
-for certain. All chains of a level run side by side, so what takes time is, level by level, the node with most passes.
+for certain. All chains of a level run side by side, so what takes time is, level by level, the node with most passes;
+passes for children behind the one that the walk ends below are not needed, but are taken before that is known.
 `bench/predict_verification.py` has the figures.
 
 A node's depth is known from the first launch on, so a launch of chains touches nothing that another program of it
