@@ -290,6 +290,15 @@ def verification_cases() -> dict[str, Callable[[], None]]:
         ("without_replacement", "bf16", 64, 32000, {"draft_temperature": 0.0}),
         *((method, "bf16", 64, 128256, {"seed": SEED}) for method in ("without_replacement", "kseq", "race")),
         ("without_replacement", "bf16", 64, 32000, filters | {"seed": SEED}),
+        ("traversal", "bf16", 64, 128256, {}),
+        ("traversal", "bf16", 64, 128256, {"replacement": True}),
+        ("held_traversal", "bf16", 64, 128256, {}),
+        ("held_traversal", "bf16", 64, 32000, {"replacement": True, "seed": SEED}),
+        ("traversal", "bf16", 64, 32000, filters | {"seed": SEED}),
+        ("held_traversal", "bf16", 64, 32000, filters | {"replacement": True}),
+        ("traversal", "bf16", 64, 32000, {"draft_temperature": 0.0}),
+        ("traversal", "fp32", 2048, 32000, {}),
+        ("traversal", "fp16", 2, 1, {}),
     ]
     return {
         named(method, dtype, f"{nodes} nodes", f"V{vocabulary}", **options): partial(

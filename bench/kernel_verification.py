@@ -36,6 +36,7 @@ from torch import Tensor
 from heavypath.kernels.noise import Stream, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, verify_tree
+from heavypath.kernels.verifying.rule import WHOLE_TREE
 from heavypath.speculative import TokenTree
 
 TEMPERATURE, SPREAD, DRAFT_NOISE = 0.6, 3.0, 0.7
@@ -122,6 +123,9 @@ def loop_verify(
 
     target, draft = by_node(softmax, target_logits), by_node(softmax, draft_logits)
     coins = torch.rand(len(drawn)).tolist()
+    if method in WHOLE_TREE:
+        below, weights = post_order(children, drawn, target, draft, coins, held=method == "held_traversal")(0, 1.0)
+        return below, int(weights.multinomial(1))
     attempt = {"kseq": k_sequential, "held": held_back}.get(method)
     attempt = attempt or partial(one_by_one, replacement=method == "with_replacement")
     while True:
@@ -171,6 +175,46 @@ def held_back(target: Tensor, draft: Tensor, drawn: list[int], coins: list[float
         if coins[0] < sum(weights[: place + 1]):
             return place, None
     return -1, target
+
+
+def post_order(
+    children: Sequence[Sequence[int]],
+    drawn: list[int],
+    target: Callable[[int], Tensor],
+    draft: Callable[[int], Tensor],
+    coins: list[float],
+    held: bool,
+) -> Callable[[int, float], tuple[list[int], Tensor] | None]:
+    """Traversal of children drawn without replacement: a function of a node and its weight.
+
+    It returns the nodes below that one on the way to the accepted one, and what the token behind that is drawn by; None
+    where the walk does not end there. `left` is what of P may still be emitted at a node, and the rest is `leaving`.
+    """
+
+    def visit(node: int, weight: float) -> tuple[list[int], Tensor] | None:
+        left, leaving = weight * target(node), 1 - weight
+        law = draft(node) if children[node] else left
+        holding: list[float] = []
+        for child in children[node]:
+            taken = torch.minimum(law, left)
+            chance = float(taken[drawn[child]] / law[drawn[child]])
+            found = None if held else visit(child, chance)
+            if found is not None:
+                return [child, *found[0]], found[1]
+            rest = leaving + sum(holding) + float((left - taken).sum())
+            scale = (1 - chance if held else 1.0) / rest if rest > 0 else 0.0
+            left, leaving = (left - taken) * scale, leaving * scale
+            holding = [*(other * scale for other in holding), chance] if held else []
+            law = law.index_fill(0, torch.tensor(drawn[child], device=law.device), 0)
+            law = law / law.sum()
+        for place, (child, share) in enumerate(zip(children[node], holding, strict=False)):
+            found = visit(child, share / (leaving + float(left.sum()) + sum(holding[place:]))) if share else None
+            if found is not None:
+                return [child, *found[0]], found[1]
+        ending = float(left.sum())
+        return ([], left) if node == 0 or coins[node] * (ending + leaving) < ending else None
+
+    return visit
 
 
 def k_sequential(target: Tensor, draft: Tensor, drawn: list[int], coins: list[float]) -> tuple[int, Tensor | None]:

@@ -20,6 +20,11 @@ A shared pass is a chain of waiting, and its chunk:
     combine     the leader sees it, and loads all sums                                     2 round trips
     decide      the next child is tried, by one program                                    instructions that wait
 
+Traversal (kernels/verifying/traversal_kernel.py) has its first pass alone in a launch, then a launch for each level
+whose nodes have children, and one that chooses. Its passes are those of the node with most of them on each level, one
+level after the other. On the shipped pair these are 17 in a tree of 64 nodes and 8 levels, most of them the root's,
+whose children all have their pass before anything is known of what is below them; 5 in a chain of 8.
+
 Instructions are counted in the machine code for sm_90 of 64 nodes x 128,256 tokens in bfloat16 (triton 3.9).
 """
 
@@ -65,6 +70,7 @@ class Shape(NamedTuple):
     passes: int
     vocabulary: int
     batch: int = 1
+    levels: int = 0  # launches of chains, for traversal
 
     @property
     def code(self) -> Code:
@@ -122,9 +128,13 @@ def shared_pass(shape: Shape, gpu: Gpu = H200, workers: int | None = None) -> di
 def decide(shape: Shape, gpu: Gpu = H200) -> float:
     """Microseconds of the launch, where the node with most passes takes all of them."""
     leaving = gpu.fence + 2 * gpu.trip
+    # A level begins with loads one behind the other: the depth, the weight, the tree, the facts, the children's logits.
+    beginning = gpu.launch + 5 * gpu.trip + (shape.code.between * gpu.dependent) / gpu.clock
+    choosing = gpu.launch + 3 * gpu.trip + shape.levels * 2 * gpu.barrier / gpu.clock
+    traversing = shape.levels * (beginning + leaving) + choosing if shape.levels else 0.0
     return gpu.launch + max(first_pass(shape, gpu).values()) + shape.passes * sum(
         shared_pass(shape, gpu).values()
-    ) + leaving  # fmt: skip
+    ) + leaving + traversing  # fmt: skip
 
 
 SHAPES = [
@@ -134,6 +144,8 @@ SHAPES = [
     for vocabulary in (32_000, 128_256)
     if (method, children) != ("kseq", 2)
 ]
+SHAPES += [Shape("traversal", 64, 20, 17, vocabulary, levels=8) for vocabulary in (32_000, 128_256)]
+SHAPES += [Shape("traversal", 9, 8, 5, vocabulary, levels=8) for vocabulary in (32_000, 128_256)]  # a chain
 
 
 def main() -> None:

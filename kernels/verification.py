@@ -8,6 +8,11 @@ one node which child is accepted, and by which distribution a recovered token is
     kseq                  K-SEQ for independent children (SpecTr)
     held                  held siblings: a later child is tried before an accepted elder one is given out (`held`)
 
+`traversal` looks at the whole tree instead: what is below a node is tried before the node itself.
+
+    traversal             traversal verification (Weng et al. 2025); on a chain block verification (Sun et al. 2024)
+    held_traversal        the same with held siblings, where all children of a node are drawn before any below them
+
 The other methods choose the token first, and accept the child that happens to carry it:
 
     race                  argmax log P + G, with the Gumbels that drew the children (exponential races, ERSD)
@@ -52,7 +57,9 @@ from heavypath.kernels.verifying.distributions import best_token, log_probs, rea
 from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.laws import LOGARITHMS, decide_by_laws, laws_chain
 from heavypath.kernels.verifying.residual import residual_chain
-from heavypath.kernels.verifying.rule import DRAFT_AWARE, VERIFICATION_METHODS, Rule
+from heavypath.kernels.verifying.rule import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE, Rule
+from heavypath.kernels.verifying.traversal import traverse
+from heavypath.kernels.verifying.traversal_kernel import launch_traversal
 from heavypath.kernels.verifying.walk import launch_walk
 
 __all__ = ["DRAFT_AWARE", "VERIFICATION_METHODS", "Rule", "verify_tree", "verify_unchecked"]
@@ -87,11 +94,12 @@ def verify_tree(
     parents:       LongTensor[N] or [B, N], parents[0] = -1, parents[i] < i
     target_logits: [B, N, V]; [b, i] is the target's distribution after node i
     draft_logits:  [B, N, V], the distribution that node i's children were drawn from; leaves' rows are never read.
-                   Needed by "without_replacement", "with_replacement", "kseq" and "held" where N > 1, else it may be
-                   None
-    method:        "without_replacement" | "with_replacement" | "kseq" | "race" | "target_sample" | "greedy" | "held"
-    replacement:   for "held": whether children are independent draws; else they were drawn without replacement. The
-                   names of other methods say how children are drawn, so these refuse it
+                   Needed by the methods of DRAFT_AWARE where N > 1, else it may be None
+    method:        "without_replacement" | "with_replacement" | "kseq" | "held" | "traversal" | "held_traversal" |
+                   "race" | "target_sample" | "greedy". "held_traversal" is lossless only where all children of a node
+                   were drawn before any node below them, which cannot be checked here
+    replacement:   for "held", "traversal" and "held_traversal": whether children are independent draws; else they were
+                   drawn without replacement. The names of other methods say how, so these refuse it
     ranks:         LongTensor shaped as parents: a node's place among its siblings in draw order (default: index order)
     max_depth:     edges of the deepest path considered (default: the tree's depth)
     temperature, top_k, top_p, min_p: the target's filters; draft_*: those the children were drawn with (default: the
@@ -107,10 +115,10 @@ def verify_tree(
                    draft_temperature > 0. draft_logits may then have more rows than there are nodes, [B, M, V]; and
                    draws from different ones must be independent, each with a row of noise of its own. What it says of
                    the root means nothing
-    impl:          "triton" is two launches, without host synchronisation where max_depth is given; it takes fp32, fp16
-                   or bf16 logits, CUDA tensors, or any tensors under Triton's interpreter. "torch" takes anything.
-                   "auto" is triton for CUDA tensors, else torch. Both accept the same nodes, except where a coin is
-                   within fp32 rounding of its threshold.
+    impl:          "triton" is two launches, or max_depth + 3 for traversal, without host synchronisation where
+                   max_depth is given; it takes fp32, fp16 or bf16 logits, CUDA tensors, or any tensors under Triton's
+                   interpreter. "torch" takes anything. "auto" is triton for CUDA tensors, else torch. Both accept the
+                   same nodes, except where a coin is within fp32 rounding of its threshold.
 
     Raises ValueError for bad shapes, dtypes or options, and on CPU for values out of range and NaN logits.
     """
@@ -214,11 +222,10 @@ def verify_unchecked(
 
 
 def _verifier(rule: Rule, impl: str) -> Callable[..., Verified]:
-    """The function that verifies by a rule, with the arguments of `verify_unchecked`.
-
-    All rules so far decide at each node by itself, and walk. One that looks at the whole tree is another pair here.
-    """
-    return _launch if impl == "triton" else _reference
+    """The function that verifies by a rule, with the arguments of `verify_unchecked`."""
+    if impl == "triton":
+        return _launch
+    return traverse if rule.method in WHOLE_TREE else _reference
 
 
 @np.errstate(all="ignore")
@@ -366,6 +373,17 @@ def _launch(
     if isinstance(draft_logits, Laws):
         draft_logits, rows = draft_logits.logits, draft_logits.rows.expand(tokens.shape)
     draft = draft_logits if draft_logits is None or draft_logits.stride(2) == 1 else draft_logits.contiguous()
+    if method in WHOLE_TREE and draft is not None:
+        return launch_traversal(
+            nodes,
+            target,
+            draft,
+            rule=rule,
+            max_depth=max_depth,
+            target_filters=target_filters,
+            draft_filters=draft_filters,
+            noise=noise,
+        )
     if rows is not None:
         assert draft is not None
         decided, draft = decide_by_laws(

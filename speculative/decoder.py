@@ -35,7 +35,15 @@ from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
-from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, most_levels, proposes_every_token
+from heavypath.speculative.drafts import (
+    AnyDraft,
+    Draft,
+    as_draft,
+    extra_node_count,
+    models_of,
+    most_levels,
+    proposes_every_token,
+)  # fmt: skip
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
 from heavypath.speculative.methods import check_independent, check_laws, row_of
@@ -74,20 +82,19 @@ class SpeculativeDecoder:
         tree with which it is expected to be fastest
     replan: with a profile, change the tree every few steps by what was accepted of this text so far, see `replanning`
     verifier: what decides about drafted nodes in the place of the method's own verification. For methods whose papers
-        have recursive rejection (chain, specinfer, sequoia, dyspec, rsd-c, rsd-s) "rejection", or "held", which accepts
-        more of the same trees by holding siblings back (`heavypath.kernels.verifying.held`). Or, for any method and
-        also at temperature 0, a callable as `Verifier` describes it: then the promise below is yours to keep, and there
-        can be no profile, which measures the built-in ones
+        have recursive rejection (chain, specinfer, sequoia, dyspec, rsd-c, rsd-s) "rejection", or what accepts more of
+        the same trees: "held" holds siblings back (`heavypath.kernels.verifying.held`), "traversal" tries leaves before
+        what is above them (`.traversal`), "held_traversal" does both, for trees that do not grow. Or, for any method
+        and also at temperature 0, a callable as `Verifier` describes it: then the promise below is yours to keep, and
+        there can be no profile, which measures the built-in ones
 
     Options of some methods, which the others refuse:
 
-    acceptance: [child] or [depth, child], the probability that child j of an accepted node is accepted, by which trees
-        are planned
+    acceptance: [child] or [depth, child], the chance that child j of an accepted node is accepted, for planned trees
     max_depth:  at most so many levels of planned and grown trees (default: log2 of the nodes)
     width:      sequences of specinfer and spectr, children of a node in rsd-c, nodes on a level of grown trees
     branching:  for rsd-c: children of a node at each level (default: those that promise most by `acceptance`)
-    threshold:  for chain, dyspec, eagle-2: slots of less value stay empty, so that a chain may end early; see
-        `decoding.growing`
+    threshold:  for chain, dyspec, eagle-2: slots of less value stay empty; see `decoding.growing`
     confidence: for dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default: as measured on
         the shipped pair), or "draft" for the paper's, where they are the acceptance
     epsilon, delta: for typical-lossy: a drafted token is accepted iff P > min(epsilon, delta exp(-H(P))), where the
@@ -150,7 +157,7 @@ class SpeculativeDecoder:
         self._verifier = None if verifier is None or isinstance(verifier, str) else OwnVerifier(verifier)
         if self._typical is not None and profile is not None:
             raise ValueError(
-                f"a profile measures methods that keep the target's law; with {method!r} give tree or tree_size"
+                f"a profile measures methods that keep the target's law; give {method!r} tree or tree_size"
             )
         if self._typical is not None and self._verifier is not None:
             raise ValueError(
@@ -422,10 +429,10 @@ class SpeculativeDecoder:
         self._remarked = True
         logger.warning(
             "the draft does not pay: %.2f tokens a step, and %d%% of the time for drafting, so that method "
-            "'autoregressive' would be faster; `heavypath calibrate` finds out which trees pay",
-            stats.tokens_per_step,
-            round(100 * stats.drafting_share),
-        )
+            "'autoregressive' would be faster%s",
+            stats.tokens_per_step, round(100 * stats.drafting_share),
+            "" if extra_node_count(self._draft) else "; `heavypath calibrate` finds out which trees pay",
+        )  # fmt: skip
 
     def _plan(self, request: Request) -> StepPlan:
         """What the steps of a request have in common; ValueError where the method cannot sample so."""
@@ -436,6 +443,8 @@ class SpeculativeDecoder:
         if draft_filters.temperature == 0:
             check_independent(self.method, verification, self._draft)
         tree = self.tree_for(target_filters)
+        if verification == "held_traversal" and isinstance(tree, Growth) and tree.width > 1:
+            raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
         rules = Rules(
             replacement=kind.replacement,
             # A draft without a model that proposes few tokens means it: random ones beside them would be rejected.

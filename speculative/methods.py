@@ -30,14 +30,16 @@ LOSSLESS_FOR = {
     "without_replacement": ("without_replacement",),
     "with_replacement": ("with_replacement",),
     "kseq": ("with_replacement",),
-    "held": ("without_replacement", "with_replacement"),
+    "held": DRAWS[:2],
+    "traversal": DRAWS[:2],
+    "held_traversal": DRAWS[:2],
     "race": DRAWS,
     "target_sample": DRAWS,
 }
 REJECTION = DRAWS[:2]  # the verifications that are recursive rejection, each by the name of its draw
 # Words for `verifier` of SpeculativeDecoder: what may verify the trees of a method whose paper has recursive rejection.
 # "rejection" is that; the others are `verification` of a row.
-VERIFIERS = ("rejection", "held")
+VERIFIERS = ("rejection", "held", "traversal", "held_traversal")
 # Typical acceptance changes the law of the text, whatever the draws.
 VERIFICATIONS = (*LOSSLESS_FOR, "typical")
 # Options of SpeculativeDecoder, for some methods.
@@ -89,7 +91,10 @@ class Method:
     """
 
     draw: Literal["without_replacement", "with_replacement", "top_k"]
-    verification: Literal["without_replacement", "with_replacement", "kseq", "held", "race", "target_sample", "typical"]
+    verification: Literal[
+        "without_replacement", "with_replacement", "kseq", "held", "traversal", "held_traversal", "race",
+        "target_sample", "typical",
+    ]  # fmt: skip
     tree_of: Callable[..., TokenTree | Growth]
     fill: bool = False
 
@@ -124,8 +129,14 @@ class Method:
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        """The words of VERIFIERS that may verify its trees; none where it is not verified by one of them."""
-        return VERIFIERS if self.verification in (*REJECTION, *VERIFIERS) else ()
+        """The words of VERIFIERS that may verify its trees; none where it is not verified by one of them.
+
+        Held traversal asks that all children of a node are drawn before any below them, and stay whatever these are. A
+        tree that grows by `Growth` is cut at last, and that may turn on tokens below.
+        """
+        if self.verification not in (*REJECTION, *VERIFIERS):
+            return ()
+        return tuple(word for word in VERIFIERS if word != "held_traversal" or self.tree_of not in _GROWING)
 
     def verified_by(self, verifier: str | None) -> "Method":
         """The same trees, verified by that if it is one of `verifiers`; rejection goes by the name of the draw."""
@@ -274,6 +285,8 @@ def _grown(
     return Growth(by, min(size, 1 + width * depth), width, depth, threshold, confidence)
 
 
+_GROWING = (_beam, _by_slots, _by_nodes)
+
 METHODS = {
     # Plain decoding: a tree of the root alone. Its tokens are those of a race without any drafts.
     "autoregressive": Method("without_replacement", "race", _root),
@@ -373,6 +386,11 @@ def row_of(method: str, verifier: str | None = None) -> Method:
             f"Verifier describes it; got {verifier!r}"
         )
     if verifier not in row.verifiers:
+        if row.verifiers:
+            raise ValueError(
+                f"verifier {verifier!r} needs siblings that are all drawn before any node below them, which is not so "
+                f"where trees grow, as those of method {method!r} do; it takes {', '.join(row.verifiers)}"
+            )
         fitting = ", ".join(name for name, other in METHODS.items() if verifier in other.verifiers)
         raise ValueError(
             f"verifier {verifier!r} needs children that are weighed by rejection, which those of {fitting} are; "

@@ -42,6 +42,7 @@ from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS
 from heavypath.kernels.verifying import laws, walk
+from heavypath.kernels.verifying.rule import WHOLE_TREE
 from heavypath.speculative import TokenTree
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adversary needs Triton's interpreter")
@@ -101,6 +102,14 @@ def attends_in_parts(adversary: Adversary, trees: int = FEW) -> None:
 def verifies(adversary: Adversary, trees: int) -> None:
     for seed in range(trees * adversary.seed, trees * (adversary.seed + 1)):
         assert random_problem(VERIFICATION_METHODS[seed % len(VERIFICATION_METHODS)], seed).agrees()
+
+
+def traverses(adversary: Adversary, trees: int) -> None:
+    """Levels that give each other weights, of distinct children and of independent ones."""
+    for seed in range(2 * adversary.seed, 2 * adversary.seed + 2):
+        tree = TokenTree.independent(2, 2) if seed % 2 else TokenTree([-1, 0, 0, 1, 1, 3])
+        method = WHOLE_TREE[adversary.seed % 2]
+        assert Verification(tree, method, vocab_size=6, batch=1, seed=seed).agrees()
 
 
 def verifies_in_chunks(adversary: Adversary, trees: int = 1) -> None:
@@ -194,6 +203,7 @@ CASES = {
     verifies_in_chunks: ["_decide_kernel", "_walk_kernel"],
     verifies_by_laws: ["_laws_kernel", "_walk_kernel"],
     verifies_by_laws_in_tiles: ["_laws_kernel", "_walk_kernel"],
+    traverses: ["_normalize_kernel", "_chains_kernel", "_choose_kernel", "_walk_kernel"],
     accepts_typical: ["_weigh_kernel", "_longest_kernel"],
     accepts_typical_in_chunks: ["_weigh_kernel", "_longest_kernel"],
     draws: ["_gumbel_topk_kernel", "_cuts_kernel"],

@@ -156,7 +156,7 @@ def misspelt(size, acceptence=None):
     (("without-replacement", "target_sample", TokenTree.chain),
      "draw must be one of without_replacement, with_replacement, top_k, got 'without-replacement'"),
     (("without_replacement", "target_samples", TokenTree.chain),
-     "verification must be one of without_replacement, with_replacement, kseq, held, race, .*, got 'ta"),
+     "verification must be one of without_replacement, with_replacement, kseq, held, .*race, .*, got 'ta"),
     (("without_replacement", "greedy", TokenTree.chain), "verification must be one of .*, got 'greedy'"),
     (("with_replacement", "without_replacement", TokenTree.chain),
      "verification 'without_replacement' is lossless for children drawn without_replacement, got draw 'with_replace"),

@@ -17,6 +17,7 @@ from heavypath.kernels.noise import Stream, coins, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import Rule, verify_tree
 from heavypath.kernels.verifying.k_seq import k_seq
+from heavypath.kernels.verifying.rule import WHOLE_TREE
 from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree
 from heavypath.speculative.output import trace
 from heavypath.speculative.output.page import trace_page
@@ -161,7 +162,8 @@ def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab
 
 
 INDEPENDENT = ("with_replacement", "kseq")  # take children that were drawn with replacement
-CASES = [(method, method in INDEPENDENT, 0.9, None) for method in (*WITH_COINS, "race", "target_sample", "greedy")]
+NODE_BY_NODE = [name for name in (*WITH_COINS, "race", "target_sample", "greedy") if name not in WHOLE_TREE]
+CASES = [(method, method in INDEPENDENT, 0.9, None) for method in NODE_BY_NODE]
 CASES += [("without_replacement", False, 0.9, 2), ("without_replacement", False, 0.0, None)]
 CASES += [("held", True, 0.9, None), ("held", False, 0.9, 2), ("held", False, 0.0, None)]
 CASES += [("with_replacement", True, 0.9, 2), ("target_sample", True, 0.9, None)]
@@ -219,6 +221,47 @@ def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_
     if method == "held" and draft_temperature > 0:
         expected = expected - {"elder"} | {"beyond"}
     assert expected <= seen
+    assert ("equal" in seen) == replacement
+
+
+@pytest.mark.parametrize("method", WHOLE_TREE)
+@pytest.mark.parametrize(
+    ("replacement", "draft_temperature", "top_k"),
+    [(False, 0.9, None), (True, 0.9, None), (False, 0.9, 2), (False, 0.0, None)],
+)
+def test_reasons_of_traversal_agree_with_what_verify_tree_decided(method, replacement, draft_temperature, top_k):
+    """Nodes before the accepted one in post-order were met and have coins; those behind it were not tried."""
+    seen = set()
+    for name, (tokens, parents, ranks, rows, _, _), path, _, reasons, seed in verified_cases(
+        method, replacement, draft_temperature, top_k
+    ):
+        token, parent, rank = tokens.tolist(), parents.tolist(), ranks.tolist()
+        texts, places = [()], [()]
+        for node in range(1, len(token)):
+            texts.append((*texts[parent[node]], token[node]))
+            places.append((*places[parent[node]], (rank[node], node)))
+        assert [texts[node] for node in reasons.chosen] == [texts[node] for node in path], name
+        behind = [*places[reasons.chosen[-1]], (len(token), 0)]  # in post-order a node comes behind all that it begins
+        for node in range(1, len(token)):
+            fate, coin, threshold = reasons.fates[node], reasons.coins[node], reasons.thresholds[node]
+            seen.add(fate)
+            assert (fate == "absent") == (token[node] < 0)
+            assert (fate == "accepted") == (node in path)
+            assert (coin is None) == (threshold is None)
+            if coin is not None:
+                assert coin == coins(seed, rows[[parent[node]]].numpy(), ranks[[node]].numpy())[0]
+                assert (coin < threshold) == (fate in ("accepted", "equal")) == (node == reasons.chosen[-1]), name
+            if fate == "rejected":
+                assert coin is not None
+                if not replacement:
+                    assert [*places[node], (len(token), 0)] < behind
+            if fate == "elder":
+                assert texts[parent[node]] == texts[path[-1]][: len(texts[parent[node]])]
+                if not replacement:
+                    assert [*places[node], (len(token), 0)] > behind
+        below = [node for node in range(1, len(token)) if token[node] >= 0 and texts[parent[node]] == texts[path[-1]]]
+        assert reasons.kind == ("recovered" if below else "bonus")
+    assert {"accepted", "parent", "absent", "rejected", "elder"} <= seen
     assert ("equal" in seen) == replacement
 
 

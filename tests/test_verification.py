@@ -326,7 +326,7 @@ GOOD = {
     ({"ranks": torch.tensor([0, 2])}, r"ranks must differ among siblings and be in \[0, 2\)"),
     ({"ranks": torch.tensor([0, -1])}, "ranks must differ"),
     ({"rows": torch.tensor([[0, -1]])}, "rows must be at least 0, got -1"),
-    ({"replacement": True}, "replacement is for method 'held': 'without_replacement' says .* got replacement=True"),
+    ({"replacement": True}, "is for method 'held' or .*'without_replacement' says .* got replacement=True"),
     ({"method": "held", "draft_logits": None}, "'held' needs draft_logits"),
     ({"max_depth": -1}, "max_depth must be at least 0, got -1"),
     ({"rows": torch.zeros(2, dtype=torch.long)}, r"rows must be a LongTensor \[1, 2\]"),

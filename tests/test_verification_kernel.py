@@ -16,7 +16,17 @@ from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import VERIFICATION_METHODS, Rule, verify_tree
-from heavypath.kernels.verifying import decision, distributions, held, k_seq, residual, walk
+from heavypath.kernels.verifying import (
+    decision,
+    distributions,
+    held,
+    k_seq,
+    residual,
+    traversal_chain,
+    traversal_kernel,
+    walk,
+)
+from heavypath.kernels.verifying.rule import EITHER_DRAW, WHOLE_TREE
 from heavypath.speculative.trees.tree import TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +58,7 @@ class Problem:
         noise: float = 1.0,
         seed: int = 0,
     ):
-        replacement = method in ("with_replacement", "kseq") or (method == "held" and seed % 2 == 1)
+        replacement = method in ("with_replacement", "kseq") or (method in EITHER_DRAW and seed % 2 == 1)
         generator = torch.Generator().manual_seed(seed)
         contexts = min(vocab_size, 40)
         target = 1.5 * torch.randn(batch, contexts, vocab_size, generator=generator)
@@ -67,7 +77,7 @@ class Problem:
                 drawn = gumbel_topk(
                     self.draft[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=self.rows[:, node],
                     replacement=replacement, impl="torch",
-                    uniform_fill=method in ("without_replacement", "held") and seed % 2 == 0,
+                    uniform_fill=not replacement and seed % 2 == 0,
                 )  # fmt: skip
                 self.tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
             else:
@@ -77,7 +87,7 @@ class Problem:
         off = Filters(temperature, top_k or 0, top_p or 1.0, min_p or 0.0)  # None would mean the target's
         greedy = Filters(temperature=0.0)
         self.options = {
-            "method": method, "ranks": tree.ranks, "seed": seed, "replacement": method == "held" and replacement,
+            "method": method, "ranks": tree.ranks, "seed": seed, "replacement": method in EITHER_DRAW and replacement,
             **(greedy if method == "greedy" else target_filters)._asdict(),
             **{f"draft_{name}": value for name, value in off._asdict().items()},
         }  # fmt: skip
@@ -239,7 +249,7 @@ MUTATIONS = {
     "the remaining mass is dropped": (residual, "this_q + log_mass) - tl.exp2(log_multiple + log_mass)",
                                       "this_q) - tl.exp2(log_multiple)"),
     "F is dropped": (residual, "tl.maximum(ratio, 0.0) / over", "tl.maximum(ratio, 0.0)"),
-    "lambda stays": (residual, "log_multiple = _add_logs(log_multiple, tl.log2(over) - log_mass)", "pass"),
+    "lambda stays": (residual, "log_multiple = add_logs(log_multiple, tl.log2(over) - log_mass)", "pass"),
     "children are not left out": (residual, "open = (order < NONE) & (rejected == 0)", "open = order < NONE"),
     "equal siblings are separate": (decision, "equal = same | (there &", "equal = same & (there &"),
     "all children share a coin": (decision, "word = rank % 4\n", "word = rank * 0\n"),
@@ -256,6 +266,17 @@ MUTATIONS = {
     "held: the last child takes no pass": (residual, "needed |= elder > 0", "pass"),
     "held: the chain restarts with all mass": (residual, "over = 1 / mass_left if HELD", "over = 1 / elder if HELD"),
     "held: another coin": (held, "order == next_order, coin, 0.0", "order == tl.max(order), coin, 0.0"),
+    "traversal: r without 1 - w": (traversal_chain, "total = leaving + held + emitted", "total = held + emitted"),
+    "traversal: the coin is held against w": (traversal_kernel, "STATES + 1, mask=drafted", "STATES, mask=drafted"),
+    "traversal: youngest first": (traversal_kernel, "order = rank * N + index\n", "order = (N - rank) * N + index\n"),
+    "traversal: R is forgotten": (traversal_chain, "-tl.log2(factor) - log_mass)", "-tl.log2(factor))"),
+    "traversal: every chain begins at w = 1": (
+        traversal_chain, "leaving = weight, weight, 1 - weight", "leaving = 1.0, weight, 1 - weight"
+    ),
+    "traversal: children of later siblings are lost": (
+        traversal_kernel, "parent * TRAITS + 1, mask=child, other=-1) == node", "parent * 0, mask=child) == level"
+    ),
+    "traversal: the held keep their weights": (traversal_chain, "rest += this_weight", "rest = 1 + 0 * rest"),
     "rank is ignored": (decision, "tl.where(child, rank * N + index, NONE)", "tl.where(child, index, NONE)"),
 }  # fmt: skip
 
@@ -274,7 +295,11 @@ def mutant(tmp_path, module, original: str, replacement: str, name: str):
 
 @pytest.mark.usefixtures("interpreter")  # which needs no compiler for each bug, and ends
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if "the last child" in name else name for name in MUTATIONS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if "the last child" in name or "traversal" in name else name
+        for name in MUTATIONS
+    ],
 )
 def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
     module, original, replacement = MUTATIONS[name]
@@ -286,7 +311,11 @@ def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
     if module in (residual, k_seq):  # what the kernel of decision calls
         monkeypatch.setitem(sys.modules, "mutant", copy)
         copy = mutant(tmp_path, decision, f"from {module.__name__} import", "from mutant import", "calls_mutant")
-    launcher = "launch_walk" if module is walk else "decide"
+    if module is traversal_chain:
+        module = traversal_kernel
+        monkeypatch.setitem(sys.modules, "mutant", copy)
+        copy = mutant(tmp_path, module, f"from {traversal_chain.__name__} import", "from mutant import", "calls_mutant")
+    launcher = {walk: "launch_walk", traversal_kernel: "launch_traversal"}.get(module, "decide")
     monkeypatch.setattr(verification, launcher, getattr(copy, launcher))
 
     def differs(problem: Problem) -> bool:
@@ -298,6 +327,8 @@ def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
         tree, method = TokenTree.independent(3, 2), "kseq"
     if name.startswith("held"):
         tree, method = TokenTree.k_ary(3, 1), "held"
+    if name.startswith("traversal"):
+        tree, method = TokenTree.k_ary(2, 2), "held_traversal" if "held keep" in name else "traversal"
     filters = FILTERS["top-k"] if "filters" in name else FILTERS["none"]
     if "restarts" in name:
         filters = PLAIN, Filters(1.0, 2)
@@ -342,14 +373,17 @@ def test_a_captured_graph_verifies_what_its_tensors_hold_when_it_is_replayed(met
         ("kseq", "sequences"),
         ("kseq", "4, 2"),
         ("held", "4, 2"),
+        ("traversal", "4, 2"),
+        ("held_traversal", "sequences"),
     ],
 )
 def test_passes_that_programs_share_are_right_in_any_schedule(method, tree, adversary, monkeypatch):
     """Short pieces, so that a few tokens are several; with uniform_fill (even seeds) the chain restarts."""
-    for module in (decision, distributions):
+    for module in (decision, distributions, traversal_kernel):
         monkeypatch.setattr(module, "PIECE", tl.constexpr(2))
     for seed in (1, 2):
-        filters = Filters(1.0, 2) if method in ("without_replacement", "held") and seed == 2 else PLAIN
+        filters = Filters(1.0, 2) if method not in ("with_replacement", "kseq") and seed == 2 else PLAIN
         problem = Problem(TREES[tree], method, PLAIN, filters, vocab_size=8, batch=1, noise=3.0, seed=seed)
         assert problem.agrees()
-    assert adversary.launched["_decide_kernel"] == 2
+    kernel = "_normalize_kernel" if method in WHOLE_TREE else "_decide_kernel"
+    assert adversary.launched[kernel] == 2

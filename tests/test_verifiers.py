@@ -34,6 +34,22 @@ def test_the_methods_of_recursive_rejection_take_held_siblings():
     assert {name for verifier, name in TAKEN if verifier == "rejection"} == expected
 
 
+def test_traversal_takes_the_same_and_held_traversal_those_whose_trees_do_not_grow(tiny_pair):
+    taken = {verifier: {name for word, name in TAKEN if word == verifier} for verifier in VERIFIERS}
+    assert taken["traversal"] == taken["held"]
+    assert taken["held"] - taken["held_traversal"] == {"dyspec", "rsd-s"}
+    for method in ("dyspec", "rsd-s"):
+        with pytest.raises(ValueError, match=r"not so where trees grow.*it takes rejection, held, traversal$"):
+            SpeculativeDecoder(*tiny_pair, method, verifier="held_traversal")
+
+
+def test_a_row_of_ones_own_that_grows_refuses_held_traversal(monkeypatch, tiny_pair):
+    row = Method("without_replacement", "held_traversal", lambda size: Growth("slot", 6, 3, 2))
+    monkeypatch.setitem(METHODS, "mine", row)
+    with pytest.raises(ValueError, match="held traversal needs a static tree, got Growth"):
+        SpeculativeDecoder(*tiny_pair, "mine").generate(PROMPT[None], 8, temperature=1.0)
+
+
 def is_the_law(pair, method, verifier, sequences, options, **shape) -> bool:
     decoder = SpeculativeDecoder(*pair, method, verifier=verifier, **shape)
     out = decoder.generate(PROMPT.expand(sequences, -1), max_new_tokens=4, seed=11, **options)

@@ -29,12 +29,17 @@ from heavypath.kernels.filtering import LOWEST, Filters, filtered_scores, raised
 from heavypath.kernels.sharing import finish_chunks, open_pass, take_chunk, wait_for_all
 
 
+def log_weights(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.ndarray:
+    """log2 of P up to a constant of each row, 0 at its largest: fp32 [A, V] of fp32 logits [A, V] with their largest
+    [A, 1]; temperature > 0."""
+    if filters.top_k or filters.top_p or filters.min_p:
+        return filtered_scores(logits, largest, filters) * np.float32(math.log2(math.e))
+    return (logits - largest) * np.float32(math.log2(math.e) / raised(filters.temperature))
+
+
 def log_probs(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.ndarray:
     """log2 P, fp32 [A, V], of fp32 logits [A, V] with their largest [A, 1], as exact as in kernels; temperature > 0."""
-    if filters.top_k or filters.top_p or filters.min_p:
-        logs = filtered_scores(logits, largest, filters) * np.float32(math.log2(math.e))
-    else:
-        logs = (logits - largest) * np.float32(math.log2(math.e) / raised(filters.temperature))
+    logs = log_weights(logits, largest, filters)
     logs -= np.log2(np.exp2(logs).sum(-1, keepdims=True))
     return logs
 

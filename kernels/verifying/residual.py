@@ -134,14 +134,14 @@ def _log_sums(logs: np.ndarray) -> np.ndarray:
 
 
 @triton.jit
-def _add_logs(a, b):
+def add_logs(a, b):
     """log2(2^a + 2^b)"""
     larger = tl.maximum(tl.maximum(a, b), LOWEST)
     return larger + tl.log2(tl.exp2(a - larger) + tl.exp2(b - larger))
 
 
 @triton.jit
-def _log_sum(logs, where, also):
+def log_sum(logs, where, also):
     """log2 of the sum of 2^logs over the places that `where` marks, and of 2^also."""
     logs = tl.where(where, logs, float("-inf"))
     larger = tl.maximum(tl.maximum(tl.max(logs), also), LOWEST)
@@ -186,9 +186,9 @@ def try_chain(
             if POINT_MASSES:
                 log_mass = tl.full([], float("-inf"), tl.float32)
             elif tl.max(rejected) > 0:
-                log_mass = _log_sum(log_q, open, draft_outside) if uniform > 0 else tl.log2(tokens_left / tokens_then)
+                log_mass = log_sum(log_q, open, draft_outside) if uniform > 0 else tl.log2(tokens_left / tokens_then)
             if log_mass == float("-inf"):
-                left = tl.maximum(_log_sum(log_p, open, target_outside), LOWEST)
+                left = tl.maximum(log_sum(log_p, open, target_outside), LOWEST)
                 log_multiple = tl.full([], float("-inf"), tl.float32)
                 log_mass = tl.full([], 0.0, tl.float32)
                 over = 1 / mass_left if HELD else tl.full([], 1.0, tl.float32)
@@ -213,7 +213,7 @@ def try_chain(
             if POINT_MASSES:
                 restricted = rejected
             else:
-                log_multiple = _add_logs(log_multiple, tl.log2(over) - log_mass)
+                log_multiple = add_logs(log_multiple, tl.log2(over) - log_mass)
                 needed = next_order < NONE
                 if HELD:
                     weight = tl.where(one, ratio, weight)

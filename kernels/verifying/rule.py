@@ -2,9 +2,15 @@
 
 from typing import NamedTuple
 
-VERIFICATION_METHODS = ("without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy", "held")
-DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq", "held")  # those that need the draft's logits
-EITHER_DRAW = ("held",)  # those that take children drawn without replacement, and independent ones by `replacement`
+WHOLE_TREE = ("traversal", "held_traversal")  # those that look at the whole tree, not at each node by itself
+VERIFICATION_METHODS = (
+    "without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy", "held", *WHOLE_TREE,
+)  # fmt: skip
+DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq", "held", *WHOLE_TREE)  # that need the draft's logits
+EITHER_DRAW = (
+    "held",
+    *WHOLE_TREE,
+)  # those that take children drawn without replacement, and independent ones by `replacement`
 
 
 class Rule(NamedTuple):

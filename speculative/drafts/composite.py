@@ -28,7 +28,7 @@ from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.host import host_can_read
 
-FIRST = 0.9  # weight of the first draft of a mixture; of 0.5, 0.7 and 0.9 the best for the shipped pair beside its text
+FIRST = 0.9  # weight of the first draft of a mixture, which is to be the strongest
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,13 @@
 """Why each node of a verified tree is on the accepted path, or is not.
 
 `verify_tree` says which path it accepted. This module walks down that path again for one sequence, in fp64 and by the
-formulas at the top of `residual`, `held`, `laws` and `k_seq` of `heavypath.kernels.verifying`, so that it can tell the
-coin of every child that was tried, and the threshold that the coin had to be below. What was accepted is always taken
-from `verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its threshold.
+formulas at the top of `residual`, `held`, `laws`, `traversal` and `k_seq` of `heavypath.kernels.verifying`, so that it
+can tell the coin of every node that was tried, and the threshold that the coin had to be below. What was accepted is
+always taken from `verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its
+threshold.
+
+Traversal goes through all nodes before the accepted one in post-order, so it is walked again in that order. Nodes above
+the accepted one had no coin: something below them was accepted before their turn.
 
 Held siblings have one coin together, and each a share of its range: the thresholds are the ends of these shares, one
 behind the other in draw order, and the child is accepted in whose share the coin lies.
@@ -11,6 +15,7 @@ behind the other in draw order, and the child is accepted in whose share the coi
 Typical acceptance has no coins: a child's threshold is what the target's probability of its token must be above.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +24,8 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.noise import coins
 from heavypath.kernels.typical.acceptance import Typical
+from heavypath.kernels.verifying.rule import WHOLE_TREE, Rule
+from heavypath.kernels.verifying.traversal import PlainTree, in_post_order
 from heavypath.speculative.decoding.rules import OWN
 
 # What may have become of a node:
@@ -41,7 +48,7 @@ FATES = (
     "shorter", "beyond",
 )  # fmt: skip
 
-WITH_COINS = ("without_replacement", "with_replacement", "kseq", "held")
+WITH_COINS = ("without_replacement", "with_replacement", "kseq", "held", *WHOLE_TREE)
 
 
 class VerifiedTree(NamedTuple):
@@ -124,7 +131,10 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
     threshold: list[float | None] = [None] * len(token)
     chosen = [0]
     reached, candidates = {0}, []  # the last accepted node and its siblings of equal token; the children of all these
-    for node, following in zip(accepted, [*accepted[1:], None], strict=True):
+    traversed = options.method in WHOLE_TREE and len(present) > 0
+    if traversed:
+        chosen, candidates = _traverse_again(tree, options, accepted, (log_target, log_draft), (fates, coin, threshold))
+    for node, following in [] if traversed else zip(accepted, [*accepted[1:], None], strict=True):
         candidates = sorted((child for child in present if parent[child] in reached), key=lambda one: (rank[one], one))
         if options.method in WITH_COINS and candidates:
             drawn = [token[child] for child in candidates]
@@ -138,6 +148,7 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
                 assert q is not None
                 bounds = _k_seq(log_target[node], q, drawn)
             elif held:
+                assert q is not None
                 bounds = _shares(log_target[node], q, drawn, options.replacement)
                 tossed[:] = tossed[0]
             else:
@@ -257,6 +268,58 @@ def _laws(log_target: np.ndarray, log_laws: list[np.ndarray], drawn: list[int]) 
         taken = taken + total * np.exp(log_q)
         total = np.maximum(p - taken, 0).sum()
     return thresholds
+
+
+def _traverse_again(
+    tree: VerifiedTree,
+    options: VerifyOptions,
+    accepted: list[int],
+    laws: tuple[dict[int, np.ndarray], dict[int, np.ndarray]],
+    found: tuple[list[str], list[float | None], list[float | None]],
+) -> tuple[list[int], list[int]]:
+    """Write the fates, coins and thresholds of traversal into `found`; return `chosen` and the last node's children.
+
+    laws: the log-probabilities of nodes that have children, and of the last accepted one; the target's, the draft's
+    """
+    fates, coin, threshold = found
+    token, parent, rank = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()
+    order = sorted(range(len(token)), key=lambda node: (rank[node], node))
+    above = tree.noise_rows[tree.parents.clamp(min=0)]
+    tossed = coins(options.seed, above.cpu().numpy(), tree.ranks.cpu().numpy()).tolist()
+    texts: list[tuple[int, ...]] = [()]  # nodes of equal texts are siblings of equal tokens, and below such
+    for node in range(1, len(token)):
+        texts.append((*texts[parent[node]], token[node] if token[node] >= 0 else ~node))
+    first = {texts[node]: node for node in reversed(order) if token[node] >= 0}
+    last = texts[accepted[-1]]
+    on_path = {last[:length] for length in range(len(last) + 1)}
+
+    def law_of(side: int) -> Callable[[int], np.ndarray]:
+        logs = {texts[node]: row / np.log(2) for node, row in laws[side].items()}
+        return lambda node: logs[texts[node]] - logs[texts[node]].max()
+
+    draft = law_of(1) if options.draft_filters.temperature > 0 else lambda _: None
+    rule = Rule(options.method, options.replacement)
+    met: dict[tuple[int, ...], int] = {(): 0}
+    with np.errstate(all="ignore"):
+        for node, ending, _ in in_post_order(PlainTree(token, parent, order), law_of(0), draft, rule, len(token)):
+            met[texts[node]] = node
+            if node > 0:
+                coin[node], threshold[node] = tossed[node], ending
+                fates[node] = "rejected"
+            if texts[node] == last:
+                break
+    for node in range(1, len(token)):
+        text = texts[node]
+        if text in on_path:
+            fates[node] = "accepted" if node in accepted else "equal"
+        elif text[:-1] in on_path and node not in met.values() and token[node] >= 0:
+            rival = first[last[: len(text)]] if len(text) <= len(last) else None
+            elder = rival is not None and (rank[rival], rival) < (rank[node], node)
+            fates[node] = "elder" if elder else "skipped"
+        elif text[:-1] in met and node not in met.values() and token[node] >= 0:
+            fates[node] = "skipped"
+    below = [node for node in order if token[node] >= 0 and node > 0 and texts[parent[node]] == last]
+    return [first.get(texts[node], 0) for node in accepted], below
 
 
 def _shares(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int], replacement: bool) -> list[float | None]:

@@ -1,0 +1,116 @@
+"""One node of traversal verification in a kernel: the weights of its children, and the chance to end at the node.
+
+`traversal` has the formulas and the reference. Here all children are offered at once, since a level's nodes are all
+visited: what is computed for those behind the accepted node is not used. A child takes a pass over both rows, which is
+shared by programs that are free (see `sharing`); so does the last one, unless nothing leaves the subtree or is held:
+then the node ends what is left whatever it is, as at the root.
+"""
+
+# A type checker does not understand Triton kernels.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+
+import triton
+import triton.language as tl
+
+from heavypath.kernels.verifying.distributions import NONE, shared_sum
+from heavypath.kernels.verifying.residual import add_logs, log_sum
+
+
+@triton.jit
+def weigh_children(
+    job, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, log_p, log_q, weight,
+    REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr,
+    FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
+    PIECES: tl.constexpr,
+):  # fmt: skip
+    """The chain of a node of this weight, with all its children.
+
+    job is as in `distributions`. Returns the children's weights, the first of the siblings of each one's token (-1 for
+    those that are not reached), the chance to end at the node, log2 l, `uniform` as in `distributions`, and which
+    children's tokens are no longer part of P. The last is stored at left_out_ptr, too, for programs that share a pass.
+    """
+    leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
+    log_multiple = tl.full([], float("-inf"), tl.float32)
+    uniform = tl.full([], 1.0, tl.float32)
+    factor, ending, leaving = weight, weight, 1 - weight  # c, n, and 1 - n less what is held
+    weights, held = tl.zeros_like(log_p), tl.full([], 0.0, tl.float32)  # and the sum of those that are held
+    first, passed, restricted = tl.zeros_like(index) - 1, tl.zeros_like(index), tl.zeros_like(index)
+    tokens_left = tl.full([], 0.0, tl.float32) + V  # V is not a tensor where it is 1
+    tokens_then = tokens_left
+    next_order = tl.min(order)
+    while next_order < NONE:
+        this = next_order % N
+        one = index == this
+        this_token = tl.sum(tl.where(one, token, 0))
+        this_p = tl.sum(tl.where(one, log_p, 0.0))
+        this_q = tl.sum(tl.where(one, log_q, 0.0))
+        alike = (order < NONE) & (token == this_token)
+        again = tl.max(tl.where(alike, passed, 0)) > 0  # an elder sibling has the same token
+        log_mass = tl.full([], 0.0, tl.float32)
+        here = this_q > float("-inf")
+        if leaves_out:
+            open = (order < NONE) & (passed == 0)
+            if POINT_MASSES:
+                log_mass = tl.full([], float("-inf"), tl.float32)
+            elif tl.max(passed) > 0:
+                log_mass = log_sum(log_q, open, draft_outside) if uniform > 0 else tl.log2(tokens_left / tokens_then)
+            if log_mass == float("-inf"):
+                log_multiple = tl.full([], float("-inf"), tl.float32)
+                log_mass = tl.full([], 0.0, tl.float32)
+                restricted = passed
+                tl.store(left_out_ptr + index, restricted, mask=order < NONE)
+                tokens_then = tl.where(POINT_MASSES, 1.0, tokens_left)
+                uniform = -tl.log2(tokens_then)
+            if uniform <= 0:
+                this_q = uniform
+            here = (this_q > float("-inf")) & (again == 0)
+        ratio = tl.exp2(this_p - this_q + log_mass) - tl.exp2(log_multiple + log_mass)
+        taken = tl.where(again, 0.0, tl.minimum(factor * tl.maximum(ratio, 0.0), 1.0))
+        next_order = tl.min(tl.where(order > next_order, order, NONE))
+        if here:
+            first = tl.where(alike & (first < 0), this, first)
+            if taken >= 1:
+                weights = tl.where(one, 1.0, 0.0 if HELD else weights)
+                ending, leaving = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+                next_order = NONE
+            else:
+                passed = tl.where(one, 1, passed)
+                tokens_left -= 1
+                share = 1 - taken if HELD else tl.full([], 1.0, tl.float32)
+                emitted = tl.full([], 1.0, tl.float32)  # S; where it is all that is left, it does not matter
+                if POINT_MASSES:
+                    restricted = passed
+                    open = (order < NONE) & (passed == 0)
+                    emitted = factor * tl.exp2(log_sum(log_p, open, target_outside))
+                else:
+                    log_multiple = add_logs(log_multiple, -tl.log2(factor) - log_mass)
+                    if (next_order < NONE) | (leaving + held > 0):
+                        emitted = factor * shared_sum(
+                            job, target, draft, log_multiple, uniform, 0.0, V, token, restricted > 0,
+                            False, FILTERED, DRAFT_FILTERED, PIECES,
+                        )  # fmt: skip
+                total = leaving + held + emitted
+                if total > 0:
+                    ending = tl.div_rn(emitted, total) * share  # exactly 1 where nothing is leaving or held
+                    share = share / total
+                    factor = tl.minimum(factor * share, 2.0**120)
+                    leaving *= share
+                    held *= share
+                if HELD:
+                    weights = tl.where(one, taken, weights * tl.where(total > 0, share, 1.0))
+                    held += taken
+                else:
+                    weights = tl.where(one, taken, weights)
+    if HELD:  # of each child, its part of what it and all behind it have
+        rest = ending + leaving
+        if rest > 0:
+            ending = tl.div_rn(ending, rest)
+        last = tl.max(tl.where((weights > 0) & (order < NONE), order, -1))
+        while last >= 0:
+            one = index == last % N
+            this_weight = tl.sum(tl.where(one, weights, 0.0))
+            rest += this_weight
+            weights = tl.where(one, tl.div_rn(this_weight, rest), weights)
+            last = tl.max(tl.where((weights > 0) & (order < last), order, -1))
+    return weights, first, ending, log_multiple, uniform, restricted
