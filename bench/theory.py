@@ -124,6 +124,16 @@ def growth(acceptance: Sequence[float], sizes: Sequence[int]) -> dict[str, dict[
     }
 
 
+def caps(acceptance: Sequence[float]) -> dict[str, float]:
+    """What no tree of a shape yields, at any size: those that Sequoia is compared with in its paper.
+
+    With P_k the chance that one of k children is accepted: 1 / (1 - P_k) where every node has k children, and one token
+    more than a chain for sequences that part at the root.
+    """
+    endless = [1 / (1 - sum(acceptance[:children])) for children in (1, 2, 4)]
+    return {CHAIN: endless[0], SEQUENCES: endless[0] + 1, "binary": endless[1], "4-ary": endless[2]}
+
+
 def limits(law: Sequence[float], vocabulary: int, sizes: Sequence[int]) -> dict[str, dict[int, float]]:
     """The best tree and its bounds {size: tokens}, for acceptance that sums to 1."""
     slope = tokens_per_doubling(law)
@@ -132,6 +142,7 @@ def limits(law: Sequence[float], vocabulary: int, sizes: Sequence[int]) -> dict[
         RACE: {size: best_tokens(law, size) for size in sizes},
         "paper": {size: slope * (math.log2(size) + math.log2(vocabulary)) for size in sizes},
         "leaves": {size: bound.leaves for size, bound in bounds.items()},
+        "merged": {size: bound.merged for size, bound in bounds.items()},
         "renewal": {size: bound.renewal for size, bound in bounds.items() if bound.renewal < math.inf},
         "moments": {size: bound.moments for size, bound in bounds.items()},
         "slope": {size: slope * math.log2(size) for size in sizes},
@@ -348,6 +359,7 @@ def measure(arguments: argparse.Namespace) -> dict:
             "acceptance": acceptance,
             "places": places[:CHILDREN],
             "shapes": growth(acceptance, sizes),
+            "caps": caps(acceptance),
             "limits": limits(places, pair.target.config.vocab_size, sizes),
         },
         "decoding": {

@@ -88,14 +88,17 @@ def draw_growth(pyplot, result: dict):
         marker = {"marker": "o", "markersize": 4} if "ary" in name else {}
         left.plot(sizes, tokens, color=color, linewidth=2.4 if name == BEST else 1.6, **marker)
         labels.append((max(result["shapes"][BEST]), tokens[-1], text, color))
+        if name in result["caps"]:
+            left.hlines(result["caps"][name], 2, max(result["shapes"][BEST]), color, "--", linewidth=0.8)
     tidy(left, xlabel="nodes of the tree, root included", ylabel="expected tokens per target forward", ylim=(1, None))
-    left.set_title("shapes: sequences saturate, planned trees grow on", fontsize=11)
+    left.set_title("shapes, and what they stay below (dashed); planned trees grow on", fontsize=11)
     size_axis(left, list(result["shapes"][BEST]), 0.36)
 
     looks = {
         RACE: (BLUE, "-", "best tree"),
         "paper": (PURPLE, "-", "(log |V| + log n) / H"),
         "leaves": (RED, "-", "leaf entropy"),
+        "merged": (SKY, "-", "ERSD, lemma 4.2"),
         "renewal": (GREEN, "-", "renewal"),
         "moments": (ORANGE, "-", "moments"),
         "slope": (BLACK, ":", "log n / H"),

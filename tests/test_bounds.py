@@ -57,6 +57,17 @@ def test_the_renewal_bound_by_hand():
     assert bounds.tree_bounds([0.9, 0.1], 1).renewal == math.inf  # n H < c
 
 
+def test_the_merged_bound_by_hand():
+    # The best tree of 3 nodes is a chain of first children: I = 1 and r = 0.5, so that H_I is log 2.
+    parts = range(1, 2000)
+    by_hand = min(math.log(3 * parts + 1) / (math.log(2) + 0.5 * math.log(parts)) for parts in parts)
+    assert bounds.tree_bounds([0.5, 0.2, 0.2, 0.1], 3).merged == pytest.approx(by_hand, rel=1e-3)
+    # With few nodes and many children it says more than the bound that tells all children apart.
+    found = bounds.tree_bounds([0.5, *[0.0025] * 200], 64)
+    assert found.merged < found.leaves
+    assert bounds.tree_bounds([0.5, 0.5], 10**9).merged < math.inf
+
+
 def test_no_tree_yields_more_than_its_nodes_or_than_an_endless_one():
     assert bounds.tree_bounds([1.0], 9).least == 9  # a chain that is always accepted
     assert expected_tokens(TokenTree.chain(8), [1.0]) == 9
@@ -83,7 +94,7 @@ def test_the_best_tree_exceeds_no_bound(acceptance, size):
     limits = bounds.tree_bounds(acceptance, size)
     best = expected_tokens(greedy_tree(acceptance, size), acceptance)
     assert all(best <= limit + 1e-9 for limit in limits)
-    assert limits.least == min(limits) <= size
+    assert limits.least == min(limits) == getattr(limits, limits.tightest) <= size
 
 
 @pytest.mark.parametrize("acceptance", [GEOMETRIC, [0.5, 0.25, 0.15, 0.1]])
@@ -92,9 +103,10 @@ def test_the_best_tree_grows_as_the_slope_says_and_stays_near_the_bound(acceptan
     best = [expected_tokens(greedy_tree(acceptance, size), acceptance) for size in sizes]
     slope = (best[-1] - best[0]) / (len(sizes) - 1)
     assert slope == pytest.approx(bounds.tokens_per_doubling(acceptance), rel=0.02)
-    gaps = [bounds.tree_bounds(acceptance, size).least - tokens for size, tokens in zip(sizes, best, strict=True)]
+    limits = [bounds.tree_bounds(acceptance, size) for size in sizes]
+    gaps = [min(limit.leaves, limit.renewal) - tokens for limit, tokens in zip(limits, best, strict=True)]
     assert max(gaps) < 1
-    assert abs(gaps[-1] - gaps[0]) < 0.1  # the bound is off by a constant, not by a factor
+    assert abs(gaps[-1] - gaps[0]) < 0.1  # these bounds are off by a constant, not by a factor
 
 
 def test_by_hand_a_race_reaches_the_least_that_it_may():
@@ -103,6 +115,13 @@ def test_by_hand_a_race_reaches_the_least_that_it_may():
     assert float(bounds.overlap(target, draft)) == pytest.approx(1 / 2)
     assert float(bounds.race_acceptance(target, draft)) == pytest.approx(1 / 3)
     assert float(bounds.race_acceptance_bound(target, draft)) == pytest.approx(1 / 3)
+
+
+def test_each_of_a_races_two_lower_bounds_is_the_better_one_somewhere():
+    far, near = torch.tensor([0.95, 0.05]), torch.tensor([0.05, 0.95])
+    assert float(bounds.race_acceptance(far, near)) == pytest.approx(0.1)
+    assert float(bounds.race_acceptance_bound(far, near)) == pytest.approx(0.095)  # ERSD's; 0.1 / 1.9 by the other
+    assert float(bounds.race_acceptance_bound(near, near)) == pytest.approx(1)  # Daliri et al.'s; 0.5 by the other
 
 
 @RANDOMISED

@@ -202,7 +202,7 @@ def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, cal
     assert re.search(
         r"milliseconds of a step by nodes, in \d+ rounds: 1: [\d.e+-]+ ± [\d.e+-]+, 2: ", output.replace("\n", " ")
     )
-    assert re.search(r"sequoia +\d+ +\d+ +[\d.]+ ± [\d.]+ +[\d.]+ +[\d.]+ ± [\d.]+ ", output)
+    assert re.search(r"sequoia +\d+ +\d+ +[\d.]+ ± [\d.]+ +[\d.]+ [a-z ]+ [\d.]+ ± [\d.]+ ", output)
 
 
 def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):

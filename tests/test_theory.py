@@ -85,7 +85,9 @@ def test_sequences_saturate_and_trees_do_not(theory):
     steps = [shapes["best tree"][2 * size] - shapes["best tree"][size] for size in sizes[:-1]]
     slope = limits["slope"][2 * 64] - limits["slope"][64]
     assert steps == pytest.approx([slope] * 3, rel=0.05)
-    for name in ("paper", "leaves", "renewal", "moments"):
+    for name, cap in theory.caps(law).items():
+        assert max(shapes[name].values()) < cap + 1e-9, name
+    for name in ("paper", "leaves", "merged", "renewal", "moments"):
         assert all(limits[name][size] > shapes["best tree"][size] for size in sizes), name
     assert all(limits["leaves"][size] <= limits["paper"][size] for size in sizes)
 

@@ -155,8 +155,9 @@ def plan(
 NOTES = (
     "expected: tokens per step of the target. For naive it is a little too low, as it does not count the children of "
     "equal siblings together.",
-    "bound: no tree of so many nodes is expected to yield more. It is the least of a form of ERSD's theorem 4.1 and of "
-    "two bounds of our own; heavypath.speculative.trees.bounds has the proofs.",
+    "bound: no tree of so many nodes is expected to yield more. It is the least of four: merged is ERSD's lemma 4.2, "
+    "leaves a form of its theorem 4.1; renewal and moments are our own. heavypath.speculative.trees.bounds has the "
+    "proofs.",
     "speed-up: over plain decoding, by the costs that were measured. What follows +- is one standard error, by the "
     "timings' spread and by the number of nodes whose acceptance was counted.",
     "MBSU: memory-bound speed-up, expected / (1 + depth x draft's parameters / target's parameters) (RSD).",
@@ -168,6 +169,7 @@ def _row(profile: Profile, method: str, filters: Filters) -> dict:
     found = profile.plan(method, filters)
     planned, acceptance = found
     tree = planned.tree
+    limits = tree_bounds(_dominating(acceptance), len(tree))
     return {
         "temperature": filters.temperature,
         "method": method,
@@ -175,7 +177,8 @@ def _row(profile: Profile, method: str, filters: Filters) -> dict:
         "depth": tree.depth,
         "expected_tokens": planned.expected_tokens,
         "expected_tokens_error": found.tokens_error,
-        "bound": tree_bounds(_dominating(acceptance), len(tree)).least,
+        "bound": limits.least,
+        "bound_by": limits.tightest,
         "speedup": planned.speedup,
         "speedup_error": profile.speedup_error(found),
         "mbsu": profile.mbsu(planned),
@@ -193,13 +196,14 @@ def _dominating(measured: MeasuredAcceptance) -> torch.Tensor:
 
 
 def _table(rows: list[dict]) -> Table:
-    table = Table(Column("method", no_wrap=True), box=box.SIMPLE_HEAD)
-    for heading in ("nodes", "depth", "expected", "bound", "speed-up", "MBSU"):
+    table = Table(Column("method", no_wrap=True), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("nodes", "depth", "expected", "bound", "by", "speed-up", "MBSU"):
         table.add_column(heading, justify="right")
     for row in rows:
         figures = (
             f"{row['expected_tokens']:.2f} ± {row['expected_tokens_error']:.2f}",
             f"{row['bound']:.2f}",
+            row["bound_by"],
             f"{row['speedup']:.2f} ± {row['speedup_error']:.2f}",
             f"{row['mbsu']:.2f}",
         )

@@ -5,6 +5,7 @@ P(node) be the product of a along the node's path, and H the entropy of a. A tre
 most S(n), the sum of the n largest P, which `planning.greedy_tree` reaches, and
 
     S(n) <= log(n (m - 1) + 1) / H                          leaves     m values that R can take
+    S(n) <= min over v of log(n (I + v - 1) + 1) / (H_I + r log v)      merged     I children that the best tree has
     S(n) <= (log(n H + 1 - c) + c) / H                      renewal    c = E[X^2] / E[X],  X = -log a[R],  n H >= c
     S(n) <= min over s >= 1 of n^(1 - 1/s) (1 - sum_j a[j]^s)^(-1/s)       moments;  s = 1 is 1 / (1 - sum_j a[j])
 
@@ -17,6 +18,7 @@ h(v) = sum_u max(w(v) Q(u) - P(u), 0),
     the first arrivals are the same with probability        sum_v P(v) / (1 + h(v))
     which is                                                sum_v 1 / sum_u max(P(u) / P(v), Q(u) / Q(v))
     at least                                                (1 - TV) / (1 + TV),   TV = sum_v max(P(v) - Q(v), 0)
+    and at least                                            sum_v P(v) Q(v) / (P(v) + Q(v))
     and at most what any coupling, greedy rejection, has    1 - TV
     the target's token is arrival K of the draft's          K - 1 is geometric of mean h(v), given v; repeats count
     in bits, with D = sum_v P(v) log2 w(v)                  D <= H[K] <= D + log2(D + 2) + 2
@@ -33,20 +35,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heavypath.speculative.trees.planning import greedy_tree
+
 TINY = 1e-12  # what a sum of fp64 probabilities may differ from 1
+COUNTED = 2**12  # nodes of the largest tree that is built to see which children the best one has
 
 
 class TreeBounds(NamedTuple):
     """Upper bounds on the expected tokens of any tree of one size; a bound that says nothing is infinite."""
 
     leaves: float
+    merged: float
     renewal: float
     moments: float
 
     @property
     def least(self) -> float:
-        """The smallest of the three bounds."""
+        """The smallest of the bounds."""
         return min(self)
+
+    @property
+    def tightest(self) -> str:
+        """The name of the smallest of the bounds."""
+        return self._fields[self.index(self.least)]
 
 
 def tree_bounds(acceptance: Sequence[float] | Tensor, size: int) -> TreeBounds:
@@ -60,6 +71,11 @@ def tree_bounds(acceptance: Sequence[float] | Tensor, size: int) -> TreeBounds:
     word is E[T] H (as for Tunstall's code), and it is at most the logarithm of the number of words. A tree of n nodes
     has n m places for children, of which n - 1 are taken. In the paper's (log |vocabulary| + log n) / H the number is
     n m; the form here is ours.
+
+    merged (ERSD's lemma 4.2). Of the best tree's nodes no one is a child of index above some I, so the outcomes above I
+    need not be told apart: with their sum r, H_I = -sum_{i<=I} a[i] log a[i] - r log r. What the tree yields does not
+    change either if they are v outcomes of r / v each, which has the entropy H_I + r log v, at n (I + v - 1) + 1 words.
+    That holds for every integer v >= 1. I is counted in a tree of at most COUNTED nodes; larger ones have all children.
 
     renewal (ours, for the same statement, without a vocabulary). For any t, the n largest P sum to at most n e^-t plus
     the sum of max(P - e^-t, 0) over all nodes. A walk down random indices meets each node with probability P, so that
@@ -77,9 +93,10 @@ def tree_bounds(acceptance: Sequence[float] | Tensor, size: int) -> TreeBounds:
     outcomes = law if missing <= TINY else torch.cat([law, law.new_tensor([missing])])
     surprise = -outcomes.log()
     entropy = float((outcomes * surprise).sum())
-    leaves = renewal = moments = math.inf
+    leaves = merged = renewal = moments = math.inf
     if entropy > TINY:
         leaves = math.log(size * (len(outcomes) - 1) + 1) / entropy
+        merged = _merged_bound(law, size)
         excess = float((outcomes * surprise**2).sum()) / entropy
         if size * entropy >= excess:
             renewal = (math.log(size * entropy + 1 - excess) + excess) / entropy
@@ -88,7 +105,21 @@ def tree_bounds(acceptance: Sequence[float] | Tensor, size: int) -> TreeBounds:
     orders, sums = orders[sums > TINY], sums[sums > TINY]
     if len(orders):
         moments = float((size ** (1 - 1 / orders) * sums ** (-1 / orders)).min())
-    return TreeBounds(leaves, renewal, min(moments, float(size)))
+    return TreeBounds(leaves, merged, renewal, min(moments, float(size)))
+
+
+def _merged_bound(law: Tensor, size: int) -> float:
+    """`merged` of tree_bounds, for the positive entries of an acceptance vector."""
+    law = law.sort(descending=True).values  # the order of children does not matter to the n largest P
+    used = len(law)
+    if 1 < size <= COUNTED and used > 1:
+        used = 1 + int(greedy_tree(law, size).ranks.max())
+    kept = law[:used]
+    rest = max(0.0, 1 - float(kept.sum()))
+    parts = torch.logspace(0, 8, 400, dtype=torch.float64).round().unique()
+    entropy = float(torch.special.entr(kept).sum()) + rest * (parts / max(rest, TINY)).log()
+    bounds = (size * (used + parts - 1) + 1).log() / entropy
+    return float(bounds[entropy > TINY].min()) if (entropy > TINY).any() else math.inf
 
 
 def tokens_per_doubling(acceptance: Sequence[float] | Tensor) -> float:
@@ -121,13 +152,19 @@ def race_acceptance(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 
 
 def race_acceptance_bound(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """(1 - TV) / (1 + TV), [...], a lower bound of race_acceptance. It is Daliri et al.'s; ERSD's lemma 3.1 is another.
+    """The larger of two lower bounds of race_acceptance, for laws [..., V]: [...].
 
-    max(P(u) / P(v), Q(u) / Q(v)) <= max(P(u), Q(u)) / min(P(v), Q(v)); the numerators sum to 1 + TV over u, and the
-    denominators to 1 - TV over v.
+    (1 - TV) / (1 + TV) (Daliri et al.). max(P(u) / P(v), Q(u) / Q(v)) <= max(P(u), Q(u)) / min(P(v), Q(v)); the
+    numerators sum to 1 + TV over u, and the denominators to 1 - TV over v.
+
+    sum_v P(v) Q(v) / (P(v) + Q(v)) (ERSD's lemma 3.1, Poisson matching). The maximum is at most the sum of the two, and
+    over u that is 1 / P(v) + 1 / Q(v). Either may be the larger: where the laws have little in common, it is this one.
     """
-    common = overlap(target_probs, draft_probs)
-    return common / (2 - common)
+    target, draft = _laws(target_probs, draft_probs)
+    common = torch.minimum(target, draft).sum(-1)
+    both = target + draft
+    matching = torch.where(both > 0, target * draft / both, 0).sum(-1)
+    return torch.maximum(common / (2 - common), matching)
 
 
 def race_index_cdf(target_probs: Tensor, draft_probs: Tensor, children: int) -> Tensor:
