@@ -173,7 +173,7 @@ CASES += [("with_replacement", True, 0.9, 2), ("target_sample", True, 0.9, None)
 def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_temperature, top_k):
     """Every fate is checked for what it claims, with coins and winners tossed and drawn anew."""
     seen = set()
-    for name, (tokens, parents, ranks, rows, target, _), path, next_token, reasons, seed in verified_cases(
+    for name, (tokens, parents, ranks, rows, target, _, _), path, next_token, reasons, seed in verified_cases(
         method, replacement, draft_temperature, top_k
     ):
         token, parent, rank = tokens.tolist(), parents.tolist(), ranks.tolist()

@@ -6,7 +6,6 @@ own one is any callable with the same arguments, and what it returns is checked 
 
 import inspect
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -204,14 +203,22 @@ class Rules:
             return typical_unchecked(
                 nodes, target_logits, typical=self.typical, max_depth=max_depth, filters=filters, noise=noise
             )
-        verifier = self.own_verifier
-        if verifier is None:
-            verifier = partial(verify_unchecked, rule=self.rule)
-            draft_logits = draft_logits if self.verification in DRAFT_AWARE else None
-        return verifier(
+        if self.own_verifier is not None:
+            assert not isinstance(draft_logits, Laws)
+            return self.own_verifier(
+                nodes,
+                target_logits,
+                draft_logits,
+                max_depth=max_depth,
+                target_filters=self.target_filters,
+                draft_filters=self.draft_filters,
+                noise=noise,
+            )
+        return verify_unchecked(
             nodes,
             target_logits,
-            draft_logits,
+            draft_logits if self.verification in DRAFT_AWARE else None,
+            rule=self.rule,
             max_depth=max_depth,
             target_filters=self.target_filters,
             draft_filters=self.draft_filters,
