@@ -35,15 +35,8 @@ from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
-from heavypath.speculative.drafts import (
-    AnyDraft,
-    Draft,
-    as_draft,
-    extra_node_count,
-    models_of,
-    most_levels,
-    proposes_every_token,
-)  # fmt: skip
+from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, most_levels, proposes_every_token
+from heavypath.speculative.drafts.kinds import extra_node_count
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
 from heavypath.speculative.methods import check_independent, check_laws, row_of
@@ -60,9 +53,6 @@ from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
-
-ENOUGH_STEPS = 32  # to tell whether a draft pays
-LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
 
 
 class SpeculativeDecoder:
@@ -156,9 +146,7 @@ class SpeculativeDecoder:
         self.verifier = verifier
         self._verifier = None if verifier is None or isinstance(verifier, str) else OwnVerifier(verifier)
         if self._typical is not None and profile is not None:
-            raise ValueError(
-                f"a profile measures methods that keep the target's law; give {method!r} tree or tree_size"
-            )
+            raise ValueError(f"a profile is for methods that keep the target's law; give {method!r} tree or tree_size")
         if self._typical is not None and self._verifier is not None:
             raise ValueError(
                 f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'"
@@ -423,16 +411,12 @@ class SpeculativeDecoder:
 
     def _remark(self, stats: Statistics) -> None:
         """Say once if speculation costs more than it brings."""
-        pays = stats.gain_at_most > LEAST_GAIN
-        if self._remarked or self._draft is None or stats.steps < ENOUGH_STEPS or pays:
+        if self._remarked or self._draft is None or not stats.does_not_pay:
             return
         self._remarked = True
-        logger.warning(
-            "the draft does not pay: %.2f tokens a step, and %d%% of the time for drafting, so that method "
-            "'autoregressive' would be faster%s",
-            stats.tokens_per_step, round(100 * stats.drafting_share),
-            "" if extra_node_count(self._draft) else "; `heavypath calibrate` finds out which trees pay",
-        )  # fmt: skip
+        can_calibrate = extra_node_count(self._draft) == 0
+        hint = "; `heavypath calibrate` finds out which trees pay" if can_calibrate else ""
+        logger.warning("%s%s", stats.does_not_pay, hint)
 
     def _plan(self, request: Request) -> StepPlan:
         """What the steps of a request have in common; ValueError where the method cannot sample so."""

@@ -20,6 +20,7 @@ from test_mutations import mutated
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.nodes import Nodes
 from heavypath.kernels.noise import Noise
+from heavypath.kernels.verification import verify_tree
 from heavypath.kernels.verifying import traversal
 from heavypath.kernels.verifying.rule import Rule
 from heavypath.speculative.trees.tree import TokenTree
@@ -311,6 +312,16 @@ def test_children_of_all_equal_siblings_are_candidates(monkeypatch):
     tree = Drawn([0, 1, 1, 2], [-1, 0, 0, 2], [0, 0, 1, 0], 1.0)
     law = Verifier(INDEPENDENT).emitted(Language(3, 1), [tree], (), monkeypatch)
     assert sum(p for text, p in law.items() if text[:2] == (1, 2) and len(text) > 2) > 0.01
+
+
+def test_weights_that_shrink_below_every_number_are_0():
+    """A chain of tokens that the target hardly ever takes; its coins are 0, and below nothing but 0."""
+    tokens, parents = torch.ones(1, 12, dtype=torch.long), torch.arange(-1, 11)
+    target, draft = torch.tensor([0.0, -80.0]).expand(1, 12, 2), torch.zeros(1, 12, 2)
+    for rule in RULES.values():
+        for seed in range(3):
+            verified = verify_tree(tokens, parents, target, draft, **rule._asdict(), seed=seed)
+            assert (verified.length.tolist(), verified.next_token.tolist()) == ([0], [0])
 
 
 def test_absent_nodes_and_what_hangs_below_them_are_passed_by(monkeypatch):

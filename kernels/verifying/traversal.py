@@ -60,6 +60,7 @@ from heavypath.kernels.verifying.distributions import best_token, log_weights, r
 from heavypath.kernels.verifying.rule import Rule
 
 _LITTLE = 2.0**-60  # of a row's largest weight: what is left of the row is computed anew before fp32 loses digits of it
+_LEAST = -126  # log2 of the least weight that is not taken for 0, as in kernels
 _END = -1, 0.0  # behind the last child
 
 
@@ -244,6 +245,8 @@ class _Chain:
         if p == 0:
             return 0.0
         log_ratio += math.log2(p)
+        if log_ratio < _LEAST:
+            return 0.0
         return 1.0 if log_ratio >= 0 else 2.0**log_ratio
 
     def pass_over(self, token: int, share: float) -> None:

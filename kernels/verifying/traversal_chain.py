@@ -66,7 +66,8 @@ def weigh_children(
                 this_q = uniform
             here = (this_q > float("-inf")) & (again == 0)
         ratio = tl.exp2(this_p - this_q + log_mass) - tl.exp2(log_multiple + log_mass)
-        taken = tl.where(again, 0.0, tl.minimum(factor * tl.maximum(ratio, 0.0), 1.0))
+        taken = tl.minimum(factor * tl.maximum(ratio, 0.0), 1.0)
+        taken = tl.where(again | (taken < 2.0**-126), 0.0, taken)
         next_order = tl.min(tl.where(order > next_order, order, NONE))
         if here:
             first = tl.where(alike & (first < 0), this, first)

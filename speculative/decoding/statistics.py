@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+ENOUGH_STEPS = 32  # to tell whether a draft pays
+LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
 MOST_REPLANS = 5  # that the table shows
 PHASES = ("prefill", "draft", "sampling", "target", "verification", "compaction", "step", "host", "trace")
 
@@ -87,6 +89,16 @@ class Statistics:
         that does for a whole tree.
         """
         return self.tokens_per_step * (1 - self.drafting_share)
+
+    @property
+    def does_not_pay(self) -> str:
+        """That speculation costs more than it brings, in words; "" where it pays, or after too few steps to tell."""
+        if self.steps < ENOUGH_STEPS or self.gain_at_most > LEAST_GAIN:
+            return ""
+        return (
+            f"the draft does not pay: {self.tokens_per_step:.2f} tokens a step, and {self.drafting_share:.0%} of the "
+            "time for drafting, so that method 'autoregressive' would be faster"
+        )
 
     @property
     def acceptance_by_rank(self) -> list[float]:

@@ -141,14 +141,14 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
             above = np.array([noise_row[parent[child]] for child in candidates])
             tossed = coins(options.seed, above, np.array([rank[child] for child in candidates]))
             q = log_draft[law[candidates[0]]] if options.draft_filters.temperature > 0 else None
-            held = options.method == "held" and q is not None
+            held = False
             if tree.laws is not None:
                 bounds = _laws(log_target[node], [log_draft[law[child]] for child in candidates], drawn)
             elif options.method == "kseq":
                 assert q is not None
                 bounds = _k_seq(log_target[node], q, drawn)
-            elif held:
-                assert q is not None
+            elif options.method == "held" and q is not None:
+                held = True
                 bounds = _shares(log_target[node], q, drawn, options.replacement)
                 tossed[:] = tossed[0]
             else:
