@@ -232,7 +232,7 @@ def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_
 def test_reasons_of_traversal_agree_with_what_verify_tree_decided(method, replacement, draft_temperature, top_k):
     """Nodes before the accepted one in post-order were met and have coins; those behind it were not tried."""
     seen = set()
-    for name, (tokens, parents, ranks, rows, _, _), path, _, reasons, seed in verified_cases(
+    for name, (tokens, parents, ranks, rows, _, _, _), path, _, reasons, seed in verified_cases(
         method, replacement, draft_temperature, top_k
     ):
         token, parent, rank = tokens.tolist(), parents.tolist(), ranks.tolist()

@@ -79,7 +79,7 @@ def held_child(weights: np.ndarray, coin: np.ndarray) -> np.ndarray:
 
 
 @triton.jit
-def hold_in_kernel(weight, elder, one, chance, left):
+def hold_at_node(weight, elder, one, chance, left):
     """`hold` at one node: the new weights of its children, their sum, which was `elder`, and s. one: child x_j."""
     whole = elder + left
     scale = tl.where(whole > 0, (1 - chance) / whole, 0.0)
@@ -87,7 +87,7 @@ def hold_in_kernel(weight, elder, one, chance, left):
 
 
 @triton.jit
-def held_child_in_kernel(weight, order, coin, choice, N):
+def held_child_at_node(weight, order, coin, choice, N):
     """`held_child` at one node; `choice` where there is none."""
     upto = tl.full([], 0.0, tl.float32)
     next_order = tl.where(choice == -1, tl.min(order), NONE)

@@ -30,7 +30,7 @@ import triton.language as tl
 
 from heavypath.kernels.filtering import LOWEST
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
-from heavypath.kernels.verifying.held import held_child, held_child_in_kernel, hold, hold_in_kernel
+from heavypath.kernels.verifying.held import held_child, held_child_at_node, hold, hold_at_node
 
 
 @np.errstate(all="ignore")
@@ -225,12 +225,12 @@ def try_chain(
                     )  # fmt: skip
                     if HELD:
                         kept = total / over
-                        weight, elder, scale = hold_in_kernel(weight, elder, one, ratio, kept)
+                        weight, elder, scale = hold_at_node(weight, elder, one, ratio, kept)
                         mass_left = scale * kept
                         over /= scale
                         next_order = tl.where(mass_left > 0, next_order, NONE)
                     else:
                         over = total
     if HELD:
-        choice = held_child_in_kernel(weight, order, coin, choice, N)
+        choice = held_child_at_node(weight, order, coin, choice, N)
     return choice, log_multiple, left, uniform, restricted
