@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.output.page import trace_page
 from heavypath.speculative.output.trace import read_trace
@@ -276,6 +276,31 @@ def test_a_browser_shows_each_step_and_says_why(traced, tmp_path):
         assert step["kind"] in shown["classes"][nodes]
         expected = {"recovered": "Recovered.", "bonus": "Bonus.", "plain": "No draft."}[step["kind"]]
         assert expected in shown["sentences"][nodes]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path")
+def test_a_browser_says_in_whose_share_the_coin_of_held_siblings_lies(demo_pair, tmp_path):
+    shape = {"tree": TokenTree.from_branching([3, 2]), "verifier": "held"}
+    header, steps = recorded(demo_pair, tmp_path / "trace", "rsd-c", temperature=1.0, **shape)
+    seen = visited(trace_page(header, steps), tmp_path)
+    assert "error" not in seen
+    told = set()
+    for step, shown in zip(steps, seen["steps"], strict=True):
+        for node, fate in enumerate(step["fates"]):
+            if step["coins"][node] is None:
+                continue
+            family = [one for one, parent in enumerate(step["parents"]) if parent == step["parents"][node]]
+            ends = [step["thresholds"][one] for one in sorted(family, key=step["ranks"].__getitem__)]
+            begin = max([0, *ends[: step["ranks"][node]]])
+            told.add(fate)
+            expected = {
+                "accepted": "lies in its share",
+                "rejected": "lies behind its share",
+                "beyond": "Its own share is",
+            }
+            assert expected[fate] in shown["sentences"][node]
+            assert f"from {begin:g} to {step['thresholds'][node]:g}." in shown["sentences"][node]
+    assert told == {"accepted", "rejected", "beyond"}
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path")
