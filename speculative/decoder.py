@@ -297,6 +297,7 @@ class SpeculativeDecoder:
             plan.rules.verification,
             plan.rules.law_changed_by and f"; the text's law is changed by {plan.rules.law_changed_by}",
         )  # fmt: skip
+        by_profile = self._by_profile if plan.others else None
         stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin)
         stats.tree = f"{len(plan.tree)} nodes, {plan.tree.depth} levels, {self.tree_from}"
         stats.law_changed_by, stats.verification = plan.rules.law_changed_by, plan.rules.verification
@@ -319,7 +320,7 @@ class SpeculativeDecoder:
                 stats=stats,
                 streamers=streamers,
                 observers=[each.step for each in (recorder, chosen) if each is not None],
-                replan=Replanner(plan, self._by_profile.shapes(request.filters)) if plan.others else None,
+                replan=None if by_profile is None else Replanner(plan, by_profile.shapes(request.filters)),
             )
             cache = workspace.finish(request, plan)
         logger.debug(
