@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any, NamedTuple, cast
 
-from common import argument_parser, environment, quiet_demo_pair, token_ids, write_results
+from common import argument_parser, environment, made, quiet_demo_pair, token_ids, write_results
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
@@ -215,7 +215,6 @@ def draw(results: Mapping[str, list[dict]], folder: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    folder.mkdir(parents=True, exist_ok=True)
     if "robustness" in results:
         figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
         rows = results["robustness"]
@@ -233,7 +232,7 @@ def draw(results: Mapping[str, list[dict]], folder: Path) -> None:
         axes[0].set_ylabel("tokens per target forward")
         axes[0].legend()
         figure.suptitle("One tree of 64 nodes, planned for T = 0.6")
-        figure.savefig(folder / "papers-robustness.png", dpi=100)
+        figure.savefig(made(folder / "papers-robustness.png"), dpi=100)
         pyplot.close(figure)
     if "dyspec" in results:
         figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
@@ -243,7 +242,7 @@ def draw(results: Mapping[str, list[dict]], folder: Path) -> None:
         axes.set_title("DySpec's trees grow while a slot is worth more than a threshold", fontsize=11)
         axes.legend()
         axes.grid(alpha=0.3)
-        figure.savefig(folder / "papers-dyspec.png", dpi=100)
+        figure.savefig(made(folder / "papers-dyspec.png"), dpi=100)
         pyplot.close(figure)
 
 

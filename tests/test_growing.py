@@ -15,6 +15,7 @@ from heavypath.kernels.sampling import TopK
 from heavypath.kernels.trees import growing as levels
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.decoding import growing
+from heavypath.speculative.decoding.drafted import Reach
 from heavypath.speculative.decoding.growing import heap_tree
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.rules import Rules
@@ -64,7 +65,14 @@ def grown(law, growth, filters=Filters(), seed=0, room=100, module=growing):
     rules = Rules(False, False, "without_replacement", filters, filters, drawing, value_temperature=0.6)
     roots = torch.tensor([1 << 12])
     drafted = module.grow_tree(
-        draft, None, growth, state, visible_rows=5, root_rows=roots, rules=rules, lap=lambda phase: None
+        draft,
+        None,
+        growth,
+        state,
+        reach=Reach(5, 1 + growth.depth),
+        root_rows=roots,
+        rules=rules,
+        lap=lambda phase: None,
     )
     return draft, drafted
 

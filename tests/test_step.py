@@ -370,7 +370,9 @@ def on_meta(part):
         return Chosen(*map(on_meta, part))
     if isinstance(part, tuple):
         return tuple(map(on_meta, part))
-    return part if isinstance(part, int) else type(part)(**{name: on_meta(field) for name, field in vars(part).items()})
+    if part is None or isinstance(part, int):
+        return part
+    return type(part)(**{name: on_meta(field) for name, field in vars(part).items()})
 
 
 @pytest.mark.parametrize("draft", ["model", "prompt lookup", "lookahead", "early exit"])
@@ -389,7 +391,7 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
     shape = METHODS[method].tree_of(9)
     filters = Filters(temperature, top_k=20, top_p=0.9)
     tree = shape if isinstance(shape, Growth) else on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
-    step = Step(target, source, tree, shape.branching, rules_of(method, filters, Processing(1.2, 4)))
+    step = Step(target, source, tree, shape.branching, shape.depth, rules_of(method, filters, Processing(1.2, 4)))
     caches = target.new_cache(batch, 200), None if source is None else source.new_cache(batch, 200)
     state = room_for(batch, target, shape, vocab_size=50)
     step(state, *caches, 160, lambda phase: None)  # as before a capture, which fills tables
@@ -405,7 +407,7 @@ MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and l
     "top-k": (5, 23),
     "typical-lossy": (5, 27),
     "naive": (5, 32),
-    "rsd-c": (4, 20),
+    "rsd-c": (5, 23),
     "dyspec": (5, 29),
     "eagle-2": (5, 29),
     "rsd-s": (5, 24),
@@ -425,7 +427,7 @@ def test_a_step_launches_little_beside_the_models(name, temperature, batch, with
     source = None if levels == 0 else ModelDraft(llama_without_values(1), 50)
     shape = METHODS[method].tree_of(size)
     tree = shape if isinstance(shape, Growth) else on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
-    step = Step(target, source, tree, shape.branching, rules_of(method, Filters(temperature)))
+    step = Step(target, source, tree, shape.branching, shape.depth, rules_of(method, Filters(temperature)))
     assert step.depth == levels
     caches = target.new_cache(batch, 300), None if source is None else source.new_cache(batch, 300)
     state = room_for(batch, target, shape, vocab_size=0)

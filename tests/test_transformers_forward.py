@@ -272,7 +272,7 @@ def test_a_step_asks_the_host_nothing(method, forward, without_values, monkeypat
     shape, filters, batch = METHODS[method].tree_of(9), Filters(0.7), 3
     tree = shape if isinstance(shape, Growth) else on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
     draft = ModelDraft(forward, 61)
-    step = Step(forward, draft, tree, shape.branching, rules_of(method, filters))
+    step = Step(forward, draft, tree, shape.branching, shape.depth, rules_of(method, filters))
     caches = forward.new_cache(batch, 200), draft.new_cache(batch, 200)
     state = room_for(batch, forward, shape, vocab_size=61)
     step(state, *caches, 160, lambda phase: None)  # as before a capture, which fills tables
