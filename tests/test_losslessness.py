@@ -55,7 +55,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("vocab_size", [3, 6])
+@pytest.mark.parametrize("vocab_size", [pytest.param(3, marks=pytest.mark.slow), 6])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_law_of_three_tokens_over_steps_is_the_targets(name, vocab_size):
     method, tree, target_filters, draft_filters, replacement, fill = SETTINGS[name]

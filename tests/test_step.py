@@ -176,7 +176,7 @@ CASES = [
     pytest.param("sequoia", {"tree_size": 4}, {"temperature": 1.0}, id="sequoia", marks=slow),
     pytest.param("specinfer", {"tree_size": 5, "width": 2}, {"temperature": 0.8}, id="specinfer", marks=slow),
     pytest.param("spectr", {"tree_size": 3, "width": 2}, {"temperature": 0.8, "top_k": 5}, id="spectr", marks=slow),
-    pytest.param("dyspec", {"tree_size": 4, "max_depth": 2, "width": 2}, {"temperature": 1.0}, id="dyspec"),
+    pytest.param("dyspec", {"tree_size": 4, "max_depth": 2, "width": 2}, {"temperature": 1.0}, id="dyspec", marks=slow),
     pytest.param("typical-lossy", {"tree_size": 4}, {"temperature": 1.0}, id="typical-lossy", marks=slow),
     pytest.param("rsd-s", {"tree_size": 5, "width": 2}, {"temperature": 1.0}, id="rsd-s", marks=slow),
     pytest.param(
@@ -210,7 +210,7 @@ def test_steps_done_by_rote_write_the_same_text(method, shape, sampling, as_on_a
 @pytest.mark.parametrize(
     ("variant", "method", "shape"),
     [
-        ({}, "sequoia", {"tree_size": 4}),
+        pytest.param({}, "sequoia", {"tree_size": 4}, marks=slow),
         pytest.param({"draft_vocab_size": 4, "owns_lm_head": True}, "dyspec", {"tree_size": 4, "width": 2}, marks=slow),
         pytest.param({"generation": 1, "taps": (1,)}, "chain", {"tree_size": 3}, marks=slow),
     ],
@@ -256,7 +256,7 @@ def test_lookahead_done_by_rote_writes_the_same_text(method, shape, temperature,
 @pytest.mark.parametrize(
     ("method", "shape"),
     [
-        ("chain", {"tree": TokenTree.chain(3)}),
+        pytest.param("chain", {"tree": TokenTree.chain(3)}, marks=slow),
         pytest.param("dyspec", {"tree_size": 5, "width": 2, "max_depth": 3}, marks=slow),
     ],
 )

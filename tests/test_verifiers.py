@@ -57,7 +57,10 @@ def is_the_law(pair, method, verifier, sequences, options, **shape) -> bool:
     return chi_square_p_value(joint_counts(out.sequences[:, 3:], 7), law) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize(("verifier", "method"), OWN)
+@pytest.mark.parametrize(
+    ("verifier", "method"),
+    [pair if pair[1] in ("dyspec", "specinfer") else pytest.param(*pair, marks=pytest.mark.slow) for pair in OWN],
+)
 def test_the_joint_law_of_four_tokens_is_the_targets(verifier, method, tiny_pair):
     assert is_the_law(tiny_pair, method, verifier, 5_000, {"temperature": 1.0}, tree_size=6)
 
