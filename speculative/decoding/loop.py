@@ -138,8 +138,9 @@ def decode(
             break
         seen += 1
         if replan is not None and seen % replan.every == 0:
-            plan = replan(further[0])
-            stats.replanned(seen, f"{len(plan.tree)} nodes, {plan.tree.depth} levels")
+            before_choice, plan = plan, replan(further[0])
+            if plan.tree != before_choice.tree:
+                stats.replans.append((seen, f"{len(plan.tree)} nodes, {plan.tree.depth} levels"))
         running = batch - len(ended)
         close_up(workspace, members, ended, running if on_host else 1 << (running - 1).bit_length())
         stats.lap("host")

@@ -120,11 +120,6 @@ class Statistics:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
-    def replanned(self, steps: int, tree: str) -> None:
-        """Say what is drafted from here on, after so many steps of the batch."""
-        if tree != (self.replans[-1][1] if self.replans else self.tree.partition(", by")[0]):
-            self.replans.append((steps, tree))
-
     def end(self, counts: Tensor, tokens_of: Tensor, steps_of: Tensor, nodes: int) -> None:
         """Take over what the steps counted: `counts` as `commit` has them, the other tensors on the CPU."""
         self.offered, self.accepted = counts.cpu()[:, : self.offered.numel()].view(2, *self.offered.shape)

@@ -63,8 +63,8 @@ class TreeBounds(NamedTuple):
 def tree_bounds(acceptance: Sequence[float] | Tensor, size: int) -> TreeBounds:
     """Upper bounds on expected_tokens(tree, acceptance) of every tree of `size` nodes, root included.
 
-    acceptance: [child], in [0, 1], with a sum of at most 1. What is missing from 1 is the outcome "no child". The first
-    two bounds count it as one more child that the tree may have, which can only raise what the tree yields.
+    acceptance: [child], in [0, 1], with a sum of at most 1. What is missing from 1 is the outcome "no child".
+    `leaves` and `renewal` count it as one more child that the tree may have, which can only raise what the tree yields.
 
     leaves (a form of ERSD's theorem 4.1 and lemma 4.2). The indices R_1 .. R_T from the root to the first one that
     leaves the tree are a word, and the step emits T tokens. No word is the beginning of another, so the entropy of the
