@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from heavypath.speculative import TokenTree, load_demo_pair
+from heavypath.speculative import METHODS, TokenTree, load_demo_pair
 from heavypath.speculative.demo import DemoPair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,3 +119,8 @@ def random_tree(nodes: int, seed: int = 0) -> TokenTree:
     """A random recursive tree: the parent of each node is uniform over the nodes before it."""
     generator = torch.Generator().manual_seed(seed)
     return TokenTree([-1, *(int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, nodes))])
+
+
+def paper_verifier(method: str) -> str | None:
+    """The verifier by which a method is what its paper has, for SpeculativeDecoder: None where it has that anyway."""
+    return "rejection" if METHODS[method].verifiers else None

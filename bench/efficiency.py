@@ -4,15 +4,15 @@
 
 For T = 0, 0.6 and 1 and trees of 32 and 64 nodes: the pair's acceptance [depth, child] is measured along text that the
 target writes (as `heavypath calibrate` does), trees are planned by it, and the decoder itself continues the prompts of
-the demo in one batch. SpecInfer and SpecTr get three sequences, and as many as promise most. "expected" is
-expected_tokens(tree, acceptance), for trees that are planned in advance. The first token of each text comes from the
-prompt's forward pass and is not counted.
+the demo in one batch. Verified is as the papers have it. SpecInfer and SpecTr get three sequences, and as many as
+promise most. "expected" is expected_tokens(tree, acceptance), for trees that are planned in advance. The first token of
+each text comes from the prompt's forward pass and is not counted.
 """
 
 import argparse
 from collections.abc import Callable
 
-from common import argument_parser, environment, quiet_demo_pair, write_results
+from common import argument_parser, environment, paper_verifier, quiet_demo_pair, write_results
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
@@ -70,7 +70,7 @@ def measure(arguments: argparse.Namespace, report: Callable[[str], object]) -> l
     rows = []
     for temperature in arguments.temperatures:
         filters, measured = Filters(temperature), {}
-        for way in ways_to_draft(temperature):
+        for way in ways_to_draft(temperature, "cpu", "rejection"):
             report(f"T = {temperature:g}: acceptance, {way}")
             extent = Extent(tokens=arguments.tokens, sequences=2 * len(prompts))
             entry = measure_way(forward, source, prompts, way, filters, extent, seed=1)
@@ -84,7 +84,7 @@ def measure(arguments: argparse.Namespace, report: Callable[[str], object]) -> l
                     tree = options.get("tree")
                     key = (tree or str(options), name if temperature > 0 or tree is None else "")
                     if key not in decoded:
-                        decoder = SpeculativeDecoder(target, draft, name, **options)
+                        decoder = SpeculativeDecoder(target, draft, name, verifier=paper_verifier(name), **options)
                         decoded[key] = decoder.generate(
                             **batch, max_new_tokens=arguments.tokens, temperature=temperature, seed=2, eos_token_id=None
                         ).stats

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from common import argument_parser, environment, quiet_demo_pair, random_tree, write_results
+from common import argument_parser, environment, paper_verifier, quiet_demo_pair, random_tree, write_results
 from rejection import positions
 from rich import box
 from rich.console import Console
@@ -166,7 +166,7 @@ def decode(
     temperature: float,
     seed: int,
 ) -> Decoded:
-    decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree=tree)
+    decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree=tree, verifier=paper_verifier(method))
     tokens, steps = [], []
     group = max(1, len(prompts) // 6)
     for begin in range(0, len(prompts), group):

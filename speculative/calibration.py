@@ -51,7 +51,7 @@ from heavypath.speculative.drafts import (
     why_not_measured,
 )
 from heavypath.speculative.generation_defaults import NOTHING
-from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind, row_of
+from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind, measured_row, row_of
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.profile import (
@@ -107,7 +107,7 @@ def calibrate(
     limit: seconds that it may take. Half of them are for acceptance, the rest, with what acceptance left, for costs, of
         which a few rounds are timed in any case. What could not be measured well then has a larger error in the
         profile.
-    verifier: what verifies the methods that take one, as `SpeculativeDecoder` has it by name (default: their own).
+    verifier: what verifies the methods that take one, as `SpeculativeDecoder` has it by name, and its default.
 
     Raises ValueError for models that do not fit each other, for `Lookahead` and `Merge`, which need whole steps,
     for settings out of range, for a limit in which acceptance cannot be counted, and where the machine is so busy that
@@ -140,7 +140,8 @@ def calibrate(
     prompts = [prompt[-room:] for prompt in prompts]
 
     samplings = [Filters(each, top_k, top_p, min_p) if each > 0 else Filters(0.0) for each in temperatures]
-    wanted = [(way, filters) for filters in samplings for way in ways_to_draft(filters.temperature, verifier)]
+    kind = target.device.type
+    wanted = [(way, each) for each in samplings for way in ways_to_draft(each.temperature, kind, verifier)]
     measured = measure_ways(
         forward, source, prompts, wanted, Extent(tokens=tokens, sequences=sequences), seed, ACCEPTANCE_SHARE * limit,
         report,
@@ -182,10 +183,10 @@ class Way(NamedTuple):
         return f"drawn {self.kind.draw}, verified by {self.kind.verification}{sequences}".replace("_", " ")
 
 
-def ways_to_draft(temperature: float, verifier: str | None = None) -> list[Way]:
+def ways_to_draft(temperature: float, device_type: str, verifier: str | None = None) -> list[Way]:
     """The ways of all methods at a temperature that keep the target's law, with a verifier where they take it."""
-    drafting = (method for name, method in METHODS.items() if name != "autoregressive" and method.is_lossless)
-    kinds = dict.fromkeys(method.verified_by(verifier).kind(temperature) for method in drafting)
+    drafting = (name for name, row in METHODS.items() if name != "autoregressive" and row.is_lossless)
+    kinds = dict.fromkeys(measured_row(name, verifier, device_type).kind(temperature) for name in drafting)
     return [
         Way(kind, count) for kind in kinds for count in (SEQUENCE_COUNTS if kind.independent_sequences else (None,))
     ]

@@ -36,10 +36,10 @@ from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
 from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, most_levels, proposes_every_token
-from heavypath.speculative.drafts.kinds import extra_node_count
+from heavypath.speculative.drafts.kinds import extra_node_count, law_count
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
-from heavypath.speculative.methods import check_independent, check_laws, row_of
+from heavypath.speculative.methods import check_independent, check_laws, default_verifier, row_of
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.host import host_can_read
@@ -71,10 +71,10 @@ class SpeculativeDecoder:
     profile: instead of both, what `heavypath calibrate` measured, as a file or a `Profile`: each generation takes the
         tree with which it is expected to be fastest
     replan: with a profile, change the tree every few steps by what was accepted of this text so far, see `replanning`
-    verifier: what decides about drafted nodes in the place of the method's own verification. For methods whose papers
-        have recursive rejection (chain, specinfer, sequoia, dyspec, rsd-c, rsd-s) "rejection", or what accepts more of
-        the same trees: "held" holds siblings back (`heavypath.kernels.verifying.held`), "traversal" tries leaves before
-        what is above them (`.traversal`), "held_traversal" does both, for trees that do not grow. Or, for any method
+    verifier: what decides about drafted nodes. For methods whose papers have recursive rejection (chain, specinfer,
+        sequoia, dyspec, rsd-c, rsd-s) "rejection", or what accepts more of the same trees: "held" holds siblings back
+        (`heavypath.kernels.verifying.held`), "traversal" tries leaves before what is above them (`.traversal`),
+        "held_traversal" does both, for trees that do not grow; default: `methods.DEFAULT_VERIFIERS`. Or, for any method
         and also at temperature 0, a callable as `Verifier` describes it: then the promise below is yours to keep, and
         there can be no profile, which measures the built-in ones
 
@@ -133,8 +133,8 @@ class SpeculativeDecoder:
     ):
         self.method = method
         self.clock = time.perf_counter
-        self._method = row_of(method, verifier if isinstance(verifier, str) else None)
-        self._typical = self._method.typical(epsilon, delta)
+        row = row_of(method, verifier if isinstance(verifier, str) else None)
+        self._typical = row.typical(epsilon, delta)
         self._remarked = False
         self._draft_options = {
             "temperature": draft_temperature,
@@ -181,8 +181,10 @@ class SpeculativeDecoder:
             if draft is None:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
             self._draft = as_draft(draft, self._target, target)
-            check_laws(method, self._method, self._draft, own_verifier=callable(verifier))
+            check_laws(method, row, self._draft, own_verifier=callable(verifier))
             models += models_of(self._draft)
+        by_default = default_verifier(method, self._target.device.type, law_count(self._draft))
+        self._method = row.verified_by(by_default) if verifier is None else row
         self.tree, self.tree_from, self._by_profile = None, "by the profile", None
         if self.profile is None:
             self.tree, self.tree_from = chosen_tree(method, given, self._target, self._draft)

@@ -40,6 +40,11 @@ REJECTION = DRAWS[:2]  # the verifications that are recursive rejection, each by
 # Words for `verifier` of SpeculativeDecoder: what may verify the trees of a method whose paper has recursive rejection.
 # "rejection" is that; the others are `verification` of a row.
 VERIFIERS = ("rejection", "held", "traversal", "held_traversal")
+# The one of them that a method has where none is given, by kind of device: where bench/verifiers.py has shown on such a
+# device that it accepts more and the text comes no later. On other devices a method has what its paper has.
+DEFAULT_VERIFIERS: dict[str, dict[str, str]] = {
+    "cpu": dict.fromkeys(("chain", "specinfer", "sequoia", "dyspec", "rsd-c", "rsd-s"), "traversal"),
+}
 # Typical acceptance changes the law of the text, whatever the draws.
 VERIFICATIONS = (*LOSSLESS_FOR, "typical")
 # Options of SpeculativeDecoder, for some methods.
@@ -369,6 +374,21 @@ def check_independent(method: str, verification: str, draft: Draft | None) -> No
     """Raise ValueError for a verification that does not take a draft's likeliest tokens, draws at temperature 0."""
     if verification == "kseq" or (verification == "with_replacement" and law_count(draft) > 1):
         raise ValueError(f"method {method!r} needs draft_temperature > 0 where it samples, got 0")
+
+
+def default_verifier(method: str, device_type: str, laws: int = 1) -> str | None:
+    """The verifier of a method where none is given, one of VERIFIERS; None for what its row has.
+
+    device_type: of the models, as torch names it; laws: see `law_count`. Where siblings have several distributions it
+    is rejection, which is all that takes them.
+    """
+    return DEFAULT_VERIFIERS.get(device_type, {}).get(method) if laws == 1 else None
+
+
+def measured_row(method: str, verifier: str | None, device_type: str) -> Method:
+    """The row of a method as `calibrate` counts its acceptance: by `verifier` if it takes that, else by its default."""
+    row = row_of(method)
+    return row.verified_by(verifier if verifier in row.verifiers else default_verifier(method, device_type))
 
 
 def row_of(method: str, verifier: str | None = None) -> Method:

@@ -38,12 +38,14 @@ from heavypath.speculative.drafts import (
     Several,
     is_own,
 )
-from heavypath.speculative.methods import Kind, Method, row_of
+from heavypath.speculative.methods import Kind, Method, measured_row, row_of
 from heavypath.speculative.tree_choice import as_drafted, best_plan
 from heavypath.speculative.trees.planning import Plan, node_probabilities
 from heavypath.speculative.trees.tree import TokenTree
 
-VERSION = 3  # of the file; 2 did not say how sure its figures are, 1 had no numbers of parameters
+# Of the file. 3 had rejection where it names no verifier, 2 did not say how sure its figures are, 1 had no numbers of
+# parameters.
+VERSION = 4
 PRIOR = 50  # nodes' worth of the mean over all depths in each depth's acceptance: deep nodes are seen seldom
 
 
@@ -135,7 +137,8 @@ class Profile:
     target, draft: what the models are, see `describe`
     target_parameters, draft_parameters: their sizes, see `parameter_count`
     environment:   what else the costs depend on, see `calibration.cost_environment`
-    verifier:      what verified methods that take one, of `methods.VERIFIERS`; None for what each method has
+    verifier:      what verified methods that take one, of `methods.VERIFIERS`; None for what each method has by default
+                   on that kind of device
     """
 
     target: str
@@ -193,7 +196,7 @@ class Profile:
 
     def row(self, method: str) -> Method:
         """The row of a method, verified as it was when its acceptance was counted."""
-        return row_of(method).verified_by(self.verifier)
+        return measured_row(method, self.verifier, str(self.environment["device_type"]))
 
     def check(self, target: PreTrainedModel, draft: AnyDraft | None, method: str, verification: str) -> None:
         """Raise ValueError if it was measured for other models, another precision or another kind of device.

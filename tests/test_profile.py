@@ -85,6 +85,7 @@ def profile_of(*acceptance, step=None, level=0.001):
         environment={"dtype": "float32", "device_type": "cpu"},
         costs=Costs(step or {1: 0.01, 4: 0.012, 16: 0.03}, level),
         acceptance=acceptance,
+        verifier="rejection",
     )
 
 
@@ -227,7 +228,7 @@ def test_passes_add_up_to_all_texts():
     target = LlamaForward(tiny_llama(1))
     draft = as_draft(tiny_llama(2, layers=1), target, None)
     prompts, lines = [torch.tensor([first, 2]) for first in range(6)], []
-    wanted = [(way, Filters(0.0)) for way in ways_to_draft(0.0)]
+    wanted = [(way, Filters(0.0)) for way in ways_to_draft(0.0, "cpu")]
     entries = measure_ways(
         target, draft, prompts, wanted, Extent(tokens=9, sequences=6), 3, math.inf, lines.append
     )  # fmt: skip
@@ -356,7 +357,9 @@ def test_drafts_that_do_not_pay_are_not_made_and_it_is_said_with_the_figures(cap
     assert warnings_of(profile_of(counts([[500, 100]]))) == []
     target, draft = tiny_llama(1), tiny_llama(2, layers=1)
     ours = replace(profile, target=describe(target), draft=describe(draft))
-    SpeculativeDecoder(target, draft, profile=ours).generate(torch.tensor([[1, 2]]), 3, temperature=1.0)
+    SpeculativeDecoder(target, draft, profile=ours, verifier="rejection").generate(
+        torch.tensor([[1, 2]]), 3, temperature=1.0
+    )
     assert "no tree of 'sequoia' pays at temperature 1" in caplog.text
     assert len(profile.plan("sequoia", Filters(1.0)).plan.tree) == 1
     assert len(profile.tree_for("dyspec", Filters(1.0))) == 1
@@ -376,18 +379,18 @@ def test_the_nearest_measurement_is_taken():
 def test_a_profile_of_another_device_or_precision_is_refused():
     target, draft = tiny_llama(1), tiny_llama(2, layers=1)
     profile = replace(profile_of(counts([[1, 0]])), target=describe(target), draft=describe(draft))
-    assert SpeculativeDecoder(target, draft, profile=profile).profile is profile
+    assert SpeculativeDecoder(target, draft, profile=profile, verifier="rejection").profile is profile
     for name, value in (("device_type", "cuda"), ("dtype", "bfloat16")):
         other = replace(profile, environment=profile.environment | {name: value})
         with pytest.raises(ValueError, match=f"measured with {name} {value}, got "):
-            SpeculativeDecoder(target, draft, profile=other)
+            SpeculativeDecoder(target, draft, profile=other, verifier="rejection")
 
 
 def test_a_profile_of_other_models_is_refused(tmp_path):
     target, draft = tiny_llama(1), tiny_llama(2, layers=1)
     profile = profile_of(counts([[1, 0]]))
     with pytest.raises(ValueError, match="measured with a target of a target, got llama, 2 layers"):
-        SpeculativeDecoder(target, draft, profile=profile)
+        SpeculativeDecoder(target, draft, profile=profile, verifier="rejection")
     with pytest.raises(ValueError, match="leave out tree_size"):
         SpeculativeDecoder(target, draft, profile=profile, tree_size=8)
     path = tmp_path / "profile.json"

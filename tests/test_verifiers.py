@@ -1,6 +1,7 @@
 """Verifiers by name: the text keeps its law, which methods take which, and what profiles, traces and tables say."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,17 +11,25 @@ from test_decoder import exact_law, tiny_llama, transformers_greedy
 from test_profile import profile_of
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import METHODS, Method, SpeculativeDecoder, TokenTree, calibrate, read_trace
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    METHODS,
+    Method,
+    SpeculativeDecoder,
+    TokenTree,
+    calibrate,
+    read_trace,
+)
 from heavypath.speculative.calibration import ways_to_draft
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoding.growth import Growth
-from heavypath.speculative.methods import VERIFIERS, row_of
+from heavypath.speculative.methods import VERIFIERS, default_verifier, row_of
 from heavypath.speculative.output.page import trace_page
-from heavypath.speculative.profile import MeasuredAcceptance
 
 PROMPT = torch.tensor([3, 1, 4])
+SMALL = {"tokens": 8, "sequences": 4, "sizes": (1, 2, 4), "limit": 60}  # for `calibrate`
 TAKEN = [(verifier, name) for verifier in VERIFIERS for name, row in METHODS.items() if verifier in row.verifiers]
-OWN = [pair for pair in TAKEN if pair[0] != "rejection"]
+OWN = [pair for pair in TAKEN if pair[0] != "rejection"]  # which traces name as they are given
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +68,14 @@ def is_the_law(pair, method, verifier, sequences, options, **shape) -> bool:
 
 @pytest.mark.parametrize(
     ("verifier", "method"),
-    [pair if pair[1] in ("dyspec", "specinfer") else pytest.param(*pair, marks=pytest.mark.slow) for pair in OWN],
+    [pair if pair[1] in ("dyspec", "specinfer") else pytest.param(*pair, marks=pytest.mark.slow) for pair in TAKEN],
 )
 def test_the_joint_law_of_four_tokens_is_the_targets(verifier, method, tiny_pair):
     assert is_the_law(tiny_pair, method, verifier, 5_000, {"temperature": 1.0}, tree_size=6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("verifier", "method"), OWN)
+@pytest.mark.parametrize(("verifier", "method"), TAKEN)
 @pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 1.2, "top_k": 5, "top_p": 0.95}])
 def test_the_joint_law_of_four_tokens_is_the_targets_in_many_texts(verifier, method, options, tiny_pair):
     shapes = [{"tree_size": 6}, {"tree_size": 9, "draft_top_k": 2}]
@@ -76,15 +85,25 @@ def test_the_joint_law_of_four_tokens_is_the_targets_in_many_texts(verifier, met
         assert is_the_law(tiny_pair, method, verifier, 60_000, options, **shape)
 
 
-@pytest.mark.parametrize("method", [name for verifier, name in TAKEN if verifier == "rejection"])
-def test_rejection_by_name_is_what_these_methods_do_without_it(method, tiny_pair):
+@pytest.mark.parametrize("method", METHODS)
+def test_without_a_verifier_a_method_has_that_of_the_kind_of_device(method, tiny_pair):
+    named = default_verifier(method, "cpu")
+    assert (named is not None) == bool(METHODS[method].verifiers)
+    assert default_verifier(method, "a device on which nothing was measured") is None
     options = {"max_new_tokens": 24, "temperature": 0.8, "seed": 6}
     texts = [
         SpeculativeDecoder(*tiny_pair, method, tree_size=8, verifier=verifier).generate(PROMPT[None], **options)
-        for verifier in (None, "rejection")
+        for verifier in (None, named)
     ]
     assert torch.equal(*(text.sequences for text in texts))
-    assert texts[0].stats.verification == METHODS[method].verification
+    assert texts[0].stats.verification == named or named is None
+
+
+@pytest.mark.parametrize("method", [name for verifier, name in TAKEN if verifier == "rejection"])
+def test_rejection_is_what_the_methods_papers_have(method, tiny_pair):
+    decoder = SpeculativeDecoder(*tiny_pair, method, tree_size=8, verifier="rejection")
+    stats = decoder.generate(PROMPT[None], 4, temperature=0.8).stats
+    assert stats.verification == METHODS[method].verification == METHODS[method].draw
 
 
 @pytest.mark.parametrize(("verifier", "method"), OWN)
@@ -120,26 +139,24 @@ def test_held_siblings_accept_more_of_the_same_trees(tiny_pair):
 
 
 def test_acceptance_is_counted_for_each_verifier():
-    kinds = {way.kind.verification for way in ways_to_draft(1.0)}
+    kinds = {way.kind.verification for way in ways_to_draft(1.0, "cuda")}
     assert {"without_replacement", "with_replacement", "kseq"} <= kinds
-    kinds = {way.kind.verification for way in ways_to_draft(1.0, "held")}
+    kinds = {way.kind.verification for way in ways_to_draft(1.0, "cpu", "held")}
     assert not {"without_replacement", "with_replacement"} & kinds
     assert {"held", "kseq", "race", "target_sample"} == kinds
-    assert {way.kind.draw for way in ways_to_draft(1.0, "held") if way.kind.verification == "held"} == {
+    assert {way.kind.draw for way in ways_to_draft(1.0, "cpu", "held") if way.kind.verification == "held"} == {
         "without_replacement", "with_replacement",
     }  # fmt: skip
 
 
 def test_a_profile_of_another_verifier_is_refused(tiny_pair, tmp_path):
     target, draft = tiny_pair
-    profile = calibrate(
-        target, draft, temperatures=[1.0], tokens=8, sequences=4, sizes=(1, 2, 4), limit=60, verifier="held"
-    )
+    profile = calibrate(target, draft, temperatures=[1.0], **SMALL, verifier="held")
     assert {entry.verification for entry in profile.acceptance} == {"held", "kseq", "race", "target_sample"}
     profile.save(tmp_path / "profile.json")
     for method in ("sequoia", "specinfer"):
         for verifier in (None, "rejection"):
-            with pytest.raises(ValueError, match=f"measured with method '{method}' verified by 'held', got 'with"):
+            with pytest.raises(ValueError, match=f"measured with method '{method}' verified by 'held', got '"):
                 SpeculativeDecoder(target, draft, method, profile=tmp_path / "profile.json", verifier=verifier)
     decoder = SpeculativeDecoder(target, draft, "sequoia", profile=tmp_path / "profile.json", verifier="held")
     decoder.generate(PROMPT[None], 8, temperature=1.0)
@@ -148,13 +165,15 @@ def test_a_profile_of_another_verifier_is_refused(tiny_pair, tmp_path):
         calibrate(target, draft, verifier="bold")
 
 
-def test_a_profile_without_a_verifier_is_of_the_methods_own(tiny_pair):
-    entry = MeasuredAcceptance(
-        "without_replacement", "without_replacement", None, Filters(1.0), [[5]], [9], [[0.0] * 5]
-    )
-    profile = profile_of(entry)
-    assert profile.verifier is None
-    assert profile.row("sequoia") == METHODS["sequoia"]
+def test_a_profile_without_a_verifier_is_of_what_its_kind_of_device_has(tiny_pair):
+    profile = replace(profile_of(), verifier=None)
+    for method in LOSSLESS_METHODS:
+        assert profile.row(method) == row_of(method, default_verifier(method, "cpu"))
+    elsewhere = replace(profile, environment={"device_type": "cuda"})
+    assert elsewhere.row("sequoia") == METHODS["sequoia"]
+    assert replace(elsewhere, verifier="held").row("sequoia").verification == "held"
+    decoder = SpeculativeDecoder(*tiny_pair, profile=calibrate(*tiny_pair, temperatures=[1.0], **SMALL))
+    assert decoder.generate(PROMPT[None], 8, temperature=1.0).stats.verification == default_verifier("sequoia", "cpu")
 
 
 @pytest.mark.parametrize(("verifier", "method"), OWN)
