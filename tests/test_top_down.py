@@ -1,4 +1,4 @@
-"""A method of one's own, from the rule to the text: what a rule for one node has to keep, and that what breaks it is found.
+"""A method of one's own, from a rule for one node to the text; and what breaks the rule, or is around it, is found.
 
 The rule is that of examples/own_method.py. The oracle runs the example's own lines, so it is the code that is proved.
 """
@@ -9,12 +9,15 @@ import verification_oracle as oracle
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from test_decoder import exact_law, tiny_llama, transformers_greedy
 from test_mutations import mutated
-from test_step import as_on_a_gpu  # noqa: F401
+from test_step import Tape, as_on_a_gpu  # noqa: F401
+from test_verification_kernel import Problem
 from test_verification_oracle import GROWTHS, by_the_first_token
 from verification_oracle import Language, by_law, static, target_law, text_law
 
+from heavypath.kernels import verification
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes
+from heavypath.kernels.noise import Noise
 from heavypath.kernels.verifying import top_down as module
 from heavypath.kernels.verifying.top_down import children_of
 from heavypath.speculative import METHODS, Method, SpeculativeDecoder, TokenTree, top_down
@@ -95,23 +98,39 @@ def mine(monkeypatch):
 ])  # fmt: skip
 def test_the_joint_law_of_four_tokens_is_the_targets(options, shape, mine, tiny_pair):
     decoder = SpeculativeDecoder(*tiny_pair, mine, verifier=top_down(weigh_the_last), **shape)
-    out = decoder.generate(PROMPT.expand(10_000, -1), max_new_tokens=4, seed=11, **options)
+    out = decoder.generate(PROMPT.expand(6_000, -1), max_new_tokens=4, seed=11, **options)
     law = exact_law(tiny_pair[0], PROMPT, Filters(**options), 4)
     assert chi_square_p_value(joint_counts(out.sequences[:, 3:], 7), law) > SIGNIFICANCE
     assert out.stats.acceptance_by_depth[0] > 0.3
 
 
-@pytest.mark.parametrize("method", ["naive", "naive-distinct", "dyspec"])
+def weigh_the_first(log_target, log_draft, children):
+    """Speculative sampling of the first child; what is left of P may be found among its siblings."""
+    first = children[..., :1].clamp(min=0)
+    taken = (log_target - log_draft).gather(-1, first).exp().clamp(max=1)
+    left = (log_target.exp() - log_draft.exp()).clamp(min=0)
+    return ((1 - taken) * left / left.sum(-1, keepdim=True)).scatter_add(-1, first, taken)
+
+
+def test_children_of_equal_siblings_are_followed_together(tiny_pair):
+    """Four independent draws of seven tokens, of which two are often equal; and the rule alone, exactly."""
+    assert keeps_the_law(weigh_the_first, static([-1, 0, 0, 0]), Language(3, 2, most=4), replacement=True)
+    tree = TokenTree.k_ary(4, 2)
+    decoder = SpeculativeDecoder(*tiny_pair, "naive", tree=tree, verifier=top_down(weigh_the_first))
+    out = decoder.generate(PROMPT.expand(6_000, -1), max_new_tokens=3, temperature=1.0, seed=2)
+    law = exact_law(tiny_pair[0], PROMPT, Filters(), 3)
+    assert chi_square_p_value(joint_counts(out.sequences[:, 3:], 7), law) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("method", ["naive", "naive-distinct", "top-k"])
 def test_the_targets_own_law_is_a_sample_of_the_target(method, tiny_pair):
-    """L = P: the text of naive sampling, with its paths; trees that grow are verified so, too."""
     options = {"max_new_tokens": 24, "temperature": 0.8, "top_p": 0.9, "seed": 6}
-    own, naive = top_down(lambda log_target, log_draft, children: log_target.exp()), "naive-distinct"
-    decoders = [SpeculativeDecoder(*tiny_pair, method, tree_size=8, verifier=own)]
-    decoders += [SpeculativeDecoder(*tiny_pair, method if method != "dyspec" else naive, tree_size=8)]
-    texts = [decoder.generate(PROMPT[None], **options) for decoder in decoders]
-    assert torch.equal(*(text.sequences for text in texts)) or method == "dyspec"
-    if method != "dyspec":
-        assert torch.equal(*(text.stats.accepted for text in texts))
+    own, built_in = (
+        SpeculativeDecoder(*tiny_pair, method, tree_size=8, verifier=verifier).generate(PROMPT[None], **options)
+        for verifier in (top_down(lambda log_target, log_draft, children: log_target.exp()), None)
+    )
+    assert torch.equal(own.sequences, built_in.sequences)
+    assert torch.equal(own.stats.accepted, built_in.stats.accepted)
 
 
 def test_at_temperature_0_the_text_is_greedy_and_no_rule_is_asked(mine, tiny_pair):
@@ -149,7 +168,7 @@ def test_a_rule_is_told_of_laws_behind_their_filters_and_leaves_may_say_anything
 
 
 @pytest.mark.parametrize(("rule", "error", "message"), [
-    (lambda p, q, x: None, TypeError, r"rule '<lambda>' must return a tensor of probabilities \[1, 3, 7\], got NoneType"),
+    (lambda p, q, x: None, TypeError, r"rule '<lambda>' must return a tensor of probabilities \[1, 3, 7\], got None"),
     (lambda p, q, x: p[..., :2], ValueError, r"must return probabilities \[1, 3, 7\], got torch.float32 \[1, 3, 2\]"),
     (lambda p, q, x: p.exp().long(), ValueError, r"got torch.int64 \[1, 3, 7\]"),
     (lambda p, q, x: 2 * p.exp(), ValueError, r">= 0 that sum to 1 .* got a least of .* and sums of 1.* \.\. [12]\."),
@@ -187,17 +206,45 @@ def test_a_bug_around_the_rule_is_found(name, tiny_pair):
     assert outside or chi_square_p_value(joint_counts(out.sequences[:, 3:], 7), law) < SIGNIFICANCE
 
 
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("tree", "filters", "drafted"), [
+    (TokenTree.k_ary(2, 1), Filters(0.9), Filters(1.1, top_k=3)),
+    pytest.param(TREE, Filters(0.9, top_k=3, min_p=0.01), Filters(1.1, top_k=4), marks=pytest.mark.slow),
+    pytest.param(TREE, Filters(1.2, top_p=0.8), Filters(0.7, min_p=0.001), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_on_a_gpu_nodes_are_decided_as_on_a_cpu(tree, filters, drafted, monkeypatch):
+    problem = Problem(tree, "without_replacement", filters, drafted, batch=2, seed=1)
+
+    def verified():
+        return top_down(weigh_the_last)(
+            Nodes(problem.tokens, tree.parents, tree.ranks).per_sequence(),
+            problem.target,
+            problem.draft,
+            max_depth=tree.depth,
+            target_filters=filters,
+            draft_filters=drafted,
+            noise=Noise(torch.tensor(5), problem.rows),
+        )
+
+    expected = verified()
+    for place in (module, verification):
+        monkeypatch.setattr(place, "choose_impl", lambda function, impl, tensor: "triton")
+    assert all(torch.equal(one, other) for one, other in zip(verified(), expected, strict=True))
+    assert expected.length.max() > 0
+
+
+@pytest.mark.slow
 def test_on_a_gpu_a_rule_is_captured_with_the_step(mine, as_on_a_gpu):  # noqa: F811
     pair = [tiny_llama(seed, layers=1, hidden_size=32, num_attention_heads=2) for seed in (1, 2)]
     options = {"max_new_tokens": 6, "temperature": 0.9, "top_k": 5, "top_p": 0.9, "seed": 3}
 
     def decoded():
-        return SpeculativeDecoder(*pair, mine, tree_size=3, verifier=top_down(weigh_the_last)).generate(
-            PROMPT[None], **options
-        )
+        decoder = SpeculativeDecoder(*pair, mine, tree_size=3, verifier=top_down(weigh_the_last))
+        return decoder.generate(PROMPT[None], **options)
 
     expected = decoded()
     as_on_a_gpu()
     out = decoded()
+    assert Tape.replays > 0
     assert torch.equal(out.sequences, expected.sequences)
     assert torch.equal(out.stats.accepted, expected.stats.accepted)

@@ -9,13 +9,14 @@ and the walk goes on below that child, or ends with the token. It keeps the targ
 
     sum over all draws of p(x_1, x_2, ...) L(v | x_1, x_2, ...)  =  P(v)            for every token v
 
-Every verification that decides from the root down is such a rule, for one node after the other; L = P is naive sampling.
-And a tree is verified by a rule as it is by a sample of the target, "target_sample" of `verification`, which draws from L
-in the place of P. So a rule of one's own is a few lines of PyTorch, and all around it is what the methods here have.
+Every verification that decides from the root down is such a rule; L = P is naive sampling. And to verify a tree by a
+rule is to verify it by a sample of the target, "target_sample" of `verification`, with L in the place of P. So a rule
+is a few lines of PyTorch, and the walk around it is that of the methods here.
 
-The condition is that of one node alone. For a tree it asks, too, that all children of a node are drawn before any node
-below them, and that how many there are depends on none of their tokens: static trees are drawn so. Trees that grow are
-not, and there a rule has to be proved for the way they grow.
+The condition is on one node. Of a tree it asks that all children of a node are drawn before any node below them, and
+that how many there are depends on no token: static trees are drawn so. Trees that grow are not, and a rule has to be
+proved for the way in which they do. Children of equal tokens, which independent draws may give, are followed together:
+the rule is told of those below the first of them, and the token may be found below any.
 """
 
 from collections.abc import Callable
@@ -42,9 +43,9 @@ _ROUNDING = 1e-3  # what the sum of a law may differ from 1
 def top_down(rule: NodeRule) -> Callable[..., Verified]:
     """A verifier of whole trees by a rule for one node, as `verifier` of SpeculativeDecoder takes it.
 
-    rule: a function of (log_target, log_draft, children), fp32 [B, N, V] twice and LongTensor [B, N, K], which returns L,
-        [B, N, V]; all nodes are asked for at once. P and Q are behind temperature and filters. On a GPU it is captured
-        in a CUDA graph, so it may not ask the host for a value
+    rule: a function of (log_target, log_draft, children), fp32 [B, N, V] twice and LongTensor [B, N, K], which returns
+        L [B, N, V], of all nodes at once. P and Q are behind temperature and filters. On a GPU the rule is captured in
+        a CUDA graph, so it may not ask the host for a value
 
     At temperature 0 the text is greedy, and the rule is not asked. The verifier raises TypeError or ValueError for an
     answer that is no L, on a GPU for its shape alone; and ValueError for a draft at temperature 0 beside a target that
@@ -122,6 +123,6 @@ def _check(name: str, law: Tensor, inner: Tensor, shape: torch.Size) -> None:
         least, total = (each.where(inner[..., 0], whole) for each, whole in ((law.amin(-1), 0), (law.sum(-1), 1)))
         if not ((least >= 0) & ((total - 1).abs() < _ROUNDING)).all():
             raise ValueError(
-                f"rule {name!r} must return probabilities >= 0 that sum to 1 at each node with children, got a least of "
-                f"{float(least.min())} and sums of {float(total.min())} .. {float(total.max())}"
+                f"rule {name!r} must return probabilities >= 0 that sum to 1 at each node with children, "
+                f"got a least of {float(least.min())} and sums of {float(total.min())} .. {float(total.max())}"
             )
