@@ -12,6 +12,7 @@ if is_command(sys.argv, sys.orig_argv):  # before PyTorch is imported, which rea
     wait_passively(os.environ)
 
 from heavypath.kernels.nodes import Verified
+from heavypath.kernels.verifying.top_down import top_down
 from heavypath.speculative.calibration import calibrate
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoder import SpeculativeDecoder
@@ -108,4 +109,5 @@ __all__ = [
     "read_trace",
     "select_tree",
     "sequoia_tree",
+    "top_down",
 ]

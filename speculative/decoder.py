@@ -75,8 +75,8 @@ class SpeculativeDecoder:
         sequoia, dyspec, rsd-c, rsd-s) "rejection", or what accepts more of the same trees: "held" holds siblings back
         (`heavypath.kernels.verifying.held`), "traversal" tries leaves before what is above them (`.traversal`),
         "held_traversal" does both, for trees that do not grow; default: `methods.DEFAULT_VERIFIERS`. Or, for any method
-        and also at temperature 0, a callable as `Verifier` describes it: then the promise below is yours to keep, and
-        there can be no profile, which measures the built-in ones
+        and also at temperature 0, a callable as `Verifier` describes it, such as `top_down(rule)`: then the promise
+        below is yours to keep, and there can be no profile, which measures the built-in ones
 
     Options of some methods, which the others refuse:
 

@@ -13,9 +13,10 @@ import torch
 from matplotlib import image
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from heavypath.speculative import LOSSLESS_METHODS, SpeculativeDecoder, TokenTree, examples
+from heavypath.speculative import LOSSLESS_METHODS, METHODS, SpeculativeDecoder, TokenTree, examples, top_down
 from heavypath.speculative.comparison import ASSISTED, PLAIN
 from heavypath.speculative.demo import FOLDER, demo_prompts
+from heavypath.speculative.examples.own_method import weigh_the_last
 
 SCRIPTS = sorted(path for path in Path(examples.__file__).parent.glob("*.py") if path.name != "__init__.py")
 MODULE = "heavypath.speculative.examples"
@@ -149,6 +150,18 @@ def test_own_verifier_writes_the_text_of_the_built_in_one(example):
     assert len(printed) == 2
     assert printed[0] == printed[1]
     assert float(printed[0].split()[0]) > 1.5
+
+
+def test_own_method_decodes_its_trees_by_its_rule(example, demo_pair, monkeypatch):
+    monkeypatch.setitem(METHODS, "last-child", METHODS["chain"])  # which is taken back at the end
+    printed = re.findall(r"^(rejection|the last child): ([\d.]+) tokens", example("own_method"), re.M)
+    row, ids = METHODS["last-child"], demo_pair.tokenizer("def read_lines(path):", return_tensors="pt").input_ids
+    assert [len(row.tree_of(size)) for size in (2, 3, 6, 7, 14, 15)] == [2, 3, 3, 7, 7, 15]
+    for name, speed in printed:
+        verifier = "rejection" if name == "rejection" else top_down(weigh_the_last)
+        decoder = SpeculativeDecoder(*demo_pair[:2], "last-child", verifier=verifier, tree_size=7)
+        assert speed == f"{decoder.generate(ids, 64, temperature=0.6).stats.tokens_per_step:.2f}"
+    assert float(printed[1][1]) > 1.5
 
 
 def test_batch_streaming_shows_each_text_as_it_grows(example, demo_pair):

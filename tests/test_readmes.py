@@ -1,5 +1,6 @@
 """What the READMEs show runs: every Python block, every command, and every link leads somewhere."""
 
+import inspect
 import re
 import shlex
 import subprocess
@@ -8,13 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from heavypath.speculative import DistilSettings
+from heavypath.kernels.typical import acceptance
+from heavypath.kernels.verifying import traversal
+from heavypath.speculative import METHODS, DistilSettings, methods
 from heavypath.speculative.cli import distil, planning
 from heavypath.speculative.cli.app import main
+from heavypath.speculative.methods import LOSSLESS_FOR, REJECTION, VERIFIERS
 
 ROOT = Path(__file__).parent.parent
-READMES = [ROOT / folder / "README.md" for folder in (".", "speculative", "kernels", "bench")]
-MOST_LINES = 130  # of the first one
+RESEARCH = ROOT / "speculative" / "RESEARCH.md"
+READMES = [*(ROOT / folder / "README.md" for folder in (".", "speculative", "kernels", "bench")), RESEARCH]
+MOST_LINES = 130  # of the first one, and of that for researchers
 
 
 def blocks(language: str) -> list:
@@ -23,7 +28,8 @@ def blocks(language: str) -> list:
     for readme in READMES:
         pattern = rf"^```{language}\n(.*?)^```$"
         for number, match in enumerate(re.finditer(pattern, readme.read_text(encoding="utf-8"), re.S | re.M)):
-            name = f"{readme.parent.name if readme.parent != ROOT else 'root'} {number}"
+            place = readme.parent.name if readme.parent != ROOT else "root"
+            name = f"{'research' if readme == RESEARCH else place} {number}"
             found.append(pytest.param(match[1], id=name))
     return found
 
@@ -77,6 +83,24 @@ def test_files_named_in_readmes_exist():
             r"`((?:\.\./)?(?:[a-z_]+/)+[a-z_0-9]+\.(?:py|sh|json|png|svg))`", readme.read_text("utf-8")
         ):
             assert (readme.parent / name).exists() or (ROOT / name).exists(), f"{readme}: {name}"
+
+
+def test_the_page_for_researchers_has_all_methods_verifiers_and_papers_and_the_tests_that_it_names():
+    text = RESEARCH.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    rows = {words[1] for words in (line.split("`") for line in text.splitlines()) if words[0] == "" and len(words) > 2}
+    assert {*METHODS, *LOSSLESS_FOR, *VERIFIERS, "typical"} - {"without_replacement", "with_replacement"} <= rows
+    assert all(f"`rejection` (`{draw}`)" in text for draw in REJECTION)
+    sources = [inspect.getsource(module) for module in (methods, traversal, acceptance)]
+    papers = {paper for source in sources for paper in re.findall(r"arXiv[ \n#]+(\d{4}\.\d{5})", source)}
+    assert len(papers) >= 11
+    assert papers <= {*re.findall(r"arXiv (\d{4}\.\d{5})", text)}
+    for name in re.findall(r"`(?:tests/)?(test_\w+\.py)`", text):
+        assert (ROOT / "tests" / name).exists(), name
+    for method, row in METHODS.items():  # the tables that leave none out
+        tables = re.search(rf"^`{method}` \|.*\| ([A-Z ]+|none yet)$", text, re.M)
+        assert tables, method
+        assert ("T" in tables[1].split()) == (row.is_lossless and method != "autoregressive")
 
 
 def test_the_first_readme_is_short_and_begins_with_a_picture_and_the_state_of_things():

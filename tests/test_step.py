@@ -49,6 +49,7 @@ KERNELS = (
         "trees.growing",
         "trees.assembly",
         "verification",
+        "verifying.top_down",
         "typical.acceptance",
         "attention.prepared",
         "attention.masks",

@@ -16,6 +16,9 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 Law = tuple[Fraction, ...]  # a probability for each token
 ONE, NONE = Fraction(1), Fraction(0)
 
@@ -267,6 +270,27 @@ def top_down(rule: NodeRule) -> Verifier:
         return verdict
 
     return verify
+
+
+def by_law(rule: Callable[[Tensor, Tensor, Tensor], Tensor]) -> NodeRule:
+    """A rule as `heavypath.kernels.verifying.top_down` takes it, computed in fp64 and rounded to the fractions meant.
+
+    Two fractions with denominators of at most 10^6 are 10^-12 apart, so those of a small language are told from each
+    other. Were they not, `text_law` would find probabilities that do not sum to 1.
+    """
+
+    def decide(target: Law, draft: Law, tokens: Sequence[int], replacement: bool) -> tuple[list[Fraction], Law | None]:
+        if not tokens:
+            return [], target
+        logs = (torch.tensor([[[*map(float, law)]]], dtype=torch.float64).log() for law in (target, draft))
+        chances = rule(*logs, torch.tensor([[[*tokens, -1]]]))[0, 0].tolist()
+        law = [Fraction(chance).limit_denominator(10**6) for chance in chances]
+        first = [token not in tokens[:place] for place, token in enumerate(tokens)]  # of equal children
+        rest = [chance * (token not in tokens) for token, chance in enumerate(law)]
+        recovered = tuple(part / sum(rest) for part in rest) if sum(rest) else None
+        return [law[token] * here for token, here in zip(tokens, first, strict=True)], recovered
+
+    return decide
 
 
 def candidates(tree: Drawn, equals: list[int]) -> list[int]:

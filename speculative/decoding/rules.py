@@ -27,8 +27,9 @@ class Verifier(Protocol):
     """Decides which drafted nodes are accepted, and which token follows them.
 
     It is the verifier alone that makes the text follow the target's law: whatever the tree, the token after each
-    accepted one must be a sample of the target's filtered distribution there. `verify_tree` has the built-in rules, and
-    `heavypath.speculative.examples.own_verifier` is one in plain PyTorch.
+    accepted one must be a sample of the target's filtered distribution there. `verify_tree` has the built-in rules,
+    `heavypath.speculative.examples.own_verifier` is one in plain PyTorch, and `top_down` makes one of a rule for one
+    node.
     """
 
     def __call__(
