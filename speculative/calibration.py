@@ -316,13 +316,13 @@ class Counts(NamedTuple):
     reached:  LongTensor[depth], how many nodes there were at depth d
     moments:  fp64 [children, 5], over the nodes that tried child k: their number, and the sums of q, q^2, y and q y,
               where q is the draft's share of the child among the tokens left, and y is 1 if it was accepted, else 0
-    tokens:   walked along in each text
+    ranks:    int16 [S, T] of each walk: the child accepted at each token, -1 for none, -2 where none was offered
     """
 
     accepted: Tensor
     reached: Tensor
     moments: Tensor
-    tokens: int
+    ranks: tuple[Tensor, ...]
 
     def plus(self, other: "Counts") -> "Counts":
         """What was counted on the texts of both."""
@@ -330,7 +330,7 @@ class Counts(NamedTuple):
             self.accepted + other.accepted,
             self.reached + other.reached,
             self.moments + other.moments,
-            self.tokens + other.tokens,
+            self.ranks + other.ranks,
         )
 
 
@@ -371,9 +371,9 @@ def measure_ways(
 def _check_time(counts: Counts, needed: float, seconds: float) -> None:
     """Raise ValueError where `needed` seconds with texts as short as they may be are far more than there are.
 
-    counts: of the first walk, with its number of tokens
+    counts: of the first walk
     """
-    if counts.tokens <= LEAST_TOKENS and needed > 2 * seconds:
+    if counts.ranks[0].shape[1] <= LEAST_TOKENS and needed > 2 * seconds:
         raise ValueError(
             f"to count acceptance would take about {needed:.0f} s, more than its half of the limit, {seconds:.0f} s: "
             f"give a limit of {math.ceil(needed / ACCEPTANCE_SHARE)} s (limit=, --limit) or fewer temperatures. If the "
@@ -447,9 +447,9 @@ def walk(
     moments = torch.zeros(children, 5, dtype=torch.float64, device=target.device)
     place = torch.arange(children, device=target.device)
     alive = torch.full_like(lengths, children)  # how many children are offered
-    walked, begin = 0, time.perf_counter()
-    while walked < tokens and (walked < LEAST_TOKENS or time.perf_counter() - begin < extent.seconds):
-        walked += 1
+    ranks: list[Tensor] = []
+    begin = time.perf_counter()
+    while len(ranks) < tokens and (len(ranks) < LEAST_TOKENS or time.perf_counter() - begin < extent.seconds):
         here = state.lengths[:, None]
         longest = int(state.lengths.max())
         feed = replace(root_feed(state, Reach(longest, depth + 1), 2, depth), drafted=at.where(at < depth, 0))
@@ -474,6 +474,7 @@ def walk(
         counted = (child - 1).where(at == 0, 0) if way.kind.independent_sequences else child - 1
         reached += torch.bincount(at[at < depth], minlength=depth)
         accepted += torch.bincount((at * children + counted)[hit], minlength=accepted.numel()).view_as(accepted)
+        ranks.append((child - 1).where(hit, -1).where(at < depth, -2).to(torch.int16))
         moments += _moments(drawn.logprobs.double().exp(), (child - 1).where(hit, children), at < depth)
         if way.kind.independent_sequences:
             alive = (offered[:, 1:] == token).sum(1).where(hit, children)
@@ -481,7 +482,7 @@ def walk(
         state.previous.copy_(state.root)
         state.root.copy_(token[:, 0].where(hit, verified.next_token))
         state.lengths.add_(1)
-    return Counts(accepted.cpu(), reached.cpu(), moments.cpu(), walked)
+    return Counts(accepted.cpu(), reached.cpu(), moments.cpu(), (torch.stack(ranks, 1).cpu(),))
 
 
 def _moments(probs: Tensor, choice: Tensor, counted: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from test_mutations import mutated
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import TopK
 from heavypath.kernels.trees import growing as levels
-from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative import METHODS, SpeculativeDecoder
 from heavypath.speculative.decoding import growing
 from heavypath.speculative.decoding.drafted import Reach
 from heavypath.speculative.decoding.growing import heap_tree
@@ -100,13 +101,28 @@ def random_law(vocab_size: int, seed: int, spread: float = 1.0):
 @given(
     confidence=st.sampled_from([None, DEFAULT_CONFIDENCE]),
     seed=st.integers(0, 10_000), vocab_size=st.integers(1, 9), size=st.integers(2, 14), spread=st.floats(0.1, 4),
-    temperature=st.sampled_from([0.0, 1.0]),
+    temperature=st.sampled_from([0.0, 1.0]), threshold=st.sampled_from([0.0, 0.02, 0.3]),
 )  # fmt: skip
-def test_growing_by_levels_gives_the_heaps_tree(confidence, seed, vocab_size, size, spread, temperature):
-    law = random_law(vocab_size, seed, spread)
-    growth = Growth("slot", size, width=size - 1, depth=size - 1, confidence=confidence)
-    draft, drafted = grown(law, growth, Filters(temperature), seed)
-    slot_of = {path: slot for slot, path in draft.paths.items()}
+def test_growing_by_levels_gives_the_heaps_tree(confidence, seed, vocab_size, size, spread, temperature, threshold):
+    growth = Growth("slot", size, size - 1, size - 1, threshold, confidence)
+    check_the_heaps_tree(growth, random_law(vocab_size, seed, spread), vocab_size, Filters(temperature), seed)
+
+
+@pytest.mark.parametrize(("confidence", "threshold"), [("draft", 0.0), ("draft", 0.01), (DEFAULT_CONFIDENCE, 0.006)])
+def test_trees_of_up_to_768_nodes_are_the_heaps(confidence, threshold):
+    """The largest of DySpec's paper, with as many nodes on a level as the method gives them."""
+    growth = METHODS["dyspec"].tree_of(768, max_depth=12, threshold=threshold, confidence=confidence)
+    assert (growth.size, growth.width, growth.depth) == (768, 341, 12)
+    drafted = check_the_heaps_tree(growth, random_law(24, 1, 2.0), 24, Filters(1.0), 1)
+    assert 80 < drafted.tokens.shape[1] <= 768
+    assert (drafted.tokens.shape[1] == 768) == (threshold == 0)
+
+
+def check_the_heaps_tree(growth, law, vocab_size, filters, seed):
+    """That a grown tree, which is returned, is that of a draft call for each node."""
+    law, confidence, temperature = cache(law), growth.confidence, filters.temperature
+    draft, drafted = grown(law, growth, filters, seed)
+    slot_of = {path: slot for slot, path in reversed(draft.paths.items())}  # empty slots come last, and have token 0
 
     def below(path):
         """By the same draws, found again by the path of tokens that `path`, of ranks, leads along."""
@@ -118,14 +134,16 @@ def test_growing_by_levels_gives_the_heaps_tree(confidence, seed, vocab_size, si
         lines = confidence.lines(len(probs), probs.device) if confidence and temperature > 0 else None
         return [field.tolist() for field in levels.values(probs, squares, lines)]
 
+    @cache
     def draws(tokens):
         logits, row = torch.tensor([law(tokens)]), torch.tensor([(1 << 12) + slot_of[tokens]])
-        drawn = growing.gumbel_topk(logits, min(size - 1, vocab_size), temperature=temperature, seed=seed, rows=row)
+        drawn = growing.gumbel_topk(logits, min(growth.width, vocab_size), temperature=temperature, seed=seed, rows=row)
         logprobs = levels.logprobs_at(logits[None], drawn.tokens[None], 0.6)[0] if temperature == 0 else drawn.logprobs
         return drawn.tokens[0].tolist(), logprobs[0].double().exp()
 
-    expected = heap_tree(below, size, max_depth=size - 1)
+    expected = heap_tree(below, growth.size, growth.depth, growth.threshold)
     assert sorted(node_paths(drafted, "ranks")) == sorted(expected)
+    return drafted
 
 
 def test_the_heaps_tree_by_hand():

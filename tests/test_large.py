@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_decoder import assert_same_text, transformers_greedy
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.demo import demo_prompts
@@ -64,3 +65,23 @@ def test_widths_that_cannot_hold_the_model_are_refused(bench, demo_pair):
             bench.enlarged(demo_pair.target, widths, VOCABULARY)
     with pytest.raises(ValueError, match="1024 tokens"):
         bench.enlarged(demo_pair.target, bench.Widths(8, 768, 12, 1000), 1000)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_dyspec_grows_up_to_768_nodes_in_a_batch_of_prompts(temperature, demo_pair):
+    """The greedy texts, or for the first prompt the text that it has alone under the same seed."""
+    target, draft, tokenizer = demo_pair
+    rows = [tokenizer(text, return_tensors="pt").input_ids[0] for text in (demo_prompts()[0], "import os\n")]
+    longest = max(map(len, rows))
+    assert min(map(len, rows)) < longest
+    ids = torch.stack([torch.cat([row.new_zeros(longest - len(row)), row]) for row in rows])
+    mask = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows]).long()
+    decoder = SpeculativeDecoder(target, draft, "dyspec", tree_size=768, max_depth=12, threshold=0.003)
+    options = {"max_new_tokens": 12, "temperature": temperature, "eos_token_id": None}
+    out = decoder.generate(ids, attention_mask=mask, pad_token_id=0, **options)
+    assert 100 < out.stats.nodes / out.stats.steps <= 768
+    if temperature > 0:
+        assert torch.equal(out.sequences[0], decoder.generate(rows[0][None], **options).sequences[0])
+        return
+    for row, text in zip(rows, out.sequences, strict=True):
+        assert_same_text(target, text[None, longest - len(row) :], transformers_greedy(target, row[None], 12))

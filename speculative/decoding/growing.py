@@ -38,13 +38,17 @@ from heavypath.speculative.models.host import host_can_read
 
 
 def heap_tree(
-    below: Callable[[tuple[int, ...]], tuple[Sequence[float], Sequence[float]]], size: int, max_depth: int
+    below: Callable[[tuple[int, ...]], tuple[Sequence[float], Sequence[float]]],
+    size: int,
+    max_depth: int,
+    threshold: float = 0.0,
 ) -> list[tuple[int, ...]]:
     """DySpec's algorithm 1 as published, with a draft call for each node: what `grow_tree` must find.
 
     Returns the drafted nodes as paths of ranks, in the order in which they are drawn, without the root.
 
-    below(path): `slot_values.values` of the node at `path`, asked once for each node. O(size log size) beside that.
+    below(path): `kernels.growing.values` of the node at `path`, asked once for each node. O(size log size) beside that.
+    threshold: slots of less value stay empty.
     """
     nodes: list[tuple[int, ...]] = [()]
     worths = [1.0]
@@ -59,7 +63,7 @@ def heap_tree(
             heapq.heappush(queue, (-min(most, worths[parent] * rows[parent][0][rank]), depth, rank, parent))
 
     offer(0, 0, 1.0)
-    while queue and queue[0][0] < 0 and len(nodes) < size:
+    while queue and queue[0][0] < 0 and -queue[0][0] >= threshold and len(nodes) < size:
         negative, _, rank, parent = heapq.heappop(queue)
         nodes.append((*nodes[parent], rank))
         worths.append(worths[parent] * rows[parent][1][rank])

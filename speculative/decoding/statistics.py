@@ -147,7 +147,7 @@ class Statistics:
             *self._rows_of_sequences(),
             ("prompt tokens", f"{self.prefill_tokens} computed, {self.reused_tokens} reused"),
             ("cache, MiB", f"{self.cache_bytes / 2**20:.1f}"),
-            ("acceptance by rank", " ".join(f"{share:.2f}" for share in self.acceptance_by_rank)),
+            ("acceptance by rank", " ".join(f"{share:.2f}" for share in _to_the_last(self.acceptance_by_rank))),
             ("acceptance by depth", " ".join(f"{share:.2f}" for share in self.acceptance_by_depth)),
             *((f"seconds, {name}", f"{self.seconds[name]:.3f}") for name in PHASES if name in self.seconds),
         ]
@@ -156,3 +156,8 @@ class Statistics:
 
 def _shares(accepted: Tensor, offered: Tensor) -> list[float]:
     return (accepted.double() / offered.clamp(min=1)).tolist()
+
+
+def _to_the_last(shares: list[float]) -> list[float]:
+    """Without the zeros at the end: a grown tree has hundreds of ranks."""
+    return shares[: max((place for place, share in enumerate(shares, 1) if share > 0), default=1)]
