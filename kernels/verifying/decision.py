@@ -85,42 +85,35 @@ def coins_of(rank, row, seed_ptr, seed_low, seed_high):
 
 
 @triton.jit
-def help_others(
-    counters_ptr, rows, helper, tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr, facts_ptr, marks_ptr,
-    sums_ptr, N, V, parents_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride, temperature,
-    draft_temperature, index, LEAVES_OUT: tl.constexpr, COVERED: tl.constexpr, FILTERED: tl.constexpr,
+def help_at(
+    counters_ptr, rows, place, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr, facts_ptr,
+    marks_ptr, sums_ptr, N, V, parents_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride,
+    temperature, draft_temperature, index, LEAVES_OUT: tl.constexpr, COVERED: tl.constexpr, FILTERED: tl.constexpr,
     DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Take part in the passes of all nodes until their leaders have left. helper: the number of this helper."""
-    look = tl.full([], 0, tl.int32)
-    while look < LOOKS:
-        place = find_open(counters_ptr, rows, helper % rows)
-        look = tl.where(place == OVER, LOOKS, look + 1)
-        if place >= 0:
-            piece = take_chunk(counters_ptr, place)
-            if piece >= 0:
-                batch, node = (place // N).to(tl.int64), place % N
-                target, draft = stored_sides(
-                    facts_ptr + place * FACTS, marks_ptr + place * FACTS,
-                    target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride,
-                    draft_ptr + batch * draft_batch_stride, draft_stride,
-                    temperature, draft_temperature,
-                )  # fmt: skip
-                log_multiple = tl.load(facts_ptr + place * FACTS + 4, cache_modifier=".cg")
-                p_offset = tl.load(facts_ptr + place * FACTS + 7, cache_modifier=".cg")
-                uniform, token, left_out = 1.0, index, index < 0
-                if LEAVES_OUT:
-                    uniform = tl.load(facts_ptr + place * FACTS + 5, cache_modifier=".cg")
-                    parent = tl.load(parents_ptr + batch * parents_stride + index, mask=index < N, other=-1)
-                    token = tl.load(tokens_ptr + batch * N + index, mask=index < N, other=-1).to(tl.int32)
-                    child = (parent == node) & (parent < index) & (token >= 0) & (token < V)
-                    out_ptr = left_out_ptr + batch * N + index
-                    left_out = tl.load(out_ptr, mask=child, other=0, cache_modifier=".cg") > 0
-                sum_pieces(
-                    (counters_ptr, rows, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES), piece,
-                    offset(target, p_offset), draft, log_multiple, uniform, V, token, left_out,
-                    COVERED, FILTERED, DRAFT_FILTERED,
-                )  # fmt: skip
+    """Take part in the pass of node `place`, of which this program has taken a piece."""
+    batch, node = (place // N).to(tl.int64), place % N
+    target, draft = stored_sides(
+        facts_ptr + place * FACTS, marks_ptr + place * FACTS,
+        target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride,
+        draft_ptr + batch * draft_batch_stride, draft_stride,
+        temperature, draft_temperature,
+    )  # fmt: skip
+    log_multiple = tl.load(facts_ptr + place * FACTS + 4, cache_modifier=".cg")
+    p_offset = tl.load(facts_ptr + place * FACTS + 7, cache_modifier=".cg")
+    uniform, token, left_out = 1.0, index, index < 0
+    if LEAVES_OUT:
+        uniform = tl.load(facts_ptr + place * FACTS + 5, cache_modifier=".cg")
+        parent = tl.load(parents_ptr + batch * parents_stride + index, mask=index < N, other=-1)
+        token = tl.load(tokens_ptr + batch * N + index, mask=index < N, other=-1).to(tl.int32)
+        child = (parent == node) & (parent < index) & (token >= 0) & (token < V)
+        out_ptr = left_out_ptr + batch * N + index
+        left_out = tl.load(out_ptr, mask=child, other=0, cache_modifier=".cg") > 0
+    sum_pieces(
+        (counters_ptr, rows, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES), piece,
+        offset(target, p_offset), draft, log_multiple, uniform, V, token, left_out,
+        COVERED, FILTERED, DRAFT_FILTERED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seed_ptr", "seed_low", "seed_high", "temperature", "draft_temperature"])
@@ -174,12 +167,20 @@ def _decide_kernel(
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     index = tl.arange(0, BLOCK)
     if tl.program_id(0) >= rows * CHUNKS:
-        help_others(
-            counters_ptr, rows, tl.program_id(0) - rows * CHUNKS, tokens_ptr, parents_ptr, target_ptr, draft_ptr,
-            left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, parents_stride, target_batch_stride, target_stride,
-            draft_batch_stride, draft_stride, temperature, draft_temperature, index,
-            leaves_out, K_SEQ, FILTERED, DRAFT_FILTERED, PIECES,
-        )  # fmt: skip
+        look = tl.full([], 0, tl.int32)
+        while look < LOOKS:
+            opened = find_open(counters_ptr, rows, (tl.program_id(0) - rows * CHUNKS) % rows)
+            look = tl.where(opened == OVER, LOOKS, look + 1)
+            if opened >= 0:
+                piece = take_chunk(counters_ptr, opened)
+                if piece >= 0:
+                    help_at(
+                        counters_ptr, rows, opened, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr,
+                        left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, parents_stride,
+                        target_batch_stride, target_stride, draft_batch_stride, draft_stride,
+                        temperature, draft_temperature, index,
+                        leaves_out, K_SEQ, FILTERED, DRAFT_FILTERED, PIECES,
+                    )  # fmt: skip
         leave(counters_ptr, rows, HELPERS)
         return
 
