@@ -21,9 +21,9 @@ from heavypath.kernels.verifying.residual import add_logs, log_sum
 #
 #     states, fp32   0  its weight, 0 if none reaches it         2  log2 of the target's mass outside its children
 #                    1  the chance that the walk ends at it      3  the same of the draft
-#     traits, int32  0  CHAIN, once it has begun BEGUN; 0 for    2  whether the draft's row is a distribution
-#                       a node without one                       3  the first node, by index, whose path has the same
-#                    1  the first sibling of the same token         tokens; unset where children are distinct
+#     traits, int32  0  CHAIN, once that has begun BEGUN; 0 for a node without one
+#                    1  the first node, by index, whose path has the same tokens; unset where children are distinct
+#                    2  whether the draft's row is a distribution                    3  unused
 STATES = tl.constexpr(4)
 TRAITS = tl.constexpr(4)
 CHAIN, BEGUN = tl.constexpr(1), tl.constexpr(2)
@@ -50,16 +50,16 @@ def weigh_children(
     """The chain of a node of this weight, with all its children.
 
     job is as in `distributions`, below as of `_reach`; chained: whether a child has a chain. The children's weights are
-    stored as soon as they are known. Returns the first of the siblings of each one's token (-1 for those that are not
-    reached), the chance to end at the node, log2 l, `uniform` as in `distributions`, and which children's tokens are no
-    longer part of P. The last is stored at left_out_ptr, too, for programs that share a pass.
+    stored as soon as they are known. Returns the chance to end at the node, log2 l, `uniform` as in `distributions`, and
+    which children's tokens are no longer part of P. The last is stored at left_out_ptr, too, for programs that share a
+    pass.
     """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
     uniform = tl.full([], 1.0, tl.float32)
     factor, ending, leaving = weight, weight, 1 - weight  # c, n, and 1 - n less what is held
     weights, held = tl.zeros_like(log_p), tl.full([], 0.0, tl.float32)  # of those that are held, and the sum of it
-    first, passed, restricted = tl.zeros_like(index) - 1, tl.zeros_like(index), tl.zeros_like(index)
+    passed, restricted = tl.zeros_like(index), tl.zeros_like(index)
     tokens_left = tl.full([], 0.0, tl.float32) + V  # V is not a tensor where it is 1
     tokens_then = tokens_left
     next_order = tl.min(order)
@@ -69,8 +69,7 @@ def weigh_children(
         this_token = tl.sum(tl.where(one, token, 0))
         this_p = tl.sum(tl.where(one, log_p, 0.0))
         this_q = tl.sum(tl.where(one, log_q, 0.0))
-        alike = (order < NONE) & (token == this_token)
-        again = tl.max(tl.where(alike, passed, 0)) > 0  # an elder sibling has the same token
+        again = tl.max(tl.where((order < NONE) & (token == this_token), passed, 0)) > 0  # an elder sibling has the same token
         log_mass = tl.full([], 0.0, tl.float32)
         here = this_q > float("-inf")
         if leaves_out:
@@ -94,7 +93,6 @@ def weigh_children(
         taken = tl.where(again | (taken < 2.0**-126), 0.0, taken)
         next_order = tl.min(tl.where(order > next_order, order, NONE))
         if here:
-            first = tl.where(alike & (first < 0), this, first)
             if not HELD:
                 _reach(below, this, taken, tl.max(tl.where(one, chained, 0)) > 0)
             if taken >= 1:
@@ -138,4 +136,4 @@ def weigh_children(
             rest += this_weight
             _reach(below, last % N, tl.div_rn(this_weight, rest), tl.max(tl.where(one, chained, 0)) > 0)
             last = tl.max(tl.where((weights > 0) & (order < last), order, -1))
-    return first, ending, log_multiple, uniform, restricted
+    return ending, log_multiple, uniform, restricted

@@ -75,7 +75,7 @@ def _normalize_kernel(
     states_ptr,  # fp32 [B, N, STATES]
     traits_ptr,  # int32 [B, N, TRAITS]
     parts_ptr,  # fp32 [B, N, 4, CHUNKS]: the target's largest logit and sum of exponentials, then the draft's
-    tickets_ptr,  # [B, N], and behind them the counters of `sharing` for the chains
+    tickets_ptr,  # [B, N], and behind them the counters of `sharing` for the next kernel
     N,
     V,
     parents_stride,
@@ -159,10 +159,9 @@ def _normalize_kernel(
             alike = equal_contexts(tl.where(index < N, index, -1), token, node, parents_ptr, tokens_ptr).to(tl.int32)
             below = drafted & (tl.gather(alike, tl.maximum(parent, 0), 0) > 0)
             has_chain = tl.max(below.to(tl.int32)) > 0
-            tl.store(traits_ptr + 3, tl.argmax(alike, 0))
+            tl.store(traits_ptr + 1, tl.argmax(alike, 0))
         has_chain &= _depth(node, parents_ptr, max_depth) < max_depth
         tl.store(traits_ptr, tl.where(has_chain, CHAIN, 0))
-        tl.store(traits_ptr + 1, tl.where(node == 0, 0, -1))
         tl.store(traits_ptr + 2, draft_usable)
         if node == 0:
             counters_ptr = tickets_ptr + tl.num_programs(0) // CHUNKS
@@ -191,8 +190,8 @@ def _lead(
     if leaves_out:
         child &= parent == node
     else:
-        context = tl.load(traits_ptr + place * TRAITS + 3)
-        child &= tl.load(traits_ptr + (root + parent) * TRAITS + 3, mask=child, other=-1) == context
+        context = tl.load(traits_ptr + place * TRAITS + 1)
+        child &= tl.load(traits_ptr + (root + parent) * TRAITS + 1, mask=child, other=-1) == context
     source = tl.max(tl.where(index == tl.argmax(child.to(tl.int32), 0), parent, 0))
     origin = root + source
     target_row = target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride
@@ -222,7 +221,7 @@ def _lead(
             y = tl.load(draft[0] + token, mask=child, other=float("-inf")).to(tl.float32)
             log_q = log_prob(draft, y, token, DRAFT_FILTERED)
         states = states_ptr + place * STATES
-        first, ending, log_multiple, uniform, restricted = weigh_children(
+        ending, log_multiple, uniform, restricted = weigh_children(
             (counters_ptr, rows, row, own_facts_ptr, sums_ptr + place * PIECES),
             (counters_ptr, root, states_ptr + root * STATES),
             left_out_ptr + root, target, draft, tl.load(states + 2), tl.load(states + 3), V, N, token, index, order,
@@ -232,8 +231,6 @@ def _lead(
         )  # fmt: skip
         if leaves_out:
             tl.store(left_out_ptr + root + index, restricted, mask=child)
-        else:
-            tl.store(traits_ptr + (root + index) * TRAITS + 1, first, mask=child)
         tl.store(states + 1, ending)
         tl.store(own_facts_ptr + 4, log_multiple)
         tl.store(own_facts_ptr + 5, uniform)
@@ -256,7 +253,7 @@ def _chains_kernel(
     states_ptr,  # fp32 [B, N, STATES]
     traits_ptr,  # int32 [B, N, TRAITS]
     sums_ptr,  # fp32 [B, N, PIECES]
-    counters_ptr,  # those of `sharing`, as the kernel before has left them
+    tickets_ptr,  # as of the kernel before
     sequences,
     N,
     V,
@@ -279,6 +276,7 @@ def _chains_kernel(
     BLOCK: tl.constexpr,
 ):
     rows = sequences * N
+    counters_ptr = tickets_ptr + rows
     index = tl.arange(0, BLOCK)
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     row = find_open(counters_ptr, rows, tl.program_id(0) % rows)
@@ -342,27 +340,27 @@ def _choose_kernel(
     row = tl.load(rows_ptr + batch * N + parent, mask=drafted, other=0) if HAS_ROWS else batch * N + parent
     ending = tl.load(states_ptr + (batch * N + index) * STATES + 1, mask=drafted, other=0.0)
     reached = drafted & (coins_of(rank, row, seed_ptr, seed_low, seed_high) < ending)
-    above = parent
+    context = index
     if MERGES:
-        above = tl.load(traits_ptr + (batch * N + parent) * TRAITS + 1, mask=reached, other=-1)
+        context = tl.load(traits_ptr + (batch * N + index) * TRAITS + 1, mask=index < N, other=0)
+    above = tl.gather(context, tl.maximum(parent, 0), 0)
 
     # Whether a node or any below it is accepted goes up level by level; then the way down takes the first such child.
     level = tl.full([], 0, tl.int32)
     while level < max_depth:
-        below = tl.histogram(tl.maximum(above, 0), BLOCK, mask=reached & (above >= 0)) > 0
-        reached |= below & drafted
-        if MERGES:
-            above = tl.load(traits_ptr + (batch * N + parent) * TRAITS + 1, mask=reached, other=-1)
+        below = tl.histogram(above, BLOCK, mask=reached)
+        reached |= drafted & (tl.gather(below, context, 0) > 0)
         level += 1
     order = rank * N + index
-    node = tl.full([], 0, tl.int32)
+    node, here = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     going = max_depth > 0
     while going:
-        next_order = tl.min(tl.where(reached & (above == node), order, NONE))
+        next_order = tl.min(tl.where(reached & (above == here), order, NONE))
         going = next_order < NONE
         if going:
             tl.store(choice_ptr + batch * N + node, next_order % N)
             node = next_order % N
+            here = tl.sum(tl.where(index == node, context, 0))
 
 
 def launch_traversal(
@@ -420,7 +418,7 @@ def launch_traversal(
             LEAVES_OUT=leaves_out, CHUNKS=chunks, **shared,
         )  # fmt: skip
         _chains_kernel[(helping,)](
-            sums_ptr=sums, counters_ptr=counting[places:], sequences=batch,
+            sums_ptr=sums, tickets_ptr=counting, sequences=batch,
             REPLACEMENT=rule.independent, HELD=rule.method == "held_traversal",
             PIECES=pieces, HELPERS=helping, **shared, **ranked,
         )  # fmt: skip
