@@ -115,7 +115,7 @@ def verify_tree(
                    draft_temperature > 0. draft_logits may then have more rows than there are nodes, [B, M, V]; and
                    draws from different ones must be independent, each with a row of noise of its own. What it says of
                    the root means nothing
-    impl:          "triton" is two launches, or max_depth + 3 for traversal, without host synchronisation where
+    impl:          "triton" is two launches, or four for traversal, without host synchronisation where
                    max_depth is given; it takes fp32, fp16 or bf16 logits, CUDA tensors, or any tensors under Triton's
                    interpreter. "torch" takes anything. "auto" is triton for CUDA tensors, else torch. Both accept the
                    same nodes, except where a coin is within fp32 rounding of its threshold.

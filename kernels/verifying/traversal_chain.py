@@ -69,7 +69,9 @@ def weigh_children(
         this_token = tl.sum(tl.where(one, token, 0))
         this_p = tl.sum(tl.where(one, log_p, 0.0))
         this_q = tl.sum(tl.where(one, log_q, 0.0))
-        again = tl.max(tl.where((order < NONE) & (token == this_token), passed, 0)) > 0  # an elder sibling has the same token
+        again = (
+            tl.max(tl.where((order < NONE) & (token == this_token), passed, 0)) > 0
+        )  # an elder sibling has the same token
         log_mass = tl.full([], 0.0, tl.float32)
         here = this_q > float("-inf")
         if leaves_out:

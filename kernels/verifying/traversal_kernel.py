@@ -47,6 +47,7 @@ from heavypath.kernels.verifying.rule import Rule
 from heavypath.kernels.verifying.traversal_chain import BEGUN, CHAIN, STATES, TRAITS, weigh_children
 from heavypath.kernels.verifying.walk import launch_walk
 
+
 @triton.jit
 def _depth(node, parents_ptr, max_depth):
     """Edges from the root to a node, or max_depth + 1 if there are more."""
