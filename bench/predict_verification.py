@@ -145,7 +145,7 @@ def beginning(shape: Shape, gpu: Gpu = H200) -> dict[str, float]:
 
 
 def decide(shape: Shape, gpu: Gpu = H200) -> float:
-    """Microseconds of the launch, where the node with most passes takes all of them; of three launches for traversal."""
+    """Microseconds of the launch, or of traversal's three, where the node with most passes takes all of them."""
     leaving = gpu.fence + 2 * gpu.trip
     launches = gpu.launch
     if shape.chains:  # the last of which goes through the levels

@@ -274,8 +274,8 @@ MUTATIONS = {
         traversal_chain, "leaving = weight, weight, 1 - weight", "leaving = 1.0, weight, 1 - weight"
     ),
     "traversal: children of later siblings are lost": (
-        traversal_kernel, "child &= tl.load(traits_ptr + (root + parent) * TRAITS + 1, mask=child, other=-1) == context",
-        "child &= parent == node",
+        traversal_kernel, "tl.load(traits_ptr + (root + parent) * TRAITS + 1, mask=child, other=-1) == context",
+        "parent == node",
     ),
     "traversal: the held keep their weights": (traversal_chain, "rest += this_weight", "rest = 1 + 0 * rest"),
     "rank is ignored": (decision, "tl.where(child, rank * N + index, NONE)", "tl.where(child, index, NONE)"),

@@ -50,9 +50,9 @@ def weigh_children(
     """The chain of a node of this weight, with all its children.
 
     job is as in `distributions`, below as of `_reach`; chained: whether a child has a chain. The children's weights are
-    stored as soon as they are known. Returns the chance to end at the node, log2 l, `uniform` as in `distributions`, and
-    which children's tokens are no longer part of P. The last is stored at left_out_ptr, too, for programs that share a
-    pass.
+    stored as soon as they are known. Returns the chance to end at the node, log2 l, `uniform` as in `distributions`,
+    and which children's tokens are no longer part of P. The last is stored at left_out_ptr, too, for programs that
+    share a pass.
     """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
