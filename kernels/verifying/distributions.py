@@ -88,6 +88,15 @@ NONE = tl.constexpr(2**31 - 1)  # above every child's place in draw order: there
 
 
 @triton.jit
+def unread(row_ptr, temperature, cut_ptr, end_ptr, place, V, FILTERED: tl.constexpr):
+    """The side of a row before its logits are read. place: of the row, in cut_ptr and end_ptr."""
+    cut, end = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
+    if FILTERED:
+        cut, end = tl.load(cut_ptr + place), tl.load(end_ptr + place)
+    return (row_ptr, 0.0, 0.0, temperature, cut, end)
+
+
+@triton.jit
 def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.constexpr):
     """The largest logit of tokens begin .. end - 1, and the sum of their exponentials relative to it.
 
@@ -108,6 +117,15 @@ def softmax_part(side, begin, end, V, child_token, left_out, FILTERED: tl.conste
         largest = higher
     highest = tl.max(largest)
     return highest, tl.sum(total * tl.exp2((largest - highest) * scale))
+
+
+@triton.jit
+def store_part(side, part_ptr, chunk, V, token, left_out, FILTERED: tl.constexpr, CHUNKS: tl.constexpr):
+    """Store `softmax_part` of a chunk among those of the row, for `normalized`."""
+    begin = chunk * CHUNK
+    largest, total = softmax_part(side, begin, tl.minimum(begin + CHUNK, V), V, token, left_out, FILTERED)
+    tl.store(part_ptr + chunk, largest)
+    tl.store(part_ptr + CHUNKS + chunk, total)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise, seed_arguments
 from heavypath.kernels.sharing import OVER, call_leader, counters, find_open, helpers, leave, take_chunk
 from heavypath.kernels.tickets import is_last, tickets
-from heavypath.kernels.verifying.decision import Decided, coins_of, equal_contexts, help_at, ranks_of
+from heavypath.kernels.verifying.decision import Decided, help_at
 from heavypath.kernels.verifying.distributions import (
     CHUNK,
     FACTS,
@@ -39,10 +39,12 @@ from heavypath.kernels.verifying.distributions import (
     PIECE,
     log_prob,
     normalized,
-    softmax_part,
+    store_part,
     store_sides,
     stored_sides,
+    unread,
 )
+from heavypath.kernels.verifying.drafted_tree import coins_of, equal_contexts, nodes_of, ranks_of
 from heavypath.kernels.verifying.rule import Rule
 from heavypath.kernels.verifying.traversal_chain import BEGUN, CHAIN, STATES, TRAITS, weigh_children
 from heavypath.kernels.verifying.walk import launch_walk
@@ -101,42 +103,26 @@ def _normalize_kernel(
     tokens_ptr += batch * N
     parents_ptr += batch * parents_stride
     index = tl.arange(0, BLOCK)
-    parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
-    token = tl.load(tokens_ptr + index, mask=index < N, other=-1).to(tl.int32)
-    drafted = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
+    parent, token, drafted = nodes_of(tokens_ptr, parents_ptr, index, N, V)
     child = drafted & (parent == node)
     has_children = tl.max(child.to(tl.int32)) > 0
 
-    cut, draft_cut = tl.full([], float("-inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
-    end_of_ties, draft_end_of_ties = V + tl.full([], 0, tl.int32), V + tl.full([], 0, tl.int32)
-    if FILTERED:
-        cut, end_of_ties = tl.load(cut_ptr + place), tl.load(end_ptr + place)
-    if DRAFT_FILTERED:
-        draft_cut, draft_end_of_ties = tl.load(draft_cut_ptr + place), tl.load(draft_end_ptr + place)
     target_row = target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride
     draft_row = draft_ptr + batch * draft_batch_stride + node.to(tl.int64) * draft_stride
-    target = (target_row, 0.0, 0.0, temperature, cut, end_of_ties)
-    draft = (draft_row, 0.0, 0.0, draft_temperature, draft_cut, draft_end_of_ties)
-    begin = chunk * CHUNK
-    end = tl.minimum(begin + CHUNK, V)
+    target = unread(target_row, temperature, cut_ptr, end_ptr, place, V, FILTERED)
+    draft = unread(draft_row, draft_temperature, draft_cut_ptr, draft_end_ptr, place, V, DRAFT_FILTERED)
     left_out = child if LEAVES_OUT else child & (index < 0)
-    part_ptr = parts_ptr + place * 4 * CHUNKS + chunk
-    largest, total = softmax_part(target, begin, end, V, token, left_out, FILTERED)
-    tl.store(part_ptr, largest)
-    tl.store(part_ptr + CHUNKS, total)
+    part_ptr = parts_ptr + place * 4 * CHUNKS
+    store_part(target, part_ptr, chunk, V, token, left_out, FILTERED, CHUNKS)
     if has_children and not POINT_MASSES:
-        largest, total = softmax_part(draft, begin, end, V, token, left_out, DRAFT_FILTERED)
-        tl.store(part_ptr + 2 * CHUNKS, largest)
-        tl.store(part_ptr + 3 * CHUNKS, total)
+        store_part(draft, part_ptr + 2 * CHUNKS, chunk, V, token, left_out, DRAFT_FILTERED, CHUNKS)
     if is_last(tickets_ptr + place, CHUNKS):
-        target, target_outside, usable = normalized(
-            target, part_ptr - chunk, V, token, left_out, LEAVES_OUT, FILTERED, CHUNKS
-        )
+        target, target_outside, usable = normalized(target, part_ptr, V, token, left_out, LEAVES_OUT, FILTERED, CHUNKS)
         draft_outside = tl.full([], float("-inf"), tl.float32)
         draft_usable = tl.full([], 1, tl.int32)
         if has_children and not POINT_MASSES:
             draft, draft_outside, drawable = normalized(
-                draft, part_ptr - chunk + 2 * CHUNKS, V, token, left_out, LEAVES_OUT, DRAFT_FILTERED, CHUNKS
+                draft, part_ptr + 2 * CHUNKS, V, token, left_out, LEAVES_OUT, DRAFT_FILTERED, CHUNKS
             )
             draft_usable = drawable.to(tl.int32)
         facts_ptr += place * FACTS
@@ -185,9 +171,8 @@ def _lead(
     root = batch * N
     tl.debug_barrier()  # all threads have seen that the chain had not begun
     tl.store(traits_ptr + place * TRAITS, BEGUN)
-    parent = tl.load(parents_ptr + batch * parents_stride + index, mask=index < N, other=-1).to(tl.int32)
-    token = tl.load(tokens_ptr + root + index, mask=index < N, other=-1).to(tl.int32)
-    child = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
+    parents_ptr += batch * parents_stride
+    parent, token, child = nodes_of(tokens_ptr + root, parents_ptr, index, N, V)
     if leaves_out:
         child &= parent == node
     else:
@@ -210,10 +195,7 @@ def _lead(
     if usable:
         if not leaves_out:
             store_sides(own_facts_ptr, own_marks_ptr, target, draft, source)
-        if HAS_RANKS:
-            rank = tl.load(ranks_ptr + batch * ranks_stride + index, mask=index < N, other=0).to(tl.int32)
-        else:
-            rank = ranks_of(parent, index, parents_ptr + batch * parents_stride, N)
+        rank = ranks_of(parent, index, parents_ptr, ranks_ptr, batch * ranks_stride, N, HAS_RANKS)
         order = tl.where(child, rank * N + index, NONE)
         x = tl.load(target_row + token, mask=child, other=float("-inf")).to(tl.float32)
         log_p = log_prob(target, x, token, FILTERED)
@@ -333,10 +315,7 @@ def _choose_kernel(
     index = tl.arange(0, BLOCK)
     parents_ptr += batch * parents_stride
     parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
-    if HAS_RANKS:
-        rank = tl.load(ranks_ptr + batch * ranks_stride + index, mask=index < N, other=0).to(tl.int32)
-    else:
-        rank = ranks_of(parent, index, parents_ptr, N)
+    rank = ranks_of(parent, index, parents_ptr, ranks_ptr, batch * ranks_stride, N, HAS_RANKS)
     drafted = (parent >= 0) & (parent < index)
     row = tl.load(rows_ptr + batch * N + parent, mask=drafted, other=0) if HAS_ROWS else batch * N + parent
     ending = tl.load(states_ptr + (batch * N + index) * STATES + 1, mask=drafted, other=0.0)
