@@ -46,6 +46,7 @@ from heavypath.kernels.nodes import (
     check_law_values,
     check_logits,
     check_values,
+    paths_to,
     per_sequence,
     tree_depth,
 )
@@ -342,12 +343,7 @@ def _reference(
         last[sequence] = node
         length[sequence] += 1
 
-    path = np.full((batch, max_depth + 1), -1)
-    path[:, 0] = 0
-    for position in range(length.max(), 0, -1):  # from the last accepted node up to the root
-        on_path = length >= position
-        path[:, position] = np.where(on_path, last, -1)
-        last = np.where(on_path, parent[every[:, 0], last], last)
+    path = paths_to(last, length, parent, max_depth)
     return Verified(*(torch.from_numpy(field).to(device) for field in (path, length, next_token)))
 
 
