@@ -15,7 +15,7 @@ import triton.language as tl
 
 from heavypath.kernels.sharing import call_leader
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
-from heavypath.kernels.verifying.residual import add_logs, log_sum
+from heavypath.kernels.verifying.residual import add_logs, log_sum, undrawn
 
 # What is stored about a node beside what `distributions` names, by index:
 #
@@ -60,8 +60,7 @@ def weigh_children(
     factor, ending, leaving = weight, weight, 1 - weight  # c, n, and 1 - n less what is held
     weights, held = tl.zeros_like(log_p), tl.full([], 0.0, tl.float32)  # of those that are held, and the sum of it
     passed, restricted = tl.zeros_like(index), tl.zeros_like(index)
-    tokens_left = tl.full([], 0.0, tl.float32) + V  # V is not a tensor where it is 1
-    tokens_then = tokens_left
+    tokens_then = tl.full([], 0.0, tl.float32) + V  # V is not a tensor where it is 1
     next_order = tl.min(order)
     while next_order < NONE:
         this = next_order % N
@@ -75,18 +74,11 @@ def weigh_children(
         log_mass = tl.full([], 0.0, tl.float32)
         here = this_q > float("-inf")
         if leaves_out:
-            open = (order < NONE) & (passed == 0)
-            if POINT_MASSES:
-                log_mass = tl.full([], float("-inf"), tl.float32)
-            elif tl.max(passed) > 0:
-                log_mass = log_sum(log_q, open, draft_outside) if uniform > 0 else tl.log2(tokens_left / tokens_then)
-            if log_mass == float("-inf"):
-                log_multiple = tl.full([], float("-inf"), tl.float32)
-                log_mass = tl.full([], 0.0, tl.float32)
-                restricted = passed
-                tl.store(left_out_ptr + index, restricted, mask=order < NONE)
-                tokens_then = tl.where(POINT_MASSES, 1.0, tokens_left)
-                uniform = -tl.log2(tokens_then)
+            log_mass, _, rest = undrawn(
+                left_out_ptr, V, index, order, passed, log_q, draft_outside,
+                (log_multiple, uniform, tokens_then, restricted), POINT_MASSES,
+            )  # fmt: skip
+            log_multiple, uniform, tokens_then, restricted = rest
             if uniform <= 0:
                 this_q = uniform
             here = (this_q > float("-inf")) & (again == 0)
@@ -103,7 +95,6 @@ def weigh_children(
                 next_order = NONE
             else:
                 passed = tl.where(one, 1, passed)
-                tokens_left -= 1
                 share = 1 - taken if HELD else tl.full([], 1.0, tl.float32)
                 emitted = tl.full([], 1.0, tl.float32)  # S; where it is all that is left, it does not matter
                 if POINT_MASSES:
