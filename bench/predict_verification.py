@@ -20,10 +20,17 @@ A shared pass is a chain of waiting, and its chunk:
     combine     the leader sees it, and loads all sums                                     2 round trips
     decide      the next child is tried, by one program                                    instructions that wait
 
-Traversal (kernels/verifying/traversal_kernel.py) has its first pass alone in a launch, then a launch for each level
-whose nodes have children, and one that chooses. Its passes are those of the node with most of them on each level, one
-level after the other. On the shipped pair these are 17 in a tree of 64 nodes and 8 levels, most of them the root's,
-whose children all have their pass before anything is known of what is below them; 5 in a chain of 8.
+Traversal (kernels/verifying/traversal_kernel.py) has its first pass alone in a launch, then one for the chains of all
+nodes, and one that chooses. A chain begins when its node's weight is known, which is behind the passes for the elder
+siblings: so what counts is the longest way down, its beginnings and the passes on it. On the shipped pair these are 3
+and 7 in a tree of 64 nodes and 8 levels, 8 and 1 in a chain of 8. (All chains take 20 passes in the tree; those that a
+walk needs which ends at the accepted node 16, one behind the other; the most of each level 19 together.) A beginning:
+
+    call        the weight is written and fenced, and the word is given                    fence + half a round trip
+    notice      a free program's look is on its way                                        1.5 round trips
+    take        it takes the chain, and finds that it has not begun                        2 round trips
+    load        the tree, both rows' numbers, the children's logits                        3 round trips
+    offer       the first child is weighed, by one program                                 instructions that wait
 
 Instructions are counted in the machine code for sm_90 of 64 nodes x 128,256 tokens in bfloat16 (triton 3.9).
 """
@@ -41,6 +48,7 @@ from heavypath.kernels.verifying.distributions import CHUNK, LANES, PIECE
 from heavypath.kernels.verifying.k_seq import SEARCH_STEPS
 
 WARPS = LANES.value // 32
+DEEPEST = 8  # levels of the trees below
 SPECIAL = 16  # results a cycle of a multiprocessor's units for 2^x
 
 
@@ -70,7 +78,7 @@ class Shape(NamedTuple):
     passes: int
     vocabulary: int
     batch: int = 1
-    levels: int = 0  # launches of chains, for traversal
+    chains: int = 0  # for traversal, one behind the other: its passes are those between them
 
     @property
     def code(self) -> Code:
@@ -125,16 +133,26 @@ def shared_pass(shape: Shape, gpu: Gpu = H200, workers: int | None = None) -> di
     }
 
 
+def beginning(shape: Shape, gpu: Gpu = H200) -> dict[str, float]:
+    """Microseconds of each of the parts of a chain's beginning."""
+    return {
+        "call": gpu.fence + gpu.trip / 2,
+        "notice": 1.5 * gpu.trip,
+        "take": 2 * gpu.trip,
+        "load": 3 * gpu.trip,
+        "offer": (shape.code.between * gpu.dependent) / gpu.clock,
+    }
+
+
 def decide(shape: Shape, gpu: Gpu = H200) -> float:
-    """Microseconds of the launch, where the node with most passes takes all of them."""
+    """Microseconds of the launch, or of traversal's three, where the node with most passes takes all of them."""
     leaving = gpu.fence + 2 * gpu.trip
-    # A level begins with loads one behind the other: the depth, the weight, the tree, the facts, the children's logits.
-    beginning = gpu.launch + 5 * gpu.trip + (shape.code.between * gpu.dependent) / gpu.clock
-    choosing = gpu.launch + 3 * gpu.trip + shape.levels * 2 * gpu.barrier / gpu.clock
-    traversing = shape.levels * (beginning + leaving) + choosing if shape.levels else 0.0
-    return gpu.launch + max(first_pass(shape, gpu).values()) + shape.passes * sum(
+    launches = gpu.launch
+    if shape.chains:  # the last of which goes through the levels
+        launches = 3 * gpu.launch + 3 * gpu.trip + DEEPEST * 2 * gpu.barrier / gpu.clock
+    return launches + max(first_pass(shape, gpu).values()) + shape.passes * sum(
         shared_pass(shape, gpu).values()
-    ) + leaving + traversing  # fmt: skip
+    ) + shape.chains * sum(beginning(shape, gpu).values()) + leaving  # fmt: skip
 
 
 SHAPES = [
@@ -144,8 +162,8 @@ SHAPES = [
     for vocabulary in (32_000, 128_256)
     if (method, children) != ("kseq", 2)
 ]
-SHAPES += [Shape("traversal", 64, 20, 17, vocabulary, levels=8) for vocabulary in (32_000, 128_256)]
-SHAPES += [Shape("traversal", 9, 8, 5, vocabulary, levels=8) for vocabulary in (32_000, 128_256)]  # a chain
+SHAPES += [Shape("traversal", 64, 20, 7, vocabulary, chains=3) for vocabulary in (32_000, 128_256)]
+SHAPES += [Shape("traversal", 9, 8, 1, vocabulary, chains=8) for vocabulary in (32_000, 128_256)]  # a chain
 
 
 def main() -> None:

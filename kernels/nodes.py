@@ -50,6 +50,17 @@ class Verified(NamedTuple):
     next_token: Tensor
 
 
+def paths_to(last: np.ndarray, length: np.ndarray, parent: np.ndarray, max_depth: int) -> np.ndarray:
+    """The path of each sequence down to node last [B] behind length [B] edges, int64 [B, max_depth + 1], then -1."""
+    every, path = np.arange(len(last)), np.full((len(last), max_depth + 1), -1)
+    path[:, 0] = 0
+    for position in range(length.max(), 0, -1):  # from the last node up to the root
+        on_path = length >= position
+        path[:, position] = np.where(on_path, last, -1)
+        last = np.where(on_path, parent[every, last], last)
+    return path
+
+
 def per_sequence(name: str, value: Tensor, batch: int, nodes: int) -> Tensor:
     """The value as LongTensor[B, N]; ValueError unless it is one, or a LongTensor[N]."""
     if value.dtype != torch.long or value.shape not in ((nodes,), (batch, nodes)):

@@ -10,6 +10,10 @@ knows what is next. It publishes a pass, takes part in it as others do, and goes
 Helpers are the last programs of the grid: they start when no other program is left to start, and fill the processors
 that others have left. Each kernel writes `work` itself, one function for leaders and helpers.
 
+Rows whose leaders are not known beforehand, because they depend on other rows' results, count as rows that have left.
+When one is needed, call_leader opens a pass of one chunk, and whoever takes that chunk leads the row; so every program
+of such a launch is a helper, and looks for rows until all have left.
+
 Nobody waits for a program that has not started. Chunks are taken one by one, and a leader takes chunks itself until
 none is left. So it only ever waits for chunks that others have taken, which are programs that run already, and these
 wait for nobody while they hold a chunk. A helper leaves when all leaders have left, or after LOOKS looks for work. So
@@ -68,6 +72,13 @@ def open_pass(counters_ptr, row, CHUNKS):
     """Let everyone take the chunks of this row, whose last pass is done. Its leader calls this."""
     tl.debug_barrier()
     tl.atomic_xchg(counters_ptr + 1 + row, CHUNKS, sem="release")
+
+
+@triton.jit
+def call_leader(counters_ptr, row):
+    """Let whoever takes the only chunk of this pass lead the row, which counted as one that has left."""
+    tl.atomic_add(counters_ptr, -1, sem="relaxed")
+    open_pass(counters_ptr, row, 1)
 
 
 @triton.jit

@@ -46,6 +46,7 @@ from heavypath.kernels.nodes import (
     check_law_values,
     check_logits,
     check_values,
+    paths_to,
     per_sequence,
     tree_depth,
 )
@@ -115,7 +116,7 @@ def verify_tree(
                    draft_temperature > 0. draft_logits may then have more rows than there are nodes, [B, M, V]; and
                    draws from different ones must be independent, each with a row of noise of its own. What it says of
                    the root means nothing
-    impl:          "triton" is two launches, or max_depth + 3 for traversal, without host synchronisation where
+    impl:          "triton" is two launches, or four for traversal, without host synchronisation where
                    max_depth is given; it takes fp32, fp16 or bf16 logits, CUDA tensors, or any tensors under Triton's
                    interpreter. "torch" takes anything. "auto" is triton for CUDA tensors, else torch. Both accept the
                    same nodes, except where a coin is within fp32 rounding of its threshold.
@@ -342,12 +343,7 @@ def _reference(
         last[sequence] = node
         length[sequence] += 1
 
-    path = np.full((batch, max_depth + 1), -1)
-    path[:, 0] = 0
-    for position in range(length.max(), 0, -1):  # from the last accepted node up to the root
-        on_path = length >= position
-        path[:, position] = np.where(on_path, last, -1)
-        last = np.where(on_path, parent[every[:, 0], last], last)
+    path = paths_to(last, length, parent, max_depth)
     return Verified(*(torch.from_numpy(field).to(device) for field in (path, length, next_token)))
 
 

@@ -32,7 +32,7 @@ from test_typical import random_problem as random_typical
 from test_verification_kernel import Problem as Verification
 from test_verification_kernel import random_problem
 
-from heavypath.kernels import cache_compaction, commit, ordering, sampling_kernel, tickets
+from heavypath.kernels import cache_compaction, commit, ordering, sampling_kernel, sharing, tickets
 from heavypath.kernels import tree_attention as attention
 from heavypath.kernels.attention import kernel as tree_attention_kernel
 from heavypath.kernels.attention import launch as tree_attention_launch
@@ -41,7 +41,7 @@ from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS
-from heavypath.kernels.verifying import laws, walk
+from heavypath.kernels.verifying import laws, traversal_kernel, walk
 from heavypath.kernels.verifying.rule import WHOLE_TREE
 from heavypath.speculative import TokenTree
 
@@ -272,6 +272,16 @@ FAULTS = {
     ),
     "all nodes share what was taken away": (
         *LAWS, "taken_ptr += place * V", "taken_ptr += 0 * place", UNORDERED
+    ),
+    "a chain begins before its weight is there": (
+        sharing, "call_leader", traverses, "    open_pass(counters_ptr, row, 1)\n",
+        '    tl.atomic_xchg(counters_ptr + 1 + row, 1, sem="relaxed")\n', UNORDERED,
+    ),
+    "a chain is marked as begun while threads look at the mark": (
+        traversal_kernel, "_lead", traverses, "tl.debug_barrier()  # all threads have seen", "pass  #", NO_BARRIER
+    ),
+    "a draft's numbers are stored anew while threads load them": (
+        traversal_kernel, "_lead", traverses, "tl.debug_barrier()  # all threads have loaded", "pass  #", NO_BARRIER
     ),
     "a store one past the end": (
         sampling_kernel, "_open_groups", draws, "tl.store(keys_ptr + out, key, mask=place < K)",

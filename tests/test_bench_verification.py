@@ -96,3 +96,11 @@ def test_the_worst_root_takes_60_microseconds_and_k_seq_twice_that(predictions):
     for method, most in (("without_replacement", 60), ("kseq", 120)):
         passes = predictions.most_passes(method, 8)
         assert predictions.decide(predictions.Shape(method, 64, 20, passes, 128_256)) <= most
+
+
+def test_chains_of_traversal_wait_for_the_elder_siblings_on_their_way_alone(predictions):
+    """A tree of 64 nodes takes at most 65 us; a launch for each level, with the most passes of each, would take 141."""
+    tree, chain = (shape for shape in predictions.SHAPES if shape.method == "traversal" and shape.vocabulary == 32_000)
+    assert predictions.decide(chain) < predictions.decide(tree) < 65
+    longer = predictions.decide(tree._replace(chains=tree.chains + 1)) - predictions.decide(tree)
+    assert longer == pytest.approx(sum(predictions.beginning(tree).values()))

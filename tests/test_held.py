@@ -1,11 +1,13 @@
 """Held siblings: exact laws and weights of the implementation itself, and what is gained over recursive rejection."""
 
+from functools import partial
 from math import log2, nan
 
 import numpy as np
 import pytest
 import torch
 import verification_oracle
+from bisection import bisected
 from test_mutations import mutated
 from verification_oracle import Language, drawn, static
 
@@ -30,21 +32,18 @@ def weights_of(language: Language, tokens: np.ndarray, replacement: bool, chain=
     rows, children = tokens.shape
     sides = [logs(law).repeat(rows, 0) for law in (language.target(()), language.draft(()))]
 
-    def decided(coin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        coins = np.full(tokens.shape, nan)
-        coins[:, 0] = coin
+    def decided(coins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        coins[:, 1:] = nan
         return chain(*sides, tokens, coins, replacement, True)
+
+    def accepts(coins: np.ndarray, place: int) -> np.ndarray:
+        choice, _ = decided(coins)
+        return (choice >= 0) & (choice <= place)
 
     upto = np.zeros((rows, children))
     for place in range(children):
-        low, high = np.zeros(rows), np.ones(rows)
-        for _ in range(52):
-            middle = (low + high) / 2
-            choice = decided(middle)[0]
-            inside = (choice >= 0) & (choice <= place)
-            low, high = np.where(inside, middle, low), np.where(inside, high, middle)
-        upto[:, place] = low
-    choice, stopped = decided(np.ones(rows))
+        upto[:, place] = bisected(partial(accepts, place=place), rows, children, 0)
+    choice, stopped = decided(np.ones(tokens.shape))
     recovered = np.full((rows, len(language.target(()))), nan)
     recovered[choice < 0] = stopped / stopped.sum(1, keepdims=True)
     return np.diff(upto, axis=1, prepend=0), recovered

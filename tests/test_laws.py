@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from bisection import bisected
 from test_mutations import mutated
 from test_verification_kernel import DEVICE, mutant
 
@@ -89,16 +90,13 @@ def test_thresholds_and_recovered_tokens_of_one_node_are_those_of_the_paper(name
     log_target = log2([target] * len(drawn))
     log_laws = log2([[draft] * len(drawn) for draft in drafts])
     for place in range(len(drafts)):
-        low, high = np.zeros(len(drawn)), np.ones(len(drawn))
-        for _ in range(45):
-            coins = np.ones(drawn.shape)
-            coins[:, place] = middle = (low + high) / 2
-            accepted = laws_chain(log_target, log_laws, drawn, coins)[0] == place
-            low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
+        found = bisected(
+            lambda coins, place=place: laws_chain(log_target, log_laws, drawn, coins)[0] == place, *drawn.shape, place
+        )
         for row, tokens in enumerate(drawn):
             possible = all(draft[token] for draft, token in zip(drafts, tokens, strict=True))
             expected = thresholds(target, drafts, tokens)[0][place] if possible else None
-            assert expected is None or float(expected) == pytest.approx(low[row], abs=1e-12)
+            assert expected is None or float(expected) == pytest.approx(found[row], abs=1e-12)
     choice, weights = laws_chain(log_target, log_laws, drawn, np.ones(drawn.shape))
     for tokens, given in zip(drawn[choice < 0], weights, strict=True):
         possible = all(draft[token] for draft, token in zip(drafts, tokens, strict=True))

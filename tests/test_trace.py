@@ -2,12 +2,14 @@
 
 import json
 import re
+from functools import partial
 from itertools import pairwise
 from math import log
 
 import numpy as np
 import pytest
 import torch
+from bisection import bisected
 from test_decoder import tiny_llama
 from test_tree import trees
 from test_verification import acceptance_and_weights
@@ -96,21 +98,19 @@ def test_thresholds_are_the_coins_at_which_the_verifier_changes_its_mind(filters
 
 
 def test_k_seqs_thresholds_are_the_coins_at_which_it_changes_its_mind():
+    def accepted(logs: list[np.ndarray], drawn: np.ndarray, coins: np.ndarray) -> np.ndarray:
+        return k_seq(*logs, drawn, coins)[0] >= 0
+
     generator = torch.Generator().manual_seed(5)
     for _ in range(12):
         target, draft = (torch.randn(8, generator=generator).double().log_softmax(-1) for _ in range(2))
         draft[7] = -torch.inf
         children = [int(token) for token in torch.randint(8, (4,), generator=generator)]
         logs = [(side / log(2)).numpy()[None] for side in (target, draft)]
-        for place, threshold in enumerate(_k_seq(target.numpy(), draft.numpy(), children)):
-            low, high = 0.0, 1.0
-            for _ in range(40):
-                tossed = np.ones((1, 4))
-                tossed[0, place] = middle = (low + high) / 2
-                accepted = k_seq(*logs, np.array([children]), tossed)[0][0] >= 0
-                low, high = (middle, high) if accepted else (low, middle)
-            sure = k_seq(*logs, np.array([children]), np.ones((1, 4)))[0][0] >= 0
-            assert sure or low == pytest.approx(threshold or 0, abs=1e-6)
+        accepts = partial(accepted, logs, np.array([children]))
+        for place, expected in enumerate(_k_seq(target.numpy(), draft.numpy(), children)):
+            sure = accepts(np.ones((1, 4)))[0]
+            assert sure or bisected(accepts, 1, 4, place)[0] == pytest.approx(expected or 0, abs=1e-6)
 
 
 def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab_size=6):

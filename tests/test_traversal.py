@@ -324,6 +324,20 @@ def test_weights_that_shrink_below_every_number_are_0():
             assert (verified.length.tolist(), verified.next_token.tolist()) == ([0], [0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_a_row_without_a_distribution_is_refused_where_it_is_read(side, dtype):
+    """Nothing hangs below node 2, whose row of the draft is never read."""
+    tokens, parents = torch.tensor([[0, 1, 2], [0, 2, 1]]), torch.tensor([-1, 0, 1])
+    logits = {"target": torch.zeros(2, 3, 3, dtype=dtype), "draft": torch.zeros(2, 3, 3, dtype=dtype)}
+    logits["draft"][:, 2] = torch.nan
+    assert verify_tree(tokens, parents, *logits.values(), method="traversal").length.tolist() == [2, 2]
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        logits[side][1, 1] = bad
+        with pytest.raises(ValueError, match=rf"{side}_logits must have a finite maximum .* \[1, 1\] has {bad}"):
+            verify_tree(tokens, parents, *logits.values(), method="traversal")
+
+
 def test_absent_nodes_and_what_hangs_below_them_are_passed_by(monkeypatch):
     tree = Drawn([0, -1, 2, 1], [-1, 0, 0, 1], [0, 0, 1, 0], 1.0)
     law = Verifier(TRAVERSAL).emitted(Language(3, 1), [tree], (), monkeypatch)

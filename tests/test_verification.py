@@ -6,6 +6,7 @@ from math import log
 import numpy as np
 import pytest
 import torch
+from bisection import bisected
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
@@ -25,14 +26,9 @@ def acceptance_and_weights(target: Tensor, draft_logits: Tensor, filters: Filter
     arguments = target.log2().expand(rows, -1).numpy(), log_draft, drawn.numpy()
     acceptance = np.zeros((rows, k))
     for place in range(k):
-        low, high = np.zeros(rows), np.ones(rows)
-        for _ in range(52):
-            middle = (low + high) / 2
-            coins = np.ones((rows, k))
-            coins[:, place] = middle
-            accepted = residual_chain(*arguments, coins, replacement)[0] == place
-            low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
-        acceptance[:, place] = low
+        acceptance[:, place] = bisected(
+            lambda coins, place=place: residual_chain(*arguments, coins, replacement)[0] == place, rows, k, place
+        )
     choice, stopped = residual_chain(*arguments, np.ones((rows, k)), replacement)
     weights = torch.ones(rows, len(target)).double()  # of those that always accept, anything
     weights[torch.from_numpy(choice < 0)] = torch.from_numpy(stopped)
@@ -97,19 +93,14 @@ def test_k_seq_emits_exactly_the_targets_law(vocab_size, k, seed):
     arguments = [
         rows.expand(len(tokens), -1).numpy() for rows in (target.log2(), draft_logits.double().log_softmax(-1) / log(2))
     ]
-    threshold = np.zeros(tokens.shape)
-    for place in range(k):
-        low, high = np.zeros(len(tokens)), np.ones(len(tokens))
-        for _ in range(52):
-            coins = np.ones(tokens.shape)
-            coins[:, place] = middle = (low + high) / 2
-            first, _ = k_seq(*arguments, tokens.numpy(), coins)
-            accepted = (first >= 0) & (first <= place)
-            low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
-        threshold[:, place] = low
     law, reach = torch.zeros_like(target), weight.clone()
     for place in range(k):
-        accepted = torch.from_numpy(threshold[:, place])
+
+        def accepts(coins: np.ndarray, place: int = place) -> np.ndarray:
+            first, _ = k_seq(*arguments, tokens.numpy(), coins)
+            return (first >= 0) & (first <= place)
+
+        accepted = torch.from_numpy(bisected(accepts, *tokens.shape, place))
         law.index_add_(0, tokens[:, place], reach * accepted)
         reach = reach * (1 - accepted)
     choice, stopped = k_seq(*arguments, tokens.numpy(), np.ones(tokens.shape))

@@ -19,6 +19,7 @@ from heavypath.kernels.verification import VERIFICATION_METHODS, Rule, verify_tr
 from heavypath.kernels.verifying import (
     decision,
     distributions,
+    drafted_tree,
     held,
     k_seq,
     residual,
@@ -251,16 +252,16 @@ MUTATIONS = {
     "F is dropped": (residual, "tl.maximum(ratio, 0.0) / over", "tl.maximum(ratio, 0.0)"),
     "lambda stays": (residual, "log_multiple = add_logs(log_multiple, tl.log2(over) - log_mass)", "pass"),
     "children are not left out": (residual, "open = (order < NONE) & (rejected == 0)", "open = order < NONE"),
-    "equal siblings are separate": (decision, "equal = same | (there &", "equal = same & (there &"),
-    "all children share a coin": (decision, "word = rank % 4\n", "word = rank * 0\n"),
+    "equal siblings are separate": (drafted_tree, "equal = same | (there &", "equal = same & (there &"),
+    "all children share a coin": (drafted_tree, "word = rank % 4\n", "word = rank * 0\n"),
     "the draft's filters are the target's": (
         decision, "filter_cuts(source, draft_filters)", "filter_cuts(source, target_filters)"
     ),
     "the recovered token uses the draft's noise": (walk, "int(Stream.TARGET))", "int(Stream.DRAFT))"),
     "the recovered token comes from the target": (walk, "weight = p - share * cover", "weight = p"),
     "K-SEQ searches no further than K": (k_seq, "g = high.to(tl.float32)", "g = children.to(tl.float32)"),
-    "the path names another sibling": (walk, "node = tl.load(parents_ptr + node).to(tl.int32)\n            pos",
-                                       "node = 1\n            pos"),
+    "the path names another sibling": (drafted_tree, "node = tl.load(parents_ptr + node).to(tl.int32)\n        pos",
+                                       "node = 1\n        pos"),
     "held: the elder do not lose": (held, "weight * scale), chance", "weight), chance"),
     "held: c stays": (residual, "over /= scale", "pass"),
     "held: the last child takes no pass": (residual, "needed |= elder > 0", "pass"),
@@ -274,7 +275,8 @@ MUTATIONS = {
         traversal_chain, "leaving = weight, weight, 1 - weight", "leaving = 1.0, weight, 1 - weight"
     ),
     "traversal: children of later siblings are lost": (
-        traversal_kernel, "parent * TRAITS + 1, mask=child, other=-1) == node", "parent * 0, mask=child) == level"
+        traversal_kernel, "tl.load(traits_ptr + (root + parent) * TRAITS + 1, mask=child, other=-1) == context",
+        "parent == node",
     ),
     "traversal: the held keep their weights": (traversal_chain, "rest += this_weight", "rest = 1 + 0 * rest"),
     "rank is ignored": (decision, "tl.where(child, rank * N + index, NONE)", "tl.where(child, index, NONE)"),
@@ -308,13 +310,12 @@ def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "held_mutant", mutant(tmp_path, held, original, replacement, "held_mutant"))
         module = residual
         copy = mutant(tmp_path, residual, f"from {held.__name__} import", "from held_mutant import", "mutant")
-    if module in (residual, k_seq):  # what the kernel of decision calls
+    callers = {residual: decision, k_seq: decision, traversal_chain: traversal_kernel}
+    callers[drafted_tree] = walk if "path" in name else decision
+    if module in callers:
         monkeypatch.setitem(sys.modules, "mutant", copy)
-        copy = mutant(tmp_path, decision, f"from {module.__name__} import", "from mutant import", "calls_mutant")
-    if module is traversal_chain:
-        module = traversal_kernel
-        monkeypatch.setitem(sys.modules, "mutant", copy)
-        copy = mutant(tmp_path, module, f"from {traversal_chain.__name__} import", "from mutant import", "calls_mutant")
+        called, module = module.__name__, callers[module]
+        copy = mutant(tmp_path, module, f"from {called} import", "from mutant import", "calls_mutant")
     launcher = {walk: "launch_walk", traversal_kernel: "launch_traversal"}.get(module, "decide")
     monkeypatch.setattr(verification, launcher, getattr(copy, launcher))
 
@@ -322,17 +323,17 @@ def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
         pairs = zip(problem.verified("triton"), problem.verified("torch"), strict=True)
         return not all(torch.equal(kernel, reference) for kernel, reference in pairs)
 
-    tree, method = TREES["ranks"], "without_replacement"
+    shape, method = TREES["ranks"], "without_replacement"
     if "equal" in name or "sibling" in name or "K-SEQ" in name:
-        tree, method = TokenTree.independent(3, 2), "kseq"
+        shape, method = TokenTree.independent(3, 2), "kseq"
     if name.startswith("held"):
-        tree, method = TokenTree.k_ary(3, 1), "held"
+        shape, method = TokenTree.k_ary(3, 1), "held"
     if name.startswith("traversal"):
-        tree, method = TokenTree.k_ary(2, 2), "held_traversal" if "held keep" in name else "traversal"
+        shape, method = TokenTree.k_ary(2, 2), "held_traversal" if "held keep" in name else "traversal"
     filters = FILTERS["top-k"] if "filters" in name else FILTERS["none"]
     if "restarts" in name:
         filters = PLAIN, Filters(1.0, 2)
-    problems = (Problem(tree, method, *filters, batch=2, vocab_size=4, seed=seed) for seed in range(40))
+    problems = (Problem(shape, method, *filters, batch=2, vocab_size=4, seed=seed) for seed in range(40))
     assert any(differs(problem) for problem in problems)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores
 from heavypath.kernels.implementation import check_can_launch, choose_impl
-from heavypath.kernels.nodes import Nodes, Verified, check_logits, check_values, per_sequence, tree_depth
+from heavypath.kernels.nodes import Nodes, Verified, check_logits, check_values, paths_to, per_sequence, tree_depth
 from heavypath.kernels.noise import Noise, Stream, check_seed, gumbels
 from heavypath.kernels.typical.kernel import launch_typical
 from heavypath.kernels.verifying.distributions import best_token, log_probs, readable, used_rows
@@ -150,12 +150,7 @@ def _reference(
     keys = filtered_scores(*used_rows(logits, "target", every, last, checked), filters)
     keys += gumbels(int(noise.seed), Stream.TARGET, row, keys.shape[-1])
     next_token = best_token(keys)
-    path = np.full((batch, max_depth + 1), -1)
-    path[:, 0] = 0
-    for position in range(length.max(), 0, -1):
-        on_path = length >= position
-        path[:, position] = np.where(on_path, last, -1)
-        last = np.where(on_path, parent[every, last], last)
+    path = paths_to(last, length, parent, max_depth)
     return Verified(*(torch.from_numpy(field).to(nodes.tokens.device) for field in (path, length, next_token)))
 
 

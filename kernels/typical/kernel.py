@@ -24,6 +24,7 @@ from heavypath.kernels.noise import Noise, Stream
 from heavypath.kernels.sampling_kernel import launch_topk
 from heavypath.kernels.tickets import is_last, tickets
 from heavypath.kernels.verifying.distributions import CHUNK, LANES, NONE, TILE, log_prob
+from heavypath.kernels.verifying.drafted_tree import nodes_of, store_path
 
 
 @triton.jit
@@ -59,9 +60,8 @@ def _weigh_kernel(
     place = (tl.program_id(0) // CHUNKS).to(tl.int64)
     batch, node = place // N, (place % N).to(tl.int32)
     index = tl.arange(0, BLOCK)
-    parent = tl.load(parents_ptr + batch * parents_stride + index, mask=index < N, other=-1).to(tl.int32)
-    token = tl.load(tokens_ptr + batch * N + index, mask=index < N, other=-1).to(tl.int32)
-    child = (parent == node) & (parent < index) & (token >= 0) & (token < V)
+    parent, token, child = nodes_of(tokens_ptr + batch * N, parents_ptr + batch * parents_stride, index, N, V)
+    child &= parent == node
     if tl.max(child.to(tl.int32)) > 0:
         row_ptr = target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride
         scale = softmax_scale(temperature)
@@ -126,9 +126,7 @@ def _longest_kernel(
     batch = tl.program_id(0).to(tl.int64)
     parents_ptr += batch * parents_stride
     index = tl.arange(0, BLOCK)
-    parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
-    token = tl.load(tokens_ptr + batch * N + index, mask=index < N, other=-1).to(tl.int32)
-    there = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
+    parent, _, there = nodes_of(tokens_ptr + batch * N, parents_ptr, index, N, V)
     weight = tl.load(weights_ptr + batch * N + index, mask=there, other=float("-inf"))
     above = tl.maximum(parent, 0)
 
@@ -145,15 +143,8 @@ def _longest_kernel(
             length += 1
             going = length < max_depth
 
-    place = tl.arange(0, PATH)
-    path = tl.where(place == 0, 0, -1)
-    node, position = last, length
-    while position > 0:
-        path = tl.where(place == position, node, path)
-        node = tl.load(parents_ptr + node).to(tl.int32)
-        position -= 1
-    tl.store(path_ptr + batch * (max_depth + 1) + place, path, mask=place <= max_depth)
-    tl.store(length_ptr + batch, length)
+    path_ptr += batch * (max_depth + 1)
+    store_path(path_ptr, length_ptr + batch, parents_ptr, last, length, max_depth, PATH)
     tl.store(last_ptr + batch, batch * N + last)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from heavypath.kernels.filter_cuts import filter_cuts
 from heavypath.kernels.filtering import Filters, raised
 from heavypath.kernels.nodes import Nodes
-from heavypath.kernels.noise import Noise, Stream, philox_words, seed_arguments, seed_words
+from heavypath.kernels.noise import Noise, seed_arguments
 from heavypath.kernels.sharing import LOOKS, OVER, counters, find_open, helpers, leave, take_chunk
 from heavypath.kernels.tickets import is_last, tickets
 from heavypath.kernels.verifying.distributions import (
@@ -37,90 +37,46 @@ from heavypath.kernels.verifying.distributions import (
     log_prob,
     normalized,
     offset,
-    softmax_part,
+    store_part,
     store_sides,
     stored_sides,
     sum_pieces,
+    unread,
 )
+from heavypath.kernels.verifying.drafted_tree import coins_of, equal_contexts, nodes_of, ranks_of
 from heavypath.kernels.verifying.k_seq import try_k_seq
 from heavypath.kernels.verifying.residual import try_chain
 from heavypath.kernels.verifying.rule import Rule
 
-_ACCEPT = tl.constexpr(int(Stream.ACCEPT))
-
 
 @triton.jit
-def ranks_of(parent, index, parents_ptr, N):
-    """Each node's place among its siblings, if these are in index order."""
-    rank = tl.zeros_like(index)
-    for other in range(N):
-        rank += tl.where((parent == tl.load(parents_ptr + other)) & (index > other), 1, 0)
-    return rank
-
-
-@triton.jit
-def equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
-    """Whether the tokens on the path from the root to each `parent` are those on the path to `node`."""
-    same = parent == node
-    equal = parent >= 0
-    while node > 0:
-        there = equal & (parent > 0)
-        their = tl.load(tokens_ptr + parent, mask=there, other=-1)
-        equal = same | (there & (their == tl.load(tokens_ptr + node)) & (their >= 0))
-        parent = tl.load(parents_ptr + parent, mask=there, other=-1).to(tl.int32)
-        node = tl.load(parents_ptr + node).to(tl.int32)
-        same |= equal & (parent == node)
-    return equal & (parent == node)
-
-
-@triton.jit
-def coins_of(rank, row, seed_ptr, seed_low, seed_high):
-    """The coin of each child, from its rank and the noise row of the node above it."""
-    c0, c1, c2 = (rank // 4).to(tl.uint32), row.to(tl.uint32), (row >> 32).to(tl.uint32)
-    seed_low, seed_high = seed_words(seed_ptr, seed_low, seed_high)
-    w0, w1, w2, w3 = philox_words(seed_low, seed_high, c0, c1, c2, tl.full([], _ACCEPT, tl.uint32))
-    word = rank % 4
-    word = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
-    return (word >> 8).to(tl.float32) * (2.0**-24)
-
-
-@triton.jit
-def help_others(
-    counters_ptr, rows, helper, tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr, facts_ptr, marks_ptr,
-    sums_ptr, N, V, parents_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride, temperature,
-    draft_temperature, index, LEAVES_OUT: tl.constexpr, COVERED: tl.constexpr, FILTERED: tl.constexpr,
+def help_at(
+    counters_ptr, rows, place, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr, facts_ptr,
+    marks_ptr, sums_ptr, N, V, parents_stride, target_batch_stride, target_stride, draft_batch_stride, draft_stride,
+    temperature, draft_temperature, index, LEAVES_OUT: tl.constexpr, COVERED: tl.constexpr, FILTERED: tl.constexpr,
     DRAFT_FILTERED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Take part in the passes of all nodes until their leaders have left. helper: the number of this helper."""
-    look = tl.full([], 0, tl.int32)
-    while look < LOOKS:
-        place = find_open(counters_ptr, rows, helper % rows)
-        look = tl.where(place == OVER, LOOKS, look + 1)
-        if place >= 0:
-            piece = take_chunk(counters_ptr, place)
-            if piece >= 0:
-                batch, node = (place // N).to(tl.int64), place % N
-                target, draft = stored_sides(
-                    facts_ptr + place * FACTS, marks_ptr + place * FACTS,
-                    target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride,
-                    draft_ptr + batch * draft_batch_stride, draft_stride,
-                    temperature, draft_temperature,
-                )  # fmt: skip
-                log_multiple = tl.load(facts_ptr + place * FACTS + 4, cache_modifier=".cg")
-                p_offset = tl.load(facts_ptr + place * FACTS + 7, cache_modifier=".cg")
-                uniform, token, left_out = 1.0, index, index < 0
-                if LEAVES_OUT:
-                    uniform = tl.load(facts_ptr + place * FACTS + 5, cache_modifier=".cg")
-                    parent = tl.load(parents_ptr + batch * parents_stride + index, mask=index < N, other=-1)
-                    token = tl.load(tokens_ptr + batch * N + index, mask=index < N, other=-1).to(tl.int32)
-                    child = (parent == node) & (parent < index) & (token >= 0) & (token < V)
-                    out_ptr = left_out_ptr + batch * N + index
-                    left_out = tl.load(out_ptr, mask=child, other=0, cache_modifier=".cg") > 0
-                sum_pieces(
-                    (counters_ptr, rows, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES), piece,
-                    offset(target, p_offset), draft, log_multiple, uniform, V, token, left_out,
-                    COVERED, FILTERED, DRAFT_FILTERED,
-                )  # fmt: skip
+    """Take part in the pass of node `place`, of which this program has taken a piece."""
+    batch, node = (place // N).to(tl.int64), place % N
+    target, draft = stored_sides(
+        facts_ptr + place * FACTS, marks_ptr + place * FACTS,
+        target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride,
+        draft_ptr + batch * draft_batch_stride, draft_stride,
+        temperature, draft_temperature,
+    )  # fmt: skip
+    log_multiple = tl.load(facts_ptr + place * FACTS + 4, cache_modifier=".cg")
+    p_offset = tl.load(facts_ptr + place * FACTS + 7, cache_modifier=".cg")
+    uniform, token, left_out = 1.0, index, index < 0
+    if LEAVES_OUT:
+        uniform = tl.load(facts_ptr + place * FACTS + 5, cache_modifier=".cg")
+        parent, token, drafted = nodes_of(tokens_ptr + batch * N, parents_ptr + batch * parents_stride, index, N, V)
+        out_ptr = left_out_ptr + batch * N + index
+        left_out = tl.load(out_ptr, mask=drafted & (parent == node), other=0, cache_modifier=".cg") > 0
+    sum_pieces(
+        (counters_ptr, rows, place, facts_ptr, sums_ptr + place.to(tl.int64) * PIECES), piece,
+        offset(target, p_offset), draft, log_multiple, uniform, V, token, left_out,
+        COVERED, FILTERED, DRAFT_FILTERED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seed_ptr", "seed_low", "seed_high", "temperature", "draft_temperature"])
@@ -174,12 +130,20 @@ def _decide_kernel(
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     index = tl.arange(0, BLOCK)
     if tl.program_id(0) >= rows * CHUNKS:
-        help_others(
-            counters_ptr, rows, tl.program_id(0) - rows * CHUNKS, tokens_ptr, parents_ptr, target_ptr, draft_ptr,
-            left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, parents_stride, target_batch_stride, target_stride,
-            draft_batch_stride, draft_stride, temperature, draft_temperature, index,
-            leaves_out, K_SEQ, FILTERED, DRAFT_FILTERED, PIECES,
-        )  # fmt: skip
+        look = tl.full([], 0, tl.int32)
+        while look < LOOKS:
+            opened = find_open(counters_ptr, rows, (tl.program_id(0) - rows * CHUNKS) % rows)
+            look = tl.where(opened == OVER, LOOKS, look + 1)
+            if opened >= 0:
+                piece = take_chunk(counters_ptr, opened)
+                if piece >= 0:
+                    help_at(
+                        counters_ptr, rows, opened, piece, tokens_ptr, parents_ptr, target_ptr, draft_ptr,
+                        left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, parents_stride,
+                        target_batch_stride, target_stride, draft_batch_stride, draft_stride,
+                        temperature, draft_temperature, index,
+                        leaves_out, K_SEQ, FILTERED, DRAFT_FILTERED, PIECES,
+                    )  # fmt: skip
         leave(counters_ptr, rows, HELPERS)
         return
 
@@ -189,9 +153,7 @@ def _decide_kernel(
     place = batch.to(tl.int64) * N + node
     tokens_ptr += batch.to(tl.int64) * N
     parents_ptr += batch.to(tl.int64) * parents_stride
-    parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
-    token = tl.load(tokens_ptr + index, mask=index < N, other=-1).to(tl.int32)
-    child = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
+    parent, token, child = nodes_of(tokens_ptr, parents_ptr, index, N, V)
     if not HAS_DRAFT:
         child &= index < 0
     elif REPLACEMENT and not POINT_MASSES:
@@ -204,31 +166,16 @@ def _decide_kernel(
 
     target_row = target_ptr + batch.to(tl.int64) * target_batch_stride + node.to(tl.int64) * target_stride
     draft_row = draft_ptr + batch.to(tl.int64) * draft_batch_stride + source.to(tl.int64) * draft_stride
-    cut, draft_cut = tl.full([], float("-inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
-    end_of_ties, draft_end_of_ties = V + tl.full([], 0, tl.int32), V + tl.full([], 0, tl.int32)
-    if FILTERED:
-        cut, end_of_ties = tl.load(cut_ptr + place), tl.load(end_ptr + place)
-    if DRAFT_FILTERED:
-        draft_place = batch.to(tl.int64) * N + source
-        draft_cut, draft_end_of_ties = tl.load(draft_cut_ptr + draft_place), tl.load(draft_end_ptr + draft_place)
-    target = (target_row, 0.0, 0.0, temperature, cut, end_of_ties)
-    draft = (draft_row, 0.0, 0.0, draft_temperature, draft_cut, draft_end_of_ties)
-    begin = chunk * CHUNK
-    end = tl.minimum(begin + CHUNK, V)
+    target = unread(target_row, temperature, cut_ptr, end_ptr, place, V, FILTERED)
+    draft_place = batch.to(tl.int64) * N + source
+    draft = unread(draft_row, draft_temperature, draft_cut_ptr, draft_end_ptr, draft_place, V, DRAFT_FILTERED)
     left_out = child if leaves_out else child & (index < 0)
-    part_ptr = parts_ptr + place * 4 * CHUNKS + chunk
-    largest, total = softmax_part(target, begin, end, V, token, left_out, FILTERED)
-    tl.store(part_ptr, largest)
-    tl.store(part_ptr + CHUNKS, total)
+    part_ptr = parts_ptr + place * 4 * CHUNKS
+    store_part(target, part_ptr, chunk, V, token, left_out, FILTERED, CHUNKS)
     if has_children and not POINT_MASSES:
-        largest, total = softmax_part(draft, begin, end, V, token, left_out, DRAFT_FILTERED)
-        tl.store(part_ptr + 2 * CHUNKS, largest)
-        tl.store(part_ptr + 3 * CHUNKS, total)
+        store_part(draft, part_ptr + 2 * CHUNKS, chunk, V, token, left_out, DRAFT_FILTERED, CHUNKS)
     if is_last(tickets_ptr + place, CHUNKS):
-        if HAS_RANKS:
-            rank = tl.load(ranks_ptr + batch.to(tl.int64) * ranks_stride + index, mask=index < N, other=0).to(tl.int32)
-        else:
-            rank = ranks_of(parent, index, parents_ptr, N)
+        rank = ranks_of(parent, index, parents_ptr, ranks_ptr, batch.to(tl.int64) * ranks_stride, N, HAS_RANKS)
         if HAS_ROWS:
             row = tl.load(rows_ptr + batch.to(tl.int64) * N + parent, mask=child, other=0)
         else:
@@ -236,9 +183,7 @@ def _decide_kernel(
         coin = coins_of(rank, row, seed_ptr, seed_low, seed_high)
         order = tl.where(child, rank * N + index, NONE)
 
-        target, target_outside, usable = normalized(
-            target, part_ptr - chunk, V, token, left_out, leaves_out, FILTERED, CHUNKS
-        )
+        target, target_outside, usable = normalized(target, part_ptr, V, token, left_out, leaves_out, FILTERED, CHUNKS)
         choice = tl.where(usable, -1, -2)
         log_multiple = tl.full([], float("-inf"), tl.float32)
         share = tl.full([], 1.0, tl.float32)
@@ -250,7 +195,7 @@ def _decide_kernel(
                 draft_outside = tl.full([], float("-inf"), tl.float32)
             else:
                 draft, draft_outside, draft_usable = normalized(
-                    draft, part_ptr - chunk + 2 * CHUNKS, V, token, left_out, leaves_out, DRAFT_FILTERED, CHUNKS
+                    draft, part_ptr + 2 * CHUNKS, V, token, left_out, leaves_out, DRAFT_FILTERED, CHUNKS
                 )
                 choice = tl.where(draft_usable, choice, -2)
             x = tl.load(target_row + token, mask=child, other=float("-inf")).to(tl.float32)

@@ -42,8 +42,18 @@ from heavypath.kernels.filter_cuts import filter_cuts
 from heavypath.kernels.filtering import Filters, raised
 from heavypath.kernels.nodes import Laws, Nodes
 from heavypath.kernels.noise import Noise, seed_arguments
-from heavypath.kernels.verifying.decision import Decided, coins_of, equal_contexts, ranks_of
-from heavypath.kernels.verifying.distributions import FACTS, LANES, NONE, TILE, log_prob, softmax_part, store_sides
+from heavypath.kernels.verifying.decision import Decided
+from heavypath.kernels.verifying.distributions import (
+    FACTS,
+    LANES,
+    NONE,
+    TILE,
+    log_prob,
+    softmax_part,
+    store_sides,
+    unread,
+)
+from heavypath.kernels.verifying.drafted_tree import coins_of, equal_contexts, nodes_of, ranks_of
 
 LOGARITHMS = Filters(temperature=math.log2(math.e))  # under which a row of log2 S, taken for logits, stands for S
 
@@ -169,15 +179,10 @@ def _laws_kernel(
     parents_ptr += batch * parents_stride
     taken_ptr += place * V
     index = tl.arange(0, BLOCK)
-    parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
-    token = tl.load(tokens_ptr + index, mask=index < N, other=-1).to(tl.int32)
+    parent, token, child = nodes_of(tokens_ptr, parents_ptr, index, N, V)
     law = tl.load(laws_ptr + batch * laws_stride + index, mask=index < N, other=-1).to(tl.int32)
-    child = (parent >= 0) & (parent < index) & (token >= 0) & (token < V) & (law >= 0) & (law < M)
-    child &= equal_contexts(parent, token, node, parents_ptr, tokens_ptr)
-    if HAS_RANKS:
-        rank = tl.load(ranks_ptr + batch * ranks_stride + index, mask=index < N, other=0).to(tl.int32)
-    else:
-        rank = ranks_of(parent, index, parents_ptr, N)
+    child &= (law >= 0) & (law < M) & equal_contexts(parent, token, node, parents_ptr, tokens_ptr)
+    rank = ranks_of(parent, index, parents_ptr, ranks_ptr, batch * ranks_stride, N, HAS_RANKS)
     row = batch * N + parent
     if HAS_ROWS:
         row = tl.load(rows_ptr + row, mask=child, other=0)
@@ -185,10 +190,8 @@ def _laws_kernel(
     order = tl.where(child, rank * N + index, NONE)
 
     target_row = target_ptr + batch * target_batch_stride + node.to(tl.int64) * target_stride
-    cut, end_of_ties = tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32)
-    if FILTERED:
-        cut, end_of_ties = tl.load(cut_ptr + place), tl.load(end_ptr + place)
-    target, usable = _normalized((target_row, 0.0, 0.0, temperature, cut, end_of_ties), V, token, FILTERED)
+    target = unread(target_row, temperature, cut_ptr, end_ptr, place, V, FILTERED)
+    target, usable = _normalized(target, V, token, FILTERED)
     x = tl.load(target_row + token, mask=child, other=float("-inf")).to(tl.float32)
     log_p = log_prob(target, x, token, FILTERED)
     log_s = tl.full([BLOCK], float("-inf"), tl.float32)  # log2 S of the children's tokens
@@ -233,7 +236,7 @@ def _laws_kernel(
 
     tl.store(choice_ptr + place, choice)
     facts_ptr += place * FACTS
-    taken = (taken_ptr, 0.0, 0.0, 1.0, tl.full([], float("-inf"), tl.float32), V + tl.full([], 0, tl.int32))
+    taken = unread(taken_ptr, 1.0, None, None, place, V, False)
     store_sides(facts_ptr, marks_ptr + place * FACTS, target, taken, node)
     tl.store(facts_ptr + 4, tl.where(rejected > 0, 0.0, float("-inf")))
     tl.store(facts_ptr + 5, 1.0)

@@ -149,6 +149,33 @@ def log_sum(logs, where, also):
 
 
 @triton.jit
+def undrawn(left_out_ptr, V, index, order, passed, log_q, draft_outside, rest, POINT_MASSES: tl.constexpr):
+    """log2 R before the next child; the chain restarts where the children `passed` have used up the draft's support.
+
+    rest: log2 l, and since the last restart `uniform` as in `distributions`, 1 / 2^uniform, and the children passed
+    before it. Returns log2 R, whether the chain restarts, and `rest` behind that; these children are stored at
+    left_out_ptr, too, for programs that share a pass.
+    """
+    log_multiple, uniform, tokens_then, restricted = rest
+    tokens_left = V - tl.sum(passed).to(tl.float32)
+    log_mass = tl.full([], 0.0, tl.float32)
+    if POINT_MASSES:
+        log_mass = tl.full([], float("-inf"), tl.float32)
+    elif tl.max(passed) > 0:
+        open = (order < NONE) & (passed == 0)
+        log_mass = log_sum(log_q, open, draft_outside) if uniform > 0 else tl.log2(tokens_left / tokens_then)
+    restarts = log_mass == float("-inf")
+    if restarts:
+        log_multiple = tl.full([], float("-inf"), tl.float32)
+        log_mass = tl.full([], 0.0, tl.float32)
+        restricted = passed
+        tl.store(left_out_ptr + index, restricted, mask=order < NONE)
+        tokens_then = tl.where(POINT_MASSES, 1.0, tokens_left)
+        uniform = -tl.log2(tokens_then)
+    return log_mass, restarts, (log_multiple, uniform, tokens_then, restricted)
+
+
+@triton.jit
 def try_chain(
     job, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, coin, log_p, log_q,
     choice, REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr,
@@ -169,8 +196,7 @@ def try_chain(
     weight, elder = tl.zeros_like(coin), tl.full([], 0.0, tl.float32)  # of held children, and the sum of it
     mass_left = tl.full([], 1.0, tl.float32)  # c F(l)
     rejected, restricted = tl.zeros_like(index), tl.zeros_like(index)
-    tokens_left = tl.full([], 0.0, tl.float32) + V  # V is not a tensor where it is 1
-    tokens_then = tokens_left
+    tokens_then = tl.full([], 0.0, tl.float32) + V  # V is not a tensor where it is 1
     next_order = tl.where(choice == -1, tl.min(order), NONE)
     while next_order < NONE:
         this = next_order % N
@@ -181,21 +207,16 @@ def try_chain(
         log_mass = tl.full([], 0.0, tl.float32)
         fresh = tl.full([], 1, tl.int32)
         if leaves_out:
-            open = (order < NONE) & (rejected == 0)
             fresh = tl.min(tl.where((rejected > 0) & (token == this_token), 0, 1))
-            if POINT_MASSES:
-                log_mass = tl.full([], float("-inf"), tl.float32)
-            elif tl.max(rejected) > 0:
-                log_mass = log_sum(log_q, open, draft_outside) if uniform > 0 else tl.log2(tokens_left / tokens_then)
-            if log_mass == float("-inf"):
+            log_mass, restarts, rest = undrawn(
+                left_out_ptr, V, index, order, rejected, log_q, draft_outside,
+                (log_multiple, uniform, tokens_then, restricted), POINT_MASSES,
+            )  # fmt: skip
+            log_multiple, uniform, tokens_then, restricted = rest
+            if restarts:
+                open = (order < NONE) & (rejected == 0)
                 left = tl.maximum(log_sum(log_p, open, target_outside), LOWEST)
-                log_multiple = tl.full([], float("-inf"), tl.float32)
-                log_mass = tl.full([], 0.0, tl.float32)
                 over = 1 / mass_left if HELD else tl.full([], 1.0, tl.float32)
-                restricted = rejected
-                tl.store(left_out_ptr + index, restricted, mask=order < NONE)
-                tokens_then = tl.where(POINT_MASSES, 1.0, tokens_left)
-                uniform = -tl.log2(tokens_then)
             if uniform <= 0:
                 this_q = uniform
         # (P - l Q) R / (Q F), computed in an order in which nothing overflows.
@@ -209,7 +230,6 @@ def try_chain(
             next_order = NONE
         elif here:
             rejected = tl.where(one, 1, rejected)
-            tokens_left -= 1
             if POINT_MASSES:
                 restricted = rejected
             else:

@@ -56,7 +56,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise, Stream, coins, gumbels
 from heavypath.kernels.ordering import sibling_order
-from heavypath.kernels.verifying.distributions import best_token, log_weights, readable, used_rows
+from heavypath.kernels.verifying.distributions import best_token, log_weights, readable, used_row
 from heavypath.kernels.verifying.rule import Rule
 
 _LITTLE = 2.0**-60  # of a row's largest weight: what is left of the row is computed anew before fp32 loses digits of it
@@ -89,9 +89,9 @@ def traverse(
     seed = int(noise.seed)
     token, parent, rank = (field.cpu().numpy() for field in (tokens, parents, ranks))
     row = np.arange(batch * count).reshape(batch, count) if noise.rows is None else noise.rows.cpu().numpy()
-    sequence, index = np.arange(batch), np.arange(count)
+    sequence = np.arange(batch)
     coin = coins(seed, row[sequence[:, None], np.maximum(parent, 0)], rank)
-    order = (rank * count + index).argsort(1)
+    order = (rank * count + np.arange(count)).argsort(1)
     target, draft = readable(target_logits), None if draft_logits is None else readable(draft_logits)
 
     path = np.full((batch, max_depth + 1), -1)
@@ -100,15 +100,13 @@ def traverse(
     for b in range(batch):
 
         def log_target(node: int, b: int = b) -> np.ndarray:
-            rows, largest = used_rows(target, "target", sequence[b : b + 1], index[node : node + 1], checked)
-            return log_weights(rows, largest, target_filters)[0]
+            return log_weights(*used_row(target, "target", b, node, checked), target_filters)[0]
 
         def log_draft(node: int, b: int = b) -> np.ndarray | None:
             if draft_filters.temperature == 0:
                 return None
             assert draft is not None
-            rows, largest = used_rows(draft, "draft", sequence[b : b + 1], index[node : node + 1], checked)
-            return log_weights(rows, largest, draft_filters)[0]
+            return log_weights(*used_row(draft, "draft", b, node, checked), draft_filters)[0]
 
         tree, tossed = PlainTree(token[b].tolist(), parent[b].tolist(), order[b].tolist()), coin[b].tolist()
         visits = in_post_order(tree, log_target, log_draft, rule, max_depth)

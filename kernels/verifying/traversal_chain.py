@@ -1,9 +1,9 @@
 """One node of traversal verification in a kernel: the weights of its children, and the chance to end at the node.
 
-`traversal` has the formulas and the reference. Here all children are offered at once, since a level's nodes are all
-visited: what is computed for those behind the accepted node is not used. A child takes a pass over both rows, which is
-shared by programs that are free (see `sharing`); so does the last one, unless nothing leaves the subtree or is held:
-then the node ends what is left whatever it is, as at the root.
+`traversal` has the formulas and the reference. Here all children are offered, since nodes are visited side by side:
+what is computed for those behind the accepted node is not used. As soon as a child's weight is known, its own chain may
+begin. A child takes a pass over both rows, which is shared by programs that are free (see `sharing`); so does the last
+one, unless nothing leaves the subtree or is held: then the node ends what is left whatever it is, as at the root.
 """
 
 # A type checker does not understand Triton kernels.
@@ -13,31 +13,54 @@ then the node ends what is left whatever it is, as at the root.
 import triton
 import triton.language as tl
 
+from heavypath.kernels.sharing import call_leader
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
-from heavypath.kernels.verifying.residual import add_logs, log_sum
+from heavypath.kernels.verifying.residual import add_logs, log_sum, undrawn
+
+# What is stored about a node beside what `distributions` names, by index:
+#
+#     states, fp32   0  its weight, 0 if none reaches it         2  log2 of the target's mass outside its children
+#                    1  the chance that the walk ends at it      3  the same of the draft
+#     traits, int32  0  CHAIN, once that has begun BEGUN; 0 for a node without one
+#                    1  the first node, by index, whose path has the same tokens; unset where children are distinct
+#                    2  whether the draft's row is a distribution                    3  unused
+STATES = tl.constexpr(4)
+TRAITS = tl.constexpr(4)
+CHAIN, BEGUN = tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _reach(below, child, weight, has_chain):
+    """Store a child's weight, which is its chance to end the walk, too, until its own chain says better; and let that
+    begin. below: the counters of `sharing`, the place of the tree's root, and the states of its nodes."""
+    counters_ptr, root, states_ptr = below
+    tl.store(states_ptr + child * STATES, weight)
+    tl.store(states_ptr + child * STATES + 1, weight)
+    if has_chain & (weight > 0):
+        call_leader(counters_ptr, root + child)
 
 
 @triton.jit
 def weigh_children(
-    job, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, log_p, log_q, weight,
-    REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr,
+    job, below, left_out_ptr, target, draft, target_outside, draft_outside, V, N, token, index, order, chained,
+    log_p, log_q, weight, REPLACEMENT: tl.constexpr, HELD: tl.constexpr, POINT_MASSES: tl.constexpr,
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
     """The chain of a node of this weight, with all its children.
 
-    job is as in `distributions`. Returns the children's weights, the first of the siblings of each one's token (-1 for
-    those that are not reached), the chance to end at the node, log2 l, `uniform` as in `distributions`, and which
-    children's tokens are no longer part of P. The last is stored at left_out_ptr, too, for programs that share a pass.
+    job is as in `distributions`, below as of `_reach`; chained: whether a child has a chain. The children's weights are
+    stored as soon as they are known. Returns the chance to end at the node, log2 l, `uniform` as in `distributions`,
+    and which children's tokens are no longer part of P. The last is stored at left_out_ptr, too, for programs that
+    share a pass.
     """
     leaves_out: tl.constexpr = POINT_MASSES or not REPLACEMENT
     log_multiple = tl.full([], float("-inf"), tl.float32)
     uniform = tl.full([], 1.0, tl.float32)
     factor, ending, leaving = weight, weight, 1 - weight  # c, n, and 1 - n less what is held
-    weights, held = tl.zeros_like(log_p), tl.full([], 0.0, tl.float32)  # and the sum of those that are held
-    first, passed, restricted = tl.zeros_like(index) - 1, tl.zeros_like(index), tl.zeros_like(index)
-    tokens_left = tl.full([], 0.0, tl.float32) + V  # V is not a tensor where it is 1
-    tokens_then = tokens_left
+    weights, held = tl.zeros_like(log_p), tl.full([], 0.0, tl.float32)  # of those that are held, and the sum of it
+    passed, restricted = tl.zeros_like(index), tl.zeros_like(index)
+    tokens_then = tl.full([], 0.0, tl.float32) + V  # V is not a tensor where it is 1
     next_order = tl.min(order)
     while next_order < NONE:
         this = next_order % N
@@ -45,23 +68,17 @@ def weigh_children(
         this_token = tl.sum(tl.where(one, token, 0))
         this_p = tl.sum(tl.where(one, log_p, 0.0))
         this_q = tl.sum(tl.where(one, log_q, 0.0))
-        alike = (order < NONE) & (token == this_token)
-        again = tl.max(tl.where(alike, passed, 0)) > 0  # an elder sibling has the same token
+        again = (
+            tl.max(tl.where((order < NONE) & (token == this_token), passed, 0)) > 0
+        )  # an elder sibling has the same token
         log_mass = tl.full([], 0.0, tl.float32)
         here = this_q > float("-inf")
         if leaves_out:
-            open = (order < NONE) & (passed == 0)
-            if POINT_MASSES:
-                log_mass = tl.full([], float("-inf"), tl.float32)
-            elif tl.max(passed) > 0:
-                log_mass = log_sum(log_q, open, draft_outside) if uniform > 0 else tl.log2(tokens_left / tokens_then)
-            if log_mass == float("-inf"):
-                log_multiple = tl.full([], float("-inf"), tl.float32)
-                log_mass = tl.full([], 0.0, tl.float32)
-                restricted = passed
-                tl.store(left_out_ptr + index, restricted, mask=order < NONE)
-                tokens_then = tl.where(POINT_MASSES, 1.0, tokens_left)
-                uniform = -tl.log2(tokens_then)
+            log_mass, _, rest = undrawn(
+                left_out_ptr, V, index, order, passed, log_q, draft_outside,
+                (log_multiple, uniform, tokens_then, restricted), POINT_MASSES,
+            )  # fmt: skip
+            log_multiple, uniform, tokens_then, restricted = rest
             if uniform <= 0:
                 this_q = uniform
             here = (this_q > float("-inf")) & (again == 0)
@@ -70,14 +87,14 @@ def weigh_children(
         taken = tl.where(again | (taken < 2.0**-126), 0.0, taken)
         next_order = tl.min(tl.where(order > next_order, order, NONE))
         if here:
-            first = tl.where(alike & (first < 0), this, first)
+            if not HELD:
+                _reach(below, this, taken, tl.max(tl.where(one, chained, 0)) > 0)
             if taken >= 1:
-                weights = tl.where(one, 1.0, 0.0 if HELD else weights)
+                weights = tl.where(one, 1.0, 0.0)
                 ending, leaving = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
                 next_order = NONE
             else:
                 passed = tl.where(one, 1, passed)
-                tokens_left -= 1
                 share = 1 - taken if HELD else tl.full([], 1.0, tl.float32)
                 emitted = tl.full([], 1.0, tl.float32)  # S; where it is all that is left, it does not matter
                 if POINT_MASSES:
@@ -101,8 +118,6 @@ def weigh_children(
                 if HELD:
                     weights = tl.where(one, taken, weights * tl.where(total > 0, share, 1.0))
                     held += taken
-                else:
-                    weights = tl.where(one, taken, weights)
     if HELD:  # of each child, its part of what it and all behind it have
         rest = ending + leaving
         if rest > 0:
@@ -112,6 +127,6 @@ def weigh_children(
             one = index == last % N
             this_weight = tl.sum(tl.where(one, weights, 0.0))
             rest += this_weight
-            weights = tl.where(one, tl.div_rn(this_weight, rest), weights)
+            _reach(below, last % N, tl.div_rn(this_weight, rest), tl.max(tl.where(one, chained, 0)) > 0)
             last = tl.max(tl.where((weights > 0) & (order < last), order, -1))
-    return weights, first, ending, log_multiple, uniform, restricted
+    return ending, log_multiple, uniform, restricted

@@ -26,7 +26,7 @@ from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
 from heavypath.kernels.sampling_kernel import NEVER, pack, unpack
 from heavypath.kernels.tickets import is_last, tickets
-from heavypath.kernels.verifying.decision import Decided, ranks_of
+from heavypath.kernels.verifying.decision import Decided
 from heavypath.kernels.verifying.distributions import (
     CHUNK,
     FACTS,
@@ -39,6 +39,7 @@ from heavypath.kernels.verifying.distributions import (
     stored_sides,
     without,
 )
+from heavypath.kernels.verifying.drafted_tree import nodes_of, ranks_of, store_path
 
 _TARGET = tl.constexpr(int(Stream.TARGET))
 _LOG_2 = tl.constexpr(math.log(2))
@@ -128,17 +129,11 @@ def _walk_kernel(
     decision_ptr += batch * N
 
     index = tl.arange(0, BLOCK)
-    parent = tl.load(parents_ptr + index, mask=index < N, other=-1).to(tl.int32)
-    token = tl.load(tokens_ptr + index, mask=index < N, other=-1).to(tl.int32)
-    present = (parent >= 0) & (parent < index) & (token >= 0) & (token < V)
+    parent, token, present = nodes_of(tokens_ptr, parents_ptr, index, N, V)
     order = index
     reached = (index == 0).to(tl.int32)
     if not CHAIN:
-        if HAS_RANKS:
-            rank = tl.load(ranks_ptr + batch * ranks_stride + index, mask=index < N, other=0).to(tl.int32)
-        else:
-            rank = ranks_of(parent, index, parents_ptr, N)
-        order = rank * N + index
+        order = ranks_of(parent, index, parents_ptr, ranks_ptr, batch * ranks_stride, N, HAS_RANKS) * N + index
 
     last = tl.full([], 0, tl.int32)
     length = tl.full([], 0, tl.int32)
@@ -161,15 +156,8 @@ def _walk_kernel(
     if chunk == 0:
         # The path is read from the last node upwards. On the way down, `last` was one of several siblings of equal
         # token, and the accepted child may belong to another of them.
-        place = tl.arange(0, PATH)
-        path = tl.where(place == 0, 0, -1)
-        node, position = last, length
-        while position > 0:
-            path = tl.where(place == position, node, path)
-            node = tl.load(parents_ptr + node).to(tl.int32)
-            position -= 1
-        tl.store(path_ptr + batch * (max_depth + 1) + place, path, mask=place <= max_depth)
-        tl.store(length_ptr + batch, length)
+        path_ptr += batch * (max_depth + 1)
+        store_path(path_ptr, length_ptr + batch, parents_ptr, last, length, max_depth, PATH)
     if not CHAIN:
         tl.store(next_token_ptr + batch, decision)
     else:
