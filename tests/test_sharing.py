@@ -15,6 +15,7 @@ from heavypath.kernels.sharing import (
     LOOKS,
     NOTHING,
     OVER,
+    call_leader,
     counters,
     find_open,
     finish_chunks,
@@ -92,6 +93,33 @@ def _step_kernel(
         tl.store(levels_ptr + row, _sum(parts_ptr, row, CHUNKS, BLOCK) / V)
     else:
         leave(counters_ptr, rows, 1)
+
+
+@triton.jit
+def _depths_kernel(depths_ptr, counters_ptr, rows, HELPERS):
+    """The depth of each row in a binary tree of them: that of the row above, whose leader calls this one's, plus 1."""
+    row = find_open(counters_ptr, rows, tl.program_id(0) % rows)
+    while row != OVER:
+        chunk = tl.full([], -1, tl.int32)
+        if row >= 0:
+            chunk = take_chunk(counters_ptr, row)
+        if chunk >= 0:
+            above = tl.load(depths_ptr + (row - 1) // 2, mask=row > 0, other=-1, cache_modifier=".cg")
+            tl.store(depths_ptr + row, above + 1)
+            for child in range(2 * row + 1, tl.minimum(2 * row + 3, rows)):
+                call_leader(counters_ptr, child)
+            leave(counters_ptr, rows, HELPERS)
+        row = find_open(counters_ptr, rows, tl.program_id(0) % rows)
+    leave(counters_ptr, rows, HELPERS)
+
+
+def depths(rows: int, helping: int) -> tuple[Tensor, Tensor]:
+    """What `_depths_kernel` finds, and the counters behind it."""
+    found = torch.full((rows,), -7, dtype=torch.int32, device=DEVICE)
+    given = torch.zeros(counters(rows), dtype=torch.int32, device=DEVICE)
+    given[0], given[1] = rows - 1, 1  # the first row's leader is called
+    _depths_kernel[(helping,)](found, given, rows, helping)
+    return found.cpu(), given
 
 
 class Rows:
@@ -191,6 +219,19 @@ def test_no_schedule_changes_a_bit(adversary):
     assert adversary.launched["_levels_kernel"] == 4
 
 
+def test_rows_whose_leaders_are_called_are_led_once_the_row_above_is():
+    for rows, helping in ((1, 1), (1, 3), (6, 1), (30, 4)):
+        found, left = depths(rows, helping)
+        assert found.tolist() == [(row + 1).bit_length() - 1 for row in range(rows)]
+        assert not left.any()
+
+
+def test_leaders_may_be_called_in_any_schedule(adversary):
+    found, left = depths(6, 3)
+    assert found.tolist() == [0, 1, 1, 2, 2, 2]
+    assert not left.any()
+
+
 MUTATIONS = {
     "a pass is opened before its parameters are there": ('CHUNKS, sem="release"', 'CHUNKS, sem="relaxed"'),
     "who takes a chunk may see old parameters": ('-1, sem="acquire"', '-1, sem="relaxed"'),
@@ -205,19 +246,24 @@ MUTATIONS = {
 }  # fmt: skip
 
 
+def faulty(original: str, replacement: str, folder):
+    """A copy of `sharing`; Triton reads the source of its functions from a file."""
+    source = inspect.getsource(sharing)
+    assert original in source, f"{original!r} is not in the source: update the mutation"
+    path = folder / "mutant.py"
+    path.write_text(source.replace(original, replacement))
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_bug_of_sharing_is_found(name, tmp_path, monkeypatch):
     adversary = pytest.importorskip("adversary", reason="needs greenlet")
     if DEVICE.type == "cuda":
         pytest.skip("the adversary needs Triton's interpreter")
-    original, replacement = MUTATIONS[name]
-    source = inspect.getsource(sharing)
-    assert original in source, f"{original!r} is not in the source: update the mutation"
-    path = tmp_path / "mutant.py"
-    path.write_text(source.replace(original, replacement))
-    spec = importlib.util.spec_from_file_location("mutant", path)
-    copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
+    copy = faulty(*MUTATIONS[name], tmp_path)
     for function in ("open_pass", "take_chunk", "finish_chunks", "wait_for_all", "find_open", "leave"):
         monkeypatch.setattr(sys.modules[__name__], function, getattr(copy, function))
 
@@ -229,6 +275,25 @@ def test_a_bug_of_sharing_is_found(name, tmp_path, monkeypatch):
         except adversary.HazardError:
             return False
         return torch.allclose(got, given.expected()) and not given.counters.any()
+
+    assert not all(right(seed) for seed in range(6))
+
+
+def test_a_leader_that_may_begin_too_early_is_found(tmp_path, monkeypatch):
+    adversary = pytest.importorskip("adversary", reason="needs greenlet")
+    if DEVICE.type == "cuda":
+        pytest.skip("the adversary needs Triton's interpreter")
+    early = 'tl.atomic_xchg(counters_ptr + 1 + row, 1, sem="relaxed")'
+    copy = faulty("open_pass(counters_ptr, row, 1)", early, tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "call_leader", copy.call_leader)
+
+    def right(seed: int) -> bool:
+        try:
+            with adversary.Adversary(seed):
+                found, left = depths(6, 3)
+        except adversary.HazardError:
+            return False
+        return found.tolist() == [0, 1, 1, 2, 2, 2] and not left.any()
 
     assert not all(right(seed) for seed in range(6))
 

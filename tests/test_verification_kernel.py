@@ -251,7 +251,7 @@ MUTATIONS = {
                                       "this_q) - tl.exp2(log_multiple)"),
     "F is dropped": (residual, "tl.maximum(ratio, 0.0) / over", "tl.maximum(ratio, 0.0)"),
     "lambda stays": (residual, "log_multiple = add_logs(log_multiple, tl.log2(over) - log_mass)", "pass"),
-    "children are not left out": (residual, "open = (order < NONE) & (rejected == 0)", "open = order < NONE"),
+    "children are not left out": (residual, "open = (order < NONE) & (passed == 0)", "open = order < NONE"),
     "equal siblings are separate": (drafted_tree, "equal = same | (there &", "equal = same & (there &"),
     "all children share a coin": (drafted_tree, "word = rank % 4\n", "word = rank * 0\n"),
     "the draft's filters are the target's": (
