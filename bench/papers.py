@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             texts = batch_of(token_ids(pair.tokenizer, demo_prompts()[:prompts]))
             rows = results[name] = []
             try:
-                cells = [*TABLES[name](arguments.temperature)]
+                cells = [*TABLES[name](arguments.temperature)][: 3 if arguments.miniature else None]
                 with console.status("") as status:
                     for number, cell in enumerate(cells, 1):
                         status.update(f"{name}, {number} of {len(cells)}: {cell.group}, {cell.label}")

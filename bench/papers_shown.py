@@ -86,7 +86,7 @@ def draw_rsd(pyplot, rows: Sequence[Mapping[str, Any]]):
         axes.set_xticks(range(len(groups)), groups)
         axes.tick_params(axis="x", length=0)
         axes.grid(axis="y", alpha=0.3)
-        axes.legend(loc="upper left", fontsize=9)
+    panels[0].legend(loc="upper left", fontsize=9)
     panels[0].set_ylabel("tokens per target forward")
     panels[0].set_title("the papers' rules: rejection, K-SEQ for SpecTr", fontsize=11)
     panels[1].set_title("traversal", fontsize=11)
@@ -95,24 +95,29 @@ def draw_rsd(pyplot, rows: Sequence[Mapping[str, Any]]):
 
 def draw_robustness(pyplot, rows: Sequence[Mapping[str, Any]]):
     """One tree at several temperatures and top-p, by each method's own rule and by held traversal."""
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True, width_ratios=(5, 3))
+    cut = [row for row in rows if "top_p" in row]
+    whole = [
+        row | {"top_p": 1.0} for row in rows if cut and row not in cut and row["temperature"] == cut[0]["temperature"]
+    ]
+    panels = {"temperature": [row for row in rows if row not in cut], "top_p": [*cut, *whole]}
     colors = {"sequoia": BLUE, "specinfer": ORANGE, "top-k": GREEN}
-    for panel, name in zip(axes, ("temperature", "top_p"), strict=True):
-        shown = [row for row in rows if ("top_p" in row) == (name == "top_p")]
-        for verifier, line in ((OWN, "-"), ("held_traversal", "--")):
-            for method, color in colors.items():
-                chosen = [row for row in shown if row["method"] == method and verifier in row["tokens"]]
-                if chosen:
-                    tokens, errors = ([row[key][verifier] for row in chosen] for key in ("tokens", "standard_error"))
-                    label = method if verifier == OWN else f"{method}, held traversal"
-                    panel.errorbar(
-                        [row[name] for row in chosen], tokens, errors, linestyle=line, color=color, marker="o",
-                        markersize=4.5, capsize=3, label=label,
-                    )  # fmt: skip
-        panel.set(xlabel=name.replace("_", "-"), ylim=(1, None))
-        panel.grid(alpha=0.3)
-    axes[0].set_ylabel("tokens per target forward")
-    axes[0].legend(fontsize=9)
+    lines = [(OWN, method) for method in colors] + [("held_traversal", method) for method in ("sequoia", "specinfer")]
+    for panel, (name, shown) in zip(axes, panels.items(), strict=True):
+        places = sorted({row[name] for row in shown})
+        for number, (verifier, method) in enumerate(lines):
+            chosen = [row for row in shown if row["method"] == method and verifier in row["tokens"]]
+            at = [places.index(row[name]) + 0.04 * (number - 2) for row in chosen]  # beside each other
+            tokens, errors = ([row[key][verifier] for row in chosen] for key in ("tokens", "standard_error"))
+            panel.errorbar(
+                at, tokens, errors, linestyle="-" if verifier == OWN else "--", color=colors[method], marker="o",
+                markersize=4.5, linewidth=1.4, label=method if verifier == OWN else f"{method}, held traversal",
+            )  # fmt: skip
+        panel.set_xticks(range(len(places)), [f"{place:g}" for place in places])
+        panel.grid(axis="y", alpha=0.3)
+    axes[0].set(xlabel="temperature", ylabel="tokens per target forward", ylim=(1, None))
+    axes[1].set(xlabel=f"top-p, at temperature {cut[0]['temperature']:g}" if cut else "top-p")
+    axes[0].legend(fontsize=9, loc="lower left", ncols=2)
     figure.suptitle("One tree of 64 nodes, planned for T = 0.6")
     return figure
 

@@ -86,7 +86,7 @@ def draw_growth(pyplot, result: dict):
         "binary": (GREEN, "full binary"),
         "4-ary": (PURPLE, "full 4-ary"),
         SEQUENCES: (ORANGE, "k sequences, best k"),
-        SPECINFER: (SKY, "SpecInfer's <1, 1, 3, 1, ...>"),
+        SPECINFER: (SKY, "SpecInfer's 1, 1, 3, 1, ..."),
         CHAIN: (RED, "chain"),
         BATCH: (BLACK, "batch"),
     }
@@ -97,9 +97,10 @@ def draw_growth(pyplot, result: dict):
         look |= {"marker": "o", "markersize": 4} if "ary" in name else {}
         left.plot(list(curve), list(curve.values()), **look)
         left_below.plot(list(gains), list(gains.values()), **look)
-        if curve:
-            labels.append((max(curve) if name == BATCH else max(sizes), [*curve.values()][-1], text, color))
-        left.hlines(result["caps"].get(name, math.nan), 2, max(sizes), color, "--", linewidth=0.8)
+        end = max(curve) if name == BATCH else max(sizes)
+        labels.append((end, [*curve.values()][-1], text, color))
+        if name in result["caps"]:
+            left.hlines(result["caps"][name], 2, end, color, "--", linewidth=0.8)
     tidy(left, ylabel="expected tokens per target forward", ylim=(1, None))
     left.set_title("shapes, and what they stay below (dashed); planned trees grow on", fontsize=11)
     left_below.set_title("shapes: what twice the nodes bring", fontsize=11)
