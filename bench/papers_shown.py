@@ -86,7 +86,7 @@ def draw_rsd(pyplot, rows: Sequence[Mapping[str, Any]]):
         axes.set_xticks(range(len(groups)), groups)
         axes.tick_params(axis="x", length=0)
         axes.grid(axis="y", alpha=0.3)
-    panels[0].legend(loc="upper left", fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(FAMILIES), fontsize=9)
     panels[0].set_ylabel("tokens per target forward")
     panels[0].set_title("the papers' rules: rejection, K-SEQ for SpecTr", fontsize=11)
     panels[1].set_title("traversal", fontsize=11)
