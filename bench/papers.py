@@ -49,7 +49,7 @@ BUDGETS = {
     30: ([(5, 6), (6, 5)], [[2, 2, 2, 2], [5, 1, 1, 1, 1, 1], [6, 1, 1, 1, 1]]),
 }
 NAMES = {"temperature": "T =", "top_p": "top-p"}
-LARGE = ("dyspec", "large")  # tables whose trees have up to 768 nodes
+WIDE = 128  # nodes of a level, where trees of up to 768 grow; half as long to draft as the default of 384
 
 
 class Cell(NamedTuple):
@@ -157,7 +157,7 @@ def specinfer(temperature: float) -> Iterator[Cell]:
 def dyspec(temperature: float) -> Iterator[Cell]:
     """Trees that stop growing where a slot is worth less than a threshold."""
     for threshold in (0.1, 0.03, 0.01, 0.003):
-        options = {"tree_size": 768, "max_depth": 12, "threshold": threshold}
+        options = {"tree_size": 768, "max_depth": 12, "width": WIDE, "threshold": threshold}
         yield Cell("at most 768 nodes", f"threshold {threshold:g}", "dyspec", options, {"temperature": temperature})
 
 
@@ -166,7 +166,7 @@ def large(temperature: float) -> Iterator[Cell]:
     for each in (0.6, 1.0):
         group, sampling = f"T = {each:g}", {"temperature": each}
         yield Cell(group, "sequoia", "sequoia", {"tree": sequoia_tree(DEFAULT_ACCEPTANCE, 768, 18)}, sampling)
-        yield Cell(group, "dyspec", "dyspec", {"tree_size": 768, "max_depth": 18}, sampling)
+        yield Cell(group, "dyspec", "dyspec", {"tree_size": 768, "max_depth": 18, "width": WIDE}, sampling)
         yield Cell(group, "specinfer 48 x 16", "specinfer", {"tree": TokenTree.independent(48, 16)}, sampling)
 
 
@@ -222,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser(__doc__, plot="a folder for the figures, one for each table but large (needs matplotlib)")
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)} (default: all)")
     parser.add_argument("--temperature", type=float, default=0.6, help="where the paper does not vary it")
-    parser.add_argument("--prompts", type=int, help=f"default: 16, and 8 for {' and '.join(LARGE)}")
-    parser.add_argument("--tokens", type=int, help=f"after each prompt; default: 64, and 48 for {' and '.join(LARGE)}")
+    parser.add_argument("--prompts", type=int, help="default: 16, and 8 for large")
+    parser.add_argument("--tokens", type=int, help="after each prompt; default: 64, and 48 for large")
     parser.add_argument("--timed", type=int, default=3, help="prompts that are also decoded one by one, for tokens/s")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
@@ -232,16 +232,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"expected tables among {', '.join(TABLES)}, got {', '.join(unknown)}")
     if arguments.miniature:
         arguments.prompts, arguments.tokens, arguments.timed = 2, 4, 1
-    if arguments.timed < 1:
-        parser.error(f"--timed must be at least 1, got {arguments.timed}")
+    least = {"prompts": 2, "tokens": 1, "timed": 1}  # two prompts, for a standard error
+    for name, given in ((name, getattr(arguments, name)) for name in least):
+        if given is not None and given < least[name]:
+            parser.error(f"--{name} must be at least {least[name]}, got {given}")
     torch.set_num_threads(arguments.threads)
     pair, console = quiet_demo_pair(), Console(highlight=False, width=140)
     settings: dict[str, Any] = {name: getattr(arguments, name) for name in ("temperature", "timed", "seed")}
     results: dict[str, list[dict]] = {}
     with until_stopped():
         for name in names:
-            prompts = arguments.prompts or (8 if name in LARGE else 16)
-            tokens = arguments.tokens or (48 if name in LARGE else 64)
+            prompts = arguments.prompts or (8 if name == "large" else 16)
+            tokens = arguments.tokens or (48 if name == "large" else 64)
             settings[name] = {"prompts": prompts, "tokens": tokens}
             texts = batch_of(token_ids(pair.tokenizer, demo_prompts()[:prompts]))
             rows = results[name] = []

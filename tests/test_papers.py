@@ -102,8 +102,13 @@ def test_the_script_writes_a_table_and_draws_it(papers, tmp_path, monkeypatch, c
     assert all([*row["tokens"]] == ["own", "held", "traversal"] for row in rows)
     assert "threshold 0.01" in capsys.readouterr().out
     assert (tmp_path / "papers-dyspec.png").exists()
+
+
+@pytest.mark.parametrize("wrong", [["rsd-3"], ["--prompts", "1"], ["--tokens", "0"], ["--timed", "0"]])
+def test_what_cannot_be_measured_is_refused(papers, wrong, capsys):
     with pytest.raises(SystemExit):
-        papers.main(["rsd-3"])
+        papers.main(wrong)
+    assert "error: " in capsys.readouterr().err
 
 
 def test_what_is_measured_is_kept_when_the_script_is_stopped(papers, tmp_path, monkeypatch, capsys):
