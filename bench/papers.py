@@ -1,4 +1,6 @@
-"""The papers' own comparisons, cell by cell, on the shipped pair: `python bench/papers.py TABLE ...`.
+"""The papers' own comparisons, cell by cell and by every verifier, on the shipped pair.
+
+    python bench/papers.py [TABLE ...] [--json bench/results/papers-cpu.json] [--plot bench/results]
 
     rsd-1        RSD's experiment 1 (Jeon et al. 2024, section 5): drafts of 2 to 5 levels, whatever they cost
     rsd-2        its experiment 2: drafts of the same number of nodes, 6 to 30
@@ -7,26 +9,32 @@
     dyspec       DySpec's trees, step by step (Xiong et al. 2024): nodes, levels and accepted nodes, with a threshold
     large        trees of 768 nodes, which Sequoia and DySpec take where the target's weights are read from host memory
 
-For each cell the prompts are continued one by one. Printed are
+For each cell all prompts are continued as one batch, once with each verifier that the method takes. Printed are
 
-    tokens       block efficiency: tokens per target forward, with its standard error over the prompts
+    own          block efficiency: tokens per target forward, with its standard error (batches.py), by the rule of the
+                 method's paper: recursive rejection, but K-SEQ for SpecTr and a sample of the target for top-k
+    held, ...    the same by VERIFIERS of speculative/methods.py; "-" where the method does not take it
+    nodes        of a step's tree, the root included; the median, which for a fixed tree is its size
     MBSU         memory-bound speed-up, tokens / (1 + L r): L levels, r = the draft's parameters / the target's (RSD)
-    tokens/s     of the machine at hand; without any meaning for a GPU
+    tokens/s     the first prompts one by one, on the machine at hand; without any meaning for a GPU
+
+MBSU and tokens/s are of the method's own rule. The last step of a text is cut short, by any verifier, which makes all
+tokens per forward a little low, those of large trees most. --json is written after each cell, and
+`python bench/papers_shown.py FILE` prints the tables of such a file for a README, and draws its figures.
 """
 
-import argparse
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from statistics import stdev
+from statistics import median
 from typing import Any, NamedTuple, cast
 
-from common import argument_parser, environment, made, quiet_demo_pair, token_ids, write_results
+import torch
+from batches import Estimate, Texts, batch_of, tokens_per_forward
+from common import argument_parser, environment, quiet_demo_pair, token_ids, until_stopped, write_results
+from papers_shown import OWN, draw, table_of
 from rich import box
 from rich.console import Console
-from rich.table import Column, Table
 
-from heavypath.speculative import SpeculativeDecoder, TokenTree, sequoia_tree
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree, sequoia_tree
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import Stepped
 from heavypath.speculative.demo import DemoPair, demo_prompts
@@ -40,7 +48,8 @@ BUDGETS = {
     21: ([(3, 7), (7, 3)], [[3, 1, 1, 1, 1, 1, 1], [3, 2, 2], [7, 1, 1]]),
     30: ([(5, 6), (6, 5)], [[2, 2, 2, 2], [5, 1, 1, 1, 1, 1], [6, 1, 1, 1, 1]]),
 }
-LEAST = 4  # prompts for a standard error
+NAMES = {"temperature": "T =", "top_p": "top-p"}
+WIDE = 128  # nodes of a level, where trees of up to 768 grow; half as long to draft as the default of 384
 
 
 class Cell(NamedTuple):
@@ -58,12 +67,17 @@ class Cell(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a cell gave; of each step, the nodes that were drafted and those that were accepted."""
+    """What a cell gave; all but `efficiency` by the method's own rule, whose name is `verification`.
+
+    nodes:             the median of the steps' trees, the root included: those of the last steps have fewer levels
+    efficiency:        tokens per target forward by verifier, OWN first
+    drafted, accepted: nodes below the root, of each step of each text
+    """
 
     nodes: float
     levels: int
-    tokens: float
-    standard_error: float
+    verification: str
+    efficiency: dict[str, Estimate]
     mbsu: float
     tokens_per_second: float
     drafted: list[int]
@@ -84,8 +98,8 @@ class Observer:
     def run(self, *args: Any, **where: Any) -> Stepped:
         """Run a step."""
         stepped = self._runner.run(*args, **where)
-        self.drafted.append(int((stepped.drafted.tokens[:, 1:] >= 0).sum()))
-        self.accepted.append(int(stepped.verified.length))
+        self.drafted += (stepped.drafted.tokens[:, 1:] >= 0).sum(1).tolist()
+        self.accepted += stepped.verified.length.tolist()
         return stepped
 
 
@@ -126,7 +140,7 @@ def robustness(temperature: float) -> Iterator[Cell]:
     samplings = [{"temperature": each} for each in (0.2, 0.4, 0.6, 0.8, 1.0)]
     samplings += [{"temperature": temperature, "top_p": each} for each in (0.8, 0.9)]
     for sampling in samplings:
-        group = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+        group = ", ".join(f"{NAMES[name]} {value:g}" for name, value in sampling.items())
         for method in ("sequoia", "specinfer", "top-k"):
             yield Cell(group, method, method, {"tree": tree}, sampling)
 
@@ -143,7 +157,7 @@ def specinfer(temperature: float) -> Iterator[Cell]:
 def dyspec(temperature: float) -> Iterator[Cell]:
     """Trees that stop growing where a slot is worth less than a threshold."""
     for threshold in (0.1, 0.03, 0.01, 0.003):
-        options = {"tree_size": 768, "max_depth": 12, "threshold": threshold}
+        options = {"tree_size": 768, "max_depth": 12, "width": WIDE, "threshold": threshold}
         yield Cell("at most 768 nodes", f"threshold {threshold:g}", "dyspec", options, {"temperature": temperature})
 
 
@@ -152,7 +166,7 @@ def large(temperature: float) -> Iterator[Cell]:
     for each in (0.6, 1.0):
         group, sampling = f"T = {each:g}", {"temperature": each}
         yield Cell(group, "sequoia", "sequoia", {"tree": sequoia_tree(DEFAULT_ACCEPTANCE, 768, 18)}, sampling)
-        yield Cell(group, "dyspec", "dyspec", {"tree_size": 768, "max_depth": 18}, sampling)
+        yield Cell(group, "dyspec", "dyspec", {"tree_size": 768, "max_depth": 18, "width": WIDE}, sampling)
         yield Cell(group, "specinfer 48 x 16", "specinfer", {"tree": TokenTree.independent(48, 16)}, sampling)
 
 
@@ -161,122 +175,88 @@ TABLES: dict[str, Callable[[float], Iterator[Cell]]] = {
 }  # fmt: skip
 
 
-def measure(pair: DemoPair, cell: Cell, prompts: Sequence[Any], arguments: argparse.Namespace) -> Measured:
-    """Continue the prompts one by one."""
-    decoder = SpeculativeDecoder(pair.target, pair.draft, cell.method, **cell.options)
-    observer = Observer(decoder.runner)
-    decoder.runner = cast(StepRunner, observer)
-    runs = [
-        decoder.generate(
-            prompt, max_new_tokens=arguments.tokens, seed=arguments.seed + number, eos_token_id=None, **cell.sampling
-        ).stats
-        for number, prompt in enumerate(prompts)
+def measure(pair: DemoPair, cell: Cell, texts: Texts, *, tokens: int, timed: int, seed: int) -> Measured:
+    """Continue all prompts with each verifier, then the first `timed` ones one by one by the method's own rule."""
+
+    def decoder_with(verifier: str | None) -> SpeculativeDecoder:
+        return SpeculativeDecoder(pair.target, pair.draft, cell.method, verifier=verifier, **cell.options)
+
+    options = {"max_new_tokens": tokens, "seed": seed, **cell.sampling}
+    own = decoder_with(None)
+    alone = [
+        own.generate(prompt, eos_token_id=None, **options | {"seed": seed + number}).stats
+        for number, prompt in enumerate(texts.prompts[:timed])
     ]
-    steps, tokens = sum(run.steps for run in runs), sum(run.new_tokens for run in runs)
-    efficiency = tokens / steps
-    error = math.nan
-    if len(runs) >= LEAST:  # of a ratio of sums, by its residuals
-        error = stdev(run.new_tokens - efficiency * run.steps for run in runs) * math.sqrt(len(runs)) / steps
+    observer = Observer(own.runner)
+    own.runner = cast(StepRunner, observer)
+    stats = own.generate(texts.tokens, **texts.options, **options).stats
+    efficiency = {OWN: tokens_per_forward(stats)}
+    for verifier in METHODS[cell.method].verifiers:
+        if verifier != "rejection":  # which is such a method's own rule
+            other = decoder_with(verifier).generate(texts.tokens, **texts.options, **options).stats
+            efficiency[verifier] = tokens_per_forward(other)
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in (pair.draft, pair.target)]
-    levels = max(run.depth for run in runs)
     return Measured(
-        nodes=sum(run.nodes for run in runs) / steps,
-        levels=levels,
-        tokens=efficiency,
-        standard_error=error,
-        mbsu=efficiency / (1 + levels * sizes[0] / sizes[1]),
-        tokens_per_second=tokens / sum(run.total_seconds for run in runs),
+        nodes=1 + median(observer.drafted),
+        levels=stats.depth,
+        verification=stats.verification,
+        efficiency=efficiency,
+        mbsu=efficiency[OWN].value / (1 + stats.depth * sizes[0] / sizes[1]),
+        tokens_per_second=sum(run.new_tokens for run in alone) / sum(run.total_seconds for run in alone),
         drafted=observer.drafted,
         accepted=observer.accepted,
     )
 
 
-def table_of(name: str, rows: Sequence[tuple[Cell, Measured]]) -> Table:
-    """A line for each cell; the most tokens of a group are bold."""
-    table = Table(Column("", no_wrap=True), Column("", no_wrap=True), box=box.SIMPLE_HEAD, title=name)
-    for heading in ("nodes", "levels", "tokens", "MBSU", "tokens/s"):
-        table.add_column(heading, justify="right")
-    before = ""
-    for cell, found in rows:
-        best = found.tokens == max(other.tokens for peer, other in rows if peer.group == cell.group)
-        tokens = f"{found.tokens:.2f} ± {found.standard_error:.2f}"
-        table.add_row(
-            cell.group if cell.group != before else "", cell.label, f"{found.nodes:.1f}", str(found.levels),
-            f"[bold]{tokens}[/]" if best else tokens, f"{found.mbsu:.2f}", f"{found.tokens_per_second:.0f}",
-        )  # fmt: skip
-        before = cell.group
-    return table
-
-
-def draw(results: Mapping[str, list[dict]], folder: Path) -> None:
-    """Draw what was measured of robustness and dyspec."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    if "robustness" in results:
-        figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
-        rows = results["robustness"]
-        panels = {
-            "temperature": [row for row in rows if "top_p" not in row],
-            "top_p": [row for row in rows if "top_p" in row],
-        }
-        for panel, (name, chosen) in zip(axes, panels.items(), strict=True):
-            for method in dict.fromkeys(row["method"] for row in chosen):
-                line = [row for row in chosen if row["method"] == method]
-                at, tokens, errors = ([row[key] for row in line] for key in (name, "tokens", "standard_error"))
-                panel.errorbar(at, tokens, errors, marker="o", capsize=3, label=method)
-            panel.set(xlabel=name.replace("_", "-"), ylim=(1, None))
-            panel.grid(alpha=0.3)
-        axes[0].set_ylabel("tokens per target forward")
-        axes[0].legend()
-        figure.suptitle("One tree of 64 nodes, planned for T = 0.6")
-        figure.savefig(made(folder / "papers-robustness.png"), dpi=100)
-        pyplot.close(figure)
-    if "dyspec" in results:
-        figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-        for row in results["dyspec"]:
-            axes.plot(sorted(row["drafted"], reverse=True), label=f"{row['label']}: {row['tokens']:.2f} tokens")
-        axes.set(xlabel="steps, largest trees first", ylabel="drafted nodes", yscale="log")
-        axes.set_title("DySpec's trees grow while a slot is worth more than a threshold", fontsize=11)
-        axes.legend()
-        axes.grid(alpha=0.3)
-        figure.savefig(made(folder / "papers-dyspec.png"), dpi=100)
-        pyplot.close(figure)
+def as_row(cell: Cell, found: Measured, *, steps: bool) -> dict[str, Any]:
+    """What is written about a cell. steps: whether to list the nodes of each step."""
+    row = {"group": cell.group, "label": cell.label, "method": cell.method, **cell.sampling}
+    row |= {"nodes": found.nodes, "levels": found.levels, "verification": found.verification}
+    row["tokens"] = {name: round(each.value, 4) for name, each in found.efficiency.items()}
+    row["standard_error"] = {name: round(each.standard_error, 4) for name, each in found.efficiency.items()}
+    row |= {"mbsu": round(found.mbsu, 4), "tokens_per_second": round(found.tokens_per_second, 1)}
+    return row | ({"drafted": found.drafted, "accepted": found.accepted} if steps else {})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argument_parser(__doc__, plot="a folder for the figures of robustness and dyspec (needs matplotlib)")
+    parser = argument_parser(__doc__, plot="a folder for the figures, one for each table but large (needs matplotlib)")
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)} (default: all)")
     parser.add_argument("--temperature", type=float, default=0.6, help="where the paper does not vary it")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=64, help="after each prompt")
+    parser.add_argument("--prompts", type=int, help="default: 16, and 8 for large")
+    parser.add_argument("--tokens", type=int, help="after each prompt; default: 64, and 48 for large")
+    parser.add_argument("--timed", type=int, default=3, help="prompts that are also decoded one by one, for tokens/s")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     names = arguments.tables or [*TABLES]
     if unknown := [name for name in names if name not in TABLES]:
         parser.error(f"expected tables among {', '.join(TABLES)}, got {', '.join(unknown)}")
     if arguments.miniature:
-        arguments.prompts, arguments.tokens = 1, 4
-    pair, console = quiet_demo_pair(), Console(highlight=False, width=100)
-    prompts = token_ids(pair.tokenizer, demo_prompts()[: arguments.prompts])
-    results = {}
-    for name in names:
-        cells, rows = [*TABLES[name](arguments.temperature)], []
-        with console.status("") as status:
-            for number, cell in enumerate(cells, 1):
-                status.update(f"{name}, {number} of {len(cells)}: {cell.group}, {cell.label}")
-                rows.append((cell, measure(pair, cell, prompts, arguments)))
-        console.print(table_of(name, rows))
-        results[name] = [
-            {"group": cell.group, "label": cell.label, "method": cell.method}
-            | cell.sampling
-            | {key: value for key, value in found._asdict().items() if name == "dyspec" or not isinstance(value, list)}
-            for cell, found in rows
-        ]
-    settings = {name: getattr(arguments, name) for name in ("temperature", "prompts", "tokens", "seed")}
-    write_results(arguments.json, environment("cpu") | settings, **results)
+        arguments.prompts, arguments.tokens, arguments.timed = 2, 4, 1
+    least = {"prompts": 2, "tokens": 1, "timed": 1}  # two prompts, for a standard error
+    for name, given in ((name, getattr(arguments, name)) for name in least):
+        if given is not None and given < least[name]:
+            parser.error(f"--{name} must be at least {least[name]}, got {given}")
+    torch.set_num_threads(arguments.threads)
+    pair, console = quiet_demo_pair(), Console(highlight=False, width=140)
+    settings: dict[str, Any] = {name: getattr(arguments, name) for name in ("temperature", "timed", "seed")}
+    results: dict[str, list[dict]] = {}
+    with until_stopped():
+        for name in names:
+            prompts = arguments.prompts or (8 if name == "large" else 16)
+            tokens = arguments.tokens or (48 if name == "large" else 64)
+            settings[name] = {"prompts": prompts, "tokens": tokens}
+            texts = batch_of(token_ids(pair.tokenizer, demo_prompts()[:prompts]))
+            rows = results[name] = []
+            try:
+                cells = [*TABLES[name](arguments.temperature)][: 3 if arguments.miniature else None]
+                with console.status("") as status:
+                    for number, cell in enumerate(cells, 1):
+                        status.update(f"{name}, {number} of {len(cells)}: {cell.group}, {cell.label}")
+                        found = measure(pair, cell, texts, tokens=tokens, timed=arguments.timed, seed=arguments.seed)
+                        rows.append(as_row(cell, found, steps=name == "dyspec"))
+                        write_results(arguments.json, environment("cpu") | settings, **results)
+            finally:
+                console.print(table_of(name, rows, box.SIMPLE_HEAD))
     if arguments.plot is not None:
         draw(results, arguments.plot)
 

@@ -2,10 +2,11 @@
 
     python bench/theory.py [--quick] [--json bench/results/theory-cpu.json] [--plot bench/results]
 
-growth             expected tokens against the size and the shape of the tree, and what bounds them (Sequoia, figures 1
-                   and 4; ERSD, 3 and 4). The shapes share one acceptance vector: recursive rejection of children drawn
-                   without replacement. The bounds are those of trees/bounds.py for the race's children, whose
-                   acceptance sums to 1 over the vocabulary; the best trees come from greedy_tree (ERSD, algorithm 3)
+growth             expected tokens against the size and the shape of the tree, what twice the nodes bring, and what
+                   bounds them (Sequoia, figures 1 and 4; ERSD, 3 and 4). The shapes share one acceptance vector:
+                   recursive rejection of children drawn without replacement. The bounds are those of trees/bounds.py
+                   for the race's children, whose acceptance sums to 1 over the vocabulary; the best trees come from
+                   greedy_tree (ERSD, algorithm 3)
 decoding           the same expectation beside the tokens per target forward that decoding with these trees gave
 draft-probability  how often a drawn token is accepted, by the probability that the draft gave it (DySpec, figure 2)
 blocks             occupied 32 x 32 blocks of attention, prefix and tree, by node order (DySpec, figure 9)
@@ -22,7 +23,8 @@ about 1% low. Standard errors take groups of prompts as the independent units.
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +33,7 @@ from rejection import positions
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from theory_figures import BEST, BLOCK, CHAIN, ORDERS, RACE, SEQUENCES, draw_figures
+from theory_figures import BATCH, BEST, BLOCK, CHAIN, ORDERS, RACE, SEQUENCES, SPECINFER, draw_figures
 from torch import Tensor
 
 from heavypath.kernels.sampling import gumbel_topk
@@ -106,32 +108,56 @@ def best_sequences(acceptance: Sequence[float], size: int) -> TokenTree:
     return max(shapes, key=lambda tree: expected_tokens(tree, acceptance))
 
 
+def specinfer_tree(size: int) -> TokenTree:
+    """SpecInfer's own tree, <1, 1, 3, 1, 1, ...>: two tokens, then three sequences, as long as `size` nodes allow."""
+    return TokenTree.from_branching([1, 1, 3, *[1] * (size // 3 - 2)])
+
+
 def growth(acceptance: Sequence[float], sizes: Sequence[int]) -> dict[str, dict[int, float]]:
-    """Expected tokens {size: tokens} by shape; k-ary trees have the sizes that full ones have."""
+    """Expected tokens {size: tokens} of trees of at most so many nodes, by shape.
+
+    k-ary trees have the sizes that full ones have; a batch, all children of the root, no more than acceptance is for.
+    """
+    most = max(sizes)
     shapes = {
-        BEST: [greedy_tree(acceptance, size) for size in sizes],
-        "binary": [TokenTree.k_ary(2, depth) for depth in range(1, 12) if 2 ** (depth + 1) - 1 <= max(sizes)],
-        "4-ary": [TokenTree.k_ary(4, depth) for depth in range(1, 6) if (4 ** (depth + 1) - 1) // 3 <= max(sizes)],
-        SEQUENCES: [best_sequences(acceptance, size) for size in sizes],
-        CHAIN: [TokenTree.chain(size - 1) for size in sizes],
+        BEST: {size: greedy_tree(acceptance, size) for size in sizes},
+        "binary": {2 ** (depth + 1) - 1: TokenTree.k_ary(2, depth) for depth in range(1, most.bit_length())},
+        "4-ary": {(4 ** (depth + 1) - 1) // 3: TokenTree.k_ary(4, depth) for depth in range(1, most.bit_length() // 2)},
+        SEQUENCES: {size: best_sequences(acceptance, size) for size in sizes},
+        SPECINFER: {size: specinfer_tree(size) for size in sizes if size >= 6},
+        CHAIN: {size: TokenTree.chain(size - 1) for size in sizes},
+        BATCH: {size: TokenTree.independent(size - 1, 1) for size in sizes if size - 1 <= len(acceptance)},
     }
     return {
-        name: {
-            size: expected_tokens(tree, acceptance)
-            for size, tree in zip(sizes if name == SEQUENCES else map(len, trees), trees, strict=True)
-        }
+        name: {size: expected_tokens(tree, acceptance) for size, tree in trees.items() if size <= most}
         for name, trees in shapes.items()
     }
 
 
+def marginals(curve: Mapping[int, float]) -> dict[int, float]:
+    """What twice the nodes bring, {size: tokens}: the rise from the size before, over log2 of the size (ERSD, fig. 4).
+
+    Times 1 / (n log 2), it is what the n-th node brings.
+    """
+    return {size: (curve[size] - curve[before]) / math.log2(size / before) for before, size in pairwise(sorted(curve))}
+
+
 def caps(acceptance: Sequence[float]) -> dict[str, float]:
-    """What no tree of a shape yields, at any size: those that Sequoia is compared with in its paper.
+    """What no tree of a shape yields, at any size: those that Sequoia is compared with in its paper, and ERSD.
 
     With P_k the chance that one of k children is accepted: 1 / (1 - P_k) where every node has k children, and one token
-    more than a chain for sequences that part at the root.
+    more than a chain for sequences that part at the root; where they part at the second token, by P_3 and endlessly. A
+    batch yields two.
     """
-    endless = [1 / (1 - sum(acceptance[:children])) for children in (1, 2, 4)]
-    return {CHAIN: endless[0], SEQUENCES: endless[0] + 1, "binary": endless[1], "4-ary": endless[2]}
+    one, two, three, four = (sum(acceptance[:children]) for children in (1, 2, 3, 4))
+    return {
+        CHAIN: 1 / (1 - one),
+        SEQUENCES: 1 / (1 - one) + 1,
+        SPECINFER: 1 + one + one**2 * (1 + three / (1 - one)),
+        BATCH: 2.0,
+        "binary": 1 / (1 - two),
+        "4-ary": 1 / (1 - four),
+    }
 
 
 def limits(law: Sequence[float], vocabulary: int, sizes: Sequence[int]) -> dict[str, dict[int, float]]:
@@ -340,6 +366,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     places = race_places(at[first], draws=arguments.draws, seed=seed).mean(0)
     places = places[places > 0].sort(descending=True).values.tolist()
     sizes = [2**power for power in range(12) if 2 <= 2**power <= arguments.nodes]
+    shapes, bounds = growth(acceptance, sizes), limits(places, pair.target.config.vocab_size, sizes)
 
     nodes = arguments.nodes
     planned = tree_blocks(insertion_order(greedy_tree(acceptance, nodes), acceptance))
@@ -358,9 +385,10 @@ def measure(arguments: argparse.Namespace) -> dict:
             "entropy": 1 / tokens_per_doubling(places),
             "acceptance": acceptance,
             "places": places[:CHILDREN],
-            "shapes": growth(acceptance, sizes),
+            "shapes": shapes,
             "caps": caps(acceptance),
-            "limits": limits(places, pair.target.config.vocab_size, sizes),
+            "limits": bounds,
+            "marginals": {name: marginals(curve) for name, curve in (shapes | bounds).items()},
         },
         "decoding": {
             name: [

@@ -9,7 +9,9 @@ import torch
 BLOCK = 32
 PREFIXES = (0, 128, 512, 2048, 8192, 32768)
 ORDERS = ("insertion", "depth_first", "heavy_path")
-BEST, SEQUENCES, CHAIN, RACE = "best tree", "k sequences", "chain", "best tree, race"  # curves, by name
+# Curves, by name.
+BEST, SEQUENCES, CHAIN, RACE = "best tree", "k sequences", "chain", "best tree, race"
+SPECINFER, BATCH = "<1, 1, 3, 1, ...>", "batch"
 # Okabe and Ito's palette, which colour-blind readers tell apart.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 RED, PURPLE, BLACK = "#D55E00", "#CC79A7", "#000000"
@@ -74,25 +76,35 @@ def size_axis(axes, sizes: Sequence[int], room: float) -> None:
 
 
 def draw_growth(pyplot, result: dict):
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12.5, 5), layout="constrained")
+    """Above: what trees yield, and bounds. Below: what twice the nodes bring, in the same colours."""
+    figure, ((left, right), (left_below, right_below)) = pyplot.subplots(
+        2, 2, figsize=(12.5, 8.6), layout="constrained", height_ratios=(5, 3.4)
+    )
+    sizes = list(result["shapes"][BEST])
     looks = {
         BEST: (BLUE, "best tree (Sequoia)"),
         "binary": (GREEN, "full binary"),
         "4-ary": (PURPLE, "full 4-ary"),
         SEQUENCES: (ORANGE, "k sequences, best k"),
+        SPECINFER: (SKY, "SpecInfer's 1, 1, 3, 1, ..."),
         CHAIN: (RED, "chain"),
+        BATCH: (BLACK, "batch"),
     }
     labels, ends = [], []
     for name, (color, text) in looks.items():
-        sizes, tokens = list(result["shapes"][name]), list(result["shapes"][name].values())
-        marker = {"marker": "o", "markersize": 4} if "ary" in name else {}
-        left.plot(sizes, tokens, color=color, linewidth=2.4 if name == BEST else 1.6, **marker)
-        labels.append((max(result["shapes"][BEST]), tokens[-1], text, color))
+        curve, gains = result["shapes"][name], result["marginals"][name]
+        look = {"color": color, "linewidth": 2.4 if name == BEST else 1.6}
+        look |= {"marker": "o", "markersize": 4} if "ary" in name else {}
+        left.plot(list(curve), list(curve.values()), **look)
+        left_below.plot(list(gains), list(gains.values()), **look)
+        end = max(curve) if name == BATCH else max(sizes)
+        labels.append((end, [*curve.values()][-1], text, color))
         if name in result["caps"]:
-            left.hlines(result["caps"][name], 2, max(result["shapes"][BEST]), color, "--", linewidth=0.8)
-    tidy(left, xlabel="nodes of the tree, root included", ylabel="expected tokens per target forward", ylim=(1, None))
+            left.hlines(result["caps"][name], 2, end, color, "--", linewidth=0.8)
+    tidy(left, ylabel="expected tokens per target forward", ylim=(1, None))
     left.set_title("shapes, and what they stay below (dashed); planned trees grow on", fontsize=11)
-    size_axis(left, list(result["shapes"][BEST]), 0.36)
+    left_below.set_title("shapes: what twice the nodes bring", fontsize=11)
+    tidy(left_below, xlabel="nodes of the tree, root included", ylabel="tokens for each doubling", ylim=(0, None))
 
     looks = {
         RACE: (BLUE, "-", "best tree"),
@@ -104,12 +116,18 @@ def draw_growth(pyplot, result: dict):
         "slope": (BLACK, ":", "log n / H"),
     }
     for name, (color, line, text) in looks.items():
-        sizes, tokens = list(result["limits"][name]), list(result["limits"][name].values())
-        right.plot(sizes, tokens, color=color, linestyle=line, linewidth=2.4 if name == RACE else 1.6)
-        ends.append((sizes[-1], tokens[-1], text, color))
-    tidy(right, xlabel="nodes of the tree, root included", ylim=(0, None))
+        curve, gains = result["limits"][name], result["marginals"][name]
+        look = {"color": color, "linestyle": line, "linewidth": 2.4 if name == RACE else 1.6}
+        right.plot(list(curve), list(curve.values()), **look)
+        if name in (RACE, "merged", "slope"):
+            right_below.plot(list(gains), list(gains.values()), **look)
+        ends.append((max(curve), [*curve.values()][-1], text, color))
+    tidy(right, ylim=(0, None))
     right.set_title(f"races: upper bounds on every tree; H = {result['entropy']:.2f} bits", fontsize=11)
-    size_axis(right, list(result["limits"][RACE]), 0.36)
+    right_below.set_title("races: what twice the nodes bring, in the end 1 / H", fontsize=11)
+    tidy(right_below, xlabel="nodes of the tree, root included", ylim=(0, None))
+    for axes in (left, right, left_below, right_below):
+        size_axis(axes, sizes, 0.36)
     figure.suptitle(f"What a tree of n nodes yields: the demo pair at temperature {result['temperature']}")
     label_ends(left, labels, gap=0.05)
     label_ends(right, ends, gap=0.05)

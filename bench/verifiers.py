@@ -13,14 +13,13 @@ over rejection's, are medians over them.
 import math
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
 
 import torch
-from common import argument_parser, clock_of, environment, quiet_demo_pair, until_stopped, write_results
+from batches import Texts, batch_of, gain
+from common import argument_parser, clock_of, environment, quiet_demo_pair, token_ids, until_stopped, write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
 
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.statistics import Statistics
@@ -37,47 +36,16 @@ TREES = {  # the method, and the decoder's options
 }
 
 
-class Texts(NamedTuple):
-    """The prompts as one left-padded batch, each one `seeds` times, one after the other."""
-
-    prompts: list[Tensor]  # LongTensors [1, T]
-    tokens: Tensor  # [B, T]
-    mask: Tensor  # [B, T]
-    seeds: int
-
-
-def batch_of(prompts: list[Tensor], seeds: int) -> Texts:
-    rows = [prompt[0] for prompt in prompts for _ in range(seeds)]
-    longest = max(map(len, rows))
-    padded = torch.stack([torch.cat([row.new_zeros(longest - len(row)), row]) for row in rows])
-    mask = torch.stack([torch.arange(longest, device=row.device) >= longest - len(row) for row in rows])
-    return Texts(prompts, padded, mask.long(), seeds)
-
-
-def gain(stats: Statistics, reference: Statistics, seeds: int) -> tuple[float, float]:
-    """How many times the reference's tokens per forward, less 1, and the standard error, over the prompts."""
-    tokens, steps = (field.view(-1, seeds).sum(1).double() for field in (stats.tokens_of, stats.steps_of))
-    others, other_steps = (field.view(-1, seeds).sum(1).double() for field in (reference.tokens_of, reference.steps_of))
-
-    def ratio(kept: Tensor) -> float:
-        return float((tokens[kept].sum() / steps[kept].sum()) / (others[kept].sum() / other_steps[kept].sum()))
-
-    count = len(tokens)
-    without = [ratio(torch.arange(count) != left) for left in range(count)] if count > 1 else [math.nan]
-    middle = sum(without) / len(without)
-    error = math.sqrt((count - 1) / count * sum((each - middle) ** 2 for each in without))
-    return ratio(torch.arange(count)) - 1, error
-
-
 def measured(decoders: dict[str, SpeculativeDecoder], texts: Texts, temperature: float, arguments) -> list[dict]:
     """A row for each verifier of one tree at one temperature."""
-    options = {"max_new_tokens": arguments.max_new_tokens, "temperature": temperature, "eos_token_id": None}
-    batch = {"attention_mask": texts.mask, "pad_token_id": 0}
-    stats = {name: decoder.generate(texts.tokens, **batch, **options).stats for name, decoder in decoders.items()}
+    options = {"max_new_tokens": arguments.max_new_tokens, "temperature": temperature}
+    stats = {
+        name: decoder.generate(texts.tokens, **texts.options, **options).stats for name, decoder in decoders.items()
+    }
     alone: dict[str, list[Statistics]] = {name: [] for name in decoders}
     for prompt in texts.prompts[: arguments.timed]:
         for name, decoder in decoders.items():
-            alone[name].append(decoder.generate(prompt, **options).stats)
+            alone[name].append(decoder.generate(prompt, eos_token_id=None, **options).stats)
     rows = []
     for name, one in stats.items():
         more, error = gain(one, stats[REJECTION], texts.seeds)
@@ -120,11 +88,7 @@ def main() -> None:
         arguments.tree, arguments.temperature = arguments.tree or ["sequoia 16"], [1.0]
     torch.set_num_threads(arguments.threads)
     target, draft, tokenizer = quiet_demo_pair(arguments.device)
-    prompts = [
-        tokenizer(text, return_tensors="pt").input_ids.to(arguments.device)
-        for text in demo_prompts()[: arguments.prompts]
-    ]
-    texts = batch_of(prompts, arguments.seeds)
+    texts = batch_of(token_ids(tokenizer, demo_prompts()[: arguments.prompts], arguments.device), arguments.seeds)
     wanted = [REJECTION, *(name for name in arguments.verifier or VERIFIERS if name != REJECTION)]
     cases = [(tree, each) for tree in arguments.tree or TREES for each in arguments.temperature or (0.6, 1.0)]
     console, rows = Console(stderr=True), []

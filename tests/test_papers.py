@@ -3,7 +3,6 @@
 import importlib
 import json
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,11 @@ def papers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(BENCH), *sys.path])
         yield importlib.import_module("papers")
+
+
+@pytest.fixture(scope="module")
+def shown(papers):
+    return sys.modules["papers_shown"]
 
 
 def shape_of(cell):
@@ -57,18 +61,100 @@ def test_a_cells_figures_by_hand(papers):
     """The target drafts for itself: every token is accepted, and a chain of two gives three a step."""
     target = tiny_llama(1)
     cell = papers.Cell("", "", "chain", {"tree": TokenTree.chain(2)}, {"temperature": 0.0})
-    prompts = [target.dummy_inputs["input_ids"][:1] % 7]
-    found = papers.measure(DemoPair(target, target, None), cell, prompts, Namespace(tokens=9, seed=0))
-    assert found.tokens == 3
+    texts = papers.batch_of([target.dummy_inputs["input_ids"][:1] % 7] * 2)
+    found = papers.measure(DemoPair(target, target, None), cell, texts, tokens=9, timed=1, seed=0)
+    assert [*found.efficiency] == ["own", "held", "traversal", "held_traversal"]
+    assert all(each == (3, 0) for each in found.efficiency.values())
     assert found.mbsu == 1  # 3 / (1 + 2): the draft is as large as the target
-    assert (found.drafted, found.accepted) == ([2, 2, 2], [2, 2, 2])
+    assert (found.nodes, found.levels) == (3, 2)
+    assert found.drafted == found.accepted == [2] * 6  # three steps of each text
 
 
-def test_the_script_writes_a_table(papers, tmp_path, capsys):
-    papers.main(["dyspec", "--miniature", "--json", str(tmp_path / "new" / "papers.json")])
-    rows = json.loads((tmp_path / "new" / "papers.json").read_text())["dyspec"]
-    assert len(rows) == len([*papers.dyspec(0.6)])
+def test_each_verifier_has_its_own_column(papers, monkeypatch):
+    """One that never accepts gives a token a step, and the others three."""
+    asked = []
+
+    def decoder(target, draft, method, *, verifier, **options):
+        asked.append((method, verifier))
+        if verifier == "held":
+            return SpeculativeDecoder(target, draft, "autoregressive")
+        return SpeculativeDecoder(target, draft, "chain", **options)
+
+    monkeypatch.setattr(papers, "SpeculativeDecoder", decoder)
+    target = tiny_llama(1)
+    cell = papers.Cell("", "", "rsd-s", {"tree": TokenTree.chain(2)}, {"temperature": 0.0})
+    texts = papers.batch_of([target.dummy_inputs["input_ids"][:1] % 7])
+    found = papers.measure(DemoPair(target, target, None), cell, texts, tokens=9, timed=1, seed=0)
+    assert asked == [("rsd-s", None), ("rsd-s", "held"), ("rsd-s", "traversal")]  # held traversal is refused
+    assert {name: each.value for name, each in found.efficiency.items()} == {"own": 3, "held": 1, "traversal": 3}
+
+
+def test_the_script_writes_a_table_and_draws_it(papers, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    options = {"tree_size": 8, "threshold": 0.01}
+    cells = [papers.Cell("small", f"threshold {each}", "dyspec", options, {"temperature": 0.6}) for each in (0.01, 0.1)]
+    monkeypatch.setitem(papers.TABLES, "dyspec", lambda temperature: iter(cells))
+    path = tmp_path / "new" / "papers.json"
+    papers.main(["dyspec", "--miniature", "--json", str(path), "--plot", str(tmp_path)])
+    rows = json.loads(path.read_text())["dyspec"]
+    assert [row["label"] for row in rows] == ["threshold 0.01", "threshold 0.1"]
     assert all(sum(row["accepted"]) <= sum(row["drafted"]) for row in rows)
+    assert all([*row["tokens"]] == ["own", "held", "traversal"] for row in rows)
     assert "threshold 0.01" in capsys.readouterr().out
+    assert (tmp_path / "papers-dyspec.png").exists()
+
+
+@pytest.mark.parametrize("wrong", [["rsd-3"], ["--prompts", "1"], ["--tokens", "0"], ["--timed", "0"]])
+def test_what_cannot_be_measured_is_refused(papers, wrong, capsys):
     with pytest.raises(SystemExit):
-        papers.main(["rsd-3"])
+        papers.main(wrong)
+    assert "error: " in capsys.readouterr().err
+
+
+def test_what_is_measured_is_kept_when_the_script_is_stopped(papers, tmp_path, monkeypatch, capsys):
+    measure, left = papers.measure, [2]
+
+    def stopped(*args, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return measure(*args, **options)
+
+    monkeypatch.setattr(papers, "measure", stopped)
+    papers.main(["rsd-1", "rsd-2", "--miniature", "--json", str(tmp_path / "papers.json")])
+    written = json.loads((tmp_path / "papers.json").read_text())
+    assert [row["label"] for row in written["rsd-1"]] == ["SD", "SpecTr (2, 2)"]
+    assert "rsd-2" not in written
+    printed = capsys.readouterr().out
+    assert "SpecTr (2, 2)" in printed
+    assert "stopped before the end" in printed
+
+
+def row(group, label, method="sequoia", **tokens):
+    errors = dict.fromkeys(tokens, 0.125)
+    return {"group": group, "label": label, "method": method, "nodes": 3, "levels": 2, "temperature": 0.6} | {
+        "tokens": tokens, "standard_error": errors, "mbsu": 1.5, "tokens_per_second": 50.0, "drafted": [3, 1],
+    }  # fmt: skip
+
+
+def test_a_table_in_markdown(shown, tmp_path, capsys):
+    rows = [row("2 levels", "SD", own=2.0, held=2.0), row("2 levels", "RSD-C [2, 1]", own=1.5, held=2.25)]
+    rows.append(row("3 levels", "SpecTr (2, 3)", own=1.0))
+    (tmp_path / "papers.json").write_text(json.dumps({"environment": {}, "rsd-1": rows}))
+    shown.main([str(tmp_path / "papers.json")])
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert lines[0] == ["", "", "nodes", "levels", "own", "held", "traversal", "held traversal", "MBSU", "tokens/s"]
+    assert lines[2] == ["2 levels", "SD", "3", "2", "**2.00 ± 0.12**", "2.00 ± 0.12", "-", "-", "1.50", "50"]
+    assert lines[3] == ["", "RSD-C [2, 1]", "3", "2", "1.50 ± 0.12", "**2.25 ± 0.12**", "-", "-", "1.50", "50"]
+    assert lines[4][:5] == ["3 levels", "SpecTr (2, 3)", "3", "2", "**1.00 ± 0.12**"]
+
+
+def test_every_table_that_has_a_figure_is_drawn_from_its_first_row_on(papers, shown, tmp_path):
+    pytest.importorskip("matplotlib")
+    results = {
+        name: [row(cell.group, cell.label, cell.method, own=2.0, held_traversal=2.5) | dict(cell.sampling)]
+        for name in shown.FIGURES
+        for cell in list(papers.TABLES[name](0.6))[:1]
+    }
+    shown.draw(results, tmp_path)
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"papers-{name}.png" for name in shown.FIGURES}

@@ -75,18 +75,41 @@ def test_shapes_by_hand(theory):
     # Two sequences of three nodes: 1 + 0.75 (1 + 0.5 + 0.25).
     assert shapes["k sequences"][8] == 1 + 0.75 * 1.75
     assert len(theory.best_sequences(HALVES, 8)) == 7
+    assert shapes["batch"] == {2: 1.5}  # acceptance is known of two children, and size 4 has three
+    # Two tokens, then three children, of which the third is never accepted: 1 + 0.5 + 0.25 (1 + 0.5 + 0.25).
+    assert shapes["<1, 1, 3, 1, ...>"] == {8: 1 + 0.5 + 0.25 * 1.75}
+
+
+def test_specinfers_tree_is_the_papers(theory):
+    tree = theory.specinfer_tree(21)
+    assert tree == TokenTree.from_branching([1, 1, 3, 1, 1, 1, 1, 1])
+    assert len(tree) == 21
+    assert [len(theory.specinfer_tree(size)) for size in (6, 8, 9, 64)] == [6, 6, 9, 63]
+
+
+def test_marginals_by_hand(theory):
+    """From 2 to 4 nodes is a doubling, from 4 to 16 are two."""
+    assert theory.marginals({2: 1.5, 4: 2.0, 16: 3.0}) == {4: 0.5, 16: 0.5}
+    assert theory.marginals({2: 1.5}) == {}
+
+
+def test_a_batch_brings_what_its_children_are_accepted(theory):
+    assert theory.growth([0.5, 0.25, 0.1], [2, 4])["batch"] == {2: 1.5, 4: pytest.approx(1.85)}
 
 
 def test_sequences_saturate_and_trees_do_not(theory):
     law = [0.6 * 0.4**child for child in range(30)]
     sizes = [64, 128, 256, 512]
-    shapes, limits = theory.growth(law, sizes), theory.limits(law, 31, sizes)
+    shapes, limits = theory.growth(law, [16, *sizes]), theory.limits(law, 31, sizes)
     assert shapes["k sequences"][512] < 1 + sum(law) / (1 - law[0])
     steps = [shapes["best tree"][2 * size] - shapes["best tree"][size] for size in sizes[:-1]]
     slope = limits["slope"][2 * 64] - limits["slope"][64]
     assert steps == pytest.approx([slope] * 3, rel=0.05)
     for name, cap in theory.caps(law).items():
         assert max(shapes[name].values()) < cap + 1e-9, name
+    for name in ("chain", "<1, 1, 3, 1, ...>"):  # endless already
+        assert shapes[name][512] == pytest.approx(theory.caps(law)[name]), name
+    assert all(gain < 0.05 for name in theory.caps(law) for gain in [theory.marginals(shapes[name]).get(512, 0)])
     for name in ("paper", "leaves", "merged", "renewal", "moments"):
         assert all(limits[name][size] > shapes["best tree"][size] for size in sizes), name
     assert all(limits["leaves"][size] <= limits["paper"][size] for size in sizes)

@@ -1,0 +1,77 @@
+"""Prompts decoded as one batch, by any verifier, and how sure the tokens per forward pass of the target are.
+
+A batch gives tokens per forward far sooner than one prompt after the other, and the same: each sequence counts its own
+steps. The standard errors are a jackknife over the prompts, the independent units: of the m values that a statistic has
+without one of m prompts, sqrt((m - 1) / m) times the root of the sum of their squared distances from their mean.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.decoding.statistics import Statistics
+
+
+class Texts(NamedTuple):
+    """The prompts as one left-padded batch, each one `seeds` times, one after the other."""
+
+    prompts: list[Tensor]  # LongTensors [1, T]
+    tokens: Tensor  # [B, T]
+    mask: Tensor  # [B, T]
+    seeds: int
+
+    @property
+    def options(self) -> dict:
+        """Options of `generate` that belong to `tokens`."""
+        return {"attention_mask": self.mask, "pad_token_id": 0, "eos_token_id": None}
+
+
+def batch_of(prompts: list[Tensor], seeds: int = 1) -> Texts:
+    rows = [prompt[0] for prompt in prompts for _ in range(seeds)]
+    longest = max(map(len, rows))
+    padded = torch.stack([torch.cat([row.new_zeros(longest - len(row)), row]) for row in rows])
+    mask = torch.stack([torch.arange(longest, device=row.device) >= longest - len(row) for row in rows])
+    return Texts(prompts, padded, mask.long(), seeds)
+
+
+class Estimate(NamedTuple):
+    """A statistic of all prompts, and its standard error; not a number for a single prompt."""
+
+    value: float
+    standard_error: float
+
+
+def jackknife(statistic: Callable[[Tensor], float], prompts: int) -> Estimate:
+    """statistic: of the prompts whose numbers it is given, LongTensor[any]."""
+    every = torch.arange(prompts)
+    if prompts == 1:
+        return Estimate(statistic(every), math.nan)
+    without = [statistic(every[every != left]) for left in range(prompts)]
+    middle = sum(without) / prompts
+    return Estimate(
+        statistic(every), math.sqrt((prompts - 1) / prompts * sum((each - middle) ** 2 for each in without))
+    )
+
+
+def tokens_per_forward(stats: Statistics, seeds: int = 1) -> Estimate:
+    """Of a batch of `Texts`: block efficiency."""
+    tokens, steps = _by_prompt(stats, seeds)
+    return jackknife(lambda kept: float(tokens[kept].sum() / steps[kept].sum()), len(tokens))
+
+
+def gain(stats: Statistics, reference: Statistics, seeds: int = 1) -> Estimate:
+    """How many times the reference's tokens per forward, less 1: texts may differ between the two, prompts do not."""
+    (tokens, steps), (others, other_steps) = _by_prompt(stats, seeds), _by_prompt(reference, seeds)
+
+    def more(kept: Tensor) -> float:
+        return float(tokens[kept].sum() / steps[kept].sum() / (others[kept].sum() / other_steps[kept].sum())) - 1
+
+    return jackknife(more, len(tokens))
+
+
+def _by_prompt(stats: Statistics, seeds: int) -> tuple[Tensor, Tensor]:
+    """Tokens and steps of each prompt, fp64 [prompts]."""
+    return stats.tokens_of.view(-1, seeds).sum(1).double(), stats.steps_of.view(-1, seeds).sum(1).double()
