@@ -29,7 +29,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from batches import Estimate, Texts, batch_of, tokens_per_forward
-from common import argument_parser, environment, quiet_demo_pair, token_ids, until_stopped, write_results
+from common import (
+    argument_parser,
+    environment,
+    paper_verifier,
+    quiet_demo_pair,
+    token_ids,
+    until_stopped,
+    write_results,
+)
 from papers_shown import OWN, draw, table_of
 from rich import box
 from rich.console import Console
@@ -182,7 +190,7 @@ def measure(pair: DemoPair, cell: Cell, texts: Texts, *, tokens: int, timed: int
         return SpeculativeDecoder(pair.target, pair.draft, cell.method, verifier=verifier, **cell.options)
 
     options = {"max_new_tokens": tokens, "seed": seed, **cell.sampling}
-    own = decoder_with(None)
+    own = decoder_with(paper_verifier(cell.method))
     alone = [
         own.generate(prompt, eos_token_id=None, **options | {"seed": seed + number}).stats
         for number, prompt in enumerate(texts.prompts[:timed])

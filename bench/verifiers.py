@@ -32,8 +32,13 @@ TREES = {  # the method, and the decoder's options
     "sequoia 16": ("sequoia", {"tree_size": 16}),
     "sequoia 64": ("sequoia", {"tree_size": 64, "max_depth": 8}),
     "dyspec 64": ("dyspec", {"tree_size": 64}),
+    "rsd-c 64": ("rsd-c", {"tree_size": 64}),
+    "rsd-s 64": ("rsd-s", {"tree_size": 64}),
     "specinfer 4 x 8": ("specinfer", {"tree": TokenTree.independent(4, 8)}),
 }
+TREES |= {
+    method: (method, {}) for method, row in METHODS.items() if row.verifiers
+}  # as the decoder has them by default
 
 
 def measured(decoders: dict[str, SpeculativeDecoder], texts: Texts, temperature: float, arguments) -> list[dict]:
@@ -91,6 +96,7 @@ def main() -> None:
     texts = batch_of(token_ids(tokenizer, demo_prompts()[: arguments.prompts], arguments.device), arguments.seeds)
     wanted = [REJECTION, *(name for name in arguments.verifier or VERIFIERS if name != REJECTION)]
     cases = [(tree, each) for tree in arguments.tree or TREES for each in arguments.temperature or (0.6, 1.0)]
+    settings = {name: getattr(arguments, name) for name in ("prompts", "seeds", "max_new_tokens", "timed")}
     console, rows = Console(stderr=True), []
     with until_stopped():
         for tree, temperature in track(cases, "verifiers", console=console):
@@ -101,9 +107,8 @@ def main() -> None:
                     decoders[name] = SpeculativeDecoder(target, draft, method, verifier=name, **options)
                     decoders[name].clock = clock_of(arguments.device)
             rows += [{"tree": tree} | row for row in measured(decoders, texts, temperature, arguments)]
-    Console(width=110).print(as_table(rows))
-    settings = {name: getattr(arguments, name) for name in ("prompts", "seeds", "max_new_tokens", "timed")}
-    write_results(arguments.json, environment(arguments.device) | settings, rows=rows)
+            write_results(arguments.json, environment(arguments.device) | settings, rows=rows)
+    Console(width=120).print(as_table(rows))
 
 
 if __name__ == "__main__":
