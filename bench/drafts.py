@@ -5,15 +5,16 @@
 One paired run: every draft and method decodes each prompt, one after the other. Tokens per forward are those of all
 prompts together; `to model` is their ratio to those of the shipped draft model by the same method. `overlap` is how
 often the first token that is drafted after a root is accepted; a step for which a draft has nothing counts as one where
-it is not. Tokens per second are medians over the prompts. Trees have `--nodes` nodes, root included. The corpus to
-retrieve from is the text that the shipped models were trained on; the prompts are of files that were held out.
+it is not. Tokens per second are medians over the prompts. Trees have `--nodes` nodes, root included, and are verified
+as in the methods' papers. The corpus to retrieve from is the text that the shipped models were trained on; the prompts
+are of files that were held out.
 """
 
 from statistics import median
 from typing import Any
 
 import torch
-from common import argument_parser, environment, quiet_demo_pair, token_ids, until_stopped, write_results
+from common import argument_parser, environment, paper_verifier, quiet_demo_pair, token_ids, until_stopped, write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -52,8 +53,9 @@ def main() -> None:
         methods, temperatures, prompts = ("sequoia",), (0.6,), prompts[:1]
     decoders = {
         (name, method): SpeculativeDecoder(
-            target, each, method, tree_size=min(arguments.nodes, CHAIN) if method == "chain" else arguments.nodes
-        )
+            target, each, method, tree_size=min(arguments.nodes, CHAIN) if method == "chain" else arguments.nodes,
+            verifier=paper_verifier(method),
+        )  # fmt: skip
         for method in methods
         for name, each in drafts.items()
     }

@@ -14,7 +14,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
-from common import argument_parser, environment, quiet_demo_pair, token_ids, write_results
+from common import argument_parser, environment, paper_verifier, quiet_demo_pair, token_ids, write_results
 from torch import Tensor
 
 from heavypath.speculative import PromptLookup, Retrieval, SpeculativeDecoder
@@ -114,7 +114,7 @@ def tokens_per_step(
     """Tokens per forward pass of the target with each draft; text: new tokens of each prompt, and the temperature."""
     found = {}
     for name, draft in drafts.items():
-        decoder, tokens, steps = SpeculativeDecoder(pair.target, draft, method), 0, 0
+        decoder, tokens, steps = SpeculativeDecoder(pair.target, draft, method, verifier=paper_verifier(method)), 0, 0
         for seed, prompt in enumerate(prompts):
             stats = decoder.generate(prompt, text[0], temperature=text[1], seed=seed, eos_token_id=None).stats
             tokens, steps = tokens + text[0], steps + stats.steps
