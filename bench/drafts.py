@@ -14,7 +14,15 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import argument_parser, environment, paper_verifier, quiet_demo_pair, token_ids, until_stopped, write_results
+from common import (
+    argument_parser,
+    environment,
+    paper_verifier,
+    quiet_demo_pair,
+    token_ids,
+    until_stopped,
+    write_results,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -53,9 +61,12 @@ def main() -> None:
         methods, temperatures, prompts = ("sequoia",), (0.6,), prompts[:1]
     decoders = {
         (name, method): SpeculativeDecoder(
-            target, each, method, tree_size=min(arguments.nodes, CHAIN) if method == "chain" else arguments.nodes,
+            target,
+            each,
+            method,
+            tree_size=min(arguments.nodes, CHAIN) if method == "chain" else arguments.nodes,
             verifier=paper_verifier(method),
-        )  # fmt: skip
+        )
         for method in methods
         for name, each in drafts.items()
     }

@@ -55,7 +55,7 @@ def draw(path: Path) -> None:
 def steps_worth_showing() -> Iterator[Step]:
     """Steps that reject the root's first child and accept a later one and its child, with words that one can read."""
     target, draft, tokenizer = quiet_demo_pair()
-    decoder = SpeculativeDecoder(target, draft, "sequoia", tree_size=NODES)
+    decoder = SpeculativeDecoder(target, draft, "sequoia", tree_size=NODES, verifier="rejection")
     prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(100):

@@ -85,7 +85,7 @@ def test_each_verifier_has_its_own_column(papers, monkeypatch):
     cell = papers.Cell("", "", "rsd-s", {"tree": TokenTree.chain(2)}, {"temperature": 0.0})
     texts = papers.batch_of([target.dummy_inputs["input_ids"][:1] % 7])
     found = papers.measure(DemoPair(target, target, None), cell, texts, tokens=9, timed=1, seed=0)
-    assert asked == [("rsd-s", None), ("rsd-s", "held"), ("rsd-s", "traversal")]  # held traversal is refused
+    assert asked == [("rsd-s", "rejection"), ("rsd-s", "held"), ("rsd-s", "traversal")]  # held traversal is refused
     assert {name: each.value for name, each in found.efficiency.items()} == {"own": 3, "held": 1, "traversal": 3}
 
 

@@ -38,7 +38,7 @@ from heavypath.speculative.cli.planning import warnings_of
 from heavypath.speculative.costs import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.drafts import as_draft
-from heavypath.speculative.methods import Kind
+from heavypath.speculative.methods import Kind, default_verifier, row_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import PRIOR, VERSION, MeasuredAcceptance, Planned, describe, draft_parameter_count
 
@@ -153,7 +153,8 @@ def test_drafts_are_accepted_as_often_as_in_decoding(method, tree):
         Extent(tokens=40, sequences=200, depth=tree.depth, children=3), seed=3,
     )  # fmt: skip
     assert (entry.kind, entry.filters) == (kind, filters)
-    decoder = SpeculativeDecoder(target, draft, method, tree=tree)
+    verifier = "rejection" if method == "specinfer" else None
+    decoder = SpeculativeDecoder(target, draft, method, tree=tree, verifier=verifier)
     stats = decoder.generate(torch.tensor([[1, 2, 3]]).expand(200, -1), 40, temperature=0.6, seed=1).stats
     expected = expected_tokens(tree, entry.rates())
     assert stats.tokens_per_step == pytest.approx(expected, abs=0.06 + 5 * 1.2 / stats.steps**0.5)
@@ -175,8 +176,10 @@ def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path, any_noise):
     profile = calibrate(
         target, draft, temperatures=(0.0, 0.9), sizes=(1, 2, 8), tokens=12, sequences=4, on_progress=lines.append
     )
-    trees = sum(not kind.independent_sequences for kind in KINDS)
-    assert len(profile.acceptance) == 1 + len(SEQUENCE_COUNTS) + trees + (len(KINDS) - trees) * len(SEQUENCE_COUNTS)
+    drafting = [method for method in LOSSLESS_METHODS if method != "autoregressive"]
+    kinds = {row_of(method, default_verifier(method, "cpu")).kind(0.9) for method in drafting}
+    trees = sum(not kind.independent_sequences for kind in kinds)
+    assert len(profile.acceptance) == 1 + len(SEQUENCE_COUNTS) + trees + (len(kinds) - trees) * len(SEQUENCE_COUNTS)
     assert profile.target_parameters == sum(weight.numel() for weight in target.parameters())
     assert profile.draft_parameters == draft_parameter_count(draft, target)
     assert any("pass 1 of 4" in line and "s left" in line for line in lines)

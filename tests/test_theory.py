@@ -136,8 +136,8 @@ def test_tokens_per_step_have_the_error_of_a_ratio(theory, monkeypatch):
             return self
 
     class Decoder:
-        def __init__(self, target, draft, method, *, tree):
-            assert method == "ersd"
+        def __init__(self, target, draft, method, *, tree, verifier):
+            assert (method, verifier) == ("ersd", None)
 
         def generate(self, *, max_new_tokens, temperature, seed, eos_token_id):
             return {5: Generation(9, 3), 6: Generation(6, 3)}[seed]

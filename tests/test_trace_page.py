@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from heavypath.speculative import SpeculativeDecoder, TokenTree
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.output.page import trace_page
 from heavypath.speculative.output.trace import read_trace
@@ -62,7 +62,8 @@ def read(page):
 
 
 def recorded(pair, file, method="sequoia", prompts=("def read_lines(path):",), temperature=0.8, **options):
-    decoder = SpeculativeDecoder(pair.target, pair.draft, method, **options)
+    verifier = "rejection" if METHODS[method].verifiers else None  # other reasons are those of test_verifiers
+    decoder = SpeculativeDecoder(pair.target, pair.draft, method, **{"verifier": verifier} | options)
     inputs = pair.tokenizer(list(prompts), return_tensors="pt", padding=True)
     decoder.generate(**inputs, max_new_tokens=24, temperature=temperature, seed=3, trace=file, tokenizer=pair.tokenizer)
     return read_trace(file)
