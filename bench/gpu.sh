@@ -7,7 +7,8 @@
 #   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of each kernel
 #   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted
 #   kernels    kernel_*.py: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
-#   more       calibrate, plan, decoding.py and phases.py with the shipped pair; soak; compute-sanitizer, where it is there
+#   more       calibrate, plan, decoding.py, phases.py and verifiers.py (which may then be the default on a GPU) with the
+#              shipped pair; soak; compute-sanitizer, where it is there
 #   tiles      tiles.py: what if a kernel had other tiles
 #
 # Logs, JSON and pictures are in OUTDIR; tables are printed as they come. A step that takes too long gets SIGINT, and
@@ -123,6 +124,8 @@ run_more() {
         step plan 30 "$python" -m heavypath.speculative plan "$out/profile.json" --svg "$out/tree.svg"
     step decoding 150 "$python" bench/decoding.py "${mini[@]}" "${prompts[@]}" --json "$out/decoding.json"
     step phases 60 "$python" bench/phases.py "${mini[@]}" --json "$out/phases.json"
+    step verifiers 90 "$python" bench/verifiers.py "${mini[@]}" --prompts 8 --seeds 1 --max-new-tokens 64 --timed 8 \
+        --tree "sequoia 64" --tree "chain 8" --tree "dyspec 64" --tree "specinfer 4 x 8" --json "$out/verifiers.json"
     [ -n "$small" ] || step soak 100 "${pytest[@]}" -m "" tests/test_soak.py
     if [ "$gpu" = 1 ] && [ -z "$small" ] && command -v compute-sanitizer >/dev/null; then
         for tool in memcheck racecheck; do
