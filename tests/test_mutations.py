@@ -140,7 +140,7 @@ def test_a_bug_of_the_decoder_is_found(module, original, replacement, monkeypatc
     law = exact_law(target, prompt, Filters(), length)
 
     def p_value():
-        decoding = SpeculativeDecoder(target, draft, "rsd-c", tree=TokenTree.k_ary(3, 2))
+        decoding = SpeculativeDecoder(target, draft, "rsd-c", tree=TokenTree.k_ary(3, 2), verifier="rejection")
         out = decoding.generate(prompt.expand(20_000, -1), max_new_tokens=length, temperature=1.0, seed=3)
         return chi_square_p_value(joint_counts(out.sequences[:, 3:], 7), law)
 
