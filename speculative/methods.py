@@ -43,8 +43,14 @@ VERIFIERS = ("rejection", "held", "traversal", "held_traversal")
 # The one of them that a method has where none is given, by kind of device: where bench/verifiers.py has shown on such a
 # device that it accepts more and the text comes no later. On other devices a method has what its paper has.
 DEFAULT_VERIFIERS: dict[str, dict[str, str]] = {
-    "cpu": dict.fromkeys(("chain", "dyspec", "rsd-s"), "traversal")
-    | dict.fromkeys(("specinfer", "sequoia", "rsd-c"), "held_traversal"),
+    "cpu": {
+        "chain": "traversal",
+        "specinfer": "held_traversal",
+        "sequoia": "held_traversal",
+        "dyspec": "traversal",
+        "rsd-c": "held_traversal",
+        "rsd-s": "traversal",
+    },
 }
 # Typical acceptance changes the law of the text, whatever the draws.
 VERIFICATIONS = (*LOSSLESS_FOR, "typical")
