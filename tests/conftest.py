@@ -21,9 +21,9 @@ def fixed_seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def adversary(request):
-    """A context in which kernels run interleaved at random, and fail for races; under three seeds."""
+    """A context in which kernels run interleaved at random, and fail for races; under three seeds, one if in haste."""
     yield from _adversary(request.param)
 
 

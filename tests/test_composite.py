@@ -38,7 +38,7 @@ from heavypath.speculative.drafts.lookahead import LookaheadCache
 from heavypath.speculative.profile import describe, draft_parameter_count
 
 DRAFTED = [name for name in METHODS if name != "autoregressive"]
-QUICK = ("sequoia", "rsd-s", "specinfer")
+QUICK = ("sequoia", "specinfer")
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "layers": 1, "max_position_embeddings": 256}
 
 

@@ -67,10 +67,10 @@ def assert_same_text(model, ours, theirs):
 
 @pytest.fixture(scope="module")
 def greedy_texts(demo_pair):
-    """10 prompts, and 64 tokens that transformers' greedy generate puts behind each; a slow test takes all of them."""
+    """6 prompts, and 64 tokens that transformers' greedy generate puts behind each; a slow test takes all of them."""
     target, _, tokenizer = demo_pair
-    prompts = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in demo_prompts()[:10]]
-    assert len(prompts) == 10
+    prompts = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in demo_prompts()[:6]]
+    assert len(prompts) == 6
     return prompts, [transformers_greedy(target, ids, 64) for ids in prompts]
 
 
@@ -176,8 +176,8 @@ LAWS = [
         "plain": {"temperature": 1.0},
         "filtered": {"temperature": 1.2, "top_k": 5, "top_p": 0.95},
     }.items()
-    for method in LOSSLESS_METHODS  # traversal is slow in so large a batch, and sequoia and dyspec have it, too
-    for slow in [name == "filtered" and method in ("chain", "specinfer", "rsd-c", "rsd-s")]
+    for method in LOSSLESS_METHODS
+    for slow in [name == "filtered" and method not in ("dyspec", "spectr", "ersd")]  # a rule of verification each
 ]
 
 

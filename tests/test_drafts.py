@@ -78,7 +78,10 @@ def test_prompt_lookup_drafts_a_repetition():
 DRAFTS = {"prompt lookup": lambda: PromptLookup(2), "early exit": lambda: EarlyExit(1)}
 
 
-@pytest.mark.parametrize("method", [name for name in LOSSLESS_METHODS if name != "autoregressive"])
+@pytest.mark.parametrize("method", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("chain", "specinfer", "rsd-c", "rsd-s")))
+    for name in LOSSLESS_METHODS if name != "autoregressive"
+])  # fmt: skip
 @pytest.mark.parametrize("name", DRAFTS)
 def test_the_law_is_the_targets_with_any_draft(name, method):
     target, prompt = tiny_llama(1), torch.tensor([3, 1, 4, 3, 1])

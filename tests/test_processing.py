@@ -201,7 +201,10 @@ def controlled_law(model, prompt, filters, length, penalty, least):
     return law
 
 
-@pytest.mark.parametrize("method", LOSSLESS_METHODS)
+@pytest.mark.parametrize("method", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("chain", "specinfer", "rsd-c", "rsd-s")))
+    for name in LOSSLESS_METHODS
+])  # fmt: skip
 def test_the_joint_law_of_four_tokens_with_a_penalty_and_a_least_length_is_exact(method, tiny_pair):
     prompt, sampling = torch.tensor([3, 1, 4]), {"temperature": 0.8, "top_p": 0.95}
     law = controlled_law(tiny_pair[0], prompt, Filters(**sampling), 4, penalty=1.8, least=2)

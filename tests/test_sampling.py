@@ -211,7 +211,7 @@ def test_a_seed_in_memory_draws_what_its_number_draws(seed, impl):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 1e-30, 1e-42])
-@pytest.mark.parametrize("k", [1, 5, 60])
+@pytest.mark.parametrize("k", [1, 60, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_kernel_has_the_references_edges(k, temperature):
     lowest = torch.finfo(torch.float32).min
     rows = [
