@@ -18,11 +18,11 @@ host.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
 
@@ -80,16 +80,17 @@ def heavy_path_order(parents: Tensor, ranks: Tensor | None = None, *, impl: str 
 
 
 def _check_values(parents: Tensor, ranks: Tensor | None) -> None:
-    nodes = parents.shape[1]
-    index = torch.arange(nodes)
-    if (parents[:, 0] != -1).any() or ((parents < -1) | (parents >= index)).any():
+    parent, nodes = parents.numpy(), parents.shape[1]
+    index = np.arange(nodes)
+    if (parent[:, 0] != -1).any() or ((parent < -1) | (parent >= index)).any():
         raise ValueError(f"parents must hold -1 at node 0 and -1 <= parents[i] < i elsewhere, got {parents.tolist()}")
-    drafted = parents >= 0
-    if ((parents > 0) & ~drafted.gather(1, parents.clamp(min=0))).any():
+    drafted = parent >= 0
+    if ((parent > 0) & ~np.take_along_axis(drafted, np.maximum(parent, 0), 1)).any():
         raise ValueError(f"absent nodes, those with a parent of -1, must have no children, got {parents.tolist()}")
     if ranks is not None:
-        places = (parents * nodes + ranks).where(drafted, -1 - index).sort(-1).values
-        if (drafted & ((ranks < 0) | (ranks >= nodes))).any() or (places.diff(dim=-1) == 0).any():
+        rank = ranks.numpy()
+        places = np.sort(np.where(drafted, parent * nodes + rank, -1 - index), axis=1)
+        if (drafted & ((rank < 0) | (rank >= nodes))).any() or (places[:, 1:] == places[:, :-1]).any():
             raise ValueError(f"ranks must differ among siblings and be in [0, {nodes}), got {ranks.tolist()}")
 
 
@@ -104,40 +105,43 @@ def sibling_order(parents: Tensor) -> Tensor:
 def _reference(parents: Tensor, ranks: Tensor | None) -> Ordering:
     """The recurrences at the top of this file, for trees [B, N]."""
     batch, nodes = parents.shape
-    index = torch.arange(nodes, device=parents.device).expand(batch, nodes)
-    parents = parents.where((parents >= 0) & (parents < index), -1)
-    drafted = parents >= 0
-    ranks = (sibling_order(parents) if ranks is None else ranks.clamp(0, nodes - 1)).where(drafted, 0)
+    index, tree = np.arange(nodes), np.arange(batch)[:, None]
+    parent = parents.cpu().numpy()
+    parent = np.where((parent >= 0) & (parent < index), parent, -1)
+    drafted = parent >= 0
+    rank = sibling_order(torch.from_numpy(parent)).numpy() if ranks is None else ranks.cpu().numpy().clip(0, nodes - 1)
+    rank = np.where(drafted, rank, 0)
 
     # Column N stands above the roots.
-    above = pad(parents.where(drafted, nodes), (0, 1), value=nodes)
-    size = pad(torch.ones_like(parents), (0, 1))
+    above = np.full((batch, nodes + 1), nodes)
+    above[:, :nodes][drafted] = parent[drafted]
+    size = np.ones((batch, nodes + 1))
+    size[:, nodes] = 0
     doubled = []
     for _ in range((nodes - 1).bit_length()):
         doubled.append(above)
-        size = size.scatter_add(1, above, size)
-        above = above.gather(1, above)
-    size = size[:, :nodes]
+        size += np.bincount((above + tree * (nodes + 1)).ravel(), size.ravel(), size.size).reshape(size.shape)
+        above = above[tree, above]
+    size = size[:, :nodes].astype(np.int64)
 
-    visit = ((parents + 1) * (nodes + 1) + (nodes - size).where(drafted, 0)) * nodes + ranks
-    visit = visit.argsort(dim=1, stable=True)  # nodes by (parent, -size, rank)
-    family, before = parents.gather(1, visit), size.gather(1, visit)
+    visit = ((parent + 1) * (nodes + 1) + np.where(drafted, nodes - size, 0)) * nodes + rank
+    visit = np.argsort(visit, axis=1, kind="stable")  # nodes by (parent, -size, rank)
+    family, before = parent[tree, visit], size[tree, visit]
     before = before.cumsum(1) - before
-    begins = family.diff(dim=1, prepend=family[:, :1] - 1) != 0
-    offset = 1 + before - before.where(begins, 0).cummax(1).values
-    position = pad(torch.empty_like(offset).scatter_(1, visit, offset), (0, 1))
+    begins = np.ones_like(drafted)
+    begins[:, 1:] = family[:, 1:] != family[:, :-1]
+    offset = 1 + before - np.maximum.accumulate(np.where(begins, before, 0), 1)
+    position = np.zeros((batch, nodes + 1), np.int64)
+    position[tree, visit] = offset
     for above in doubled:
-        position = position + position.gather(1, above)
+        position = position + position[tree, above]
     position = position[:, :nodes] - 1
 
-    permutation = torch.empty_like(position).scatter_(1, position, index)
-    parents = position.gather(1, parents.clamp(min=0)).where(drafted, -1)
-    return Ordering(
-        permutation=permutation,
-        parents=parents.gather(1, permutation),
-        ranks=ranks.gather(1, permutation),
-        subtree_end=(position + size).gather(1, permutation),
-    )
+    permutation = np.empty_like(position)
+    permutation[tree, position] = index
+    parent = np.where(drafted, position[tree, np.maximum(parent, 0)], -1)
+    fields = (permutation, *(field[tree, permutation] for field in (parent, rank, position + size)))
+    return Ordering(*(torch.from_numpy(field).to(parents.device) for field in fields))
 
 
 @triton.jit

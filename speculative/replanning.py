@@ -40,7 +40,7 @@ from heavypath.speculative.trees.tree import TokenTree
 logger = logging.getLogger(__name__)
 
 EVERY = 8  # steps between two choices
-HALF_LIFE = 48  # steps
+HALF_LIFE = 16  # steps
 WEIGHT = 6.0  # counts that the profile's acceptance is worth
 SCALES = (0.5, 0.75, 1.0, 1.25, 1.6)  # of the profile's shares, for each of which there is a shape
 

@@ -4,6 +4,7 @@ import itertools
 import math
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -129,9 +130,9 @@ def check_the_heaps_tree(growth, law, vocab_size, filters, seed):
         tokens = ()
         for rank in path:
             tokens += (draws(tokens)[0][rank],)
-        squares = torch.tensor([sum(math.exp(2 * logprob) for logprob in law(tokens))], dtype=torch.float64)
+        squares = np.array([sum(math.exp(2 * logprob) for logprob in law(tokens))])
         probs = draws(tokens)[1]
-        lines = confidence.lines(len(probs), probs.device) if confidence and temperature > 0 else None
+        lines = confidence.lines(len(probs), torch.device("cpu")).numpy() if confidence and temperature > 0 else None
         return [field.tolist() for field in levels.values(probs, squares, lines)]
 
     @cache
@@ -139,7 +140,7 @@ def check_the_heaps_tree(growth, law, vocab_size, filters, seed):
         logits, row = torch.tensor([law(tokens)]), torch.tensor([(1 << 12) + slot_of[tokens]])
         drawn = growing.gumbel_topk(logits, min(growth.width, vocab_size), temperature=temperature, seed=seed, rows=row)
         logprobs = levels.logprobs_at(logits[None], drawn.tokens[None], 0.6)[0] if temperature == 0 else drawn.logprobs
-        return drawn.tokens[0].tolist(), logprobs[0].double().exp()
+        return drawn.tokens[0].tolist(), np.exp(logprobs[0].double().numpy())
 
     expected = heap_tree(below, growth.size, growth.depth, growth.threshold)
     assert sorted(node_paths(drafted, "ranks")) == sorted(expected)
@@ -159,11 +160,11 @@ def test_the_heaps_tree_by_hand():
 
 
 def test_values_by_hand():
-    probs, squares = torch.tensor([0.5, 0.3]).double(), torch.tensor([0.25 + 0.09 + 0.04]).double()
+    probs, squares = np.array([0.5, 0.3]), np.array([0.25 + 0.09 + 0.04])
     slot, worth = levels.values(probs, None, None)
     assert slot.tolist() == pytest.approx([1, 0.5])
     assert worth.tolist() == pytest.approx([0.5, 0.3])
-    slot, worth = levels.values(probs, squares, torch.tensor([[0.4, 0.2], [0.5, 0.6]]).double())
+    slot, worth = levels.values(probs, squares, np.array([[0.4, 0.2], [0.5, 0.6]]))
     accept = [0.4 + 0.5 * 0.5, 0.2 + 0.6 * 0.3 / 0.5]
     assert worth.tolist() == pytest.approx([accept[0], (1 - accept[0]) * accept[1]], abs=1e-7)
     expected = [0.4 + 0.5 * 0.38, 0.2 + 0.6 * (0.09 + 0.04) / 0.25]
@@ -339,11 +340,11 @@ def test_every_way_to_grow_leaves_the_targets_law_exactly(name, monkeypatch):
     # Slots are kept for the node that was drawn in them: its token decides.
     ("dyspec", 'if policy.by == "node":', "if True:"),
     # The value of the earlier siblings' slots counts the slot's own token too.
-    ("dyspec", "before = pad(probs[..., :-1], (1, 0))", "before = probs"),
+    ("dyspec", "before = _after_the_first(0, probs)", "before = probs"),
     # A threshold on the drafted token's probability.
     ("dyspec, threshold", "(chosen.values >= policy.threshold)", "(chosen.worths >= policy.threshold)"),
     # What a slot is expected to yield, by its own token.
-    ("dyspec by confidence", "(reached * expected).where(", "(reached * accept).where("),
+    ("dyspec by confidence", "reached * expected, 0)", "reached * accept, 0)"),
     # A beam that keeps the likeliest of the tokens drawn.
     ("rsd-s", "noisy=policy.noisy", "noisy=False"),
 ])  # fmt: skip
@@ -357,7 +358,7 @@ def test_dropping_nodes_by_their_token_is_found(name, original, replacement):
 def test_a_child_kept_without_its_parent_is_found():
     """Below a likely token a slot may be worth more than the one that the token was drawn in."""
     copy = mutated(growing, "", "")
-    copy.grow = mutated(levels, "value = torch.minimum(value, above.values[..., None])", "pass").grow
+    copy.grow = mutated(levels, "value = np.minimum(value, host(above.values)[..., None])", "pass").grow
     with pytest.raises(ValueError, match="ranks must differ among siblings"):
         exact_law(Growth("slot", 4, 3, 2, confidence=Confidence((0.3, 0.0), (0.7, 0.1))), module=copy)
 

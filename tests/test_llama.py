@@ -18,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from heavypath.speculative.models import linear, llama
+from heavypath.speculative.models import linear
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.trees.tree import TokenTree
@@ -54,50 +54,20 @@ def sharpened(model):
     return model.eval()
 
 
-PRODUCTS = {
-    "plain": lambda module, from_memory: module,
-    "own": lambda module, from_memory: linear._FewRows(module),
+PRODUCTS = {  # how many weights are read from memory, and the memory that is free for a copy
+    "modules": (1 << 30, 1 << 30),
+    "oneDNN": (0, 0),
+    "copies": (0, 1 << 30),
 }
 
 
-def test_on_a_cpu_the_way_to_multiply_by_a_weight_depends_on_its_size():
-    sizes = TINY | {"hidden_size": 640, "intermediate_size": 1024, "num_hidden_layers": 1}
-    forward = LlamaForward(LlamaForCausalLM(LlamaConfig(**sizes)).eval())
-    if linear._HAS_BOTH:
-        assert (forward._layers[0].mix._small, forward._layers[0].down._small) == (True, False)
-    for dtype, model in ((torch.bfloat16, forward.model), (torch.float32, LlamaForCausalLM(LlamaConfig(**TINY)))):
-        layer = LlamaForward(model.to(dtype).eval())._layers[0]
-        assert layer.mix is model.model.layers[0].self_attn.o_proj
-        assert layer.down is model.model.layers[0].mlp.down_proj
-
-
-@pytest.mark.skipif(not linear._HAS_BOTH, reason="needs MKL and oneDNN")
-@torch.inference_mode()
-def test_one_dnn_meets_few_numbers_of_rows(monkeypatch):
-    """For each it keeps code."""
-    monkeypatch.setattr(linear, "SMALL", 0)
-    module, met = torch.nn.Linear(8, 6), set()
-    own, one_dnn = linear._FewRows(module), torch.ops.mkldnn._linear_pointwise
-
-    def noted(rows, *arguments):
-        met.add(len(rows))
-        return one_dnn(rows, *arguments)
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", noted)
-    for rows in (*range(1, 131), 512, 1000):
-        hidden = torch.randn(rows, 8)
-        torch.testing.assert_close(own(hidden), module(hidden))
-    assert len(met) == 27
-    assert max(met) == 1024
-
-
-@pytest.mark.parametrize(("product", "small"), [("plain", 0), ("own", 0), ("own", 1 << 19)])
+@pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_logits_of_prompts_then_trees_are_those_of_transformers(name, product, small, monkeypatch):
-    monkeypatch.setattr(llama, "linear_of", PRODUCTS[product])
-    monkeypatch.setattr(linear, "SMALL", small)
-    monkeypatch.setattr(linear, "FEW_ROWS", 12)  # fewer than those of a prompt
+def test_logits_of_prompts_then_trees_are_those_of_transformers(name, products, monkeypatch):
+    from_memory, free = PRODUCTS[products]
+    monkeypatch.setattr(linear, "FROM_MEMORY", from_memory)
+    monkeypatch.setattr(linear, "free_memory", lambda: free)
     model = sharpened(MODELS[name]())
     forward = LlamaForward(model)
     prompts, prefix = torch.randint(0, 61, (2, 9)), 9

@@ -15,6 +15,7 @@ bits of such numbers, read as integers, have the order of the numbers. The secon
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +24,7 @@ from torch import Tensor
 from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.ordering import MAX_NODES, Ordering, heavy_path_order, launch_order
 from heavypath.kernels.trees.levels import Fed
-from heavypath.kernels.trees.slots import Level, Roots, Slots
+from heavypath.kernels.trees.slots import Level, Roots, Slots, host
 
 
 class Assembled(NamedTuple):
@@ -70,38 +71,37 @@ def assemble(
 
 
 def _reference(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool) -> Assembled:
-    slots = Slots(*(field[:, : last.end] for field in slots))
+    parents, ranks, depths, tokens, values = (host(field[:, : last.end]) for field in slots[:5])
     # A stable sort: the root, of infinite value, comes first, and slots that stayed empty, of value 0, come last.
-    kept = slots.values.sort(dim=-1, descending=True, stable=True).indices[:, :nodes].sort(-1).values
-    device = kept.device
-    number = torch.zeros_like(slots.parents).scatter_(1, kept, torch.arange(nodes, device=device).expand_as(kept))
-    parent, rank, token = (field.gather(1, kept) for field in (slots.parents, slots.ranks, slots.tokens))
-    parent = number.gather(1, parent.clamp(min=0)).where((parent >= 0) & (token >= 0), -1)
-    order = heavy_path_order(parent, rank.where(parent >= 0, 0), impl="torch")
-    own, token = kept.gather(1, order.permutation), token.gather(1, order.permutation)
+    kept = np.sort(np.argsort(-values, axis=1, kind="stable")[:, :nodes], axis=1)
+    each, device = np.arange(len(kept))[:, None], slots.tokens.device
+    number = np.zeros_like(parents)
+    number[each, kept] = np.arange(nodes)
+    parent, token = parents[each, kept], tokens[each, kept]
+    parent = np.where((parent >= 0) & (token >= 0), number[each, np.maximum(parent, 0)], -1)
+    rank = np.where(parent >= 0, ranks[each, kept], 0)
+    order = heavy_path_order(torch.from_numpy(parent), torch.from_numpy(rank), impl="torch")
+    own = kept[each, host(order.permutation)]
     if trims:
-        nodes = int((token >= 0).sum(1).max())
-        order = Ordering(*(field[:, :nodes] for field in order))
-        own, token = own[:, :nodes], token[:, :nodes]
-    index = torch.arange(nodes, device=device)
-    absent = (order.parents < 0) & (index > 0)
-    parents, depths = (index - 1).where(absent, order.parents), slots.depths.gather(1, own).where(~absent, 0)
-    return Assembled(
-        tokens=token,
-        parents=parents,
-        ranks=order.ranks,
-        depths=depths,
-        subtree_end=order.subtree_end,
-        slots=own,
-        inner=own.clamp(max=last.first - 1) + torch.arange(len(own), device=device)[:, None] * last.first,
-        fed=Fed(
-            tokens=token.clamp(min=0),
-            positions=roots.lengths[:, None] + depths,
-            cache_rows=roots.lengths[:, None] + index,
-            parent_rows=roots.lengths[:, None] + parents,
-            noise_rows=roots.noise_rows[:, None] + own,
-        ),
+        nodes = int((token >= 0).sum(1).max())  # absent ones come last
+        order, own = Ordering(*(field[:, :nodes] for field in order)), own[:, :nodes]
+    token, index = tokens[each, own], np.arange(nodes)
+    above = host(order.parents)
+    absent = (above < 0) & (index > 0)
+    above, depth = np.where(absent, index - 1, above), np.where(absent, 0, depths[each, own])
+    lengths, inner = host(roots.lengths)[:, None], np.minimum(own, last.first - 1) + each * last.first
+    fed = (
+        np.maximum(token, 0),
+        lengths + depth,
+        lengths + index,
+        lengths + above,
+        host(roots.noise_rows)[:, None] + own,
     )
+    token, above, depth, own, inner, *fed = (
+        torch.from_numpy(field).to(device) for field in (token, above, depth, own, inner, *fed)
+    )
+    ranks_of, ends = order.ranks.to(device), order.subtree_end.to(device)
+    return Assembled(token, above, ranks_of, depth, ends, own, inner, Fed(*fed))
 
 
 @triton.jit(do_not_specialize=["S", "DRAFTED", "N"])

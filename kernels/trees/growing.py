@@ -20,17 +20,31 @@ of a stochastic beam search (`sampling.stochastic_beam`): the largest keys, and 
 The kernels are in `growing_kernel`.
 """
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.sampling import TopK, conditioned
 from heavypath.kernels.trees.growing_kernel import launch_grow
 from heavypath.kernels.trees.levels import Fed
-from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots
+from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots, host
 
 TINY = 1e-300
+
+
+class SlotArrays(NamedTuple):
+    """`Slots` on the host."""
+
+    parents: np.ndarray
+    ranks: np.ndarray
+    depths: np.ndarray
+    tokens: np.ndarray
+    values: np.ndarray
+    worths: np.ndarray
+    keys: np.ndarray
 
 
 def grow(
@@ -55,23 +69,31 @@ def grow(
     return (launch_grow if impl == "triton" else _reference)(slots, above, draws, logits, roots, policy, count)
 
 
-def values(probs: Tensor, squares: Tensor | None, lines: Tensor | None) -> tuple[Tensor, Tensor]:
+def values(probs: np.ndarray, squares: np.ndarray | None, lines: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """The values of the slots below a node of worth 1, and the worth of the children drawn there; fp64 [..., K] each.
 
     probs:   fp64 [..., K], Q of the children in draw order, 0 for an absent one
     squares: fp64 [..., 1], the sum of Q(v)^2 over all tokens; needed with a confidence, else None
     lines:   as of `Policy`
     """
-    before = pad(probs[..., :-1], (1, 0))
-    remaining = (1 - before.cumsum(-1)).clamp(min=0)  # R_k
+    before = _after_the_first(0, probs)
+    remaining = np.maximum(1 - before.cumsum(-1), 0)  # R_k
     if lines is None:
-        return remaining, torch.minimum(probs, remaining)  # a probability exceeds what remains by rounding alone
+        return remaining, np.minimum(probs, remaining)  # a probability exceeds what remains by rounding alone
     assert squares is not None
     base, slope = lines[:, : probs.shape[-1]]
-    accept = base + slope * (probs / remaining.clamp(min=TINY)).clamp(max=1)
-    expected = base + slope * ((squares - (before**2).cumsum(-1)) / remaining.clamp(min=TINY) ** 2).clamp(0, 1)
-    reached = (1 - pad(accept[..., :-1], (1, 0))).cumprod(-1)
-    return (reached * expected).where(remaining > 0, 0), reached * accept
+    divisor = np.maximum(remaining, TINY)
+    accept = base + slope * np.minimum(probs / divisor, 1)
+    expected = base + slope * ((squares - (before**2).cumsum(-1)) / divisor**2).clip(0, 1)
+    reached = _after_the_first(1, (1 - accept).cumprod(-1))
+    return np.where(remaining > 0, reached * expected, 0), reached * accept
+
+
+def _after_the_first(first: float, rows: np.ndarray) -> np.ndarray:
+    """Rows [..., K] moved by one place."""
+    moved = np.empty_like(rows)
+    moved[..., 0], moved[..., 1:] = first, rows[..., :-1]
+    return moved
 
 
 def sum_of_squares(logits: Tensor, temperature: float) -> Tensor:
@@ -99,53 +121,61 @@ def _reference(
     choose = _next_of_beam if policy.by == "beam" else _best_slots
     chosen = choose(draws, logits, Slots(*(field[:, own] for field in slots)), policy, count)
     depth = above.depth + 1
-    there = (chosen.values > 0) & (chosen.values >= policy.threshold) & (depth < roots.left)[:, None]
+    there = (chosen.values > 0) & (chosen.values >= policy.threshold) & (depth < host(roots.left))[:, None]
     parents = above.first + chosen.parents
-    tokens = chosen.tokens.where(there, -1)
-    fields = chosen._replace(parents=parents, tokens=tokens, values=chosen.values.where(there, 0))
+    tokens = np.where(there, chosen.tokens, -1)
+    fields = chosen._replace(parents=parents, tokens=tokens, values=np.where(there, chosen.values, 0))
     for field, new in zip(slots, fields, strict=True):
-        field[:, above.end : above.end + count] = new
+        field[:, above.end : above.end + count] = torch.from_numpy(new)
 
-    batch, device = len(tokens), tokens.device
-    places = torch.arange(above.end, above.end + count, device=device)
-    inherited = above.mask.gather(1, chosen.parents[..., None].expand(-1, -1, above.end))
-    itself = torch.eye(count, dtype=torch.bool, device=device).expand(batch, -1, -1)
+    places = np.arange(above.end, above.end + count)
+    mask = np.empty((len(tokens), count, above.end + count), bool)
+    mask[..., : above.end] = np.take_along_axis(host(above.mask), chosen.parents[..., None], 1)
+    mask[..., above.end :] = np.eye(count, dtype=bool)
+    lengths = host(roots.lengths)[:, None]
+    fed = (
+        np.maximum(tokens, 0),
+        np.repeat(lengths + depth, count, 1),
+        lengths + places,
+        lengths + parents,
+        host(roots.noise_rows)[:, None] + places,
+    )
+    device = logits.device
     return Grown(
-        Level(above.end, count, depth, torch.cat([inherited, itself], 2)),
-        Fed(
-            tokens=tokens.clamp(min=0),
-            positions=(roots.lengths + depth)[:, None].expand_as(tokens),
-            cache_rows=roots.lengths[:, None] + places,
-            parent_rows=roots.lengths[:, None] + parents,
-            noise_rows=roots.noise_rows[:, None] + places,
-        ),
+        Level(above.end, count, depth, torch.from_numpy(mask).to(device)),
+        Fed(*(torch.from_numpy(field).to(device) for field in fed)),
     )
 
 
-def _best_slots(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> Slots:
+def _best_slots(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> SlotArrays:
     """The `count` best of the slots below the n nodes `above`; parents count from the first of these."""
-    parents, tokens = draws.tokens.shape[1], draws.tokens
-    logprobs = draws.logprobs if policy.noisy else logprobs_at(logits, tokens, policy.temperature)
-    squares = None if policy.lines is None else sum_of_squares(logits, policy.temperature)
-    value, worth = values(logprobs.double().exp(), squares, policy.lines)
+    tokens, lines = host(draws.tokens), None if policy.lines is None else host(policy.lines)
+    logprobs = draws.logprobs if policy.noisy else logprobs_at(logits, draws.tokens, policy.temperature)
+    squares = None if lines is None else host(sum_of_squares(logits, policy.temperature))
+    value, worth = values(np.exp(host(logprobs).astype(np.float64)), squares, lines)
     if policy.by == "node":
         value = worth
-    node = above.worths[..., None]
-    value = (node * value).masked_fill(tokens < 0, 0).cummin(-1).values
-    value = torch.minimum(value, above.values[..., None])
+    node = host(above.worths)[..., None]
+    value = np.minimum.accumulate(np.where(tokens < 0, 0, node * value), -1)
+    value = np.minimum(value, host(above.values)[..., None])
     # By falling value, then rank, then parent.
-    fields = (field.transpose(1, 2).flatten(1) for field in (value, node * worth, tokens))  # [B, K * n]
-    value, worth, tokens = fields
-    order = value.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    value, worth, tokens = (field.gather(1, order) for field in (value, worth, tokens))
-    depths = (above.depths[:, :1] + 1).expand_as(tokens)
-    return Slots(order % parents, order // parents, depths, tokens, value, worth, worth)
+    fields = (field.swapaxes(1, 2).reshape(len(tokens), -1) for field in (value, node * worth, tokens))  # [B, K * n]
+    value, worth, tokens_by_rank = fields
+    order = np.argsort(-value, axis=1, kind="stable")[:, :count]
+    value, worth, chosen = (np.take_along_axis(field, order, 1) for field in (value, worth, tokens_by_rank))
+    ranks, parents = np.divmod(order, tokens.shape[1])
+    return SlotArrays(parents, ranks, _one_deeper(above, parents), chosen, value, worth, worth)
 
 
-def _next_of_beam(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> Slots:
+def _next_of_beam(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> SlotArrays:
     """The `count` largest keys. Children of one parent come in the order drawn: a rank counts those before it."""
     beam = conditioned(draws, above.worths, above.keys, count, noisy=policy.noisy)
-    parent = beam.parent.clamp(min=0)
-    rank = (parent[:, :, None] == parent[:, None, :]).tril(-1).sum(-1)
-    depths = (above.depths[:, :1] + 1).expand_as(rank)
-    return Slots(parent, rank, depths, beam.tokens, (beam.tokens >= 0).double(), beam.logprobs, beam.keys)
+    parent, tokens = np.maximum(host(beam.parent), 0), host(beam.tokens)
+    rank = np.tril(parent[:, :, None] == parent[:, None, :], -1).sum(-1)
+    there = (tokens >= 0).astype(np.float64)
+    return SlotArrays(parent, rank, _one_deeper(above, parent), tokens, there, host(beam.logprobs), host(beam.keys))
+
+
+def _one_deeper(above: Slots, like: np.ndarray) -> np.ndarray:
+    """The depth [B, n] of children of nodes of one depth."""
+    return np.repeat(host(above.depths[:, :1]) + 1, like.shape[1], 1)

@@ -6,10 +6,16 @@ level by level, and the best first. In the draft's cache slot s of a tree has th
 
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from heavypath.kernels.trees.levels import Fed
+
+
+def host(tensor: Tensor) -> np.ndarray:
+    """A tensor's numbers as an array on the host."""
+    return tensor.cpu().numpy()
 
 
 class Slots(NamedTuple):

@@ -13,7 +13,7 @@ parameter gets memory of its own again.
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,8 @@ from torch.nn.functional import linear
 
 from heavypath.kernels.implementation import choose_impl
 from heavypath.speculative.models.forward import is_plain
+from heavypath.speculative.models.linear import Products
 from heavypath.speculative.models.structure import has_hooks
-
-Products = Callable[[Tensor], Sequence[Tensor]]  # of [rows, K], one for each layer
 
 # What is joined now, by the identity of the first parameter: all forward passes of a model share it.
 _shared: weakref.WeakValueDictionary[int, "_Together"] = weakref.WeakValueDictionary()

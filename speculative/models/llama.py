@@ -14,7 +14,6 @@ cache's new rows; attention; o_proj; sum and norm; gate and up; act and product;
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits
-from heavypath.speculative.models.joined import Joining, Products
-from heavypath.speculative.models.linear import linear_of, read_from_memory
+from heavypath.speculative.models.joined import Joining
+from heavypath.speculative.models.linear import Linears, Product, Products
 from heavypath.speculative.models.structure import has_hooks
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -41,7 +40,7 @@ class _Layer:
     def __init__(
         self,
         layer: Any,
-        linear: Callable[[nn.Module], Callable[[Tensor], Tensor]],
+        linear: Callable[[nn.Module], Product],
         products: Callable[[Sequence[nn.Module]], Products],
     ):
         attention, mlp = layer.self_attn, layer.mlp
@@ -122,7 +121,6 @@ class LlamaForward(Forward):
                 f"{name} must be a transformers causal language model of type {', '.join(MODEL_TYPES)}; got {kind!r}"
             )
         super().__init__(model, name)
-        self._linear = partial(linear_of, from_memory=read_from_memory(weight for _, weight in self.weights()))
         every = list(model.model.layers)
         if layers is not None:
             _check_layers(layers, len(every))
@@ -139,16 +137,17 @@ class LlamaForward(Forward):
         """Find the functions of all layers."""
         model: Any = self.model
         joining = Joining(model)
+        linears = self._linears = Linears(self.name, (weight for _, weight in self.weights()))
 
         def products(modules: Sequence[nn.Module]) -> Products:
-            joined = joining.products(modules)
-            if joined is not None:
-                return joined
-            apart = [*map(self._linear, modules)]
-            return lambda hidden: [product(hidden) for product in apart]
+            return joining.products(modules) or linears.together(modules)
 
-        self._layers = [_Layer(model.model.layers[index], self._linear, products) for index in self._indices]
-        self._norm, self._head = norm_of(model.model.norm), self._linear(model.lm_head)
+        self._layers = [_Layer(model.model.layers[index], linears.one, products) for index in self._indices]
+        self._norm, self._head = norm_of(model.model.norm), linears.one(model.lm_head)
+
+    def is_current(self) -> bool:
+        """Whether the model still consists of what it did, and copies of its weights are what these are now."""
+        return super().is_current() and self._linears.is_current()
 
     def state(self) -> int:
         """A number that is another one after a change of the model, and for others of its layers."""

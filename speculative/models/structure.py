@@ -53,7 +53,7 @@ def structure_of(model: nn.Module) -> Structure:
                 *own["_forward_pre_hooks"],
                 *((id(weight), type(weight), weight.dtype, weight.device) for weight in weights),
                 *(
-                    (_place_of(buffer), type(buffer), buffer.dtype, buffer.device, _version(buffer))
+                    (_place_of(buffer), type(buffer), buffer.dtype, buffer.device, version_of(buffer))
                     for buffer in _buffers(own)
                 ),
             )
@@ -63,7 +63,7 @@ def structure_of(model: nn.Module) -> Structure:
 
 def weight_versions(model: nn.Module) -> int:
     """A number that rises when a weight is changed in place, unless through `.data` or in inference mode."""
-    return sum(_version(weight) for weight in model.parameters())
+    return sum(version_of(weight) for weight in model.parameters())
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -104,5 +104,6 @@ def _place_of(tensor: Tensor) -> int:
     return tensor.data_ptr() if type(tensor) in (nn.Parameter, Tensor) else id(tensor)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """A number that rises when a tensor is changed in place, unless through `.data` or in inference mode."""
     return 0 if tensor.is_inference() else tensor._version

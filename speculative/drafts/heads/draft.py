@@ -5,8 +5,7 @@ last of them, the root's, says what may follow it. The entries of drafted nodes 
 not kept: an accepted node gets its entry anew. So the keys and values behind a root are those of a pass over the text.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,24 +26,22 @@ from heavypath.speculative.models.forward import (
     chain_mask,
 )
 from heavypath.speculative.models.host import host_can_read
-from heavypath.speculative.models.linear import linear_of, read_from_memory
+from heavypath.speculative.models.linear import Linears
 from heavypath.speculative.models.llama import gated_of, norm_of, turns_of
-
-Linear = Callable[[Tensor], Tensor]
 
 
 class _Layer:
     """A `HeadLayer`'s functions."""
 
-    def __init__(self, layer: Any, linear: Callable[[Any], Linear]):
+    def __init__(self, layer: Any, linears: Linears):
         attention, mlp = layer.self_attn, layer.mlp
         self.side_by_side, self.norm_before_residual = layer.side_by_side, layer.norm_before_residual
         self.norm, self.hidden_norm = (_norm(layer, name) for name in ("input_layernorm", "hidden_norm"))
-        self.project = [linear(each) for each in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        self.project = linears.together((attention.q_proj, attention.k_proj, attention.v_proj))
         query_norm, key_norm = (_norm(attention, name) for name in ("q_norm", "k_norm"))
         self.head_norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm)
-        self.mix, self.mlp_norm = linear(attention.o_proj), norm_of(layer.post_attention_layernorm)
-        self.gate, self.up, self.down = (linear(each) for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        self.mix, self.mlp_norm = linears.one(attention.o_proj), norm_of(layer.post_attention_layernorm)
+        self.gate_and_up, self.down = linears.together((mlp.gate_proj, mlp.up_proj)), linears.one(mlp.down_proj)
         self.gated, self.scaling = gated_of(mlp.act_fn), attention.head_dim**-0.5
 
     def before_attention(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,16 +68,20 @@ class HeadDraft(TappedDraft):
         self.head, self.config, self.layers = head, config, config.layers
         _check_fits(head, target)
         self.embedding: Any = target.embedding if head.embed_tokens is None else head.embed_tokens
-        linear = partial(linear_of, from_memory=read_from_memory(head.parameters()))
-        self._fc = linear(head.fc)
+        linears = self._linears = Linears(self.name, head.parameters())
+        self._fc = linears.one(head.fc)
         self._tap_norms = None if head.fc_norm is None else [norm_of(each) for each in head.fc_norm]
         self._fc_norm = None if head.input_norm is None else norm_of(head.input_norm)
-        self._layers = [_Layer(layer, linear) for layer in head.layers]
+        self._layers = [_Layer(layer, linears) for layer in head.layers]
         self._norm = None if head.norm is None else norm_of(head.norm)
-        self._lm_head = linear(self.lm_head)
+        self._lm_head = linears.one(self.lm_head)
         offsets: Any = head.d2t
         self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
         self._rotary = self._rotary_table(1)
+
+    def is_current(self) -> bool:
+        """Whether the head still consists of what it did, and copies of its weights are what these are now."""
+        return super().is_current() and self._linears.is_current()
 
     @property
     def lm_head(self) -> Any:
@@ -195,14 +196,14 @@ class HeadDraft(TappedDraft):
             hidden = self._fc(torch.cat([embedded, hidden], -1))
         for index, layer in enumerate(self._layers):
             hidden, attended = layer.before_attention(hidden, embedded)
-            projected = Projected(*[project(attended).view(by_head) for project in layer.project])
+            projected = Projected(*[states.view(by_head) for states in layer.project(attended)])
             keys, values = cache.read(index)
             query = rotate_and_store(projected, turns, keys, values, rows, layer.head_norms)
             mixed = attend(query.transpose(1, 2), keys, values, layer.scaling)
             hidden, normed = add_rms_norm(
                 hidden, layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1)), layer.mlp_norm
             )
-            hidden = hidden + layer.down(layer.gated(layer.gate(normed), layer.up(normed)))
+            hidden = hidden + layer.down(layer.gated(*layer.gate_and_up(normed)))
         return hidden.view(*tokens.shape, -1)
 
     def _features(self, taps: Sequence[Tensor]) -> Tensor:
