@@ -169,6 +169,8 @@ def test_values_by_hand():
     assert worth.tolist() == pytest.approx([accept[0], (1 - accept[0]) * accept[1]], abs=1e-7)
     expected = [0.4 + 0.5 * 0.38, 0.2 + 0.6 * (0.09 + 0.04) / 0.25]
     assert slot.tolist() == pytest.approx([expected[0], (1 - accept[0]) * expected[1]], abs=1e-7)
+    sure, _ = levels.values(np.array([1.0, 0.0]), np.array([1.0]), np.array([[0.4, 0.2], [0.5, 0.6]]))
+    assert sure.tolist() == [0.9, 0.0]
     logits = torch.tensor([[0.5, 0.3, 0.2, 0.0]]).log()
     assert float(levels.sum_of_squares(logits, 1.0)) == pytest.approx(0.38)
     cool = (logits / 0.5).softmax(-1)

@@ -32,8 +32,6 @@ from heavypath.kernels.trees.growing_kernel import launch_grow
 from heavypath.kernels.trees.levels import Fed
 from heavypath.kernels.trees.slots import Grown, Level, Policy, Roots, Slots, host
 
-TINY = 1e-300
-
 
 class SlotArrays(NamedTuple):
     """`Slots` on the host."""
@@ -82,9 +80,9 @@ def values(probs: np.ndarray, squares: np.ndarray | None, lines: np.ndarray | No
         return remaining, np.minimum(probs, remaining)  # a probability exceeds what remains by rounding alone
     assert squares is not None
     base, slope = lines[:, : probs.shape[-1]]
-    divisor = np.maximum(remaining, TINY)
-    accept = base + slope * np.minimum(probs / divisor, 1)
-    expected = base + slope * ((squares - (before**2).cumsum(-1)) / divisor**2).clip(0, 1)
+    left = np.where(remaining > 0, remaining, 1)
+    accept = base + slope * np.minimum(probs / left, 1)
+    expected = base + slope * ((squares - (before**2).cumsum(-1)) / left**2).clip(0, 1)
     reached = _after_the_first(1, (1 - accept).cumprod(-1))
     return np.where(remaining > 0, reached * expected, 0), reached * accept
 
