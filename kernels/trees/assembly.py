@@ -74,7 +74,7 @@ def _reference(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool)
     parents, ranks, depths, tokens, values = (host(field[:, : last.end]) for field in slots[:5])
     # A stable sort: the root, of infinite value, comes first, and slots that stayed empty, of value 0, come last.
     kept = np.sort(np.argsort(-values, axis=1, kind="stable")[:, :nodes], axis=1)
-    each, device = np.arange(len(kept))[:, None], slots.tokens.device
+    each = np.arange(len(kept))[:, None]
     number = np.zeros_like(parents)
     number[each, kept] = np.arange(nodes)
     parent, token = parents[each, kept], tokens[each, kept]
@@ -89,19 +89,27 @@ def _reference(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool)
     above = host(order.parents)
     absent = (above < 0) & (index > 0)
     above, depth = np.where(absent, index - 1, above), np.where(absent, 0, depths[each, own])
-    lengths, inner = host(roots.lengths)[:, None], np.minimum(own, last.first - 1) + each * last.first
-    fed = (
-        np.maximum(token, 0),
-        lengths + depth,
-        lengths + index,
-        lengths + above,
-        host(roots.noise_rows)[:, None] + own,
+    lengths = host(roots.lengths)[:, None]
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(slots.tokens.device)
+
+    return Assembled(
+        tokens=on_device(token),
+        parents=on_device(above),
+        ranks=order.ranks.to(slots.tokens.device),
+        depths=on_device(depth),
+        subtree_end=order.subtree_end.to(slots.tokens.device),
+        slots=on_device(own),
+        inner=on_device(np.minimum(own, last.first - 1) + each * last.first),
+        fed=Fed(
+            tokens=on_device(np.maximum(token, 0)),
+            positions=on_device(lengths + depth),
+            cache_rows=on_device(lengths + index),
+            parent_rows=on_device(lengths + above),
+            noise_rows=on_device(host(roots.noise_rows)[:, None] + own),
+        ),
     )
-    token, above, depth, own, inner, *fed = (
-        torch.from_numpy(field).to(device) for field in (token, above, depth, own, inner, *fed)
-    )
-    ranks_of, ends = order.ranks.to(device), order.subtree_end.to(device)
-    return Assembled(token, above, ranks_of, depth, ends, own, inner, Fed(*fed))
 
 
 @triton.jit(do_not_specialize=["S", "DRAFTED", "N"])

@@ -131,17 +131,19 @@ def _reference(
     mask[..., : above.end] = np.take_along_axis(host(above.mask), chosen.parents[..., None], 1)
     mask[..., above.end :] = np.eye(count, dtype=bool)
     lengths = host(roots.lengths)[:, None]
-    fed = (
-        np.maximum(tokens, 0),
-        np.repeat(lengths + depth, count, 1),
-        lengths + places,
-        lengths + parents,
-        host(roots.noise_rows)[:, None] + places,
-    )
-    device = logits.device
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(logits.device)
+
     return Grown(
-        Level(above.end, count, depth, torch.from_numpy(mask).to(device)),
-        Fed(*(torch.from_numpy(field).to(device) for field in fed)),
+        Level(above.end, count, depth, on_device(mask)),
+        Fed(
+            tokens=on_device(np.maximum(tokens, 0)),
+            positions=on_device(np.repeat(lengths + depth, count, 1)),
+            cache_rows=on_device(lengths + places),
+            parent_rows=on_device(lengths + parents),
+            noise_rows=on_device(host(roots.noise_rows)[:, None] + places),
+        ),
     )
 
 
