@@ -23,9 +23,11 @@ Source: Sequoia (Chen et al. 2024) plans once; that acceptance is measured while
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,13 +36,13 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.tree_choice import as_drafted, best_plan, top
-from heavypath.speculative.trees.planning import expected_tokens
+from heavypath.speculative.trees.planning import node_probabilities
 from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-EVERY = 8  # steps between two choices
-HALF_LIFE = 16  # steps
+EVERY = 4  # steps between two choices
+HALF_LIFE = 8  # steps
 WEIGHT = 6.0  # counts that the profile's acceptance is worth
 SCALES = (0.5, 0.75, 1.0, 1.25, 1.6)  # of the profile's shares, for each of which there is a shape
 
@@ -120,6 +122,8 @@ class Replanner:
     def __init__(self, plan: StepPlan, shapes: Shapes):
         """plan: of the first steps, which names all shapes' trees."""
         self._plan, self._shapes = plan, shapes.shapes
+        self._nodes, self._has = _together([shape.planned for shape in self._shapes])
+        self._costs = np.array([shape.cost for shape in self._shapes])
         self._expected = torch.zeros(plan.depth, plan.branching, dtype=torch.float64)
         rows, children = (min(pair) for pair in zip(self._expected.shape, shapes.rates.shape, strict=True))
         self._expected[:rows, :children] = _shares(shapes.rates)[:rows, :children]
@@ -131,9 +135,8 @@ class Replanner:
         counts = counts[:, : self._expected.numel()].view_as(self._before).double()
         self._counts = self._counts * 0.5 ** (self.every / HALF_LIFE) + counts - self._before
         self._before = counts
-        rates = self.rates()
-        best = max(self._shapes, key=lambda shape: expected_tokens(shape.planned, rates) / shape.cost)
-        return replace(self._plan, tree=best.tree)
+        tokens = self._has @ node_probabilities(self._nodes, self.rates()).numpy()
+        return replace(self._plan, tree=self._shapes[int((tokens / self._costs).argmax())].tree)
 
     def rates(self) -> Tensor:
         """The acceptance of this text, as far as it is known: fp64 [depth, child]."""
@@ -142,6 +145,18 @@ class Replanner:
         tried = (offered * (1 - (each.cumsum(1) - each))).clamp(min=accepted)
         scale = (accepted.sum() + WEIGHT) / ((tried * self._expected).sum() + WEIGHT)
         return _rates((accepted + WEIGHT * (scale * self._expected).clamp(max=1)) / (tried + WEIGHT))
+
+
+def _together(trees: Sequence[TokenTree]) -> tuple[TokenTree, np.ndarray]:
+    """One tree that has the nodes of all of these, and which of them each has: fp64 [trees, nodes]."""
+    paths = []
+    for tree in trees:
+        own: list[tuple[int, ...]] = [()]
+        for parent, rank in zip(tree.parents[1:].tolist(), tree.ranks[1:].tolist(), strict=True):
+            own.append((*own[parent], rank))
+        paths.append(set(own))
+    every = sorted(set().union(*paths), key=lambda path: (len(path), path))
+    return TokenTree.from_paths(every[1:]), np.array([[path in own for path in every] for own in paths], np.float64)
 
 
 def _shares(rates: Tensor) -> Tensor:

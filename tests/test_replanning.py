@@ -17,8 +17,8 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative import LOSSLESS_METHODS, Cascade, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.profile import describe, draft_parameter_count, parameter_count
-from heavypath.speculative.replanning import HALF_LIFE, WEIGHT, Replanner, Shape, Shapes
-from heavypath.speculative.trees.planning import expected_tokens
+from heavypath.speculative.replanning import HALF_LIFE, WEIGHT, Replanner, Shape, Shapes, _together
+from heavypath.speculative.trees.planning import expected_tokens, node_probabilities
 
 ACCEPTED = [[500, 150, 60], [480, 120, 70], [450, 100, 60], [450, 100, 60]]
 COSTS = {1: 0.01, 4: 0.012, 16: 0.02}
@@ -89,6 +89,20 @@ def test_the_shape_of_most_speed_is_drafted_and_counts_fade():
         plan = chosen(sure)  # nothing new is counted
     assert plan.tree == WIDE, "what was counted long ago is forgotten"
     assert chosen(sure + counted([60, 0, 0], [0, 0, 0])).tree == WIDE
+
+
+def test_shapes_are_valued_together_as_each_alone():
+    trees = [
+        CHAIN,
+        WIDE,
+        TokenTree([-1, 0, 0, 1, 1, 2, 4]),
+        TokenTree.from_branching([2, 1, 1]).reordered("heavy_path")[0],
+    ]
+    rates = torch.tensor([[0.5, 0.2, 0.1], [0.4, 0.3, 0.0], [0.6, 0.1, 0.05]]).double()
+    union, has = _together(trees)
+    expected = [expected_tokens(tree, rates) for tree in trees]
+    assert (has @ node_probabilities(union, rates).numpy()).tolist() == pytest.approx(expected)
+    assert has.sum(1).tolist() == [len(tree) for tree in trees]
 
 
 def test_no_row_of_acceptance_sums_to_more_than_one():
