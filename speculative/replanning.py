@@ -155,7 +155,7 @@ def _together(trees: Sequence[TokenTree]) -> tuple[TokenTree, np.ndarray]:
         for parent, rank in zip(tree.parents[1:].tolist(), tree.ranks[1:].tolist(), strict=True):
             own.append((*own[parent], rank))
         paths.append(set(own))
-    every = sorted(set().union(*paths), key=lambda path: (len(path), path))
+    every = sorted({path for own in paths for path in own}, key=lambda path: (len(path), path))
     return TokenTree.from_paths(every[1:]), np.array([[path in own for path in every] for own in paths], np.float64)
 
 
