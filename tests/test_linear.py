@@ -167,6 +167,20 @@ def test_a_copy_is_announced_and_so_is_a_lack_of_memory(monkeypatch, caplog):
     assert short.is_current()
 
 
+def test_copies_that_are_there_take_no_more_memory(monkeypatch, caplog):
+    layer = nn.Linear(500, 1000)
+    first = linears_of([layer])
+    product = first.one(layer)
+    monkeypatch.setattr(linear, "free_memory", lambda: 0)
+    assert linears_of([layer])._may_copy
+    assert not caplog.records
+    with torch.no_grad():
+        layer.weight.add_(1)
+    assert not linears_of([layer])._may_copy, "another copy is needed"
+    assert "no copy" in caplog.text
+    del first, product
+
+
 def test_what_one_dnn_cannot_do_is_left_to_the_module(monkeypatch):
     class Own(nn.Linear):
         pass

@@ -51,7 +51,9 @@ class Linears:
         self._copied: list[_Packed] = []
         self._may_copy = False
         if self._from_memory:
-            needed, free = sum(weight.nbytes for weight in weights), free_memory()
+            with _lock:  # another decoder's copies serve this one, too
+                there = {id(each) for copied in _packed.values() if copied.is_current() for each in copied.parameters}
+            needed, free = sum(weight.nbytes for weight in weights if id(weight) not in there), free_memory()
             self._may_copy = 2 * needed <= free
             sizes = f"{needed / 1e6:,.0f} MB beside {free / 1e6:,.0f} MB that are free"
             if self._may_copy:
@@ -95,9 +97,9 @@ class _Packed:
     """The products of linear layers with one input by a reordered copy of all their weights."""
 
     def __init__(self, layers: Sequence[nn.Linear]):
-        self._parameters = [each for layer in layers for each in (layer.weight, layer.bias) if each is not None]
+        self.parameters = [each for layer in layers for each in (layer.weight, layer.bias) if each is not None]
         self._sizes = [len(layer.weight) for layer in layers]
-        self._looks = [*map(_look_of, self._parameters)]
+        self._looks = [*map(_look_of, self.parameters)]
         with torch.inference_mode():
             weight = torch.cat([layer.weight for layer in layers])
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
@@ -109,7 +111,7 @@ class _Packed:
 
     def is_current(self) -> bool:
         """Whether the parameters still look as they did."""
-        return all(map(_is_as_before, self._parameters, self._looks))
+        return all(map(_is_as_before, self.parameters, self._looks))
 
 
 def _by_one_dnn(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
