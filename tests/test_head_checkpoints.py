@@ -78,13 +78,13 @@ def assert_same(head, kind, tensors, target):
 
 
 def assert_returns(head, target, folder):
-    """Saved and loaded again it is the same, bit by bit."""
+    """Saved and loaded again it is the same, bit by bit; logits but for MKL, which rounds by where its operands lie."""
     save_head(head, folder)
     again = load_head(folder, target)
     assert again.config == head.config
     assert again.state_dict().keys() == head.state_dict().keys()
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in head.state_dict().items())
-    assert torch.equal(driven(again, target), driven(head, target))
+    torch.testing.assert_close(driven(again, target), driven(head, target), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", OFFICIAL.values(), ids=OFFICIAL)

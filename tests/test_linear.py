@@ -9,22 +9,18 @@ import torch
 from test_decoder import tiny_llama, transformers_greedy
 from torch import nn
 
+from heavypath.kernels.native.library import library
 from heavypath.speculative import EarlyExit, SpeculativeDecoder
 from heavypath.speculative.models import linear
 from heavypath.speculative.models.linear import Linears, free_memory
 
 pytestmark = [
-    pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN"),
+    pytest.mark.skipif(library() is None, reason="needs a C++ compiler"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="models of tests are on the GPU"),
 ]
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 ROWS = (*range(1, 20), 33, 64, 130, 512)
 TYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def all_from_memory(monkeypatch):
-    monkeypatch.setattr(linear, "FROM_MEMORY", 0)
 
 
 def layers_of(biases, columns=40, dtype=torch.float32):
@@ -48,25 +44,6 @@ def test_products_are_those_of_the_modules(biases, dtype):
             assert joined.shape == one(hidden).shape == (rows, len(layer.weight))
             for found in (joined, one(hidden)):
                 torch.testing.assert_close(found, layer(hidden))
-
-
-@torch.inference_mode()
-def test_one_dnn_meets_few_numbers_of_rows(monkeypatch):
-    """For each it keeps code."""
-    met, one_dnn = set(), torch.ops.mkldnn._linear_pointwise
-
-    def noted(rows, *arguments):
-        met.add(len(rows))
-        return one_dnn(rows, *arguments)
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", noted)
-    layer = nn.Linear(8, 6)
-    product = linears_of([layer]).one(layer)
-    for rows in (*range(1, 131), 512, 1000):
-        hidden = torch.randn(rows, 8)
-        torch.testing.assert_close(product(hidden), layer(hidden))
-    assert len(met) == 27
-    assert max(met) == 1024
 
 
 def row(layer):
@@ -153,7 +130,7 @@ def test_all_decoders_of_a_model_share_its_copies():
 def test_a_copy_is_announced_and_so_is_a_lack_of_memory(monkeypatch, caplog):
     layer, hidden = nn.Linear(500, 1000), torch.randn(2, 500)
     with caplog.at_level(logging.INFO):
-        assert linears_of([layer])._may_copy
+        assert linears_of([layer]).can_copy
     assert "model: its weights are copied in another order, at most 2 MB beside" in caplog.text
     caplog.clear()
     monkeypatch.setattr(linear, "free_memory", lambda: 3_900_000)
@@ -172,16 +149,16 @@ def test_copies_that_are_there_take_no_more_memory(monkeypatch, caplog):
     first = linears_of([layer])
     product = first.one(layer)
     monkeypatch.setattr(linear, "free_memory", lambda: 0)
-    assert linears_of([layer])._may_copy
+    assert linears_of([layer]).can_copy
     assert not caplog.records
     with torch.no_grad():
         layer.weight.add_(1)
-    assert not linears_of([layer])._may_copy, "another copy is needed"
+    assert not linears_of([layer]).can_copy, "another copy is needed"
     assert "no copy" in caplog.text
     del first, product
 
 
-def test_what_one_dnn_cannot_do_is_left_to_the_module(monkeypatch):
+def test_what_the_kernels_cannot_do_is_left_to_the_module():
     class Own(nn.Linear):
         pass
 
@@ -189,9 +166,6 @@ def test_what_one_dnn_cannot_do_is_left_to_the_module(monkeypatch):
     hooked.register_forward_hook(lambda module, args, out: -out)
     for layer in (nn.Linear(4, 4).half(), nn.Linear(4, 4).double(), Own(4, 4), nn.Bilinear(4, 4, 4), hooked):
         assert linears_of([layer]).one(layer) is layer
-    monkeypatch.setattr(linear, "FROM_MEMORY", 1 << 20)
-    small = nn.Linear(4, 4)
-    assert linears_of([small]).one(small) is small
 
 
 def test_free_memory_is_bounded_by_the_control_group(monkeypatch, tmp_path):

@@ -18,7 +18,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from heavypath.speculative.models import linear
+from heavypath.kernels.native.library import library
+from heavypath.speculative.models import linear, llama
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.trees.tree import TokenTree
@@ -54,22 +55,27 @@ def sharpened(model):
     return model.eval()
 
 
-PRODUCTS = {  # how many weights are read from memory, and the memory that is free for a copy
-    "modules": (1 << 30, 1 << 30),
-    "oneDNN": (0, 0),
-    "copies": (0, 1 << 30),
-}
+WAYS = ["compiled pass", "compiled products", "PyTorch"]
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """How a forward pass on the CPU computes."""
+    if request.param == "PyTorch":
+        monkeypatch.setattr(linear, "library", lambda: None)
+    elif library() is None:
+        pytest.skip("no C++ compiler")
+    if request.param == "compiled products":
+        monkeypatch.setattr(llama, "native_pass", lambda *parts: None)
+    return request.param
+
+
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_logits_of_prompts_then_trees_are_those_of_transformers(name, products, monkeypatch):
-    from_memory, free = PRODUCTS[products]
-    monkeypatch.setattr(linear, "FROM_MEMORY", from_memory)
-    monkeypatch.setattr(linear, "free_memory", lambda: free)
+def test_logits_of_prompts_then_trees_are_those_of_transformers(name, way):
     model = sharpened(MODELS[name]())
     forward = LlamaForward(model)
+    assert (forward._native is not None) == (way == "compiled pass" and forward.device.type == "cpu")
     prompts, prefix = torch.randint(0, 61, (2, 9)), 9
     cache = forward.new_cache(2, 20)
     rows = torch.arange(9).expand(2, -1)

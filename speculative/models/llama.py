@@ -27,7 +27,8 @@ from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits
 from heavypath.speculative.models.joined import Joining
-from heavypath.speculative.models.linear import Linears, Product, Products
+from heavypath.speculative.models.linear import Linears, Product, Products, each_alone
+from heavypath.speculative.models.native import native_pass
 from heavypath.speculative.models.structure import has_hooks
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -35,25 +36,30 @@ _SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 
 class _Layer:
-    """A layer's functions, looked up once: to find one module in another takes a microsecond."""
+    """A layer's modules and functions, looked up once: to find one module in another takes a microsecond."""
 
-    def __init__(
-        self,
-        layer: Any,
-        linear: Callable[[nn.Module], Product],
-        products: Callable[[Sequence[nn.Module]], Products],
-    ):
+    def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp
-        self.project = products((attention.q_proj, attention.k_proj, attention.v_proj))
+        self.projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self.gates = mlp.gate_proj, mlp.up_proj
+        self.mixing, self.last = attention.o_proj, mlp.down_proj
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.head_norms = None if None in norms else HeadNorms(*map(norm_of, norms))
         self.scaling: float = attention.scaling
         windowed = attention.config if attention.config.model_type == "mistral" else attention
         self.window: int | None = getattr(windowed, "sliding_window", None)  # Llama's have none
-        self.mix = linear(attention.o_proj)
-        self.gate_and_up, self.down = products((mlp.gate_proj, mlp.up_proj)), linear(mlp.down_proj)
         self.gated = gated_of(mlp.act_fn)
         self.norm, self.mlp_norm = map(norm_of, (layer.input_layernorm, layer.post_attention_layernorm))
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        """All linear layers."""
+        return [*self.projections, self.mixing, *self.gates, self.last]
+
+    def look_up(self, one: Callable[[nn.Module], Product], together: Callable[[Sequence[nn.Module]], Products]) -> None:
+        """Find the functions that PyTorch multiplies by."""
+        self.project, self.gate_and_up = together(self.projections), together(self.gates)
+        self.mix, self.down = one(self.mixing), one(self.last)
 
 
 def is_as_published(model: PreTrainedModel) -> bool:
@@ -136,14 +142,15 @@ class LlamaForward(Forward):
     def _look_up(self) -> None:
         """Find the functions of all layers."""
         model: Any = self.model
-        joining = Joining(model)
+        self._layers = [_Layer(model.model.layers[index]) for index in self._indices]
+        self._norm = norm_of(model.model.norm)
         linears = self._linears = Linears(self.name, (weight for _, weight in self.weights()))
-
-        def products(modules: Sequence[nn.Module]) -> Products:
-            return joining.products(modules) or linears.together(modules)
-
-        self._layers = [_Layer(model.model.layers[index], linears.one, products) for index in self._indices]
-        self._norm, self._head = norm_of(model.model.norm), linears.one(model.lm_head)
+        self._native = native_pass(self._layers, model, self._norm, linears, self.rope_limit)
+        joining = Joining(model)
+        one, apart = (linears.one, linears.together) if self._native is None else (_itself, each_alone)
+        for layer in self._layers:
+            layer.look_up(one, lambda modules: joining.products(modules) or apart(modules))
+        self._head = one(model.lm_head)
 
     def is_current(self) -> bool:
         """Whether the model still consists of what it did, and copies of its weights are what these are now."""
@@ -180,6 +187,8 @@ class LlamaForward(Forward):
         taps: Taps | None = None,
     ) -> Tensor:
         """Logits [B, N, V] after each token, see `Forward`."""
+        if self._native is not None:
+            return self._native(tokens, positions, cache_rows, cache, mask, needs_logits=needs_logits, taps=taps)
         attends = mask.attention(self.dtype, self.windows)
         by_head = *tokens.shape, -1, self._head_dim
         assert cache.rotary is not None
@@ -230,6 +239,10 @@ class LlamaForward(Forward):
     def _turns(self, positions: Tensor) -> Tensor:
         """The rotary table [N, 2, D] of LongTensor[N] as the positions of one text."""
         return turns_of(self.model.model.rotary_emb, positions, self.embedding.weight)
+
+
+def _itself(layer: Any) -> Product:
+    return layer
 
 
 def _check_layers(layers: Sequence[int], count: int) -> None:

@@ -1,0 +1,1 @@
+"""Kernels for CPUs, in C++, which the machine's own compiler compiles when they are first needed."""

@@ -1,0 +1,94 @@
+"""The CPU kernels as a shared library: compiled once for a machine, by its own compiler, and kept in the user's cache.
+
+A kernel is compiled for the processor that it runs on, which takes some three seconds, and found again by its sources,
+the compiler and the processor. Threads are OpenMP's, of the same runtime as PyTorch's, so that both share one pool.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+SWITCH = "HEAVYPATH_NATIVE"  # the environment variable that turns the kernels off with "0"
+
+
+@lru_cache(1)
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None, which a log line explains, where they cannot be or are not to be compiled."""
+    if os.environ.get(SWITCH) == "0":
+        logger.info("%s=0: no compiled kernels, PyTorch's operations instead", SWITCH)
+        return None
+    compiler = _compiler()
+    if compiler is None:
+        logger.warning(
+            "no C++ compiler: forward passes on this CPU take PyTorch's operations, which are slower by half; "
+            "install g++ (apt install g++), or set CXX to a compiler with OpenMP"
+        )
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled(compiler)))
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.strip().splitlines()[:1]
+    except OSError as error:
+        reason = [str(error)]
+    logger.warning("%s cannot compile the CPU kernels, so PyTorch's operations stay: %s", compiler, *reason)
+    return None
+
+
+def thread_count() -> int:
+    """How many threads a kernel takes: as many as PyTorch."""
+    return torch.get_num_threads()
+
+
+def _compiler() -> str | None:
+    given = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, [given] if given else ["g++", "c++", "clang++"])), None)
+
+
+def _compiled(compiler: str) -> Path:
+    """The library's file, compiled now if it is not there yet."""
+    sources = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    key = hashlib.sha256("\n".join([version, *FLAGS, _processor()]).encode())
+    for source in sources:
+        key.update(source.read_bytes())
+    name = f"native-{key.hexdigest()[:20]}.so"
+    path = _cache() / name
+    if not path.exists():
+        logger.info("compiling kernels for this CPU, once: %s", path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / name
+            inputs = [str(source) for source in sources if source.suffix == ".cpp"]
+            command = [compiler, *FLAGS, *inputs, "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            made.replace(path)  # whole or not at all, for other processes that look for it
+    return path
+
+
+def _processor() -> str:
+    """What tells a processor from one that may not know its instructions."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def _cache() -> Path:
+    """A folder of the user for what is compiled; one for this process if that cannot be written."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heavypath"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="heavypath-"))

@@ -1,0 +1,319 @@
+// The forward pass of a Llama-family model over tree nodes on a CPU, in one call: what `heavypath.speculative.models.llama`
+// does with PyTorch's operations. Threads split the blocks of each product, and wait for each other between operations.
+
+#include <omp.h>
+
+#include "attention.h"
+#include "products.h"
+
+namespace heavypath {
+
+template <typename Number>
+struct Norm {
+    const Number* weight;  // null for none
+    double epsilon;
+};
+
+template <typename Number>
+struct Layer {
+    Norm<Number> norm, mlp_norm, query_norm, key_norm;
+    Weight<Number> project;      // q, k and v
+    Weight<Number> mix;
+    Weight<Number> gate_and_up;  // in each block, BLOCK / 2 gates and as many of up
+    Weight<Number> down;
+    double scaling;
+    int64_t window;  // 0 for none
+};
+
+template <typename Number>
+struct Model {
+    int64_t layers, hidden, heads, kv_heads, head_dim, intermediate;
+    const Layer<Number>* layer;
+    const Number* embedding;
+    Norm<Number> norm;
+    Weight<Number> head;
+};
+
+template <typename Number>
+struct Call {
+    int64_t batch, nodes;
+    const int64_t *tokens, *positions, *cache_rows;  // [B, N]
+    const Number* rotary;                            // [positions, 2, D], or [2, positions, 2, D] with a rope_limit
+    int64_t rotary_positions, rope_limit;            // -1 for none
+    Number *keys, *values;                           // [B, layers, Hkv, rows, D], with rows of all columns
+    int64_t batch_stride, layer_stride, head_stride;
+    const int64_t* lengths;  // [B], or [1] for all
+    int64_t length_step;     // 1 or 0
+    const uint8_t* mask;     // [B or 1, N, columns]; or null, and then
+    const int64_t* ends;     // [B or 1, N], of the nodes in depth-first order, node i sees j where j <= i < ends[j]
+    int64_t mask_step, columns;
+    float* scratch;
+    Number* logits;             // [B, N, V]; null leaves the head out
+    Number* const* taps;        // [layers + 1] places for hidden states [B, N, H], null for those not asked for
+    int64_t threads;
+};
+
+inline int64_t whole_blocks(int64_t count) { return (count + BLOCK - 1) / BLOCK * BLOCK; }
+
+// Where the intermediate results of a call lie, in fp32.
+template <typename Number>
+struct Scratch {
+    int64_t projected_stride, mixed_stride, gated_stride, query_stride, scores;
+    float *hidden, *normed, *projected, *mixed, *gated, *own;
+    int64_t own_floats, floats;
+
+    Scratch(const Model<Number>& m, const Call<Number>& c, int64_t longest) {
+        const int64_t rows = c.batch * c.nodes;
+        projected_stride = whole_blocks((m.heads + 2 * m.kv_heads) * m.head_dim);
+        mixed_stride = m.heads * m.head_dim, gated_stride = whole_blocks(m.intermediate);
+        query_stride = (m.head_dim + WIDTH - 1) / WIDTH * WIDTH;
+        scores = (longest + c.columns + 32) * QUERIES;
+        own_floats = (scores + QUERIES * query_stride + (QUERIES * c.columns) / 4 + 16 + 15) / 16 * 16;
+        float* next = c.scratch;
+        auto take = [&](int64_t count) {
+            float* taken = next;
+            next += (count + 15) / 16 * 16;
+            return taken;
+        };
+        hidden = take(rows * m.hidden), normed = take(rows * m.hidden), projected = take(rows * projected_stride);
+        mixed = take(rows * mixed_stride), gated = take(rows * gated_stride), own = take(c.threads * own_floats);
+        floats = next - c.scratch;
+    }
+};
+
+// RMS norm of a row, rounded where the modules of transformers round.
+template <typename Number>
+void normalize(const float* x, int64_t columns, const Norm<Number>& norm, float* out) {
+    Floats squares = {};
+    for (int64_t i = 0; i < columns; i += WIDTH) {
+        const Floats some = load(x + i, columns - i);
+        squares += some * some;
+    }
+    const Floats scale = all_of(1 / std::sqrt(sum(squares) / columns + float(norm.epsilon)));
+    for (int64_t i = 0; i < columns; i += WIDTH) {
+        const Floats normed = rounded<Number>(load(x + i, columns - i) * scale);
+        store(out + i, rounded<Number>(load(norm.weight + i, columns - i) * normed), columns - i);
+    }
+}
+
+// Turn a head [D] by cosine and sine [2, D], the sine with the signs of rotate_half.
+template <typename Number>
+void turn(float* x, const Number* turns, int64_t width) {
+    const Number* sines = turns + width;
+    const int64_t half = width / 2;
+    for (int64_t i = 0; i < half; i += WIDTH) {
+        const int64_t left = half - i;
+        const Floats low = load(x + i, left), high = load(x + half + i, left);
+        const Floats new_low = rounded<Number>(low * load(turns + i, left)) + rounded<Number>(high * load(sines + i, left));
+        const Floats new_high = rounded<Number>(high * load(turns + half + i, left)) +
+                                rounded<Number>(low * load(sines + half + i, left));
+        store(x + i, rounded<Number>(new_low), left);
+        store(x + half + i, rounded<Number>(new_high), left);
+    }
+}
+
+template <typename Number>
+struct Pass {
+    const Model<Number>& m;
+    const Call<Number>& c;
+    const Scratch<Number>& s;
+    const int64_t rows = c.batch * c.nodes;
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+
+    int64_t begin_of(int64_t count) const { return count * thread / threads; }
+    int64_t end_of(int64_t count) const { return count * (thread + 1) / threads; }
+
+    template <typename Finish>
+    void product(const Weight<Number>& weight, const float* x, int64_t stride, Finish finish) const {
+        const int64_t count = weight.count(), end = end_of(count);
+        for (int64_t block = begin_of(count); block < end; block++)
+            multiply(weight, block, x, stride, rows,
+                     [&](int64_t row, const float* sums) { finish(row, block * BLOCK, sums); });
+#pragma omp barrier
+    }
+
+    // hidden += product
+    void add_product(const Weight<Number>& weight, const float* x, int64_t stride) const {
+        product(weight, x, stride, [&](int64_t row, int64_t first, const float* sums) {
+            float* to = s.hidden + row * m.hidden + first;
+            const int64_t count = std::min<int64_t>(BLOCK, m.hidden - first);
+            for (int64_t i = 0; i < count; i += WIDTH) {
+                const Floats added = rounded<Number>(load(sums + i));
+                store(to + i, rounded<Number>(load(to + i, count - i) + added), count - i);
+            }
+        });
+    }
+
+    void norm(const Norm<Number>& norm) const {
+        for (int64_t row = begin_of(rows), end = end_of(rows); row < end; row++)
+            normalize(s.hidden + row * m.hidden, m.hidden, norm, s.normed + row * m.hidden);
+#pragma omp barrier
+    }
+
+    // Rotary embedding, in place, and the new rows of the cache.
+    void rotate_and_store(const Layer<Number>& layer, int64_t index) const {
+        const int64_t width = m.head_dim;
+        for (int64_t row = begin_of(rows), end = end_of(rows); row < end; row++) {
+            const int64_t sequence = row / c.nodes;
+            const Number* rotary = c.rotary;
+            if (c.rope_limit >= 0) {  // the largest position of a text decides
+                const int64_t* positions = c.positions + sequence * c.nodes;
+                if (*std::max_element(positions, positions + c.nodes) >= c.rope_limit)
+                    rotary += c.rotary_positions * 2 * width;
+            }
+            rotary += c.positions[row] * 2 * width;
+            float* head = s.projected + row * s.projected_stride;
+            for (int64_t h = 0; h < m.heads + 2 * m.kv_heads; h++, head += width) {
+                const bool is_query = h < m.heads, is_value = h >= m.heads + m.kv_heads;
+                const Norm<Number>& norm = is_query ? layer.query_norm : layer.key_norm;
+                if (!is_value) {
+                    if (norm.weight) normalize(head, width, norm, head);
+                    turn(head, rotary, width);
+                }
+                if (is_query) continue;
+                Number* to = (is_value ? c.values : c.keys) + sequence * c.batch_stride + index * c.layer_stride +
+                             (h - m.heads) % m.kv_heads * c.head_stride + c.cache_rows[row] * width;
+                for (int64_t i = 0; i < width; i += WIDTH) store(to + i, load(head + i, width - i), width - i);
+            }
+        }
+#pragma omp barrier
+    }
+
+    // Write which columns a node sees, and return the first row of the prefix that it sees.
+    int64_t sees(const Layer<Number>& layer, int64_t sequence, int64_t node, int64_t length, uint8_t* own) const {
+        const int64_t* ends = c.ends + sequence * c.mask_step;
+        const uint8_t* mask = c.mask + sequence * c.mask_step + node * c.columns;
+        int64_t seen = 0;
+        for (int64_t j = c.columns - 1; j >= 0; j--) {
+            own[j] = c.mask ? mask[j] : j <= node && node < ends[j];
+            if (layer.window > 0 && own[j]) own[j] = seen++ < layer.window;
+        }
+        // A window holds the nearest of the nodes and, where that is not all of it, the last rows of the prefix.
+        return layer.window > 0 ? std::max<int64_t>(0, length - std::max<int64_t>(0, layer.window - seen)) : 0;
+    }
+
+    void attention(const Layer<Number>& layer, int64_t index) const {
+        const int64_t group = m.heads / m.kv_heads, queries = group * c.nodes, width = m.head_dim;
+        const int64_t quads = (queries + QUERIES - 1) / QUERIES, items = c.batch * m.kv_heads * quads;
+        float* p = s.own + thread * s.own_floats;
+        float* scaled = p + s.scores;
+        uint8_t* visible = reinterpret_cast<uint8_t*>(scaled + QUERIES * s.query_stride);
+        for (int64_t item = begin_of(items), end = end_of(items); item < end; item++) {
+            const int64_t kv_head = item / quads % m.kv_heads, sequence = item / quads / m.kv_heads;
+            const int64_t length = c.lengths[sequence * c.length_step];
+            Sight sights[QUERIES];
+            float* out[QUERIES];
+            for (int q = 0; q < QUERIES; q++) {
+                const int64_t query = item % quads * QUERIES + q;
+                out[q] = nullptr;
+                if (query >= queries) {
+                    sights[q] = sights[0];
+                    memset(scaled + q * s.query_stride, 0, 4 * s.query_stride);
+                    continue;
+                }
+                const int64_t node = query / group, head = kv_head * group + query % group;
+                const int64_t row = sequence * c.nodes + node;
+                const float* from = s.projected + row * s.projected_stride + head * width;
+                for (int64_t i = 0; i < width; i += WIDTH)
+                    store(scaled + q * s.query_stride + i, load(from + i, width - i) * float(layer.scaling));
+                out[q] = s.mixed + row * s.mixed_stride + head * width;
+                uint8_t* own = visible + q * c.columns;
+                sights[q] = {sees(layer, sequence, node, length, own), own};
+            }
+            const int64_t place = sequence * c.batch_stride + index * c.layer_stride + kv_head * c.head_stride;
+            attend<Number>(scaled, sights, c.keys + place, c.values + place, width, length, c.columns, p, out);
+        }
+#pragma omp barrier
+    }
+
+    void tap(int64_t number, const float* states) const {
+        if (!c.taps || !c.taps[number]) return;
+        for (int64_t row = begin_of(rows), end = end_of(rows); row < end; row++)
+            for (int64_t i = 0; i < m.hidden; i += WIDTH)
+                store(c.taps[number] + row * m.hidden + i, load(states + row * m.hidden + i, m.hidden - i), m.hidden - i);
+    }
+
+    void run() const {
+        for (int64_t row = begin_of(rows), end = end_of(rows); row < end; row++)
+            for (int64_t i = 0; i < m.hidden; i += WIDTH)
+                store(s.hidden + row * m.hidden + i, load(m.embedding + c.tokens[row] * m.hidden + i, m.hidden - i),
+                      m.hidden - i);
+        // A thread norms the rows that it has embedded, so no barrier is needed here.
+        for (int64_t index = 0; index < m.layers; index++) {
+            const Layer<Number>& layer = m.layer[index];
+            tap(index, s.hidden);
+            norm(layer.norm);
+            product(layer.project, s.normed, m.hidden, [&](int64_t row, int64_t first, const float* sums) {
+                for (int64_t i = 0; i < BLOCK; i += WIDTH)
+                    store(s.projected + row * s.projected_stride + first + i, rounded<Number>(load(sums + i)));
+            });
+            rotate_and_store(layer, index);
+            attention(layer, index);
+            add_product(layer.mix, s.mixed, s.mixed_stride);
+            norm(layer.mlp_norm);
+            product(layer.gate_and_up, s.normed, m.hidden, [&](int64_t row, int64_t first, const float* sums) {
+                for (int64_t i = 0; i < BLOCK / 2; i += WIDTH) {
+                    const Floats gate = rounded<Number>(load(sums + i)), up = rounded<Number>(load(sums + BLOCK / 2 + i));
+                    const Floats gated = rounded<Number>(gate / (1.0f + exponential(-gate)));
+                    store(s.gated + row * s.gated_stride + first / 2 + i, rounded<Number>(gated * up));
+                }
+            });
+            add_product(layer.down, s.gated, s.gated_stride);
+        }
+        if (!c.logits && !(c.taps && c.taps[m.layers])) return;
+        norm(m.norm);
+        tap(m.layers, s.normed);
+        if (!c.logits) return;
+        product(m.head, s.normed, m.hidden, [&](int64_t row, int64_t first, const float* sums) {
+            const int64_t count = std::min<int64_t>(BLOCK, m.head.outputs - first);
+            for (int64_t i = 0; i < count; i += WIDTH)
+                store(c.logits + row * m.head.outputs + first + i, load(sums + i), count - i);
+        });
+    }
+};
+
+template <typename Number>
+int64_t longest(const Call<Number>& call) {
+    return *std::max_element(call.lengths, call.lengths + (call.length_step ? call.batch : 1));
+}
+
+template <typename Number>
+void run(const Model<Number>& model, const Call<Number>& call) {
+    const Scratch<Number> scratch(model, call, longest(call));
+#pragma omp parallel num_threads(call.threads)
+    Pass<Number>{model, call, scratch}.run();
+}
+
+template <typename Number>
+void product(const Weight<Number>& weight, const float* x, int64_t rows, Number* y, int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t block = 0; block < weight.count(); block++)
+        multiply(weight, block, x, weight.columns, rows, [&](int64_t row, const float* sums) {
+            const int64_t first = block * BLOCK, count = std::min<int64_t>(BLOCK, weight.outputs - first);
+            for (int64_t i = 0; i < count; i += WIDTH)
+                store(y + row * weight.outputs + first + i, load(sums + i), count - i);
+        });
+}
+
+}  // namespace heavypath
+
+using namespace heavypath;
+
+extern "C" {
+int64_t block() { return BLOCK; }
+
+// y [rows, outputs] = x [rows, columns] by a weight, + its bias.
+void product_fp32(const Weight<float>* weight, const float* x, int64_t rows, float* y, int64_t threads) {
+    product(*weight, x, rows, y, threads);
+}
+void product_bf16(const Weight<BFloat>* weight, const float* x, int64_t rows, BFloat* y, int64_t threads) {
+    product(*weight, x, rows, y, threads);
+}
+
+// Floats that a call needs as its scratch.
+int64_t llama_scratch(const Model<float>* model, const Call<float>* call) {
+    return Scratch<float>(*model, *call, longest(*call)).floats;
+}
+void llama_fp32(const Model<float>* model, const Call<float>* call) { run(*model, *call); }
+void llama_bf16(const Model<BFloat>* model, const Call<BFloat>* call) { run(*model, *call); }
+}

@@ -1,0 +1,70 @@
+// Products of rows by a weight: y[r, n] = sum over k of x[r, k] w[n, k].
+//
+// The weight lies in blocks of BLOCK outputs, [blocks, columns, BLOCK], so that a block is one stream from memory, and
+// each number of x is spread over a vector. A sum runs over k in order, whatever other rows there are and whichever
+// thread does it: a row's outputs are the same numbers in any batch.
+
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+
+namespace heavypath {
+
+constexpr int BLOCK = VECTORS * WIDTH;  // outputs
+constexpr int64_t PANEL = 48;           // rows whose sums of one block stay in the first cache
+constexpr int64_t DEPTH = 512;          // columns of a block that stay in the second cache between groups of rows
+
+template <typename Number>
+struct Weight {
+    const Number *blocks, *bias;  // [ceil(outputs / BLOCK), columns, BLOCK]; [outputs in whole blocks] or null
+    int64_t outputs, columns;
+    int64_t count() const { return (outputs + BLOCK - 1) / BLOCK; }
+};
+
+// Add the products of ROWS rows by `columns` columns of a block to their sums [ROWS, BLOCK].
+template <int ROWS, typename Number>
+inline void add_products(const float* x, int64_t stride, const Number* block, int64_t columns, float* sums) {
+    Floats total[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) total[r][v] = load(sums + r * BLOCK + v * WIDTH);
+    for (int64_t k = 0; k < columns; k++) {
+        Floats weight[VECTORS];
+        for (int v = 0; v < VECTORS; v++) weight[v] = load(block + k * BLOCK + v * WIDTH);
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) total[r][v] += x[r * stride + k] * weight[v];
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(sums + r * BLOCK + v * WIDTH, total[r][v]);
+}
+
+template <int ROWS = MOST_ROWS, typename Number>
+inline void add_products_of(int64_t rows, const float* x, int64_t stride, const Number* block, int64_t columns,
+                            float* sums) {
+    for (; rows >= ROWS; rows -= ROWS, x += ROWS * stride, sums += ROWS * BLOCK)
+        add_products<ROWS>(x, stride, block, columns, sums);
+    if constexpr (ROWS > 1)
+        if (rows > 0) add_products_of<ROWS - 1>(rows, x, stride, block, columns, sums);
+}
+
+// Block number `number` of the product of rows x [rows, stride]: finish(row, its BLOCK sums).
+template <typename Number, typename Finish>
+inline void multiply(const Weight<Number>& weight, int64_t number, const float* x, int64_t stride, int64_t rows,
+                     Finish finish) {
+    alignas(64) float sums[PANEL * BLOCK];
+    const Number* block = weight.blocks + number * weight.columns * BLOCK;
+    for (int64_t first = 0; first < rows; first += PANEL) {
+        const int64_t height = std::min(PANEL, rows - first);
+        for (int64_t r = 0; r < height; r++)
+            for (int v = 0; v < BLOCK; v += WIDTH)
+                store(sums + r * BLOCK + v, weight.bias ? load(weight.bias + number * BLOCK + v) : Floats{});
+        const int64_t depth = height > MOST_ROWS ? DEPTH : weight.columns;
+        for (int64_t k = 0; k < weight.columns; k += depth)
+            add_products_of(height, x + first * stride + k, stride, block + k * BLOCK,
+                            std::min(depth, weight.columns - k), sums);
+        for (int64_t r = 0; r < height; r++) finish(first + r, sums + r * BLOCK);
+    }
+}
+
+}  // namespace heavypath

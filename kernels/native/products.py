@@ -1,0 +1,70 @@
+"""Products of rows by a weight that lies in blocks, see products.h."""
+
+from collections.abc import Sequence
+from ctypes import Structure, byref, c_int64, c_void_p
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heavypath.kernels.native.library import library, thread_count
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # by which functions are named
+
+
+class WeightStruct(Structure):
+    """`Weight` of products.h."""
+
+    _fields_ = [("blocks", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("columns", c_int64)]
+
+
+class Blocks(NamedTuple):
+    """Weights of layers with one input, [N_i, K] one below the other, in blocks of outputs.
+
+    weight: [blocks, K, BLOCK], with zeros in the last block
+    bias:   [blocks * BLOCK], or None where no layer has one
+    struct: what kernels are given
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    struct: WeightStruct
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], paired: bool = False) -> Self:
+        """The blocks of weights [N_i, K] with their biases [N_i].
+
+        paired: of two weights of equal shape, each block has half of its outputs from the one and half from the other
+        """
+        if any(bias is not None for bias in biases):
+            present = [w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True)]
+            bias = _in_blocks([each[:, None] for each in present], paired).flatten()
+        else:
+            bias = None
+        blocks, outputs = _in_blocks(weights, paired), sum(map(len, weights))
+        struct = WeightStruct(blocks.data_ptr(), None if bias is None else bias.data_ptr(), outputs, blocks.shape[1])
+        return cls(blocks, bias, struct)
+
+
+def _in_blocks(weights: Sequence[Tensor], paired: bool) -> Tensor:
+    """Weights [N_i, K] as [blocks, K, BLOCK]."""
+    lib = library()
+    assert lib is not None
+    width = lib.block() // (2 if paired else 1)
+    joined = weights if paired else [torch.cat([*weights]) if len(weights) > 1 else weights[0]]
+    cut = [pad(each, (0, 0, 0, -len(each) % width)).unflatten(0, (-1, width)) for each in joined]
+    return torch.cat(cut, 1).transpose(1, 2).contiguous()
+
+
+def product(hidden: Tensor, blocks: Blocks) -> Tensor:
+    """The product of rows [..., K] by a weight, [..., N]; hidden is of the weight's dtype."""
+    lib = library()
+    assert lib is not None
+    rows, struct = hidden.reshape(-1, hidden.shape[-1]).float().contiguous(), blocks.struct
+    result = hidden.new_empty(*hidden.shape[:-1], struct.outputs)
+    places = c_void_p(rows.data_ptr()), c_int64(len(rows)), c_void_p(result.data_ptr())
+    multiply = lib.product_fp32 if hidden.dtype == torch.float32 else lib.product_bf16
+    multiply(byref(struct), *places, c_int64(thread_count()))
+    return result
