@@ -1,19 +1,34 @@
 """Whether a call runs the Triton kernel or the reference: what `impl` means to every public function.
 
 "triton" needs CUDA tensors or Triton's interpreter, "torch" takes anything, and "auto" is triton for CUDA tensors, else
-torch. Each kernel's own file checks what else the kernel cannot take.
+torch. Some functions have a third: "native", compiled C++ for CPU tensors (`heavypath.kernels.native`), which "auto" is
+for these where a compiler is there. Each kernel's own file checks what else the kernel cannot take.
 """
 
 from torch import Tensor
 from triton import knobs
 
+from heavypath.kernels.native.library import library
 
-def choose_impl(function: str, impl: str, tensor: Tensor) -> str:
-    """Return "triton" or "torch"; raises ValueError for an impl that `function` does not have."""
+
+def choose_impl(function: str, impl: str, tensor: Tensor, *, native: bool = False) -> str:
+    """Return "triton", "native" or "torch"; raises ValueError for an impl that `function` does not have here.
+
+    native: whether the function has a native implementation of what is asked for
+    """
     if impl == "auto":
-        return "triton" if tensor.is_cuda else "torch"
+        if tensor.is_cuda:
+            return "triton"
+        return "native" if native and tensor.is_cpu and library() is not None else "torch"
+    if impl == "native" and native:
+        if not tensor.is_cpu:
+            raise ValueError(f"{function}: impl 'native' takes CPU tensors, got {tensor.device}; take impl 'triton'")
+        if library() is None:
+            raise ValueError(f"{function}: impl 'native' needs a C++ compiler (g++, or one that CXX names); got none")
+        return impl
     if impl not in ("torch", "triton"):
-        raise ValueError(f"{function} has impl 'auto', 'triton' or 'torch', got {impl!r}")
+        others = "'auto', 'native', 'triton' or 'torch'" if native else "'auto', 'triton' or 'torch'"
+        raise ValueError(f"{function} has impl {others}, got {impl!r}")
     return impl
 
 

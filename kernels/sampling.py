@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores, largest_first
 from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.native.sampling import draw
 from heavypath.kernels.noise import Noise, Stream, check_seed, gumbels, noise_bits
 from heavypath.kernels.sampling_kernel import launch_topk
 
@@ -68,8 +69,9 @@ def gumbel_topk(
     replacement:  k independent draws instead of k different tokens
     uniform_fill: where the support has fewer than k tokens, draw the rest uniformly from the other tokens
     impl:         "triton" is one launch, or two with filters, without host synchronisation; it takes CUDA tensors, or
-                  any tensors under Triton's interpreter. "torch" takes anything. "auto" is triton for CUDA tensors,
-                  else torch. Both draw the same tokens, without gradients; keys and logprobs agree to fp32 rounding of
+                  any tensors under Triton's interpreter. "native" is compiled code for CPU tensors. "torch" takes
+                  anything. "auto" is triton for CUDA tensors, else native where a compiler is there, else torch.
+                  All draw the same tokens, without gradients; keys and logprobs agree to fp32 rounding of
                   the normaliser. Where top_p or min_p falls on a token within rounding, one may keep the token and the
                   other drop it.
 
@@ -91,19 +93,18 @@ def gumbel_topk(
             raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
         rows = rows.reshape(-1)
     check_seed(seed, logits.device)
-    impl = choose_impl("gumbel_topk", impl, logits)
+    impl = choose_impl("gumbel_topk", impl, logits, native=True)
     if impl == "triton":
         if logits.dtype not in HIDDEN_BITS:
             raise ValueError(f"impl 'triton' takes fp32, fp16 or bf16 logits, got {logits.dtype}; take impl 'torch'")
         check_can_launch(logits)
 
-    run = launch_topk if impl == "triton" else _reference
-    fields = run(
+    fields = _run(
+        impl,
         logits.reshape(-1, vocab_size),
         k,
         filters,
         noise=Noise(seed, rows),
-        stream=Stream.DRAFT,
         replacement=replacement,
         uniform_fill=uniform_fill,
     )
@@ -120,11 +121,21 @@ def draw_unchecked(
     uniform_fill: bool = False,
 ) -> TopK:
     """`gumbel_topk` without its checks, for logits [R, V] and noise.rows LongTensor[R]; impl is "auto"."""
-    run = launch_topk if choose_impl("draw_unchecked", "auto", logits) == "triton" else _reference
-    tokens, keys, logprobs = run(
+    impl = choose_impl("draw_unchecked", "auto", logits, native=True)
+    fields = _run(impl, logits, k, filters, noise=noise, replacement=replacement, uniform_fill=uniform_fill)
+    return TopK(*fields)
+
+
+def _run(
+    impl: str, logits: Tensor, k: int, filters: Filters, *, noise: Noise, replacement: bool, uniform_fill: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw from logits [R, V] with noise.rows LongTensor[R]: tokens, keys and logprobs [R, k]."""
+    if impl == "native":
+        return draw(logits, k, filters, noise=noise, replacement=replacement, uniform_fill=uniform_fill)
+    run = launch_topk if impl == "triton" else _reference
+    return run(
         logits, k, filters, noise=noise, stream=Stream.DRAFT, replacement=replacement, uniform_fill=uniform_fill
     )
-    return TopK(tokens, keys, logprobs)
 
 
 @np.errstate(all="ignore")

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores
 from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.native.verification import NATIVE_METHODS, verify
 from heavypath.kernels.nodes import (
     Laws,
     Nodes,
@@ -118,8 +119,10 @@ def verify_tree(
                    the root means nothing
     impl:          "triton" is two launches, or four for traversal, without host synchronisation where
                    max_depth is given; it takes fp32, fp16 or bf16 logits, CUDA tensors, or any tensors under Triton's
-                   interpreter. "torch" takes anything. "auto" is triton for CUDA tensors, else torch. Both accept the
-                   same nodes, except where a coin is within fp32 rounding of its threshold.
+                   interpreter. "native" is compiled code for CPU tensors, for the methods greedy, target_sample, race,
+                   traversal and held_traversal. "torch" takes anything. "auto" is triton for CUDA tensors, else native
+                   where the method has it and a compiler is there, else torch. All accept the same nodes, except where
+                   a coin is within fp32 rounding of its threshold.
 
     Raises ValueError for bad shapes, dtypes or options, and on CPU for values out of range and NaN logits.
     """
@@ -135,7 +138,7 @@ def verify_tree(
             "laws are for method 'with_replacement' with draft_temperature > 0; "
             f"got method {method!r} with draft_temperature {draft_filters.temperature:g}; leave laws out"
         )
-    impl = choose_impl("verify_tree", impl, tokens)
+    impl = choose_impl("verify_tree", impl, tokens, native=method in NATIVE_METHODS)
 
     if tokens.dim() != 2 or tokens.dtype != torch.long or tokens.shape[1] == 0:
         raise ValueError(f"tokens must be a LongTensor [B, N] with N >= 1, got {tokens.dtype} {[*tokens.shape]}")
@@ -209,7 +212,8 @@ def verify_unchecked(
     trees of a root alone, and `Laws` where siblings were drawn from different distributions. noise.rows:
     LongTensor[B, N]. The rest as `verify_tree`; impl is "auto".
     """
-    run = _verifier(rule, choose_impl("verify_unchecked", "auto", nodes.tokens))
+    impl = choose_impl("verify_unchecked", "auto", nodes.tokens, native=rule.method in NATIVE_METHODS)
+    run = _verifier(rule, impl)
     return run(
         nodes.per_sequence(),
         target_logits,
@@ -226,6 +230,8 @@ def _verifier(rule: Rule, impl: str) -> Callable[..., Verified]:
     """The function that verifies by a rule, with the arguments of `verify_unchecked`."""
     if impl == "triton":
         return _launch
+    if impl == "native":
+        return verify
     return traverse if rule.method in WHOLE_TREE else _reference
 
 

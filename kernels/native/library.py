@@ -46,6 +46,13 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
+def compiled() -> ctypes.CDLL:
+    """`library`, where it is known to be there."""
+    kernels = library()
+    assert kernels is not None
+    return kernels
+
+
 def thread_count() -> int:
     """How many threads a kernel takes: as many as PyTorch."""
     return torch.get_num_threads()

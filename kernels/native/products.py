@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heavypath.kernels.native.library import library, thread_count
+from heavypath.kernels.native.library import compiled, thread_count
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # by which functions are named
 
@@ -50,8 +50,7 @@ class Blocks(NamedTuple):
 
 def _in_blocks(weights: Sequence[Tensor], paired: bool) -> Tensor:
     """Weights [N_i, K] as [blocks, K, BLOCK]."""
-    lib = library()
-    assert lib is not None
+    lib = compiled()
     width = lib.block() // (2 if paired else 1)
     joined = weights if paired else [torch.cat([*weights]) if len(weights) > 1 else weights[0]]
     cut = [pad(each, (0, 0, 0, -len(each) % width)).unflatten(0, (-1, width)) for each in joined]
@@ -60,8 +59,7 @@ def _in_blocks(weights: Sequence[Tensor], paired: bool) -> Tensor:
 
 def product(hidden: Tensor, blocks: Blocks) -> Tensor:
     """The product of rows [..., K] by a weight, [..., N]; hidden is of the weight's dtype."""
-    lib = library()
-    assert lib is not None
+    lib = compiled()
     rows, struct = hidden.reshape(-1, hidden.shape[-1]).float().contiguous(), blocks.struct
     result = hidden.new_empty(*hidden.shape[:-1], struct.outputs)
     places = c_void_p(rows.data_ptr()), c_int64(len(rows)), c_void_p(result.data_ptr())

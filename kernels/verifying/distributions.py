@@ -61,7 +61,7 @@ def used_rows(
     largest = rows.max(-1, keepdims=True)
     if checked and not np.isfinite(largest).all():
         i = int(np.isfinite(largest[:, 0]).argmin())
-        raise _no_maximum(side, int(sequence[i]), int(node[i]), largest[i, 0])
+        raise no_maximum(side, int(sequence[i]), int(node[i]), largest[i, 0])
     return rows, largest
 
 
@@ -73,11 +73,12 @@ def used_row(
     rows = (row.float().cpu().numpy() if isinstance(row, Tensor) else row)[None]
     largest = rows.max(-1, keepdims=True)
     if checked and not math.isfinite(largest[0, 0]):
-        raise _no_maximum(side, sequence, node, largest[0, 0])
+        raise no_maximum(side, sequence, node, largest[0, 0])
     return rows, largest
 
 
-def _no_maximum(side: str, sequence: int, node: int, largest: np.floating) -> ValueError:
+def no_maximum(side: str, sequence: int, node: int, largest: float | np.floating) -> ValueError:
+    """What is raised for a row without a finite maximum."""
     return ValueError(
         f"{side}_logits must have a finite maximum in every row that is used, "
         f"but [{sequence}, {node}] has {float(largest)}"

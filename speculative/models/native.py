@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm
-from heavypath.kernels.native.library import library, thread_count
+from heavypath.kernels.native.library import compiled, thread_count
 from heavypath.kernels.native.products import TYPES, WeightStruct
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
@@ -116,8 +116,7 @@ class NativePass:
         taps: Taps | None = None,
     ) -> Tensor:
         """As of `LlamaForward`."""
-        lib = library()
-        assert lib is not None
+        lib = compiled()
         assert cache.rotary is not None
         batch, nodes = tokens.shape
         rotary, lengths, (keys, values) = cache.rotary, mask.prefix_length.contiguous(), cache.read(0)

@@ -1,0 +1,66 @@
+"""Draws from rows of logits by the compiled kernel, see sampling.cpp."""
+
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.native.library import compiled, thread_count
+from heavypath.kernels.noise import Noise
+
+
+class FiltersStruct(Structure):
+    """`Filters` of rows.h."""
+
+    _fields_ = [("temperature", c_double), ("top_k", c_int64), ("top_p", c_double), ("min_p", c_double)]
+
+    @classmethod
+    def of(cls, filters: Filters) -> "FiltersStruct":
+        """The same filters, with numbers that filter nothing for those that are off."""
+        top_p = 1.0 if filters.top_p is None else filters.top_p
+        return cls(filters.temperature, filters.top_k or 0, top_p, filters.min_p or 0.0)
+
+
+class _Draw(Structure):
+    _fields_ = [
+        ("logits", c_void_p),
+        *((name, c_int64) for name in ("stride", "rows", "vocab", "k")),
+        ("filters", FiltersStruct),
+        ("seed", c_int64),
+        ("noise_rows", c_void_p),
+        *((name, c_int64) for name in ("replacement", "uniform_fill")),
+        *((name, c_void_p) for name in ("tokens", "keys", "logprobs")),
+        ("threads", c_int64),
+    ]
+
+
+def draw(
+    logits: Tensor, k: int, filters: Filters, *, noise: Noise, replacement: bool, uniform_fill: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens LongTensor[R, k], keys and logprobs fp32 [R, k] of logits [R, V], as the reference of `sampling`."""
+    logits = logits.detach().float()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, k, dtype=torch.long)
+    keys, logprobs = torch.empty(2, rows, k).unbind()
+    noise_rows = None if noise.rows is None else noise.rows.contiguous()
+    call = _Draw(
+        logits=logits.data_ptr(),
+        stride=logits.stride(0),
+        rows=rows,
+        vocab=vocab,
+        k=k,
+        filters=FiltersStruct.of(filters),
+        seed=int(noise.seed),
+        noise_rows=None if noise_rows is None else noise_rows.data_ptr(),
+        replacement=replacement,
+        uniform_fill=uniform_fill,
+        tokens=tokens.data_ptr(),
+        keys=keys.data_ptr(),
+        logprobs=logprobs.data_ptr(),
+        threads=thread_count(),
+    )
+    compiled().draw(byref(call))
+    return tokens, keys, logprobs

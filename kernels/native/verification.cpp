@@ -1,0 +1,306 @@
+// Which drafted nodes are accepted: what the references of `heavypath.kernels.verification` do, for the methods whose
+// token is drawn first (greedy, naive and race) and for traversal (`heavypath.kernels.verifying.traversal`).
+
+#include "rows.h"
+
+namespace heavypath {
+
+enum Method { GREEDY = 0, NAIVE = 1, RACE = 2, TRAVERSAL = 3, HELD_TRAVERSAL = 4 };
+
+struct Verification {
+    int64_t batch, nodes, vocab, max_depth, method, independent;
+    const int64_t *tokens, *parents, *ranks, *noise_rows;  // [B, N]; of parents and ranks sequences lie
+    int64_t tree_step;                                     // this far apart: N, or 0 for all the same
+    const float *target, *draft;                           // [B, N, V]; the draft's is null for a root alone
+    int64_t target_step, draft_step;                       // from one sequence to the next
+    Filters target_filters, draft_filters;
+    int64_t seed;
+    int64_t *path, *length, *next_token;  // [B, max_depth + 1], [B], [B]
+    int64_t* bad;                         // side (0 target, 1 draft), sequence and node of a row without distribution
+};
+
+typedef std::vector<int64_t> Numbers;
+
+// One sequence's tree.
+struct Tree {
+    const Verification& call;
+    const int64_t sequence, count;
+    const int64_t *tokens, *parents, *rows;
+    Numbers order, place;           // all nodes by rank, and where each is in that
+    std::vector<Numbers> children;  // in draw order, without absent ones
+
+    Tree(const Verification& v, int64_t b)
+        : call(v), sequence(b), count(v.nodes), tokens(v.tokens + b * v.nodes), parents(v.parents + b * v.tree_step),
+          rows(v.noise_rows + b * v.nodes), order(v.nodes), place(v.nodes), children(v.nodes) {
+        const int64_t* ranks = v.ranks + b * v.tree_step;
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return ranks[i] < ranks[j]; });
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t node = order[i];
+            place[node] = i;
+            if (parents[node] >= 0 && tokens[node] >= 0) children[parents[node]].push_back(node);
+        }
+    }
+
+    double coin(int64_t node) const {
+        const int64_t* ranks = call.ranks + sequence * call.tree_step;
+        return Philox(call.seed).coin(rows[std::max<int64_t>(0, parents[node])], ranks[node]);
+    }
+
+    // The children of siblings of equal token, in draw order.
+    Numbers below(const Numbers& equal) const {
+        if (equal.size() == 1) return children[equal[0]];
+        Numbers all;
+        for (int64_t node : equal) all.insert(all.end(), children[node].begin(), children[node].end());
+        std::sort(all.begin(), all.end(), [&](int64_t i, int64_t j) { return place[i] < place[j]; });
+        return all;
+    }
+
+    // Those of siblings that have a node's token.
+    Numbers alike(const Numbers& siblings, int64_t token) const {
+        Numbers equal;
+        for (int64_t node : siblings)
+            if (tokens[node] == token) equal.push_back(node);
+        return equal;
+    }
+
+    const float* logits(bool of_draft, int64_t node) const {
+        return (of_draft ? call.draft + sequence * call.draft_step : call.target + sequence * call.target_step) +
+               node * call.vocab;
+    }
+
+    void accept(int64_t node) const {
+        Numbers up = {node};
+        while (up.back() > 0) up.push_back(parents[up.back()]);
+        int64_t* path = call.path + sequence * (call.max_depth + 1);
+        std::fill(path, path + call.max_depth + 1, -1);
+        std::copy(up.rbegin(), up.rend(), path);
+        call.length[sequence] = up.size() - 1;
+    }
+};
+
+// A row of logits that is no distribution.
+struct NoDistribution {
+    int64_t of_draft, node;
+};
+
+inline float largest_in(const Tree& tree, bool of_draft, int64_t node) {
+    const float largest = largest_of(tree.logits(of_draft, node), tree.call.vocab);
+    if (!std::isfinite(largest)) throw NoDistribution{of_draft, node};
+    return largest;
+}
+
+inline std::vector<float> log_weights(const Tree& tree, bool of_draft, int64_t node) {
+    std::vector<float> logs(tree.call.vocab);
+    log_weights(tree.logits(of_draft, node), tree.call.vocab, largest_in(tree, of_draft, node),
+                of_draft ? tree.call.draft_filters : tree.call.target_filters, logs.data());
+    return logs;
+}
+
+// The token that is drawn at each node, and the walk along children that carry it.
+void walk(const Tree& tree) {
+    const Verification& call = tree.call;
+    std::vector<float> keys(call.vocab + QUADS), scores(call.vocab);
+    Numbers reached = {0};
+    int64_t node = 0;
+    for (int64_t level = 0;; level++) {
+        const float* x = tree.logits(false, node);
+        const float largest = largest_in(tree, false, node);
+        int64_t winner;
+        if (call.method == GREEDY) {
+            winner = best_of(x, call.vocab);
+        } else {
+            scores_of(x, call.vocab, largest, call.target_filters, scores.data());
+            Philox(call.seed).gumbels(keys.data(), call.vocab, tree.rows[node], call.method == RACE ? DRAFT : TARGET);
+            for (int64_t v = 0; v < call.vocab; v++) keys[v] += scores[v];
+            winner = best_of(keys.data(), call.vocab);
+        }
+        call.next_token[tree.sequence] = winner;
+        if (level == call.max_depth) break;
+        reached = tree.alike(tree.below(reached), winner);
+        if (reached.empty()) break;
+        node = reached[0];
+    }
+    tree.accept(node);
+}
+
+constexpr double LITTLE = 0x1p-60;  // as in the reference
+
+// What is still to be emitted at one node, while its children are offered one after the other; see the reference.
+struct Chain {
+    const int64_t vocab;
+    const bool tracks;  // which tokens were drawn
+    std::vector<float> left, log_draft, draft;
+    double factor, ending, leaving, largest = 0, mass = 1;
+    std::vector<double> held;
+    Numbers drawn;
+
+    Chain(const Tree& tree, int64_t node, int64_t source, double weight)
+        : vocab(tree.call.vocab), tracks(!tree.call.independent || tree.call.draft_filters.temperature == 0),
+          left(log_weights(tree, false, node)), ending(weight), leaving(1 - weight) {
+        powers_of_two(left.data(), vocab, left.data());
+        factor = weight / sum_of(left.data(), vocab);
+        if (tree.call.draft_filters.temperature > 0) {
+            log_draft = log_weights(tree, true, source);
+            draft.resize(vocab);
+            powers_of_two(log_draft.data(), vocab, draft.data());
+            mass = sum_of(draft.data(), vocab);
+        }
+    }
+
+    bool was_drawn(int64_t token) const { return std::find(drawn.begin(), drawn.end(), token) != drawn.end(); }
+
+    // The probability to take the next child; -1 if the draft could not have drawn it.
+    double offer(int64_t token) {
+        if (tracks && was_drawn(token)) return -1;
+        double log_ratio = std::log2(factor);
+        if (!log_draft.empty()) {
+            if (mass < LITTLE) renew();
+            const double log_q = log_draft[token];
+            if (log_q == -INFINITY) return -1;
+            log_ratio += std::log2(mass) - (log_q - largest);
+        }
+        if (left[token] == 0) return 0;
+        log_ratio += std::log2(double(left[token]));
+        return log_ratio < -126 ? 0 : log_ratio >= 0 ? 1 : std::exp2(log_ratio);
+    }
+
+    // Leave the child that was offered last; share: 1, or what is left of it if it is held.
+    void pass_over(int64_t token, double share) {
+        if (!log_draft.empty()) {
+            const float covered = std::min(1 / (factor * mass), 0x1p120);
+            for (int64_t v = 0; v < vocab; v += WIDTH) {
+                const Floats rest = load(&left[v], vocab - v) - apart(load(&draft[v], vocab - v) * covered);
+                store(&left[v], rest > 0.0f ? rest : Floats{}, vocab - v);
+            }
+            if (tracks) draft[token] = 0, mass = sum_of(draft.data(), vocab);
+        }
+        if (tracks) drawn.push_back(token);
+        left[token] = 0;
+        const double emitted = factor * sum_of(left.data(), vocab);
+        const double total = leaving + std::accumulate(held.begin(), held.end(), 0.0) + emitted;
+        if (total > 0) {
+            ending = emitted / total * share;
+            share /= total;
+            factor *= share, leaving *= share;
+            for (double& weight : held) weight *= share;
+        }
+    }
+
+    // What is left of the draft's distribution anew; uniform where its support is used up.
+    void renew() {
+        for (int64_t token : drawn) log_draft[token] = -INFINITY;
+        if (*std::max_element(log_draft.begin(), log_draft.end()) == -INFINITY) {
+            std::fill(log_draft.begin(), log_draft.end(), 0.0f);
+            for (int64_t token : drawn) log_draft[token] = -INFINITY;
+        }
+        largest = *std::max_element(log_draft.begin(), log_draft.end());
+        for (int64_t v = 0; v < vocab; v++) draft[v] = log_draft[v] - float(largest);
+        powers_of_two(draft.data(), vocab, draft.data());
+        mass = sum_of(draft.data(), vocab);
+    }
+};
+
+// Traversal of one sequence's tree, in post-order, as far as the node that it ends at.
+struct Traversal {
+    const Tree& tree;
+
+    // Visit the first of siblings of equal token and what is below it; whether the walk ended there.
+    bool ends_below(const Numbers& equal, double weight, int64_t depth) const {
+        const int64_t node = equal[0];
+        const Numbers children = tree.below(equal);
+        if (children.empty() || depth == tree.call.max_depth || !(weight > 0)) return ends_at(node, weight, nullptr);
+        // Of equal siblings the source is one that has children.
+        Chain chain(tree, node, tree.parents[children[0]], weight);
+        if (tree.call.method == HELD_TRAVERSAL) {
+            for (const auto& [child, share] : held_shares(chain, children))
+                if (goes_on(children, child, share, depth)) return true;
+        } else {
+            for (int64_t child : children) {
+                const double share = chain.offer(tree.tokens[child]);
+                if (share < 0) continue;
+                if (goes_on(children, child, share, depth)) return true;
+                chain.pass_over(tree.tokens[child], 1);
+            }
+        }
+        return ends_at(node, chain.ending, &chain.left);
+    }
+
+    bool goes_on(const Numbers& children, int64_t child, double share, int64_t depth) const {
+        Numbers equal = {child};
+        if (tree.call.independent) equal = tree.alike(children, tree.tokens[child]);
+        return equal[0] == child && ends_below(equal, share, depth + 1);
+    }
+
+    std::vector<std::pair<int64_t, double>> held_shares(Chain& chain, const Numbers& children) const {
+        std::vector<std::pair<int64_t, double>> given;
+        for (int64_t child : children) {
+            const double taken = chain.offer(tree.tokens[child]);
+            if (taken < 0) continue;
+            given.push_back({child, 0});
+            if (taken == 1) {  // nothing is left for the others
+                chain.ending = chain.leaving = 0;
+                std::fill(chain.held.begin(), chain.held.end(), 0.0);
+                chain.held.push_back(1);
+                break;
+            }
+            chain.pass_over(tree.tokens[child], 1 - taken);
+            chain.held.push_back(taken);
+        }
+        double rest = chain.ending + chain.leaving;
+        if (rest > 0) chain.ending /= rest;
+        for (int64_t i = given.size() - 1; i >= 0; i--) {
+            rest += chain.held[i];  // its own weight, those of the younger ones, and what is left
+            given[i].second = chain.held[i] > 0 ? chain.held[i] / rest : 0;
+        }
+        return given;
+    }
+
+    bool ends_at(int64_t node, double ending, const std::vector<float>* left) const {
+        if (node > 0 && !(tree.coin(node) < ending)) return false;
+        const int64_t vocab = tree.call.vocab;
+        std::vector<float> weights;
+        if (left && std::any_of(left->begin(), left->end(), [](float weight) { return weight != 0; })) {
+            weights = *left;
+        } else {
+            weights = log_weights(tree, false, node);
+            powers_of_two(weights.data(), vocab, weights.data());
+        }
+        std::vector<float> noise(vocab + QUADS);
+        Philox(tree.call.seed).gumbels(noise.data(), vocab, tree.rows[node], TARGET);
+        std::vector<double> keys(vocab + LANES);
+        weights.resize(vocab + LANES);
+        for (int64_t v = 0; v < vocab; v += LANES) {
+            Singles weight, gumbel;
+            memcpy(&weight, &weights[v], sizeof weight), memcpy(&gumbel, &noise[v], sizeof gumbel);
+            const Doubles wide = __builtin_convertvector(weight, Doubles);
+            const Doubles logs = logarithm(wide) + __builtin_convertvector(gumbel, Doubles);
+            const Doubles key = wide > 0.0 ? logs : Doubles{} - INFINITY;
+            memcpy(&keys[v], &key, sizeof key);
+        }
+        tree.call.next_token[tree.sequence] = best_of(keys.data(), vocab);
+        tree.accept(node);
+        return true;
+    }
+};
+
+}  // namespace heavypath
+
+using namespace heavypath;
+
+// 1 where all is well; 0 for a row that is no distribution, which `bad` then names.
+extern "C" int64_t verify(const Verification* call) {
+    for (int64_t b = 0; b < call->batch; b++) {
+        const Tree tree(*call, b);
+        try {
+            if (call->method >= TRAVERSAL)
+                Traversal{tree}.ends_below({0}, 1, 0);
+            else
+                walk(tree);
+        } catch (const NoDistribution& found) {
+            call->bad[0] = found.of_draft, call->bad[1] = b, call->bad[2] = found.node;
+            return 0;
+        }
+    }
+    return 1;
+}
