@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.native.steps import compact
 
 MAX_PATH = 2048  # columns of path that the kernel takes
 _TILE = 8192  # units that a program moves, at most: 16 for each thread of 16 warps
@@ -93,7 +94,9 @@ def compact_cache(
 
 def compact_unchecked(caches: Sequence[Tensor], *, path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
     """`compact_cache` without its checks; caches: keys and values in one list; impl is "auto"."""
-    run = _launch if choose_impl("compact_unchecked", "auto", path) == "triton" else _reference
+    rows_are_whole = all(cache.stride(3) == 1 for cache in caches)
+    impl = choose_impl("compact_unchecked", "auto", path, native=rows_are_whole)
+    run = {"triton": _launch, "native": compact, "torch": _reference}[impl]
     run(caches, path, length, prefix_length)
 
 

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.native.steps import commit as commit_natively
 from heavypath.kernels.nodes import Nodes, Verified
 
 
@@ -83,13 +84,17 @@ def commit(
     verified:  what `verify_tree` accepted of them
     branching: the most children that any node has
     impl:      "triton" is one launch without host synchronisation; it takes CUDA tensors, or any tensors under Triton's
-               interpreter. "torch" takes CPU tensors. "auto" is triton for CUDA tensors, else torch.
+               interpreter. "native", compiled code, and "torch" take CPU tensors. "auto" is triton for CUDA
+               tensors, else native where a compiler is there, else torch.
 
     Only the device is checked: a decoder calls this with tensors that other functions have checked.
     """
-    if choose_impl("commit", impl, nodes.tokens) == "triton":
+    impl = choose_impl("commit", impl, nodes.tokens, native=True)
+    if impl == "triton":
         check_can_launch(nodes.tokens)
         _launch(state, nodes, depths, verified, branching)
+    elif impl == "native":
+        commit_natively(state, nodes, depths, verified, branching)
     else:
         if nodes.tokens.is_cuda:
             raise ValueError("commit: impl 'torch' takes CPU tensors, got CUDA tensors; take impl 'triton'")

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton import knobs
 
 from heavypath.kernels.native.library import library
+from heavypath.kernels.native.recording import refuse
 
 
 def choose_impl(function: str, impl: str, tensor: Tensor, *, native: bool = False) -> str:
@@ -19,7 +20,10 @@ def choose_impl(function: str, impl: str, tensor: Tensor, *, native: bool = Fals
     if impl == "auto":
         if tensor.is_cuda:
             return "triton"
-        return "native" if native and tensor.is_cpu and library() is not None else "torch"
+        if native and tensor.is_cpu and library() is not None:
+            return "native"
+        refuse(function)
+        return "torch"
     if impl == "native" and native:
         if not tensor.is_cpu:
             raise ValueError(f"{function}: impl 'native' takes CPU tensors, got {tensor.device}; take impl 'triton'")

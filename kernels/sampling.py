@@ -133,9 +133,7 @@ def _run(
     if impl == "native":
         return draw(logits, k, filters, noise=noise, replacement=replacement, uniform_fill=uniform_fill)
     run = launch_topk if impl == "triton" else _reference
-    return run(
-        logits, k, filters, noise=noise, stream=Stream.DRAFT, replacement=replacement, uniform_fill=uniform_fill
-    )
+    return run(logits, k, filters, noise=noise, stream=Stream.DRAFT, replacement=replacement, uniform_fill=uniform_fill)
 
 
 @np.errstate(all="ignore")

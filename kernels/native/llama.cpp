@@ -41,7 +41,7 @@ struct Call {
     const Number* rotary;                            // [positions, 2, D], or [2, positions, 2, D] with a rope_limit
     int64_t rotary_positions, rope_limit;            // -1 for none
     Number *keys, *values;                           // [B, layers, Hkv, rows, D], with rows of all columns
-    int64_t batch_stride, layer_stride, head_stride;
+    int64_t cache_size, batch_stride, layer_stride, head_stride;  // cache_size: rows
     const int64_t* lengths;  // [B], or [1] for all
     int64_t length_step;     // 1 or 0
     const uint8_t* mask;     // [B or 1, N, columns]; or null, and then
@@ -62,12 +62,12 @@ struct Scratch {
     float *hidden, *normed, *projected, *mixed, *gated, *own;
     int64_t own_floats, floats;
 
-    Scratch(const Model<Number>& m, const Call<Number>& c, int64_t longest) {
+    Scratch(const Model<Number>& m, const Call<Number>& c) {
         const int64_t rows = c.batch * c.nodes;
         projected_stride = whole_blocks((m.heads + 2 * m.kv_heads) * m.head_dim);
         mixed_stride = m.heads * m.head_dim, gated_stride = whole_blocks(m.intermediate);
         query_stride = (m.head_dim + WIDTH - 1) / WIDTH * WIDTH;
-        scores = (longest + c.columns + 32) * QUERIES;
+        scores = (c.cache_size + c.columns + 32) * QUERIES;
         own_floats = (scores + QUERIES * query_stride + (QUERIES * c.columns) / 4 + 16 + 15) / 16 * 16;
         float* next = c.scratch;
         auto take = [&](int64_t count) {
@@ -273,13 +273,8 @@ struct Pass {
 };
 
 template <typename Number>
-int64_t longest(const Call<Number>& call) {
-    return *std::max_element(call.lengths, call.lengths + (call.length_step ? call.batch : 1));
-}
-
-template <typename Number>
 void run(const Model<Number>& model, const Call<Number>& call) {
-    const Scratch<Number> scratch(model, call, longest(call));
+    const Scratch<Number> scratch(model, call);
 #pragma omp parallel num_threads(call.threads)
     Pass<Number>{model, call, scratch}.run();
 }
@@ -312,7 +307,7 @@ void product_bf16(const Weight<BFloat>* weight, const float* x, int64_t rows, BF
 
 // Floats that a call needs as its scratch.
 int64_t llama_scratch(const Model<float>* model, const Call<float>* call) {
-    return Scratch<float>(*model, *call, longest(*call)).floats;
+    return Scratch<float>(*model, *call).floats;
 }
 void llama_fp32(const Model<float>* model, const Call<float>* call) { run(*model, *call); }
 void llama_bf16(const Model<BFloat>* model, const Call<BFloat>* call) { run(*model, *call); }

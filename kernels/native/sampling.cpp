@@ -8,7 +8,7 @@ struct Draw {
     const float* logits;  // [R, V]
     int64_t stride, rows, vocab, k;
     Filters filters;
-    int64_t seed;
+    const int64_t* seed;
     const int64_t* noise_rows;  // [R]; null for 0, 1, 2, ...
     int64_t replacement, uniform_fill;
     int64_t* tokens;  // [R, k], as the next two
@@ -43,7 +43,7 @@ void draw_row(const Draw& d, int64_t r) {
     const float largest = largest_of(x, vocab);
     const float none = largest == -INFINITY || std::isfinite(largest) ? -INFINITY : NAN;
     std::fill(tokens, tokens + d.k, -1), std::fill(keys, keys + d.k, none), std::fill(logprobs, logprobs + d.k, none);
-    const Philox philox(d.seed);
+    const Philox philox(*d.seed);
     std::vector<float> scores(vocab + WIDTH, -INFINITY), noisy_keys(vocab + QUADS), work(vocab + WIDTH);
     int64_t defined = 0;
     if (std::isfinite(largest)) {
@@ -93,6 +93,9 @@ void draw_row(const Draw& d, int64_t r) {
 }  // namespace heavypath
 
 using namespace heavypath;
+
+// Whether all numbers are below infinity, and none is NaN.
+extern "C" int64_t below_infinity(const float* x, int64_t count) { return largest_of(x, count) < INFINITY; }
 
 extern "C" void draw(const Draw* call) {
     const bool worth_it = call->rows * call->vocab > 1 << 15;

@@ -1,12 +1,13 @@
 """Draws from rows of logits by the compiled kernel, see sampling.cpp."""
 
-from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from ctypes import Structure, c_double, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.library import compiled, thread_count
+from heavypath.kernels.native.recording import launch
 from heavypath.kernels.noise import Noise
 
 
@@ -27,12 +28,21 @@ class _Draw(Structure):
         ("logits", c_void_p),
         *((name, c_int64) for name in ("stride", "rows", "vocab", "k")),
         ("filters", FiltersStruct),
-        ("seed", c_int64),
-        ("noise_rows", c_void_p),
+        *((name, c_void_p) for name in ("seed", "noise_rows")),
         *((name, c_int64) for name in ("replacement", "uniform_fill")),
         *((name, c_void_p) for name in ("tokens", "keys", "logprobs")),
         ("threads", c_int64),
     ]
+
+
+def seed_tensor(seed: int | Tensor) -> Tensor:
+    """A seed as the LongTensor [] that kernels read; an integer is taken modulo 2**64."""
+    return seed if isinstance(seed, Tensor) else torch.tensor(seed - (seed + (1 << 63) >> 64 << 64))
+
+
+def below_infinity(values: Tensor) -> bool:
+    """Whether all numbers of a contiguous fp32 tensor are below infinity, and none is NaN."""
+    return bool(compiled().below_infinity(c_void_p(values.data_ptr()), c_int64(values.numel())))
 
 
 def draw(
@@ -46,6 +56,7 @@ def draw(
     tokens = torch.empty(rows, k, dtype=torch.long)
     keys, logprobs = torch.empty(2, rows, k).unbind()
     noise_rows = None if noise.rows is None else noise.rows.contiguous()
+    seed = seed_tensor(noise.seed)
     call = _Draw(
         logits=logits.data_ptr(),
         stride=logits.stride(0),
@@ -53,7 +64,7 @@ def draw(
         vocab=vocab,
         k=k,
         filters=FiltersStruct.of(filters),
-        seed=int(noise.seed),
+        seed=seed.data_ptr(),
         noise_rows=None if noise_rows is None else noise_rows.data_ptr(),
         replacement=replacement,
         uniform_fill=uniform_fill,
@@ -62,5 +73,5 @@ def draw(
         logprobs=logprobs.data_ptr(),
         threads=thread_count(),
     )
-    compiled().draw(byref(call))
+    launch("draw", call, logits, seed, noise_rows, tokens, keys, logprobs)
     return tokens, keys, logprobs

@@ -14,7 +14,7 @@ struct Verification {
     const float *target, *draft;                           // [B, N, V]; the draft's is null for a root alone
     int64_t target_step, draft_step;                       // from one sequence to the next
     Filters target_filters, draft_filters;
-    int64_t seed;
+    const int64_t* seed;
     int64_t *path, *length, *next_token;  // [B, max_depth + 1], [B], [B]
     int64_t* bad;                         // side (0 target, 1 draft), sequence and node of a row without distribution
 };
@@ -44,7 +44,7 @@ struct Tree {
 
     double coin(int64_t node) const {
         const int64_t* ranks = call.ranks + sequence * call.tree_step;
-        return Philox(call.seed).coin(rows[std::max<int64_t>(0, parents[node])], ranks[node]);
+        return Philox(*call.seed).coin(rows[std::max<int64_t>(0, parents[node])], ranks[node]);
     }
 
     // The children of siblings of equal token, in draw order.
@@ -111,7 +111,7 @@ void walk(const Tree& tree) {
             winner = best_of(x, call.vocab);
         } else {
             scores_of(x, call.vocab, largest, call.target_filters, scores.data());
-            Philox(call.seed).gumbels(keys.data(), call.vocab, tree.rows[node], call.method == RACE ? DRAFT : TARGET);
+            Philox(*call.seed).gumbels(keys.data(), call.vocab, tree.rows[node], call.method == RACE ? DRAFT : TARGET);
             for (int64_t v = 0; v < call.vocab; v++) keys[v] += scores[v];
             winner = best_of(keys.data(), call.vocab);
         }
@@ -267,7 +267,7 @@ struct Traversal {
             powers_of_two(weights.data(), vocab, weights.data());
         }
         std::vector<float> noise(vocab + QUADS);
-        Philox(tree.call.seed).gumbels(noise.data(), vocab, tree.rows[node], TARGET);
+        Philox(*tree.call.seed).gumbels(noise.data(), vocab, tree.rows[node], TARGET);
         std::vector<double> keys(vocab + LANES);
         weights.resize(vocab + LANES);
         for (int64_t v = 0; v < vocab; v += LANES) {

@@ -1,20 +1,28 @@
 """Verification by the compiled kernel, see verification.cpp: of the methods whose token is drawn first, and traversal."""
 
 from ctypes import Structure, addressof, byref, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.library import compiled
-from heavypath.kernels.native.sampling import FiltersStruct
+from heavypath.kernels.native.recording import do
+from heavypath.kernels.native.sampling import FiltersStruct, seed_tensor
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.verifying.distributions import no_maximum
 from heavypath.kernels.verifying.rule import Rule
 
-NATIVE_METHODS = {"greedy": 0, "target_sample": 1, "race": 2, "traversal": 3, "held_traversal": 4}  # by their C++ numbers
+NATIVE_METHODS = {
+    "greedy": 0,
+    "target_sample": 1,
+    "race": 2,
+    "traversal": 3,
+    "held_traversal": 4,
+}  # by their C++ numbers
 
 
 class _Verification(Structure):
@@ -25,8 +33,7 @@ class _Verification(Structure):
         *((name, c_void_p) for name in ("target", "draft")),
         *((name, c_int64) for name in ("target_step", "draft_step")),
         *((name, FiltersStruct) for name in ("target_filters", "draft_filters")),
-        ("seed", c_int64),
-        *((name, c_void_p) for name in ("path", "length", "next_token", "bad")),
+        *((name, c_void_p) for name in ("seed", "path", "length", "next_token", "bad")),
     ]
 
 
@@ -56,7 +63,7 @@ def verify(
     target, draft = _readable(target_logits), None if draft_logits is None else _readable(draft_logits)
     path, length = torch.empty(batch, max_depth + 1, dtype=torch.long), torch.empty(batch, dtype=torch.long)
     next_token, tokens = torch.empty_like(length), tokens.contiguous()
-    bad = (c_int64 * 3)()
+    bad, seed = (c_int64 * 3)(), seed_tensor(noise.seed)
     call = _Verification(
         batch=batch,
         nodes=count,
@@ -75,17 +82,21 @@ def verify(
         draft_step=0 if draft is None else draft.stride(0),
         target_filters=FiltersStruct.of(target_filters),
         draft_filters=FiltersStruct.of(draft_filters),
-        seed=int(noise.seed),
+        seed=seed.data_ptr(),
         path=path.data_ptr(),
         length=length.data_ptr(),
         next_token=next_token.data_ptr(),
         bad=addressof(bad),
     )
-    if not compiled().verify(byref(call)):
-        of_draft, sequence, node = bad
-        side, logits = ("draft", draft) if of_draft else ("target", target)
-        assert logits is not None
-        raise no_maximum(side, sequence, node, float(logits[sequence, node].max()))
+
+    def run(kernel: Any = compiled().verify) -> None:
+        if not kernel(byref(call)):
+            of_draft, sequence, node = bad
+            side, logits = ("draft", draft) if of_draft else ("target", target)
+            assert logits is not None
+            raise no_maximum(side, sequence, node, float(logits[sequence, node].max()))
+
+    do(run, tokens, parents, ranks, rows, seed)
     return Verified(path, length, next_token)
 
 

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.native import steps
 
 _BLOCK = tl.constexpr(128)  # nodes that a program looks at at once
 
@@ -108,12 +109,16 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int, *, 
     In a text of one token there is none before the root: then the root itself is given twice.
 
     nodes: columns of the mask
-    impl:  "triton" is one launch; it takes CUDA tensors, or any tensors under Triton's interpreter. "torch" takes any
-           tensors. "auto" is triton for CUDA tensors, else torch.
+    impl:  "triton" is one launch; it takes CUDA tensors, or any tensors under Triton's interpreter. "native" is
+           compiled code for CPU tensors. "torch" takes any tensors. "auto" is triton for CUDA tensors, else native where
+           a compiler is there, else torch.
     """
-    if choose_impl("first_nodes", impl, root) == "triton":
+    impl = choose_impl("first_nodes", impl, root, native=True)
+    if impl == "triton":
         check_can_launch(root)
         return _launch_first(previous, root, lengths, nodes)
+    if impl == "native":
+        return First(*steps.first_nodes(previous, root, lengths, nodes))
     cache_rows = (lengths[:, None] + torch.arange(-1, 1, device=lengths.device)).clamp_(min=0)
     tree_rows = lengths[:, None] + torch.arange(nodes, device=lengths.device)
     return First(
@@ -134,9 +139,12 @@ def place(trees: Trees, drawn: Drawn | None, given: Chosen, *, whole: bool = Fal
 
     Only the device is checked: a decoder calls this with tensors that other functions have checked.
     """
-    if choose_impl("place", impl, trees.tokens) == "triton":
+    impl = choose_impl("place", impl, trees.tokens, native=True)
+    if impl == "triton":
         check_can_launch(trees.tokens)
         return _launch(trees, drawn, given, whole)
+    if impl == "native":
+        return Fed(*steps.place(trees[:5], drawn, given, whole=whole))
     return _reference(trees, drawn, given, whole)
 
 

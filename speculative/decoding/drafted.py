@@ -1,11 +1,15 @@
 """A drafted tree, and what static and growing trees have in common while they are drafted."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from heavypath.kernels.native.library import library
+from heavypath.kernels.native.recording import do, refuse
+from heavypath.kernels.native.sampling import below_infinity
 from heavypath.kernels.nodes import Laws
 from heavypath.kernels.trees.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
@@ -132,10 +136,24 @@ def check_distributions(whose: str, logits: Tensor, state: Sequences, depths: in
     logits: [B, n, any]; or keys of draws from them, which are NaN where the logits are no distribution
     depths: of the n nodes, an int, [n] or [B, n]
     """
-    if not host_can_read(logits.device) or logits.float().numpy().max() < torch.inf:  # false for NaN, too
-        return  # NumPy has no bfloat16
+    if not host_can_read(logits.device):
+        return
+    if logits.dtype == torch.float32 and logits.is_contiguous() and library() is not None:
+        do(partial(_check_natively, whose, logits, state, depths))
+        return
+    refuse("check_distributions")
+    if not logits.float().numpy().max() < torch.inf:  # true for NaN, too; NumPy has no bfloat16
+        raise _no_distribution(whose, logits, state, depths)
+
+
+def _check_natively(whose: str, logits: Tensor, state: Sequences, depths: int | Tensor) -> None:
+    if not below_infinity(logits):
+        raise _no_distribution(whose, logits, state, depths)
+
+
+def _no_distribution(whose: str, logits: Tensor, state: Sequences, depths: int | Tensor) -> ValueError:
     largest = logits.amax(-1)
     slot, column = (largest.isnan() | (largest == torch.inf)).nonzero()[0].tolist()
     position = (state.lengths[:, None] + depths).expand_as(largest)[slot, column]
     where = f"position {int(position)} of sequence {int(state.member[slot])}"
-    raise ValueError(f"the {whose}'s logits after {where} hold NaN or +inf")
+    return ValueError(f"the {whose}'s logits after {where} hold NaN or +inf")

@@ -1,8 +1,11 @@
 """Draft a static tree's tokens level by level, with one forward pass of the draft for each level."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from heavypath.kernels.native.recording import do, flat
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
 from heavypath.kernels.trees.levels import Drawn, Fed, Trees, alike, place
@@ -55,10 +58,10 @@ def draft_tree(
             after = after.gather(1, alike(trees, level.given)[..., None].expand_as(after))
         lap("draft")
         children = draw_unchecked(
-            after.flatten(0, 1),
+            flat(after, 0, 1),
             level.most_children,
             filters=rules.drawing_filters,
-            noise=Noise(state.seed, level_noise.flatten()),
+            noise=Noise(state.seed, flat(level_noise)),
             replacement=rules.replacement,
             uniform_fill=rules.fill,
         )
@@ -66,7 +69,7 @@ def draft_tree(
         fed = _placed(trees, children.tokens, tree, depth)
         if logits is None:
             logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
-        logits.index_copy_(1, level.laws, after)
+        do(partial(logits.index_copy_, 1, level.laws, after))
         lap("sampling")
     assert fed is not None
     return _drafted(tree, trees.tokens, fed, logits)

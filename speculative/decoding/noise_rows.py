@@ -11,8 +11,12 @@ the same noise wherever in the tree it is reached, and in plain decoding: so the
 draft.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
+
+from heavypath.kernels.native.recording import do
 
 NODE_BITS = 12
 POSITION_BITS = 24
@@ -28,14 +32,22 @@ def sequence_rows(sequence_ids: Tensor) -> Tensor:
 
 def root_rows(sequence_rows: Tensor, positions: Tensor) -> Tensor:
     """The noise rows of roots at these positions, LongTensor[B]; sequence_rows: of `sequence_rows`."""
-    return torch.add(sequence_rows, positions, alpha=ROWS_PER_ROOT)
+    rows = torch.empty_like(positions)
+    do(partial(torch.add, sequence_rows, positions, alpha=ROWS_PER_ROOT, out=rows))
+    return rows
 
 
 def node_rows(root_rows: Tensor, nodes: Tensor) -> Tensor:
     """The noise rows LongTensor[B, n] of the nodes (or slots) LongTensor[n] or [B, n] below these roots."""
-    return root_rows[:, None] + nodes
+    return _below(root_rows, nodes, 1)
 
 
 def race_rows(root_rows: Tensor, depths: Tensor) -> Tensor:
     """The noise rows LongTensor[B, N] of the positions that nodes of depths LongTensor[N] have, for a race."""
-    return root_rows[:, None] + (depths << NODE_BITS)
+    return _below(root_rows, depths, ROWS_PER_ROOT)
+
+
+def _below(root_rows: Tensor, places: Tensor, step: int) -> Tensor:
+    rows = torch.empty(len(root_rows), places.shape[-1], dtype=torch.long, device=places.device)
+    do(partial(torch.add, root_rows[:, None], places, alpha=step, out=rows))
+    return rows

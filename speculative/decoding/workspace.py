@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.commit import StateField
+from heavypath.kernels.native.recording import Recording
 from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.decoding.step import Stepped, StepPlan
+from heavypath.speculative.decoding.step import Step, Stepped, StepPlan
 from heavypath.speculative.drafts.composite import CompositeDraft, parts_of
 from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.kinds import Drafting, extra_node_count, model_of, taps_of
@@ -74,12 +75,20 @@ def tree_rows(plan: StepPlan) -> int:
     return plan.rows + extra_node_count(plan.draft)
 
 
+class Recorded(NamedTuple):
+    """A step on a CPU that can be replayed, and what it did, in tensors that each replay writes anew."""
+
+    recording: Recording
+    result: Stepped
+
+
 class Workspace:
     """The caches of a target and, unless there is none, of a draft; the state of the batch; graphs of steps, if any."""
 
     def __init__(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None):
         target, draft = plan.target, plan.draft
         self.size, self.graphs = size, graphs
+        self.recordings = dict[tuple[Step, int], Recorded | None]()  # on a CPU; None where a step has an obstacle
         if graphs is not None:
             self._home = torch.cuda.current_stream()
             self._left: Any = None  # the event at which the last generation ends

@@ -6,6 +6,7 @@ a small model has some two hundred of those, each of which costs microseconds be
 
 from collections.abc import Sequence
 from ctypes import Structure, addressof, byref, c_double, c_int64, c_void_p
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.native.library import compiled, thread_count
 from heavypath.kernels.native.products import TYPES, WeightStruct
+from heavypath.kernels.native.recording import do
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.linear import Linears, are_plain
@@ -49,7 +51,7 @@ class _Call(Structure):
         *((name, c_void_p) for name in ("tokens", "positions", "cache_rows", "rotary")),
         *((name, c_int64) for name in ("rotary_positions", "rope_limit")),
         *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("batch_stride", "layer_stride", "head_stride")),
+        *((name, c_int64) for name in ("cache_size", "batch_stride", "layer_stride", "head_stride")),
         ("lengths", c_void_p),
         ("length_step", c_int64),
         *((name, c_void_p) for name in ("mask", "ends")),
@@ -142,6 +144,7 @@ class NativePass:
             rope_limit=self._rope_limit,
             keys=keys.data_ptr(),
             values=values.data_ptr(),
+            cache_size=keys.shape[2],
             batch_stride=keys.stride(0),
             layer_stride=layer_bytes // keys.itemsize,
             head_stride=keys.stride(1),
@@ -164,7 +167,10 @@ class NativePass:
         scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)))
         call.scratch = scratch.data_ptr()
         run = lib.llama_fp32 if self._dtype == torch.float32 else lib.llama_bf16
-        run(byref(self._model), byref(call))
+        do(
+            partial(run, byref(self._model), byref(call)),
+            self, call, given, rotary, lengths, keys, values, seen, ends, scratch, logits, tapped,
+        )  # fmt: skip
         if taps is not None:
             taps.take(tapped, tokens, cache_rows)
         return logits

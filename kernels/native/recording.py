@@ -1,0 +1,106 @@
+"""Record what a step does on a CPU as a list of calls, and replay it: what a CUDA graph is on a GPU.
+
+A step works on the same tensors each time. What Python does between two compiled kernels, looking up addresses, filling
+structures, allocating results, takes as long as the kernels of a small model. Recorded, it is done once:
+
+    with recorded() as recording:
+        result = step()                  # runs, and is recorded
+    if recording.obstacle is None:
+        recording.replay()               # runs again, on the same tensors; `result` holds what it did
+
+Everything that computes must go through `do`. What would compute beside it would be done once and never again, so a
+recording looks out for it: any operation of PyTorch but views and allocations is an obstacle, and so is a function that
+takes its reference in PyTorch or NumPy (`choose_impl`).
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import Structure, byref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heavypath.kernels.native.library import compiled
+
+_ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias"}
+_of_thread = threading.local()
+
+
+class Recording(TorchDispatchMode):
+    """Calls in their order. obstacle: why they are not all that was done; None if they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.obstacle: str | None = None
+        self.calls: list[Callable[[], object]] = []
+        self.kept: list[object] = []  # what the calls have the addresses of
+        self._inside = False
+
+    def do(self, call: Callable[[], object], kept: tuple[object, ...]) -> None:
+        """Run a call, which may compute."""
+        self._inside = True
+        try:
+            call()
+        finally:
+            self._inside = False
+        self.calls.append(call)
+        self.kept += kept
+
+    def replay(self) -> None:
+        """Run all calls again."""
+        for call in self.calls:
+            call()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note what is computed outside of the calls."""
+        if not (self._inside or func.is_view or func._schema.name.removeprefix("aten::") in _ALLOCATIONS):
+            self.obstacle = self.obstacle or str(func)
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def recorded() -> Iterator[Recording]:
+    """Record what is done in the block, in this thread."""
+    recording = _of_thread.recording = Recording()
+    try:
+        with recording:
+            yield recording
+    finally:
+        _of_thread.recording = None
+
+
+def do(call: Callable[[], object], *kept: object) -> None:
+    """Run a call now, and again whenever a recording of this is replayed; kept: tensors that it has addresses of."""
+    recording: Recording | None = getattr(_of_thread, "recording", None)
+    if recording is None:
+        call()
+    else:
+        recording.do(call, kept)
+
+
+def refuse(obstacle: str) -> None:
+    """Say that what is being recorded, if anything is, cannot be replayed."""
+    recording: Recording | None = getattr(_of_thread, "recording", None)
+    if recording is not None:
+        recording.obstacle = recording.obstacle or obstacle
+
+
+def launch(name: str, call: Structure, *kept: object) -> None:
+    """Call the compiled kernel of this name; kept: the tensors that the structure points to."""
+    do(partial(getattr(compiled(), name), byref(call)), call, *kept)
+
+
+def flat(tensor: Tensor, first: int = 0, last: int = -1) -> Tensor:
+    """`tensor.flatten(first, last)`, recorded if it takes a copy."""
+    try:
+        return tensor.view(*tensor.shape[:first], -1, *(tensor.shape[last + 1 :] if last != -1 else ()))
+    except RuntimeError:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        do(partial(made.copy_, tensor))
+        return made.flatten(first, last)

@@ -1,0 +1,124 @@
+"""What a step does between forward passes by the compiled kernels, see steps.cpp.
+
+The functions take the tensors of those of `trees.levels`, `cache_compaction` and `commit` whose references they follow.
+"""
+
+from collections.abc import Sequence
+from ctypes import Structure, addressof, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.native.recording import launch
+from heavypath.kernels.nodes import Nodes, Verified
+
+
+def _fields(description: str) -> list[tuple[str, type]]:
+    """Fields of a structure, from their names: those with a star are pointers, the others integers of 64 bits."""
+    return [(name.lstrip("*"), c_void_p if name[0] == "*" else c_int64) for name in description.split()]
+
+
+class _First(Structure):
+    _fields_ = _fields("batch nodes *previous *root *lengths *tokens *cache_rows *parent_rows *mask")
+
+
+class _Place(Structure):
+    _fields_ = _fields(
+        "batch nodes given children drawn whole *tokens *noise_rows noise_step *roots *lengths *left *drawn_tokens "
+        "*child *draw *node *parent *depth *out"
+    )
+
+
+class _Rows(Structure):
+    _fields_ = _fields("*first batch_stride head_stride row_stride row_bytes heads")
+
+
+class _Compaction(Structure):
+    _fields_ = _fields("batch path_length caches *path *length *prefix *cache")
+
+
+class _Commit(Structure):
+    _fields_ = _fields(
+        "batch nodes path_length stops branching vocab count_slots *numbers number_step *output output_step *stop "
+        "*seen seen_step *counts *tokens *parents *ranks *depths tree_step *path *length *after"
+    )
+
+
+def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, cache rows and parents' rows of a step's first two nodes, LongTensor[B, 2] each, and their mask."""
+    batch = len(root)
+    tokens, cache_rows, parent_rows = torch.empty(3, batch, 2, dtype=torch.long).unbind()
+    mask = torch.empty(batch, 2, nodes, dtype=torch.bool)
+    tensors = previous, root, lengths, tokens, cache_rows, parent_rows, mask
+    launch("first_nodes", _First(batch, nodes, *(each.data_ptr() for each in tensors)), *tensors)
+    return tokens, cache_rows, parent_rows, mask
+
+
+def place(
+    trees: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    drawn: tuple[Tensor, Tensor, Tensor] | None,
+    given: tuple[Tensor, Tensor, Tensor],
+    *,
+    whole: bool,
+) -> tuple[Tensor, ...]:
+    """The five tensors [B, n] of a `Fed`.
+
+    trees: tokens, which are changed, roots, noise rows, lengths and left; drawn and given as `Drawn` and `Chosen`
+    """
+    tokens, roots, noise_rows, lengths, left = trees
+    batch, nodes = tokens.shape
+    drawn_tokens, child, draw = drawn or (None, None, None)
+    node, parent, depth = given
+    out = torch.empty(5, batch, node.shape[0], dtype=torch.long)
+    if noise_rows.stride(1) != 1:
+        noise_rows = noise_rows.contiguous()
+    call = _Place(
+        batch, nodes, node.shape[0], 0 if child is None else child.shape[0],
+        0 if drawn_tokens is None else drawn_tokens.shape[1], whole,
+        tokens.data_ptr(), noise_rows.data_ptr(), noise_rows.stride(0), roots.data_ptr(), lengths.data_ptr(),
+        left.data_ptr(), *(None if each is None else each.data_ptr() for each in (drawn_tokens, child, draw)),
+        node.data_ptr(), parent.data_ptr(), depth.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    launch("place", call, trees, drawn, given, noise_rows, out)
+    return out.unbind()
+
+
+def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
+    """Move the accepted rows of caches [B, heads, rows, D] together, in place; each row's columns lie side by side."""
+    rows = (_Rows * len(caches))()
+    for own, cache in zip(rows, caches, strict=True):
+        size, (batch_stride, head_stride, row_stride, _) = cache.element_size(), cache.stride()
+        own.first, own.heads, own.row_bytes = cache.data_ptr(), cache.shape[1], cache.shape[3] * size
+        own.batch_stride, own.head_stride, own.row_stride = size * batch_stride, size * head_stride, size * row_stride
+    path, length, prefix_length = path.contiguous(), length.contiguous(), prefix_length.contiguous()
+    places = path.data_ptr(), length.data_ptr(), prefix_length.data_ptr()
+    call = _Compaction(*path.shape, len(caches), *places)
+    call.cache = addressof(rows)
+    launch("compact", call, rows, caches, path, length, prefix_length)
+
+
+def commit(
+    state: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    nodes: Nodes,
+    depths: Tensor,
+    verified: Verified,
+    branching: int,
+) -> None:
+    """Commit verified trees to a `State`, in place."""
+    numbers, output, stops, seen, counts = state
+    batch, count = nodes.tokens.shape
+    assert nodes.ranks is not None
+    shapes = [nodes.parents, nodes.ranks, depths]
+    one_shape = all(each.dim() == 1 for each in shapes)
+    if not one_shape:
+        shapes = [each.expand(batch, -1).contiguous() for each in shapes]
+    parents, ranks, depths = shapes
+    path, length, after = (each.contiguous() for each in verified)
+    call = _Commit(
+        batch, count, path.shape[1], stops.shape[0], branching, seen.shape[1], counts.shape[1],
+        numbers.data_ptr(), numbers.stride(0), output.data_ptr(), output.stride(0), stops.data_ptr(),
+        seen.data_ptr(), seen.stride(0), counts.data_ptr(), nodes.tokens.data_ptr(), parents.data_ptr(),
+        ranks.data_ptr(), depths.data_ptr(), 0 if one_shape else count,
+        path.data_ptr(), length.data_ptr(), after.data_ptr(),
+    )  # fmt: skip
+    launch("commit", call, state, nodes, parents, ranks, depths, path, length, after)
