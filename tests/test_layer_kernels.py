@@ -187,7 +187,7 @@ def take_kernels(monkeypatch):
     """From here on a layer goes its way on a GPU."""
     for name in LAYER_KERNELS:
         module = importlib.import_module(f"heavypath.kernels.{name}")
-        monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor: "triton")
+        monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor, native=False: "triton")
     monkeypatch.setattr("heavypath.speculative.models.joined.choose_impl", lambda *_: "triton")
 
 

@@ -157,8 +157,9 @@ def as_on_a_gpu(monkeypatch, interpreter):
     def apply():
         for name in KERNELS:
             module = importlib.import_module(f"heavypath.kernels.{name}")
-            monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor: "triton")
+            monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor, native=False: "triton")
         monkeypatch.setattr("heavypath.speculative.models.joined.choose_impl", lambda *_: "triton")
+        monkeypatch.setattr("heavypath.speculative.models.linear.library", lambda: None)  # no compiled pass
         for name, module in [*sys.modules.items()]:
             if name.startswith("heavypath.") and hasattr(module, "host_can_read"):
                 monkeypatch.setattr(module, "host_can_read", lambda device: False)

@@ -228,7 +228,7 @@ def test_on_a_gpu_nodes_are_decided_as_on_a_cpu(tree, filters, drafted, monkeypa
 
     expected = verified()
     for place in (module, verification):
-        monkeypatch.setattr(place, "choose_impl", lambda function, impl, tensor: "triton")
+        monkeypatch.setattr(place, "choose_impl", lambda function, impl, tensor, native=False: "triton")
     assert all(torch.equal(one, other) for one, other in zip(verified(), expected, strict=True))
     assert expected.length.max() > 0
 

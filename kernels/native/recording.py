@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from heavypath.kernels.native.library import compiled
 
@@ -59,9 +60,14 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Note what is computed outside of the calls."""
-        if not (self._inside or func.is_view or func._schema.name.removeprefix("aten::") in _ALLOCATIONS):
-            self.obstacle = self.obstacle or str(func)
-        return func(*args, **kwargs or {})
+        result = func(*args, **kwargs or {})
+        if not (self._inside or func._schema.name.removeprefix("aten::") in _ALLOCATIONS):
+            # Some operations that are called views copy where they must, `contiguous` for one.
+            sources = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
+            made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+            if not (func.is_view and all(each.untyped_storage().data_ptr() in sources for each in made)):
+                self.obstacle = self.obstacle or str(func)
+        return result
 
 
 @contextmanager
@@ -96,11 +102,10 @@ def launch(name: str, call: Structure, *kept: object) -> None:
     do(partial(getattr(compiled(), name), byref(call)), call, *kept)
 
 
-def flat(tensor: Tensor, first: int = 0, last: int = -1) -> Tensor:
-    """`tensor.flatten(first, last)`, recorded if it takes a copy."""
-    try:
-        return tensor.view(*tensor.shape[:first], -1, *(tensor.shape[last + 1 :] if last != -1 else ()))
-    except RuntimeError:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        do(partial(made.copy_, tensor))
-        return made.flatten(first, last)
+def dense(tensor: Tensor) -> Tensor:
+    """`tensor.contiguous()`, recorded if it takes a copy."""
+    if tensor.is_contiguous():
+        return tensor
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    do(partial(made.copy_, tensor))
+    return made

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.library import compiled, thread_count
-from heavypath.kernels.native.recording import launch
+from heavypath.kernels.native.recording import dense, launch
 from heavypath.kernels.noise import Noise
 
 
@@ -51,11 +51,11 @@ def draw(
     """Tokens LongTensor[R, k], keys and logprobs fp32 [R, k] of logits [R, V], as the reference of `sampling`."""
     logits = logits.detach().float()
     if logits.stride(1) != 1:
-        logits = logits.contiguous()
+        logits = dense(logits)
     rows, vocab = logits.shape
     tokens = torch.empty(rows, k, dtype=torch.long)
     keys, logprobs = torch.empty(2, rows, k).unbind()
-    noise_rows = None if noise.rows is None else noise.rows.contiguous()
+    noise_rows = None if noise.rows is None else dense(noise.rows)
     seed = seed_tensor(noise.seed)
     call = _Draw(
         logits=logits.data_ptr(),

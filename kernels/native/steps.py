@@ -9,7 +9,7 @@ from ctypes import Structure, addressof, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from heavypath.kernels.native.recording import launch
+from heavypath.kernels.native.recording import dense, launch
 from heavypath.kernels.nodes import Nodes, Verified
 
 
@@ -71,7 +71,7 @@ def place(
     node, parent, depth = given
     out = torch.empty(5, batch, node.shape[0], dtype=torch.long)
     if noise_rows.stride(1) != 1:
-        noise_rows = noise_rows.contiguous()
+        noise_rows = dense(noise_rows)
     call = _Place(
         batch, nodes, node.shape[0], 0 if child is None else child.shape[0],
         0 if drawn_tokens is None else drawn_tokens.shape[1], whole,
@@ -90,7 +90,7 @@ def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_lengt
         size, (batch_stride, head_stride, row_stride, _) = cache.element_size(), cache.stride()
         own.first, own.heads, own.row_bytes = cache.data_ptr(), cache.shape[1], cache.shape[3] * size
         own.batch_stride, own.head_stride, own.row_stride = size * batch_stride, size * head_stride, size * row_stride
-    path, length, prefix_length = path.contiguous(), length.contiguous(), prefix_length.contiguous()
+    path, length, prefix_length = dense(path), dense(length), dense(prefix_length)
     places = path.data_ptr(), length.data_ptr(), prefix_length.data_ptr()
     call = _Compaction(*path.shape, len(caches), *places)
     call.cache = addressof(rows)
@@ -111,9 +111,9 @@ def commit(
     shapes = [nodes.parents, nodes.ranks, depths]
     one_shape = all(each.dim() == 1 for each in shapes)
     if not one_shape:
-        shapes = [each.expand(batch, -1).contiguous() for each in shapes]
+        shapes = [dense(each.expand(batch, -1)) for each in shapes]
     parents, ranks, depths = shapes
-    path, length, after = (each.contiguous() for each in verified)
+    path, length, after = map(dense, verified)
     call = _Commit(
         batch, count, path.shape[1], stops.shape[0], branching, seen.shape[1], counts.shape[1],
         numbers.data_ptr(), numbers.stride(0), output.data_ptr(), output.stride(0), stops.data_ptr(),

@@ -1,14 +1,13 @@
-"""Verification by the compiled kernel, see verification.cpp: of the methods whose token is drawn first, and traversal."""
+"""Verification by the compiled kernel, see verification.cpp: where the token is drawn first, and by traversal."""
 
 from ctypes import Structure, addressof, byref, c_int64, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.library import compiled
-from heavypath.kernels.native.recording import do
+from heavypath.kernels.native.recording import dense, do
 from heavypath.kernels.native.sampling import FiltersStruct, seed_tensor
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
@@ -58,11 +57,11 @@ def verify(
         ranks = sibling_order(parents)
     one_shape = parents.dim() == ranks.dim() == 1 or parents.stride(0) == ranks.stride(0) == 0
     shaped = [each[:1].flatten() if one_shape and each.dim() > 1 else each for each in (parents, ranks)]
-    parents, ranks = ((each if one_shape else each.expand(batch, -1)).contiguous() for each in shaped)
-    rows = torch.arange(batch * count) if noise.rows is None else noise.rows.contiguous()
+    parents, ranks = (dense(each if one_shape else each.expand(batch, -1)) for each in shaped)
+    rows = torch.arange(batch * count) if noise.rows is None else dense(noise.rows)
     target, draft = _readable(target_logits), None if draft_logits is None else _readable(draft_logits)
     path, length = torch.empty(batch, max_depth + 1, dtype=torch.long), torch.empty(batch, dtype=torch.long)
-    next_token, tokens = torch.empty_like(length), tokens.contiguous()
+    next_token, tokens = torch.empty_like(length), dense(tokens)
     bad, seed = (c_int64 * 3)(), seed_tensor(noise.seed)
     call = _Verification(
         batch=batch,
@@ -89,7 +88,9 @@ def verify(
         bad=addressof(bad),
     )
 
-    def run(kernel: Any = compiled().verify) -> None:
+    kernel = compiled().verify
+
+    def run() -> None:
         if not kernel(byref(call)):
             of_draft, sequence, node = bad
             side, logits = ("draft", draft) if of_draft else ("target", target)
@@ -103,4 +104,4 @@ def verify(
 def _readable(logits: Tensor) -> Tensor:
     """Logits [B, N, V] in fp32, with the rows of a sequence side by side."""
     logits = logits.detach().float()
-    return logits if logits.stride(2) == 1 and logits.stride(1) == logits.shape[2] else logits.contiguous()
+    return logits if logits.stride(2) == 1 and logits.stride(1) == logits.shape[2] else dense(logits)

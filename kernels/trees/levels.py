@@ -110,8 +110,8 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int, *, 
 
     nodes: columns of the mask
     impl:  "triton" is one launch; it takes CUDA tensors, or any tensors under Triton's interpreter. "native" is
-           compiled code for CPU tensors. "torch" takes any tensors. "auto" is triton for CUDA tensors, else native where
-           a compiler is there, else torch.
+           compiled code for CPU tensors. "torch" takes any tensors. "auto" is triton for CUDA tensors, else native
+           where a compiler is there, else torch.
     """
     impl = choose_impl("first_nodes", impl, root, native=True)
     if impl == "triton":

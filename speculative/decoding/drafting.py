@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from heavypath.kernels.native.recording import do, flat
+from heavypath.kernels.native.recording import dense, do
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
 from heavypath.kernels.trees.levels import Drawn, Fed, Trees, alike, place
@@ -58,10 +58,10 @@ def draft_tree(
             after = after.gather(1, alike(trees, level.given)[..., None].expand_as(after))
         lap("draft")
         children = draw_unchecked(
-            flat(after, 0, 1),
+            dense(after).flatten(0, 1),
             level.most_children,
             filters=rules.drawing_filters,
-            noise=Noise(state.seed, flat(level_noise)),
+            noise=Noise(state.seed, dense(level_noise).flatten()),
             replacement=rules.replacement,
             uniform_fill=rules.fill,
         )

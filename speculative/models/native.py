@@ -16,7 +16,7 @@ from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm
 from heavypath.kernels.native.library import compiled, thread_count
 from heavypath.kernels.native.products import TYPES, WeightStruct
-from heavypath.kernels.native.recording import do
+from heavypath.kernels.native.recording import dense, do
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.linear import Linears, are_plain
@@ -121,16 +121,16 @@ class NativePass:
         lib = compiled()
         assert cache.rotary is not None
         batch, nodes = tokens.shape
-        rotary, lengths, (keys, values) = cache.rotary, mask.prefix_length.contiguous(), cache.read(0)
+        rotary, lengths, (keys, values) = cache.rotary, dense(mask.prefix_length), cache.read(0)
         layer_bytes = cache.read(1)[0].data_ptr() - keys.data_ptr() if self._model.layers > 1 else 0
-        given = [each.contiguous() for each in (tokens, positions, cache_rows)]
+        given = [*map(dense, (tokens, positions, cache_rows))]
         ends = seen = None
         if mask.ancestor_mask is not None:
-            seen = mask.ancestor_mask.contiguous()
+            seen = dense(mask.ancestor_mask)
             own, columns = seen.dim() > 2 and len(seen) > 1, seen.shape[-1]
         else:
             assert mask.subtree_end is not None
-            ends = mask.subtree_end.contiguous()
+            ends = dense(mask.subtree_end)
             own, columns = ends.dim() > 1 and len(ends) > 1, nodes
         logits = torch.empty(batch, nodes if needs_logits else 0, self._vocab_size, dtype=self._dtype)
         call = _Call(
