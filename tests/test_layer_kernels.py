@@ -189,6 +189,7 @@ def take_kernels(monkeypatch):
         module = importlib.import_module(f"heavypath.kernels.{name}")
         monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor, native=False: "triton")
     monkeypatch.setattr("heavypath.speculative.models.joined.choose_impl", lambda *_: "triton")
+    monkeypatch.setattr("heavypath.speculative.models.linear.library", lambda: None)  # no compiled pass
 
 
 GELU = {"hidden_act": "gelu"}

@@ -10,7 +10,7 @@ structures, allocating results, takes as long as the kernels of a small model. R
 
 Everything that computes must go through `do`. What would compute beside it would be done once and never again, so a
 recording looks out for it: any operation of PyTorch but views and allocations is an obstacle, and so is a function that
-takes its reference in PyTorch or NumPy (`choose_impl`).
+takes its reference in PyTorch or NumPy (`choose_impl`). What NumPy computes on a tensor's memory elsewhere it cannot see.
 """
 
 import threading
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from heavypath.kernels.native.library import compiled
 
-_ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias"}
+_ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "detach_", "alias"}
 _of_thread = threading.local()
 
 

@@ -27,6 +27,14 @@ struct Place {
     int64_t* out;                                 // [5, B, given]: tokens, positions, cache, parents' and noise rows
 };
 
+struct Alike {
+    int64_t batch, nodes, given;
+    const int64_t* tokens;        // [B, nodes]
+    int64_t* texts;               // [B, nodes], in place
+    const int64_t *node, *parent;  // [given]
+    int64_t* first;               // [B, given]
+};
+
 struct Rows {
     uint8_t* first;  // of a cache [B, heads, rows, D], in bytes as its strides
     int64_t batch_stride, head_stride, row_stride, row_bytes, heads;
@@ -121,6 +129,19 @@ void place(const Place* call) {
             out[3 * all + i] = call->lengths[b] + call->parent[i];
             out[4 * all + i] = call->noise_rows[b * call->noise_step + node];
         }
+    }
+}
+
+void alike(const Alike* call) {
+    for (int64_t b = 0; b < call->batch; b++) {
+        const int64_t* tokens = call->tokens + b * call->nodes;
+        int64_t *texts = call->texts + b * call->nodes, *first = call->first + b * call->given;
+        for (int64_t i = 0; i < call->given; i++) {
+            int64_t j = 0;
+            while (texts[call->parent[j]] != texts[call->parent[i]] || tokens[call->node[j]] != tokens[call->node[i]]) j++;
+            first[i] = j;
+        }
+        for (int64_t i = 0; i < call->given; i++) texts[call->node[i]] = call->node[first[i]];
     }
 }
 

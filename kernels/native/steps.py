@@ -29,6 +29,10 @@ class _Place(Structure):
     )
 
 
+class _Alike(Structure):
+    _fields_ = _fields("batch nodes given *tokens *texts *node *parent *first")
+
+
 class _Rows(Structure):
     _fields_ = _fields("*first batch_stride head_stride row_stride row_bytes heads")
 
@@ -81,6 +85,16 @@ def place(
     )  # fmt: skip
     launch("place", call, trees, drawn, given, noise_rows, out)
     return out.unbind()
+
+
+def alike(tokens: Tensor, texts: Tensor, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """The first node of a level with the same text, LongTensor[B, n]; tokens and texts as of `Trees`."""
+    node, parent, _ = given
+    first = torch.empty(len(tokens), node.shape[0], dtype=torch.long)
+    tensors = tokens, texts, node, parent, first
+    call = _Alike(*tokens.shape, node.shape[0], *(each.data_ptr() for each in tensors))
+    launch("alike", call, *tensors)
+    return first
 
 
 def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:

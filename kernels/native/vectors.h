@@ -105,12 +105,19 @@ inline Four folded(Vector whole) {
     return folded(pair.low + pair.high);
 }
 
+#if defined(__clang__)
+#define PICK(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define PICK(a, b, i, j, k, l) __builtin_shuffle(a, b, (Picks){i, j, k, l})
+typedef int32_t Picks __attribute__((vector_size(16)));
+#endif
+
 // The sums of four vectors.
 inline Four sums(Floats a, Floats b, Floats c, Floats d) {
-    const Four four[] = {folded(a), folded(b), folded(c), folded(d)};
-    Four total;
-    for (int i = 0; i < 4; i++) total[i] = (four[i][0] + four[i][1]) + (four[i][2] + four[i][3]);
-    return total;
+    const Four fa = folded(a), fb = folded(b), fc = folded(c), fd = folded(d);
+    const Four ab = PICK(fa, fb, 0, 1, 4, 5) + PICK(fa, fb, 2, 3, 6, 7);
+    const Four cd = PICK(fc, fd, 0, 1, 4, 5) + PICK(fc, fd, 2, 3, 6, 7);
+    return PICK(ab, cd, 0, 2, 4, 6) + PICK(ab, cd, 1, 3, 5, 7);
 }
 
 inline float sum(Floats values) {

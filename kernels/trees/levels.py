@@ -154,9 +154,12 @@ def alike(trees: Trees, given: Chosen, *, impl: str = "auto") -> Tensor:
     It extends trees.texts to the level, in place; impl as in `first_nodes`.
     """
     assert trees.texts is not None
-    if choose_impl("alike", impl, trees.tokens) == "triton":
+    impl = choose_impl("alike", impl, trees.tokens, native=True)
+    if impl == "triton":
         check_can_launch(trees.tokens)
         return _launch_alike(trees, trees.texts, given)
+    if impl == "native":
+        return steps.alike(trees.tokens, trees.texts, given)
     above, token = trees.texts.index_select(1, given.parents), trees.tokens.index_select(1, given.nodes)
     same = (above[:, :, None] == above[:, None]) & (token[:, :, None] == token[:, None])  # [B, n, n]
     first = same.int().argmax(-1)

@@ -55,7 +55,9 @@ def draft_tree(
         if joins and depth > 0:
             # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because it is a
             # user's own. The first of them is taken for both.
-            after = after.gather(1, alike(trees, level.given)[..., None].expand_as(after))
+            first, each = alike(trees, level.given)[..., None].expand_as(after), after
+            after = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+            do(partial(torch.gather, each, 1, first, out=after))
         lap("draft")
         children = draw_unchecked(
             dense(after).flatten(0, 1),
@@ -78,7 +80,9 @@ def draft_tree(
 def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, joins: bool) -> Trees:
     """Trees in which nothing has been placed yet. joins: whether nodes of equal texts take one's logits."""
     tokens = state.root.new_empty(len(state.root), len(tree))
-    texts = torch.zeros_like(tokens) if joins else None
+    texts = torch.empty_like(tokens) if joins else None
+    if texts is not None:
+        do(texts.zero_)
     return Trees(tokens, state.root, noise_rows, state.lengths, state.left, texts)
 
 
