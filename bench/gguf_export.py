@@ -71,8 +71,8 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     for number, layer in enumerate(model.model.layers):
         for name, module in MODULES.items():
             weight = layer.get_submodule(module).get_parameter("weight")
-            in_pairs = _in_pairs(weight, config.head_dim) if name in ("attn_q", "attn_k") else weight
-            add(f"blk.{number}.{name}", in_pairs)
+            rows = paired(weight, config.head_dim) if name in ("attn_q", "attn_k") else weight
+            add(f"blk.{number}.{name}", rows)
     add("output_norm", model.model.norm.weight)
     if not config.tie_word_embeddings:  # else llama.cpp takes the embeddings
         add("output", model.lm_head.weight)
@@ -82,7 +82,7 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     writer.close()
 
 
-def _in_pairs(weight: Tensor, head_dim: int) -> Tensor:
+def paired(weight: Tensor, head_dim: int) -> Tensor:
     """The rows of each head as llama.cpp rotates them: 2i with 2i + 1, where transformers rotates i with i + d/2."""
     order = torch.arange(head_dim).view(2, -1).T.flatten()
     return weight.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)

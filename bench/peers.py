@@ -10,16 +10,18 @@ other, and a ratio is taken within a prompt of a round. Medians and quartiles of
 
 Seconds are those of decoding: loading, tokenizing, warming up and the prompt's forward passes are in none of them.
 
-llama.cpp              "eval time" of llama-completion: its forward passes of one token, without sampling and printing
-llama.cpp simple k     "decoded" of llama-speculative-simple, which drafts up to k tokens: all after the prompt's passes
-llama.cpp tree k       the same of llama-speculative, as it is by default, with one branch
-transformers           a call of generate less such a call for one token, and one token less
-a method               a call of ours less its prefill, which leaves the prompt's last token to the first step
+llama-completion            its "eval time": forward passes of one token, without sampling and printing
+llama-speculative-simple k  what it has "decoded", in all the time after the prompt's passes; it drafts up to k tokens.
+                            With "k, p" it stops before a token that the draft holds for less likely than p
+llama-speculative k         the same; it has one branch, its default, with which it is fastest
+transformers                a call of generate less such a call for one token; the tokens less one
+a method of ours            a call less its prefill, which leaves the prompt's last token to the first step
 
-llama.cpp is left at its defaults otherwise: its cache is in fp16. It and ours do not stop at an end of text. Of greedy
-texts the table has the share that equals transformers': rounding decides where two tokens tie. At temperature > 0
-llama-speculative drafts the likeliest token, and accepts it with min(1, P / Q) as though it had been drawn from Q: its
-text is of another law, likelier tokens come too often, and it does not count among the best of llama.cpp.
+llama.cpp's cache is in fp16, its default, which is faster. Flash attention is off where it drafts: several tokens a
+forward pass take a fifth less time so. Neither llama.cpp nor ours stops at an end of text. Of greedy texts the table
+has the share that equals transformers': rounding decides where two tokens tie. At temperature > 0 llama-speculative
+drafts the likeliest token, and accepts it with min(1, P / Q) as though it had been drawn from Q: its text is of another
+law, in which likely tokens come too often, and it does not count among the best of llama.cpp.
 What is missing is named, and left out.
 """
 
@@ -35,8 +37,21 @@ import torch
 from common import argument_parser, environment, quiet_demo_pair, token_ids, until_stopped, write_results
 from enlarging import widened
 from gguf_export import write_gguf
-from llama_cpp import FOLDER, SIMPLE, SPECULATIVE, Asked, Runner, Timed, build, how_to_get, missing, plain_runner
-from llama_cpp import speculative_runner as llama_speculative_runner
+from llama_programs import (
+    COMPLETION,
+    FOLDER,
+    SIMPLE,
+    SPECULATIVE,
+    Asked,
+    Drafting,
+    Runner,
+    Timed,
+    build,
+    how_to_get,
+    missing,
+    plain_runner,
+    speculative_runner,
+)
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -46,7 +61,7 @@ from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.comparison import ASSISTED, PLAIN, transformers_runner
 from heavypath.speculative.demo import demo_prompts
 
-DEPTHS = 2, 3, 5  # tokens that llama.cpp drafts at a time
+DRAFTINGS = [Drafting(2), Drafting(3), Drafting(5), Drafting(5, 0.5)]  # the last by llama-speculative-simple alone
 TOLERANCE = 1e-3  # of logits of the widened model, which are about 10
 WARM_UP_TOKENS = 8
 LLAMA, OURS, TRANSFORMERS = "llama.cpp", "ours", "transformers"  # whose a way to decode is
@@ -79,11 +94,11 @@ def figures(values: Sequence[float]) -> Figures:
 
 def llama_ways(folder: Path, target: Path, draft: Path, lacking: list[str]) -> dict[str, Way]:
     """llama.cpp's programs that there are. target, draft: their files of weights."""
-    ways = {} if "llama-completion" in lacking else {"llama.cpp": Way(LLAMA, plain_runner(folder, target))}
-    for program, name in ((SIMPLE, "llama.cpp simple"), (SPECULATIVE, "llama.cpp tree")):
-        for depth in () if program in lacking else DEPTHS:
-            runner = llama_speculative_runner(folder, program, (target, draft), depth)
-            ways[f"{name} {depth}"] = Way(LLAMA, runner, keeps_law=program == SIMPLE)
+    ways = {} if COMPLETION in lacking else {COMPLETION: Way(LLAMA, plain_runner(folder, target))}
+    for program in (SIMPLE, SPECULATIVE):
+        for drafting in [] if program in lacking else DRAFTINGS[: 3 + (program == SIMPLE)]:
+            runner = speculative_runner(folder, program, (target, draft), drafting)
+            ways[f"{program} {drafting}"] = Way(LLAMA, runner, keeps_law=program == SIMPLE)
     return ways
 
 
@@ -143,7 +158,7 @@ def measured(
 
 
 def summary(ways: dict[str, Way], runs: dict[str, list[Timed]], greedy: bool) -> dict[str, Any]:
-    """Rows by name, and the best of ours to the best of llama.cpp: that whose median speed is highest, of those lossless."""
+    """Rows by name, and the best of ours to the best of llama.cpp: of the lossless, the one of highest median speed."""
     speeds = {name: [run.tokens / run.seconds for run in own] for name, own in runs.items()}
 
     def best(whose: str) -> str | None:
@@ -199,7 +214,7 @@ def comma_separated(kind: Callable[[str], Any]) -> Callable[[str], list]:
     return lambda text: [kind(part) for part in text.split(",")]
 
 
-def parsed() -> Namespace:
+def parsed(given: Sequence[str] | None) -> Namespace:
     parser = argument_parser(__doc__, threads=False)
     parser.add_argument("--pairs", type=comma_separated(str), default=["shipped", "enlarged"])
     parser.add_argument("--factor", type=int, default=6, help="by which the enlarged pair is wider")
@@ -211,7 +226,7 @@ def parsed() -> Namespace:
     parser.add_argument("--methods", type=comma_separated(str), default=["autoregressive", "chain", "sequoia", "ersd"])
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR", default=FOLDER / "bin", help="its programs' folder")
     parser.add_argument("--build", action="store_true", help=f"get llama.cpp by pip and build it in {FOLDER}")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if unknown := {*arguments.pairs} - {"shipped", "enlarged"}:
         parser.error(f"expected pairs of shipped and enlarged, got {', '.join(sorted(unknown))}; leave it out")
     if arguments.miniature:
@@ -220,15 +235,15 @@ def parsed() -> Namespace:
     return arguments
 
 
-def main() -> None:
-    arguments = parsed()
+def main(given: Sequence[str] | None = None) -> None:
+    arguments = parsed(given)
     folder = build() if arguments.build else arguments.llama_cpp
     lacking = missing(folder)
     if lacking:
         print(how_to_get(lacking, folder))
     target, draft, tokenizer = quiet_demo_pair()
     prompts = [ids[0].tolist() for ids in token_ids(tokenizer, demo_prompts()[: arguments.prompts])]
-    console, results = Console(highlight=False), []
+    console, results = Console(highlight=False, width=100), []
     facts = environment("cpu") | {
         name: getattr(arguments, name) for name in ("prompts", "max_new_tokens", "rounds", "factor", "threads")
     }

@@ -12,8 +12,8 @@ from gguf_export import spelled, tokens_spelled
 
 PACKAGE = "llama-cpp-python==0.3.36"  # options of its programs have changed between versions
 FOLDER = Path.home() / ".cache/heavypath/llama.cpp"
-PLAIN, SPECULATIVE, SIMPLE = "llama-completion", "llama-speculative", "llama-speculative-simple"
-PROGRAMS = (PLAIN, SPECULATIVE, SIMPLE)
+COMPLETION, SPECULATIVE, SIMPLE = "llama-completion", "llama-speculative", "llama-speculative-simple"
+PROGRAMS = (COMPLETION, SPECULATIVE, SIMPLE)
 CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -43,6 +43,16 @@ class Timed(NamedTuple):
     tokens: int
     seconds: float
     text: list[int]
+
+
+class Drafting(NamedTuple):
+    """The most tokens that llama.cpp drafts at a time; it stops before one that is less likely than `least`."""
+
+    depth: int
+    least: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.depth}" if self.least == 0 else f"{self.depth}, {self.least}"
 
 
 Runner = Callable[[list[int], Asked], Timed]
@@ -105,20 +115,21 @@ def plain_runner(folder: Path, target: Path) -> Runner:
 
     def run(prompt: list[int], asked: Asked) -> Timed:
         options = ("-no-cnv", "--no-display-prompt", "--simple-io", "--perf")
-        text, found = _output([f"{folder / PLAIN}", "-m", f"{target}", *options], prompt, asked, MILLISECONDS)
+        text, found = _output([f"{folder / COMPLETION}", "-m", f"{target}", *options], prompt, asked, MILLISECONDS)
         return Timed(int(found[2]), float(found[1]) / 1e3, text)
 
     return run
 
 
-def speculative_runner(folder: Path, program: str, models: tuple[Path, Path], depth: int) -> Runner:
+def speculative_runner(folder: Path, program: str, models: tuple[Path, Path], drafting: Drafting) -> Runner:
     """llama-speculative or llama-speculative-simple: "decoded", all that they do after the prompt's forward passes.
 
-    models: target and draft. depth: the most tokens that are drafted at a time.
+    models: target and draft. Flash attention is off: several tokens a forward pass take a fifth less time so.
     """
     target, draft = models
     kind = ("--spec-type", "draft-simple") if program == SIMPLE else ()
-    options = ("-m", f"{target}", "-md", f"{draft}", *kind, "--spec-draft-n-max", f"{depth}")
+    limits = ("--spec-draft-n-max", f"{drafting.depth}", "--spec-draft-p-min", f"{drafting.least}")
+    options = ("-m", f"{target}", "-md", f"{draft}", *kind, *limits, "-fa", "off")
 
     def run(prompt: list[int], asked: Asked) -> Timed:
         text, found = _output([f"{folder / program}", *options], prompt, asked, DECODED)
