@@ -148,7 +148,7 @@ def widened(model: LlamaForCausalLM, factor: int) -> LlamaForCausalLM:
         for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     }
     large = LlamaForCausalLM(LlamaConfig(**{**small.to_dict(), **wide, "tie_word_embeddings": False}))
-    large = large.to(model.device, model.dtype).eval()  # pyright: ignore[reportArgumentType]
+    large = large.to(model.device, model.dtype).eval()
     given = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in large.named_parameters():
         weight = given[name]

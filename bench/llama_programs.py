@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ def how_to_get(lacking: list[str], folder: Path) -> str:
 
 def build_commands() -> list[str]:
     """The shell commands that build llama.cpp in FOLDER."""
-    return [" ".join(command) for command in (_download(), ("tar", "-xzf", _archive()), *_cmake())]
+    return [" ".join(command) for command in (_download(), ("tar", "-xzf", _archive(), "-C", f"{FOLDER}"), *_cmake())]
 
 
 def build() -> Path:
@@ -95,7 +96,18 @@ def build() -> Path:
 
 
 def _download() -> tuple[str, ...]:
-    return ("pip", "download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", f"{FOLDER}", PACKAGE)
+    return (
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-binary",
+        "llama-cpp-python",
+        "--dest",
+        f"{FOLDER}",
+        PACKAGE,
+    )
 
 
 def _archive() -> str:

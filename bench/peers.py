@@ -27,7 +27,7 @@ What is missing is named, and left out.
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -143,22 +143,24 @@ def ways_in_python(target: LlamaForCausalLM, draft: LlamaForCausalLM, methods: S
 
 def measured(
     ways: dict[str, Way], prompts: list[list[int]], asked: Asked, rounds: int, report: Callable[[str], object]
-) -> dict[str, list[Timed]]:
-    """Of each way, its runs: all prompts of the first round, then those of the second. The seed is the round."""
+) -> Iterator[dict[str, Timed]]:
+    """The runs of all ways on the first prompt, the second and so on; then in the next round. The seed is the round."""
     for name, way in ways.items():
         report(f"warm-up: {name}")
-        way.run(prompts[0], asked._replace(new_tokens=min(WARM_UP_TOKENS, asked.new_tokens)))
-    runs: dict[str, list[Timed]] = {name: [] for name in ways}
+        if way.whose != LLAMA:  # whose programs warm up themselves
+            way.run(prompts[0], asked._replace(new_tokens=min(WARM_UP_TOKENS, asked.new_tokens)))
     for number in range(rounds):
         for place, prompt in enumerate(prompts):
+            runs = {}
             for name, way in ways.items():
                 report(f"round {number + 1} of {rounds}, prompt {place + 1} of {len(prompts)}: {name}")
-                runs[name].append(way.run(prompt, asked._replace(seed=number)))
-    return runs
+                runs[name] = way.run(prompt, asked._replace(seed=number))
+            yield runs
 
 
-def summary(ways: dict[str, Way], runs: dict[str, list[Timed]], greedy: bool) -> dict[str, Any]:
+def summary(ways: dict[str, Way], groups: list[dict[str, Timed]], greedy: bool) -> dict[str, Any]:
     """Rows by name, and the best of ours to the best of llama.cpp: of the lossless, the one of highest median speed."""
+    runs = {name: [group[name] for group in groups] for name in ways}
     speeds = {name: [run.tokens / run.seconds for run in own] for name, own in runs.items()}
 
     def best(whose: str) -> str | None:
@@ -188,7 +190,7 @@ def summary(ways: dict[str, Way], runs: dict[str, list[Timed]], greedy: bool) ->
     return {"rows": rows, "ours": ours, "theirs": theirs, "best": None if ours is None else ratio(ours, theirs)}
 
 
-def as_table(title: str, found: dict[str, Any]) -> Table:
+def show(console: Console, title: str, found: dict[str, Any]) -> None:
     table = Table("", "tokens/s (quartiles)", "to the best of llama.cpp", "text", title=title, box=box.SIMPLE_HEAD)
     for row in found["rows"]:
         ratio, equal = row["ratio"], row["equal"]
@@ -198,7 +200,10 @@ def as_table(title: str, found: dict[str, Any]) -> Table:
             "-" if ratio is None else str(ratio),
             f"{equal:.0%} equal" if equal is not None else "same law" if row["lossless"] else "other law",
         )
-    return table
+    console.print(table)
+    if found["best"] is not None:
+        names = f"best of ours ({found['ours']}) / best of llama.cpp ({found['theirs']})"
+        console.print(f"{names}: {found['best']}", soft_wrap=True)
 
 
 @torch.no_grad()
@@ -262,15 +267,18 @@ def main(given: Sequence[str] | None = None) -> None:
                 ways = llama | ways_in_python(models[0], models[1], arguments.methods)
                 for temperature in arguments.temperature:
                     asked = Asked(arguments.max_new_tokens, temperature, threads, seed=0)
-                    with console.status("") as status:
-                        runs = measured(ways, prompts, asked, arguments.rounds, status.update)
-                    found = summary(ways, runs, greedy=temperature == 0)
-                    console.print(as_table(f"{pair} pair, {threads} threads, temperature {temperature}", found))
-                    if found["best"] is not None:
-                        names = f"best of ours ({found['ours']}) / best of llama.cpp ({found['theirs']})"
-                        console.print(f"{names}: {found['best']}", soft_wrap=True)
-                    results.append({"pair": pair, "threads": threads, "temperature": temperature, **found})
-                    write_results(arguments.json, facts, cells=results)
+                    groups = []
+                    try:
+                        with console.status("") as status:
+                            for group in measured(ways, prompts, asked, arguments.rounds, status.update):
+                                groups.append(group)
+                    finally:  # what there is when it is stopped
+                        if groups:
+                            found = summary(ways, groups, greedy=temperature == 0)
+                            show(console, f"{pair} pair, {threads} threads, temperature {temperature}", found)
+                            cell = {"pair": pair, "threads": threads, "temperature": temperature}
+                            results.append(cell | {"runs": len(groups)} | found)
+                            write_results(arguments.json, facts, cells=results)
 
 
 if __name__ == "__main__":
