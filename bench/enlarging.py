@@ -1,4 +1,7 @@
-"""A small Llama made larger without a change of what it computes: real shapes with the acceptance of a trained pair."""
+"""A small Llama made larger without a change of what it computes: real shapes with the acceptance of a trained pair.
+
+`enlarged` makes a model of given widths, `widened` one of the same proportions, groups of query heads included.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -123,4 +126,36 @@ def enlarged(
     put(large.lm_head, model.lm_head.weight, tokens, hidden, silent=False)
     large.lm_head.weight[:, channels] *= SILENT
     large.lm_head.weight[small.vocab_size :, channels] = LOW
+    return large
+
+
+@torch.no_grad()
+def widened(model: LlamaForCausalLM, factor: int) -> LlamaForCausalLM:
+    """A Llama `factor` times as wide, in heads, hidden and inner channels, that computes the same up to rounding.
+
+    Every hidden state is the small model's, `factor` times over. So a weight is tiled factor x factor times and divided
+    by the factor, embeddings and norm weights are tiled, and the mean square, of which norms divide by the root, is the
+    same. The head reads `factor` copies and is divided by the factor: it is no longer the embeddings. Query head i of
+    n reads key head i // g. All heads are repeated as a whole: head kn + i reads kn / g + i // g, which is its copy.
+
+    Raises ValueError for a factor below 1 and a model with biases.
+    """
+    small: Any = model.config
+    if factor < 1 or small.attention_bias or small.mlp_bias:
+        raise ValueError(f"expected a factor of at least 1 and a model without biases, got {factor}; take others")
+    wide = {
+        name: factor * getattr(small, name)
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    }
+    large = LlamaForCausalLM(LlamaConfig(**{**small.to_dict(), **wide, "tie_word_embeddings": False}))
+    large = large.to(model.device, model.dtype).eval()
+    given = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in large.named_parameters():
+        weight = given[name]
+        if name == "lm_head.weight":
+            parameter.copy_(weight.repeat(1, factor) / factor)
+        elif name == "model.embed_tokens.weight":
+            parameter.copy_(weight.repeat(1, factor))
+        else:
+            parameter.copy_(weight.repeat(factor) if weight.ndim == 1 else weight.repeat(factor, factor) / factor)
     return large

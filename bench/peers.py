@@ -1,0 +1,285 @@
+"""Tokens per second against llama.cpp with the same weights, transformers' generate and its assisted generation.
+
+    python bench/peers.py --build                             # once: gets and builds llama.cpp; pip install '.[peers]'
+    python bench/peers.py [--prompts 4] [--max-new-tokens 64] [--rounds 3] [--json FILE]
+    python bench/peers.py --pairs shipped --methods autoregressive,sequoia,top-k --threads 2 --temperature 0
+
+Two pairs in fp32: the shipped one, and that one widened, by default sixfold to 327 million parameters of the target,
+which computes the same, so that just as many tokens are accepted. In each round all decode each prompt, one after the
+other, and a ratio is taken within a prompt of a round. Medians and quartiles of these are printed.
+
+Seconds are those of decoding: loading, tokenizing, warming up and the prompt's forward passes are in none of them.
+
+llama-completion            its "eval time": forward passes of one token, without sampling and printing
+llama-speculative-simple k  what it has "decoded", in all the time after the prompt's passes; it drafts up to k tokens.
+                            With "k, p" it stops before a token that the draft holds for less likely than p
+llama-speculative k         the same; it has one branch, its default, with which it is fastest
+transformers                a call of generate less such a call for one token; the tokens less one
+a method of ours            a call less its prefill, which leaves the prompt's last token to the first step
+
+llama.cpp's cache is in fp16, its default, which is faster. Flash attention is off where it drafts: several tokens a
+forward pass take a fifth less time so. Neither llama.cpp nor ours stops at an end of text. Of greedy texts the table
+has the share that equals transformers': rounding decides where two tokens tie. At temperature > 0 llama-speculative
+drafts the likeliest token, and accepts it with min(1, P / Q) as though it had been drawn from Q: its text is of another
+law, in which likely tokens come too often, and it does not count among the best of llama.cpp.
+What is missing is named, and left out.
+"""
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from common import argument_parser, environment, quiet_demo_pair, token_ids, until_stopped, write_results
+from enlarging import widened
+from gguf_export import write_gguf
+from llama_programs import (
+    COMPLETION,
+    FOLDER,
+    SIMPLE,
+    SPECULATIVE,
+    Asked,
+    Drafting,
+    Runner,
+    Timed,
+    build,
+    how_to_get,
+    missing,
+    plain_runner,
+    speculative_runner,
+)
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaForCausalLM
+
+from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.comparison import ASSISTED, PLAIN, transformers_runner
+from heavypath.speculative.demo import demo_prompts
+
+DRAFTINGS = [Drafting(2), Drafting(3), Drafting(5), Drafting(5, 0.5)]  # the last by llama-speculative-simple alone
+TOLERANCE = 1e-3  # of logits of the widened model, which are about 10
+WARM_UP_TOKENS = 8
+LLAMA, OURS, TRANSFORMERS = "llama.cpp", "ours", "transformers"  # whose a way to decode is
+
+
+class Way(NamedTuple):
+    """A way to decode, whose it is, and whether its text keeps the target's law at temperature > 0."""
+
+    whose: str
+    run: Runner
+    keeps_law: bool = True
+
+
+class Figures(NamedTuple):
+    """A median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        digits = 2 if self.median < 10 else 0
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} - {self.high:.{digits}f})"
+
+
+def figures(values: Sequence[float]) -> Figures:
+    low, _, high = quantiles(values, method="inclusive") if len(values) > 1 else 3 * [*values]
+    return Figures(median(values), low, high)
+
+
+def llama_ways(folder: Path, target: Path, draft: Path, lacking: list[str]) -> dict[str, Way]:
+    """llama.cpp's programs that there are. target, draft: their files of weights."""
+    ways = {} if COMPLETION in lacking else {COMPLETION: Way(LLAMA, plain_runner(folder, target))}
+    for program in (SIMPLE, SPECULATIVE):
+        for drafting in [] if program in lacking else DRAFTINGS[: 3 + (program == SIMPLE)]:
+            runner = speculative_runner(folder, program, (target, draft), drafting)
+            ways[f"{program} {drafting}"] = Way(LLAMA, runner, keeps_law=program == SIMPLE)
+    return ways
+
+
+def our_runner(decoder: SpeculativeDecoder) -> Runner:
+    def run(prompt: list[int], asked: Asked) -> Timed:
+        out = decoder.generate(
+            torch.tensor([prompt]), asked.new_tokens, asked.temperature, seed=asked.seed, eos_token_id=None
+        )
+        seconds = out.stats.total_seconds - out.stats.seconds["prefill"]
+        return Timed(out.stats.new_tokens, seconds, out.sequences[0, len(prompt) :].tolist())
+
+    return run
+
+
+def their_runner(target: LlamaForCausalLM, draft: LlamaForCausalLM | None) -> Runner:
+    """A runner of transformers. Few tokens may seem to take no time: one token's is taken off."""
+
+    def run(prompt: list[int], asked: Asked) -> Timed:
+        sampling = {"temperature": asked.temperature, "top_k": None, "top_p": None}
+        generate = transformers_runner(target, draft, sampling, asked.seed)
+        seconds = []
+        for new_tokens in (1, asked.new_tokens):
+            begin = time.perf_counter()
+            sequence, _ = generate(torch.tensor([prompt]), new_tokens)
+            seconds.append(time.perf_counter() - begin)
+        text = sequence[0, len(prompt) :].tolist()
+        return Timed(max(len(text) - 1, 1), max(seconds[1] - seconds[0], 1e-6), text)
+
+    return run
+
+
+def ways_in_python(target: LlamaForCausalLM, draft: LlamaForCausalLM, methods: Sequence[str]) -> dict[str, Way]:
+    ways = {
+        PLAIN: Way(TRANSFORMERS, their_runner(target, None)),
+        ASSISTED: Way(TRANSFORMERS, their_runner(target, draft)),
+    }
+    for method in methods:
+        decoder = SpeculativeDecoder(target, None if method == "autoregressive" else draft, method)
+        ways[method] = Way(OURS, our_runner(decoder))
+    return ways
+
+
+def measured(
+    ways: dict[str, Way], prompts: list[list[int]], asked: Asked, rounds: int, report: Callable[[str], object]
+) -> Iterator[dict[str, Timed]]:
+    """The runs of all ways on the first prompt, the second and so on; then in the next round. The seed is the round."""
+    for name, way in ways.items():
+        report(f"warm-up: {name}")
+        if way.whose != LLAMA:  # whose programs warm up themselves
+            way.run(prompts[0], asked._replace(new_tokens=min(WARM_UP_TOKENS, asked.new_tokens)))
+    for number in range(rounds):
+        for place, prompt in enumerate(prompts):
+            runs = {}
+            for name, way in ways.items():
+                report(f"round {number + 1} of {rounds}, prompt {place + 1} of {len(prompts)}: {name}")
+                runs[name] = way.run(prompt, asked._replace(seed=number))
+            yield runs
+
+
+def summary(ways: dict[str, Way], groups: list[dict[str, Timed]], greedy: bool) -> dict[str, Any]:
+    """Rows by name, and the best of ours to the best of llama.cpp: of the lossless, the one of highest median speed."""
+    runs = {name: [group[name] for group in groups] for name in ways}
+    speeds = {name: [run.tokens / run.seconds for run in own] for name, own in runs.items()}
+
+    def best(whose: str) -> str | None:
+        own = (name for name, way in ways.items() if way.whose == whose and (greedy or way.keeps_law))
+        return max(own, key=lambda name: median(speeds[name]), default=None)
+
+    def ratio(name: str, to: str | None) -> Figures | None:
+        return None if to is None else figures([a / b for a, b in zip(speeds[name], speeds[to], strict=True)])
+
+    theirs, ours = best(LLAMA), best(OURS)
+    rows = []
+    for name, own in runs.items():
+        equal = [
+            all(a == b for a, b in zip(run.text, reference.text, strict=False))  # speculation may write a few more
+            for run, reference in zip(own, runs[PLAIN], strict=True)
+        ]
+        rows.append(
+            {
+                "name": name,
+                "tokens_per_second": figures(speeds[name]),
+                "ratio": ratio(name, theirs),
+                "equal": sum(equal) / len(equal) if greedy else None,
+                "lossless": greedy or ways[name].keeps_law,
+                "speeds": speeds[name],
+            }
+        )
+    return {"rows": rows, "ours": ours, "theirs": theirs, "best": None if ours is None else ratio(ours, theirs)}
+
+
+def show(console: Console, title: str, found: dict[str, Any]) -> None:
+    table = Table("", "tokens/s (quartiles)", "to the best of llama.cpp", "text", title=title, box=box.SIMPLE_HEAD)
+    for row in found["rows"]:
+        ratio, equal = row["ratio"], row["equal"]
+        table.add_row(
+            row["name"],
+            str(row["tokens_per_second"]),
+            "-" if ratio is None else str(ratio),
+            f"{equal:.0%} equal" if equal is not None else "same law" if row["lossless"] else "other law",
+        )
+    console.print(table)
+    if found["best"] is not None:
+        names = f"best of ours ({found['ours']}) / best of llama.cpp ({found['theirs']})"
+        console.print(f"{names}: {found['best']}", soft_wrap=True)
+
+
+@torch.no_grad()
+def checked_widened(model: LlamaForCausalLM, factor: int, prompt: list[int]) -> LlamaForCausalLM:
+    """The widened model, whose logits have been compared on a prompt."""
+    wide, ids = widened(model, factor), torch.tensor([prompt])
+    gap = float((wide(ids).logits - model(ids).logits).abs().max())
+    assert gap < TOLERANCE, f"logits of the widened model differ by {gap:.1e}, expected less than {TOLERANCE}"
+    return wide
+
+
+def comma_separated(kind: Callable[[str], Any]) -> Callable[[str], list]:
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def parsed(given: Sequence[str] | None) -> Namespace:
+    parser = argument_parser(__doc__, threads=False)
+    parser.add_argument("--pairs", type=comma_separated(str), default=["shipped", "enlarged"])
+    parser.add_argument("--factor", type=int, default=6, help="by which the enlarged pair is wider")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=comma_separated(int), default=[1, 2])
+    parser.add_argument("--temperature", type=comma_separated(float), default=[0.0, 0.6])
+    parser.add_argument("--methods", type=comma_separated(str), default=["autoregressive", "chain", "sequoia", "ersd"])
+    parser.add_argument("--llama-cpp", type=Path, metavar="DIR", default=FOLDER / "bin", help="its programs' folder")
+    parser.add_argument("--build", action="store_true", help=f"get llama.cpp by pip and build it in {FOLDER}")
+    arguments = parser.parse_args(given)
+    if unknown := {*arguments.pairs} - {"shipped", "enlarged"}:
+        parser.error(f"expected pairs of shipped and enlarged, got {', '.join(sorted(unknown))}; leave it out")
+    if arguments.miniature:
+        small = {"prompts": 1, "rounds": 1, "max_new_tokens": 4, "factor": 2, "threads": [1], "methods": ["sequoia"]}
+        arguments = Namespace(**{**vars(arguments), **small})
+    return arguments
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    arguments = parsed(given)
+    folder = build() if arguments.build else arguments.llama_cpp
+    lacking = missing(folder)
+    if lacking:
+        print(how_to_get(lacking, folder))
+    target, draft, tokenizer = quiet_demo_pair()
+    prompts = [ids[0].tolist() for ids in token_ids(tokenizer, demo_prompts()[: arguments.prompts])]
+    console, results = Console(highlight=False, width=100), []
+    facts = environment("cpu") | {
+        name: getattr(arguments, name) for name in ("prompts", "max_new_tokens", "rounds", "factor", "threads")
+    }
+    with TemporaryDirectory() as made, until_stopped():
+        for pair in arguments.pairs:
+            models = [target, draft]
+            if pair == "enlarged":
+                models = [checked_widened(model, arguments.factor, prompts[0]) for model in models]
+            files = Path(made) / f"{pair}-target.gguf", Path(made) / f"{pair}-draft.gguf"
+            if "gguf" not in lacking:
+                for model, file in zip(models, files, strict=True):
+                    write_gguf(model, file)
+            llama = {} if "gguf" in lacking else llama_ways(folder, *files, lacking)
+            for threads in arguments.threads:
+                torch.set_num_threads(threads)
+                ways = llama | ways_in_python(models[0], models[1], arguments.methods)
+                for temperature in arguments.temperature:
+                    asked = Asked(arguments.max_new_tokens, temperature, threads, seed=0)
+                    groups = []
+                    try:
+                        with console.status("") as status:
+                            for group in measured(ways, prompts, asked, arguments.rounds, status.update):
+                                groups.append(group)
+                    finally:  # what there is when it is stopped
+                        if groups:
+                            found = summary(ways, groups, greedy=temperature == 0)
+                            show(console, f"{pair} pair, {threads} threads, temperature {temperature}", found)
+                            cell = {"pair": pair, "threads": threads, "temperature": temperature}
+                            results.append(cell | {"runs": len(groups)} | found)
+                            write_results(arguments.json, facts, cells=results)
+
+
+if __name__ == "__main__":
+    main()
