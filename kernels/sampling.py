@@ -123,7 +123,7 @@ def draw_unchecked(
     """`gumbel_topk` without its checks, for logits [R, V] and noise.rows LongTensor[R]; impl is "auto"."""
     impl = choose_impl("draw_unchecked", "auto", logits, native=True)
     fields = _run(impl, logits, k, filters, noise=noise, replacement=replacement, uniform_fill=uniform_fill)
-    return TopK(*fields)
+    return TopK._make(fields)
 
 
 def _run(

@@ -1,5 +1,6 @@
 """The compiled kernels of what a step does between forward passes, against their references; and recorded steps."""
 
+import logging
 import random
 
 import pytest
@@ -16,8 +17,7 @@ from heavypath.kernels.noise import Stream, gumbels
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.trees.levels import Chosen, Drawn, Trees, alike, first_nodes, place
 from heavypath.kernels.verification import verify_tree
-from heavypath.speculative import LOSSLESS_METHODS, SpeculativeDecoder
-from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.trees.tree import TokenTree
 
 pytestmark = [
@@ -221,30 +221,29 @@ def test_recorded_steps_write_the_same_text(method, temperature, batch, monkeypa
     target, draft = tiny_llama(1), tiny_llama(2)
     prompts, texts = torch.tensor([[3, 1, 4], [0, 2, 6], [5, 5, 1], [2, 0, 0]])[:batch], []
     decoder = SpeculativeDecoder(target, None if method == "autoregressive" else draft, method)
-    replays, replay = [], Recording.replay
+    replays, replay, do_once = [], Recording.replay, Recording.do
+
+    def noted_as_obstacle(self, call, kept):
+        do_once(self, call, kept)
+        self.obstacle = "a test"
+
     for record in (True, False):
         with monkeypatch.context() as context:
             if record:
                 context.setattr(Recording, "replay", lambda self: (replays.append(1), replay(self)))
             else:
-                context.setattr(StepRunner, "_run_recorded", lambda self, key, workspace, run, lap: run(lap))
+                context.setattr(Recording, "do", noted_as_obstacle)
             texts.append(decoder.generate(prompts, max_new_tokens=40, temperature=temperature, seed=5, eos_token_id=1))
     assert torch.equal(texts[0].sequences, texts[1].sequences)
     assert texts[0].stats.accepted.tolist() == texts[1].stats.accepted.tolist()
     assert replays, "its steps are replayed"
 
 
-def test_steps_that_cannot_be_recorded_run_as_before(monkeypatch):
+def test_steps_that_cannot_be_recorded_run_as_before(caplog):
     """Growing trees take references in NumPy."""
-    assert "dyspec" in LOSSLESS_METHODS
     target, draft = tiny_llama(1), tiny_llama(2)
-    decoder, kept = SpeculativeDecoder(target, draft, "dyspec"), []
-    run = StepRunner._run_recorded
-    monkeypatch.setattr(
-        StepRunner,
-        "_run_recorded",
-        lambda self, key, workspace, *rest: (kept.append(workspace), run(self, key, workspace, *rest))[1],
-    )
-    decoder.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=20, temperature=0.7, seed=1)
-    assert kept[0].recordings
-    assert {*kept[0].recordings.values()} == {None}
+    decoder = SpeculativeDecoder(target, draft, "dyspec")
+    with caplog.at_level(logging.DEBUG, "heavypath.speculative.decoding.runner"):
+        decoder.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=20, temperature=0.7, seed=1)
+    [record] = caplog.records
+    assert record.getMessage().startswith("a step is not recorded because of")

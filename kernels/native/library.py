@@ -39,10 +39,10 @@ def library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(_compiled(compiler)))
     except subprocess.CalledProcessError as error:
-        reason = error.stderr.strip().splitlines()[:1]
+        reason = error.stderr.strip().partition("\n")[0]
     except OSError as error:
-        reason = [str(error)]
-    logger.warning("%s cannot compile the CPU kernels, so PyTorch's operations stay: %s", compiler, *reason)
+        reason = str(error)
+    logger.warning("%s cannot compile the CPU kernels, so PyTorch's operations stay: %s", compiler, reason)
     return None
 
 

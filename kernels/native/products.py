@@ -62,7 +62,7 @@ def product(hidden: Tensor, blocks: Blocks) -> Tensor:
     lib = compiled()
     rows, struct = hidden.reshape(-1, hidden.shape[-1]).float().contiguous(), blocks.struct
     result = hidden.new_empty(*hidden.shape[:-1], struct.outputs)
-    places = c_void_p(rows.data_ptr()), c_int64(len(rows)), c_void_p(result.data_ptr())
     multiply = lib.product_fp32 if hidden.dtype == torch.float32 else lib.product_bf16
-    multiply(byref(struct), *places, c_int64(thread_count()))
+    count, threads = c_int64(len(rows)), c_int64(thread_count())
+    multiply(byref(struct), c_void_p(rows.data_ptr()), count, c_void_p(result.data_ptr()), threads)
     return result

@@ -10,7 +10,8 @@ structures, allocating results, takes as long as the kernels of a small model. R
 
 Everything that computes must go through `do`. What would compute beside it would be done once and never again, so a
 recording looks out for it: any operation of PyTorch but views and allocations is an obstacle, and so is a function that
-takes its reference in PyTorch or NumPy (`choose_impl`). What NumPy computes on a tensor's memory elsewhere it cannot see.
+takes its reference in PyTorch or NumPy (`choose_impl`). What NumPy computes elsewhere
+it cannot see.
 """
 
 import threading
@@ -41,7 +42,7 @@ class Recording(TorchDispatchMode):
         self.kept: list[object] = []  # what the calls have the addresses of
         self._inside = False
 
-    def do(self, call: Callable[[], object], kept: tuple[object, ...]) -> None:
+    def do(self, call: Callable[[], object], kept: object) -> None:
         """Run a call, which may compute."""
         self._inside = True
         try:
@@ -49,7 +50,7 @@ class Recording(TorchDispatchMode):
         finally:
             self._inside = False
         self.calls.append(call)
-        self.kept += kept
+        self.kept.append(kept)
 
     def replay(self) -> None:
         """Run all calls again."""
@@ -81,8 +82,8 @@ def recorded() -> Iterator[Recording]:
         _of_thread.recording = None
 
 
-def do(call: Callable[[], object], *kept: object) -> None:
-    """Run a call now, and again whenever a recording of this is replayed; kept: tensors that it has addresses of."""
+def do(call: Callable[[], object], kept: object = None) -> None:
+    """Run a call now, and again whenever a recording of this is replayed; kept: tensors that it points to."""
     recording: Recording | None = getattr(_of_thread, "recording", None)
     if recording is None:
         call()
@@ -97,9 +98,9 @@ def refuse(obstacle: str) -> None:
         recording.obstacle = recording.obstacle or obstacle
 
 
-def launch(name: str, call: Structure, *kept: object) -> None:
-    """Call the compiled kernel of this name; kept: the tensors that the structure points to."""
-    do(partial(getattr(compiled(), name), byref(call)), call, *kept)
+def launch(name: str, call: Structure, kept: object) -> None:
+    """Call the compiled kernel of this name; kept: what holds the tensors that the structure points to."""
+    do(partial(getattr(compiled(), name), byref(call)), (call, kept))
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -73,5 +73,5 @@ def draw(
         logprobs=logprobs.data_ptr(),
         threads=thread_count(),
     )
-    launch("draw", call, logits, seed, noise_rows, tokens, keys, logprobs)
+    launch("draw", call, (logits, seed, noise_rows, tokens, keys, logprobs))
     return tokens, keys, logprobs

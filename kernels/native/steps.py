@@ -54,7 +54,7 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> 
     tokens, cache_rows, parent_rows = torch.empty(3, batch, 2, dtype=torch.long).unbind()
     mask = torch.empty(batch, 2, nodes, dtype=torch.bool)
     tensors = previous, root, lengths, tokens, cache_rows, parent_rows, mask
-    launch("first_nodes", _First(batch, nodes, *(each.data_ptr() for each in tensors)), *tensors)
+    launch("first_nodes", _First(batch, nodes, *(each.data_ptr() for each in tensors)), tensors)
     return tokens, cache_rows, parent_rows, mask
 
 
@@ -83,7 +83,7 @@ def place(
         left.data_ptr(), *(None if each is None else each.data_ptr() for each in (drawn_tokens, child, draw)),
         node.data_ptr(), parent.data_ptr(), depth.data_ptr(), out.data_ptr(),
     )  # fmt: skip
-    launch("place", call, trees, drawn, given, noise_rows, out)
+    launch("place", call, (trees, drawn, given, noise_rows, out))
     return out.unbind()
 
 
@@ -93,7 +93,7 @@ def alike(tokens: Tensor, texts: Tensor, given: tuple[Tensor, Tensor, Tensor]) -
     first = torch.empty(len(tokens), node.shape[0], dtype=torch.long)
     tensors = tokens, texts, node, parent, first
     call = _Alike(*tokens.shape, node.shape[0], *(each.data_ptr() for each in tensors))
-    launch("alike", call, *tensors)
+    launch("alike", call, tensors)
     return first
 
 
@@ -105,10 +105,11 @@ def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_lengt
         own.first, own.heads, own.row_bytes = cache.data_ptr(), cache.shape[1], cache.shape[3] * size
         own.batch_stride, own.head_stride, own.row_stride = size * batch_stride, size * head_stride, size * row_stride
     path, length, prefix_length = dense(path), dense(length), dense(prefix_length)
-    places = path.data_ptr(), length.data_ptr(), prefix_length.data_ptr()
-    call = _Compaction(*path.shape, len(caches), *places)
-    call.cache = addressof(rows)
-    launch("compact", call, rows, caches, path, length, prefix_length)
+    call = _Compaction(
+        len(path), path.shape[1], len(caches), path.data_ptr(), length.data_ptr(), prefix_length.data_ptr(),
+        addressof(rows),
+    )  # fmt: skip
+    launch("compact", call, (rows, caches, path, length, prefix_length))
 
 
 def commit(
@@ -135,4 +136,4 @@ def commit(
         ranks.data_ptr(), depths.data_ptr(), 0 if one_shape else count,
         path.data_ptr(), length.data_ptr(), after.data_ptr(),
     )  # fmt: skip
-    launch("commit", call, state, nodes, parents, ranks, depths, path, length, after)
+    launch("commit", call, (state, nodes, parents, ranks, depths, path, length, after))

@@ -97,7 +97,7 @@ def verify(
             assert logits is not None
             raise no_maximum(side, sequence, node, float(logits[sequence, node].max()))
 
-    do(run, tokens, parents, ranks, rows, seed)
+    do(run, (tokens, parents, ranks, rows, seed))
     return Verified(path, length, next_token)
 
 

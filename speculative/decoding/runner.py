@@ -17,7 +17,7 @@ from heavypath.kernels.native.recording import do, recorded
 from heavypath.speculative.decoding.drafted import Lap
 from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.request import Request
-from heavypath.speculative.decoding.step import Step, Stepped, StepPlan, new_step
+from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Recorded, Size, Workspace, tree_rows
 from heavypath.speculative.drafts import OwnDraft, leaves_of, models_of
 from heavypath.speculative.models.generic import TransformersForward
@@ -100,9 +100,19 @@ class StepRunner:
         state, target_cache, draft_cache = workspace.first(slots)
         if host_can_read(plan.target.device):
             step = self._step(plan, min(plan.tree.depth, levels))
-            run = partial(step, state, target_cache, draft_cache, longest)
-            # A cut tree is drafted once at most.
-            return self._run_recorded((step, slots), workspace, run, lap) if levels >= plan.tree.depth else run(lap)
+            known = workspace.recordings.get((step, slots))
+            if known is not None:
+                known.recording.replay()
+                return known.result
+            if levels < plan.tree.depth or (step, slots) in workspace.recordings:
+                # A cut tree is drafted once at most, and some steps cannot be replayed.
+                return step(state, target_cache, draft_cache, longest, lap)
+            with recorded() as recording:
+                stepped = step(state, target_cache, draft_cache, longest, lambda phase: do(partial(lap, phase)))
+            workspace.recordings[step, slots] = None if recording.obstacle else Recorded(recording, stepped)
+            if recording.obstacle:
+                logger.debug("a step is not recorded because of %s", recording.obstacle)
+            return stepped
         # To know the lengths the host would have to wait for the GPU. Besides, one graph is to serve all steps.
         step = self._step(plan, plan.tree.depth)
         if workspace.graphs is None:
@@ -122,23 +132,6 @@ class StepRunner:
         assert stepped is not None
         lap("step")
         return stepped
-
-    def _run_recorded(
-        self, key: tuple[Step, int], workspace: Workspace, run: Callable[[Lap], Stepped], lap: Lap
-    ) -> Stepped:
-        """Run a step on a CPU: the first time Python does, and what it calls is recorded, if it can be."""
-        if key not in workspace.recordings:
-            with recorded() as recording:
-                stepped = run(lambda phase: do(partial(lap, phase)))
-            if recording.obstacle is not None:
-                logger.debug("a step is not recorded because of %s", recording.obstacle)
-            workspace.recordings[key] = None if recording.obstacle else Recorded(recording, stepped)
-            return stepped
-        known = workspace.recordings[key]
-        if known is None:
-            return run(lap)
-        known.recording.replay()
-        return known.result
 
     def compile(self, plan: StepPlan, workspace: Workspace, slots: int) -> None:
         """Compile what a step launches, side by side, before it first runs; nothing where steps are not captured.

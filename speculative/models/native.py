@@ -71,7 +71,7 @@ class NativePass:
         config, self._rope_limit = model.config, -1 if rope_limit is None else rope_limit
         self._kept: list[object] = []  # what the structures point to
 
-        def packed(*modules: nn.Linear, paired: bool = False) -> WeightStruct:
+        def packed(modules: Sequence[nn.Linear], paired: bool = False) -> WeightStruct:
             copied = linears.copy_of(modules, paired)
             self._kept.append(copied)
             return copied.blocks.struct
@@ -81,8 +81,8 @@ class NativePass:
             own.norm, own.mlp_norm = self._norm(layer.norm), self._norm(layer.mlp_norm)
             if layer.head_norms is not None:
                 own.query_norm, own.key_norm = map(self._norm, layer.head_norms)
-            own.project, own.mix = packed(*layer.projections), packed(layer.mixing)
-            own.gate_and_up, own.down = packed(*layer.gates, paired=True), packed(layer.last)
+            own.project, own.mix = packed(layer.projections), packed([layer.mixing])
+            own.gate_and_up, own.down = packed(layer.gates, paired=True), packed([layer.last])
             own.scaling, own.window = layer.scaling, layer.window or 0
         embedding = model.get_input_embeddings().weight
         self._kept += [structures, embedding]
@@ -97,7 +97,7 @@ class NativePass:
             layer=addressof(structures),
             embedding=embedding.data_ptr(),
             norm=self._norm(norm),
-            head=packed(model.lm_head),
+            head=packed([model.lm_head]),
         )
         self._vocab_size: int = len(model.lm_head.weight)
         self._dtype = embedding.dtype
@@ -167,10 +167,8 @@ class NativePass:
         scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)))
         call.scratch = scratch.data_ptr()
         run = lib.llama_fp32 if self._dtype == torch.float32 else lib.llama_bf16
-        do(
-            partial(run, byref(self._model), byref(call)),
-            self, call, given, rotary, lengths, keys, values, seen, ends, scratch, logits, tapped,
-        )  # fmt: skip
+        kept = self, call, given, rotary, lengths, keys, values, seen, ends, scratch, logits, tapped
+        do(partial(run, byref(self._model), byref(call)), kept)
         if taps is not None:
             taps.take(tapped, tokens, cache_rows)
         return logits
