@@ -269,6 +269,7 @@ def test_info_says_what_would_make_it_faster_here():
         "gpus": [],
         "blas": "mkl",
         "onednn": True,
+        "cpu_kernels": "compiled",
     }
     facts |= {"cpu_capability": "AVX2"}
     assert advice_of(facts, Load(0.1, 2, 1)) == []
@@ -277,6 +278,7 @@ def test_info_says_what_would_make_it_faster_here():
     assert "OMP_NUM_THREADS=1" in busy
     assert "OMP_WAIT_POLICY=PASSIVE" in busy
     assert "this process may use 2 cores: set OMP_NUM_THREADS=2" in " ".join(advice_of(facts, Load(0.1, 2, 64)))
+    assert "install g++" in " ".join(advice_of(facts | {"cpu_kernels": "PyTorch's operations"}, Load(0.1, 2, 1)))
     without = " ".join(advice_of(facts | {"nvidia_driver": "570.86"}, Load(0.1, 2, 1)))
     assert "driver (570.86) was found, but torch 2.13.0+cpu, without CUDA, sees no GPU" in without
 

@@ -1,6 +1,6 @@
 """The CPU kernels as a shared library: compiled once for a machine, by its own compiler, and kept in the user's cache.
 
-A kernel is compiled for the processor that it runs on, which takes some three seconds, and found again by its sources,
+A kernel is compiled for the processor that it runs on, which takes some five seconds, and found again by its sources,
 the compiler and the processor. Threads are OpenMP's, of the same runtime as PyTorch's, so that both share one pool.
 """
 
@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 SWITCH = "HEAVYPATH_NATIVE"  # the environment variable that turns the kernels off with "0"
 
 
@@ -75,11 +76,16 @@ def _compiled(compiler: str) -> Path:
     if not path.exists():
         logger.info("compiling kernels for this CPU, once: %s", path)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / name
-            inputs = [str(source) for source in sources if source.suffix == ".cpp"]
-            command = [compiler, *FLAGS, *inputs, "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            made.replace(path)  # whole or not at all, for other processes that look for it
+            objects = {source: f"{folder}/{source.stem}.o" for source in sources if source.suffix == ".cpp"}
+
+            def run(arguments: list[str]) -> None:
+                subprocess.run([compiler, *FLAGS, *arguments], check=True, capture_output=True, text=True)
+
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(run, [["-c", str(source), "-o", made] for source, made in objects.items()]))
+            whole = Path(folder) / name
+            run(["-shared", *objects.values(), "-o", str(whole)])
+            whole.replace(path)  # whole or not at all, for other processes that look for it
     return path
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import typer
 
+from heavypath.kernels.native.library import library
 from heavypath.speculative.cli.support import AsJson, current_load, installation, print_json
 from heavypath.speculative.threads import Load, waiting
 
@@ -49,6 +50,7 @@ def machine(load: Load) -> dict[str, Any]:
         "blas": blas[1] if blas else "unknown",
         "onednn": torch.backends.mkldnn.is_available(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_kernels": "PyTorch's operations" if library() is None else "compiled",
         "torch_cuda": torch.version.cuda,
         "nvidia_driver": _driver(),
         "gpus": [_gpu(number) for number in range(torch.cuda.device_count())],
@@ -80,9 +82,10 @@ def advice_of(facts: Mapping[str, Any], load: Load) -> list[str]:
             "In programs of your own, set OMP_WAIT_POLICY=PASSIVE in the environment where the machine is shared: "
             "threads that wait by spinning slow each other down many times. This command does so by itself."
         )
-        advice.append("Models of a few million parameters are best off with one thread: OMP_NUM_THREADS=1.")
     if facts["blas"] not in ("mkl", "unknown") and not facts["onednn"] and not facts["gpus"]:
         advice.append("torch has neither MKL nor oneDNN, whose products are faster on x86: use a torch of PyPI.")
+    if facts["cpu_kernels"] != "compiled" and not facts["gpus"]:
+        advice.append("The kernels for CPUs are not compiled, which makes decoding several times slower: install g++.")
     if facts["cpu_capability"] == "DEFAULT" and not facts["gpus"]:
         advice.append("torch uses no vector instructions beyond the basic ones: the processor has none that it knows.")
     return advice

@@ -104,8 +104,8 @@ def installation() -> dict:
 def load(target: str | None = None, draft: str | None = None, dtype: Precision | None = None) -> Pair:
     """Load the models without the libraries' warnings and progress bars; what matters is raised as an error.
 
-    On a CPU the shipped pair gets one thread, unless the environment says how many: it is so small that a second one
-    brings a tenth on an idle machine, and takes much more on a busy one.
+    On a CPU the shipped pair gets one thread, unless the environment says how many: on a busy machine a second one
+    of so small a model takes more than it brings.
     """
     if target is None and not torch.cuda.is_available() and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & {*os.environ}:
         torch.set_num_threads(1)
