@@ -31,9 +31,12 @@ from transformers.generation import (
 )
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.native.library import library
+from heavypath.kernels.native.sampling import below_infinity
 from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, read_trace
 from heavypath.speculative.custom_generate import SpeculativeOutput
 from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.models import linear
 from heavypath.speculative.models.llama import LlamaForward
 
 IDS = torch.tensor([[1, 2, 3]])
@@ -254,13 +257,18 @@ def test_what_a_tokenizer_may_add_is_refused_by_name(decoder):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, "compiled"])
 def test_decoding_goes_on_after_it_was_broken_off(error, which, tiny_pair, monkeypatch):
+    """Within a model's layer, or within a recorded step."""
+    if which == "compiled" and library() is None:
+        pytest.skip("no C++ compiler")
+    if which != "compiled":
+        monkeypatch.setattr(linear, "library", lambda: None)
     decoder = SpeculativeDecoder(*tiny_pair)
     expected = decoder.generate(IDS, 20, temperature=0.8, seed=4).sequences
     before = [copy.deepcopy(model.state_dict()) for model in tiny_pair]
     config = tiny_pair[0].config.to_dict()
-    calls, broken = [], tiny_pair[which].model.layers[0].mlp.down_proj
+    calls, broken = [], None if which == "compiled" else tiny_pair[which].model.layers[0].mlp.down_proj
 
     def breaks(self, hidden):
         calls.extend([hidden] * (self is broken))
@@ -268,8 +276,16 @@ def test_decoding_goes_on_after_it_was_broken_off(error, which, tiny_pair, monke
             raise error("in the middle")
         return nn.functional.linear(hidden, self.weight, self.bias)
 
+    def breaks_between(values):
+        calls.append(values)
+        if len(calls) == 6:
+            raise error("in the middle")
+        return below_infinity(values)
+
     with monkeypatch.context() as patch:
         patch.setattr(nn.Linear, "forward", breaks)
+        if which == "compiled":
+            patch.setattr("heavypath.speculative.decoding.drafted.below_infinity", breaks_between)
         with pytest.raises(error, match="in the middle"):
             decoder.generate(IDS, 20, temperature=0.8, seed=4)
     assert not torch.is_inference_mode_enabled()

@@ -400,6 +400,6 @@ def test_a_draft_with_nan_logits_is_refused(method, monkeypatch):
     target, draft = tiny_llama(1), tiny_llama(2, layers=1)
     decoder = SpeculativeDecoder(target, draft, method, tree_size=6)
     with torch.no_grad():
-        draft.lm_head.weight[3] = torch.nan
+        draft.model.norm.weight[3] = torch.nan
     with pytest.raises(ValueError, match=r"draft's logits after position . of sequence 0 hold NaN"):
         decoder.generate(torch.tensor([[1, 2]]), 8, temperature=1.0)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from heavypath.speculative import EarlyExit, SpeculativeDecoder
-from heavypath.speculative.models import joined
+from heavypath.speculative.models import joined, linear
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.joined import Joining
 from heavypath.speculative.models.llama import LlamaForward
@@ -24,6 +24,7 @@ GROUPS = [("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(joined, "choose_impl", lambda *_: "triton")
+    monkeypatch.setattr(linear, "library", lambda: None)  # no compiled pass
     yield
     assert not joined._shared, "a test left weights joined"
 

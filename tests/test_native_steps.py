@@ -2,6 +2,7 @@
 
 import logging
 import random
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from test_decoder import tiny_llama
 
 from heavypath.kernels.cache_compaction import _reference as compact_by_pytorch
 from heavypath.kernels.commit import State, StateField, commit
+from heavypath.kernels.native import library as native_library
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.recording import Recording, dense, do, recorded, refuse
 from heavypath.kernels.native.steps import compact
@@ -247,3 +249,45 @@ def test_steps_that_cannot_be_recorded_run_as_before(caplog):
         decoder.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=20, temperature=0.7, seed=1)
     [record] = caplog.records
     assert record.getMessage().startswith("a step is not recorded because of")
+
+
+MUTANTS = [  # of the C++: a file, what is replaced, and a test that must fail
+    ("noise.h", "stream + 256 * draw", "stream", lambda: draws(100, 1.0, {})),
+    ("noise.h", "round < 10", "round < 9", lambda: draws(100, 1.0, {})),
+    ("rows.h", "x[v] < threshold", "x[v] <= threshold", lambda: draws(31, 1.0, FILTERS[1])),
+    ("rows.h", "mass >= limit", "mass > 2 * limit", lambda: draws(31, 1.0, FILTERS[2])),
+    ("sampling.cpp", "words[a] < words[b]", "a < b", lambda: draws(31, 1.0, FILTERS[1])),
+    ("verification.cpp", "tree.coin(node) < ending", "tree.coin(node) < 0.5", lambda: accepts("traversal", False)),
+    ("verification.cpp", "chain.pass_over(tree.tokens[child], 1);", "", lambda: accepts("traversal", False)),
+    ("verification.cpp", "1 - taken);", "1);", lambda: accepts("held_traversal", False)),
+    ("verification.cpp", "equal = tree.alike(children, tree.tokens[child]);", ";", lambda: accepts("traversal", True)),
+    ("verification.cpp", "call.method == RACE ? DRAFT : TARGET", "TARGET", lambda: accepts("race", False)),
+    ("steps.cpp", "until = place + 1", "until = place + 2", lambda: test_commits_are_those_of_the_reference(0)),
+    ("steps.cpp", "c.seen[b * c.seen_step + token] = 1", "", lambda: test_commits_are_those_of_the_reference(50)),
+    ("steps.cpp", "(j - stays) * cache->row_bytes], rows +", "0], rows +",
+     lambda: test_rows_are_moved_as_by_the_reference(torch.float32)),
+]  # fmt: skip
+
+
+def draws(vocab, temperature, filters):
+    test_draws_are_those_of_the_reference(vocab, temperature, filters)
+
+
+def accepts(method, replacement):
+    test_what_is_accepted_is_what_the_reference_accepts(method, replacement, (1.0, 0.8), {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "original", "replacement", "test"), MUTANTS, ids=[f"{m[0]}, {m[1]}" for m in MUTANTS])
+def test_a_bug_of_the_compiled_code_is_found(file, original, replacement, test, tmp_path, monkeypatch):
+    test()
+    sources = shutil.copytree(native_library.SOURCES, tmp_path / "native")
+    text = (sources / file).read_text(encoding="utf-8")
+    assert text.count(original) == 1
+    (sources / file).write_text(text.replace(original, replacement), encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native_library, "SOURCES", sources)
+    changed = native_library.library.__wrapped__()
+    monkeypatch.setattr(native_library, "library", lambda: changed)
+    with pytest.raises(AssertionError):
+        test()

@@ -7,6 +7,7 @@ from test_decoder import tiny_llama
 from heavypath.speculative import METHODS, EarlyExit, Lookahead, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.models import generic, llama
+from heavypath.speculative.models.native import NativePass
 
 PROMPTS = torch.tensor([[3, 1, 4, 1, 5], [0, 6, 2, 6, 5]])
 OPTIONS = {"attention_mask": (PROMPTS > 0).long(), "max_new_tokens": 10, "eos_token_id": None}
@@ -35,6 +36,14 @@ def dtypes(monkeypatch):
     return seen
 
 
+def take_fp32(monkeypatch):
+    """From here on a model's logits are the same numbers in fp32."""
+    for module in (llama, generic):
+        monkeypatch.setattr(module, "as_logits", torch.Tensor.float)
+    compiled = NativePass.__call__
+    monkeypatch.setattr(NativePass, "__call__", lambda *args, **kwargs: compiled(*args, **kwargs).float())
+
+
 @pytest.mark.parametrize(
     ("method", "case"),
     [(method, "sampled") for method in METHODS] + [("sequoia", case) for case in CASES] + [("rsd-s", "filtered")],
@@ -45,8 +54,7 @@ def test_text_is_that_of_the_same_logits_in_fp32(method, case, dtypes, monkeypat
     decoder = SpeculativeDecoder(target, draft, method)
     outs = [decoder.generate(PROMPTS, **OPTIONS | CASES[case])]
     assert dtypes == {torch.float32 if case == "penalised" else dtype}
-    for module in (llama, generic):
-        monkeypatch.setattr(module, "as_logits", torch.Tensor.float)
+    take_fp32(monkeypatch)
     outs.append(decoder.generate(PROMPTS, **OPTIONS | CASES[case]))
     assert torch.float32 in dtypes
     assert torch.equal(outs[0].sequences, outs[1].sequences)
@@ -77,7 +85,7 @@ def test_drafts_of_another_dtype_than_the_targets(draft, dtypes, monkeypatch):
     target, _ = models(torch.bfloat16)
     decoder = SpeculativeDecoder(target, draft, "sequoia")
     text = decoder.generate(PROMPTS, **OPTIONS | CASES["sampled"]).sequences
-    monkeypatch.setattr(llama, "as_logits", torch.Tensor.float)
+    take_fp32(monkeypatch)
     assert torch.equal(decoder.generate(PROMPTS, **OPTIONS | CASES["sampled"]).sequences, text)
     assert dtypes == {torch.bfloat16, torch.float32}
 
@@ -113,6 +121,6 @@ def test_logits_that_are_none_are_found_in_16_bits_too(whose):
     pair = models(torch.bfloat16)
     decoder = SpeculativeDecoder(*pair)
     with torch.no_grad():
-        pair[whose].lm_head.weight[7] = torch.nan
+        pair[whose].model.norm.weight[7] = torch.nan
     with pytest.raises(ValueError, match=f"the {('target', 'draft')[whose]}'s logits after position 4 of sequence 0"):
         decoder.generate(PROMPTS, **OPTIONS, temperature=0.9)

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from heavypath.kernels.native.recording import dense, do
+from heavypath.kernels.native.recording import do
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
 from heavypath.kernels.trees.levels import Drawn, Fed, Trees, alike, place
@@ -60,10 +60,10 @@ def draft_tree(
             do(partial(torch.gather, each, 1, first, out=after))
         lap("draft")
         children = draw_unchecked(
-            dense(after).flatten(0, 1),
+            after.flatten(0, 1),
             level.most_children,
             filters=rules.drawing_filters,
-            noise=Noise(state.seed, dense(level_noise).flatten()),
+            noise=Noise(state.seed, level_noise.flatten()),
             replacement=rules.replacement,
             uniform_fill=rules.fill,
         )
