@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -40,6 +41,12 @@ def test_products_are_those_of_pytorch(columns, outputs, dtype):
         close = {"rtol": 1e-5 if dtype == torch.float32 else 8e-3, "atol": 1e-4 if dtype == torch.float32 else 1e-2}
         torch.testing.assert_close(product(hidden, plain).double(), expected, **close)
         torch.testing.assert_close(product(hidden, blocks).double(), expected + added.double(), **close)
+
+
+@needs_compiler
+def test_sixteen_bits_are_rounded_to_the_nearest():
+    hidden, weight = (torch.randn(count, 1).bfloat16() for count in (60, 500))
+    assert torch.equal(product(hidden, Blocks.of([weight], [None])), hidden * weight.T)
 
 
 @needs_compiler
@@ -248,3 +255,49 @@ def test_the_kernels_share_pytorchs_threads():
     )
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert len(found) == 1
+
+
+def assert_fails_with(test, file, original, replacement, tmp_path, monkeypatch):
+    """A test passes, and fails where one place of the C++ is another."""
+    test()
+    sources = shutil.copytree(native_library.SOURCES, tmp_path / "native")
+    text = (sources / file).read_text(encoding="utf-8")
+    assert text.count(original) == 1
+    (sources / file).write_text(text.replace(original, replacement), encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native_library, "SOURCES", sources)
+    changed = native_library.library.__wrapped__()
+    assert changed is not None
+    monkeypatch.setattr(native_library, "library", lambda: changed)
+    with pytest.raises(AssertionError):
+        test()
+
+
+def a_pass(name):
+    return lambda: test_a_pass_is_that_of_pytorch(name, True, [19, 3, 30], torch.float32)
+
+
+MUTANTS = [  # of the C++: a file, what is replaced, and a test that must fail
+    ("products.h", "std::min(depth, weight.columns - k)", "std::min<int64_t>(depth, 8)",
+     lambda: test_products_are_those_of_pytorch(40, 100, torch.float32)),
+    ("products.h", "k += depth)", "k += 512)", lambda: test_products_are_those_of_pytorch(1300, 70, torch.float32)),
+    ("vectors.h", "nearest = bits + 0x7fff", "nearest = bits + 0xffff",
+     lambda: test_sixteen_bits_are_rounded_to_the_nearest()),
+    ("attention.h", "if (!sights[q].sees[j])", "if (false)", a_pass("odd sizes")),
+    ("attention.h", "r < sights[q].first", "r + 1 < sights[q].first", a_pass("a window of 3")),
+    ("llama.cpp", "seen++ < layer.window", "seen++ <= layer.window", a_pass("a window of 1")),
+    ("llama.cpp", "rotary += c.rotary_positions * 2 * width;", ";", a_pass("long rope")),
+    ("llama.cpp", "const Norm<Number>& norm = is_query ? layer.query_norm : layer.key_norm",
+     "const Norm<Number>& norm = layer.key_norm", a_pass("head norms")),
+    ("llama.cpp", "gate / (1.0f + exponential(-gate))", "gate", a_pass("odd sizes")),
+    ("llama.cpp", "query % group;", "0;", a_pass("odd sizes")),
+    ("llama.cpp", "tap(index, s.hidden);", "", a_pass("odd sizes")),
+]  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "original", "replacement", "test"), MUTANTS, ids=[f"{m[0]}, {m[1]}" for m in MUTANTS])
+def test_a_bug_of_the_compiled_code_is_found(file, original, replacement, test, tmp_path, monkeypatch):
+    with torch.inference_mode():
+        assert_fails_with(test, file, original, replacement, tmp_path, monkeypatch)

@@ -2,15 +2,14 @@
 
 import logging
 import random
-import shutil
 
 import pytest
 import torch
 from test_decoder import tiny_llama
+from test_native import assert_fails_with
 
 from heavypath.kernels.cache_compaction import _reference as compact_by_pytorch
 from heavypath.kernels.commit import State, StateField, commit
-from heavypath.kernels.native import library as native_library
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.recording import Recording, dense, do, recorded, refuse
 from heavypath.kernels.native.steps import compact
@@ -280,14 +279,4 @@ def accepts(method, replacement):
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "original", "replacement", "test"), MUTANTS, ids=[f"{m[0]}, {m[1]}" for m in MUTANTS])
 def test_a_bug_of_the_compiled_code_is_found(file, original, replacement, test, tmp_path, monkeypatch):
-    test()
-    sources = shutil.copytree(native_library.SOURCES, tmp_path / "native")
-    text = (sources / file).read_text(encoding="utf-8")
-    assert text.count(original) == 1
-    (sources / file).write_text(text.replace(original, replacement), encoding="utf-8")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native_library, "SOURCES", sources)
-    changed = native_library.library.__wrapped__()
-    monkeypatch.setattr(native_library, "library", lambda: changed)
-    with pytest.raises(AssertionError):
-        test()
+    assert_fails_with(test, file, original, replacement, tmp_path, monkeypatch)
