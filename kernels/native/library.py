@@ -100,8 +100,15 @@ def _cache() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heavypath"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK):
+        is_own = folder.stat().st_uid == os.getuid()  # nobody else says what this process loads
+        if is_own and os.access(folder, os.W_OK):
             return folder
     except OSError:
         pass
-    return Path(tempfile.mkdtemp(prefix="heavypath-"))
+    return Path(_of_process().name)
+
+
+@lru_cache(1)
+def _of_process() -> tempfile.TemporaryDirectory[str]:
+    """A folder that goes when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="heavypath-")

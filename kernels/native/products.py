@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.native.library import compiled, thread_count
+from heavypath.kernels.native.recording import do
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # by which functions are named
 
@@ -64,5 +66,6 @@ def product(hidden: Tensor, blocks: Blocks) -> Tensor:
     result = hidden.new_empty(*hidden.shape[:-1], struct.outputs)
     multiply = lib.product_fp32 if hidden.dtype == torch.float32 else lib.product_bf16
     count, threads = c_int64(len(rows)), c_int64(thread_count())
-    multiply(byref(struct), c_void_p(rows.data_ptr()), count, c_void_p(result.data_ptr()), threads)
+    addresses = c_void_p(rows.data_ptr()), c_void_p(result.data_ptr())
+    do(partial(multiply, byref(struct), addresses[0], count, addresses[1], threads), (blocks, rows, result))
     return result
