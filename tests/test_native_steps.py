@@ -241,7 +241,7 @@ def test_recorded_steps_write_the_same_text(method, temperature, batch, monkeypa
 
 
 def test_steps_that_cannot_be_recorded_run_as_before(caplog):
-    """Growing trees take references in NumPy."""
+    """Growing trees are trimmed to as many nodes as they have."""
     target, draft = tiny_llama(1), tiny_llama(2)
     decoder = SpeculativeDecoder(target, draft, "dyspec")
     with caplog.at_level(logging.DEBUG, "heavypath.speculative.decoding.runner"):

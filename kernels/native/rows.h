@@ -12,7 +12,8 @@
 namespace heavypath {
 
 // Keeps a compiler from joining the product with a sum behind it: both are rounded.
-inline Floats apart(Floats product) {
+template <typename Product>
+inline Product apart(Product product) {
 #if defined(__x86_64__)
     asm("" : "+x"(product));
 #elif defined(__aarch64__)

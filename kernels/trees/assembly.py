@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.native.growth import assemble as assemble_natively
 from heavypath.kernels.ordering import MAX_NODES, Ordering, heavy_path_order, launch_order
 from heavypath.kernels.trees.levels import Fed
 from heavypath.kernels.trees.slots import Level, Roots, Slots, host
@@ -56,17 +57,21 @@ def assemble(
     last:  the last level
     trims: leave out nodes that are absent from all trees, which asks the host
     impl:  "triton" is three launches without host synchronisation; it takes CUDA tensors, or any tensors under Triton's
-           interpreter, and at most `ordering.MAX_NODES` nodes. "torch" takes any tensors. "auto" is triton for CUDA
-           tensors, else torch.
+           interpreter, and at most `ordering.MAX_NODES` nodes. "native" is compiled code for CPU tensors. "torch" takes
+           any tensors. "auto" is triton for CUDA tensors, else native where a compiler is there, else torch.
 
     Only the device is checked: a decoder calls this with tensors that other functions have checked.
     """
     nodes = min(nodes, last.end)
-    if choose_impl("assemble", impl, slots.tokens) == "triton":
+    impl = choose_impl("assemble", impl, slots.tokens, native=True)
+    if impl == "triton":
         check_can_launch(slots.tokens)
         if nodes > MAX_NODES:
             raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {nodes}; take impl 'torch'")
         return _launch(slots, roots, last, nodes)
+    if impl == "native":
+        fields = assemble_natively(slots, roots, last, nodes, trims=trims)
+        return Assembled(*fields[:-5], Fed(*fields[-5:]))
     return _reference(slots, roots, last, nodes, trims)
 
 

@@ -17,7 +17,7 @@ of its parent, and that of the sibling before it. So the best slots of all level
 best slots below the nodes of the level above, by falling value, then rank, then parent. By "beam" it is the next level
 of a stochastic beam search (`sampling.stochastic_beam`): the largest keys, and of equal ones the lower parent's.
 
-The kernels are in `growing_kernel`.
+The kernels are in `growing_kernel`, those for a CPU in `native.growth`.
 """
 
 from typing import NamedTuple
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.native.growth import grow as grow_natively
 from heavypath.kernels.sampling import TopK, conditioned
 from heavypath.kernels.trees.growing_kernel import launch_grow
 from heavypath.kernels.trees.levels import Fed
@@ -54,17 +55,19 @@ def grow(
     draws:  [B, n, K], drawn for the children of each node, without replacement
     logits: [B, n, V], fp32, fp16 or bf16, that they were drawn from
     impl:   "triton" is one or two launches without host synchronisation; it takes CUDA tensors, or any tensors under
-            Triton's interpreter. "torch" takes any tensors. "auto" is triton for CUDA tensors, else torch.
+            Triton's interpreter. "native" is compiled code for CPU tensors. "torch" takes any tensors. "auto" is triton
+            for CUDA tensors, else native where a compiler is there, else torch.
 
     By "slot" and "node" a level has min(width, n * K) slots, by "beam" `width`, of which some may stay empty. Only the
     device is checked: a decoder calls this with tensors that other functions have checked.
     """
     parents, most = draws.tokens.shape[1:]
     count = policy.width if policy.by == "beam" else min(policy.width, parents * most)
-    impl = choose_impl("grow", impl, logits)
+    impl = choose_impl("grow", impl, logits, native=True)
     if impl == "triton":
         check_can_launch(logits)
-    return (launch_grow if impl == "triton" else _reference)(slots, above, draws, logits, roots, policy, count)
+    run = {"triton": launch_grow, "native": grow_natively, "torch": _reference}[impl]
+    return run(slots, above, draws, logits, roots, policy, count)
 
 
 def values(probs: np.ndarray, squares: np.ndarray | None, lines: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
