@@ -6,7 +6,7 @@ compiled    the kernels for CPUs were compiled before
 compiling   the first use on a machine: they are compiled now
 PyTorch     without them (HEAVYPATH_NATIVE=0)
 
-The ways take turns; a process loads Python, PyTorch, transformers and the shipped pair first: "nothing" does that alone.
+A process first loads Python, PyTorch, transformers and the shipped pair; "nothing" does that alone.
 """
 
 import os

@@ -100,6 +100,7 @@ MODELS = {
 def both(forward, *arguments, **options):
     """What the compiled pass and PyTorch's give, each with a cache of its own: logits, tapped states, rows."""
     compiled, given = forward._native, []
+    compiled.takes = lambda rows: True  # of 16 bits, too
     for native in (compiled, None):
         forward._native = native
         given.append(_passes(forward, *arguments, **options))
@@ -188,6 +189,19 @@ def test_nan_and_infinity_come_out():
         logits = forward(torch.tensor([[1, 2, 5, 3], [1, 2, 4, 3]]), rows, rows, forward.new_cache(2, 4), mask)
         assert logits[0, 2:].isnan().all()
         assert logits[1].isfinite().all()
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_many_rows_of_16_bits_are_left_to_pytorch():
+    for dtype, expected in ((torch.float32, [True] * 3), (torch.bfloat16, [True, True, False])):
+        forward = LlamaForward(model_of("llama", dtype))
+        assert [forward._native.takes(rows) for rows in (1, 8, 9)] == expected
+        outs = _passes(forward, [19, 3, 30], True)
+        forward._native = None
+        for one, other in zip(outs, _passes(forward, [19, 3, 30], True), strict=True):
+            close = {"rtol": 1e-4, "atol": 2e-4} if dtype == torch.float32 else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(one, other, **close)
 
 
 @needs_compiler

@@ -187,7 +187,7 @@ class LlamaForward(Forward):
         taps: Taps | None = None,
     ) -> Tensor:
         """Logits [B, N, V] after each token, see `Forward`."""
-        if self._native is not None:
+        if self._native is not None and self._native.takes(tokens.numel()):
             return self._native(tokens, positions, cache_rows, cache, mask, needs_logits=needs_logits, taps=taps)
         attends = mask.attention(self.dtype, self.windows)
         by_head = *tokens.shape, -1, self._head_dim

@@ -21,6 +21,8 @@ from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.linear import Linears, are_plain
 
+FEW_ROWS = 8  # from which on PyTorch's products of 16 bits are faster
+
 
 class _Norm(Structure):
     _fields_ = [("weight", c_void_p), ("epsilon", c_double)]
@@ -101,6 +103,10 @@ class NativePass:
         )
         self._vocab_size: int = len(model.lm_head.weight)
         self._dtype = embedding.dtype
+
+    def takes(self, rows: int) -> bool:
+        """Whether so many rows are faster by the compiled pass; for 16 bits processors may have instructions."""
+        return self._dtype == torch.float32 or rows <= FEW_ROWS
 
     def _norm(self, norm: Norm) -> _Norm:
         self._kept.append(norm)
