@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from heavypath.kernels.native import library as native_library
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.products import Blocks, product
-from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative import METHODS, SpeculativeDecoder
 from heavypath.speculative.models.forward import Taps, TreeMask
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.trees.tree import TokenTree
@@ -245,19 +245,23 @@ def test_without_compiled_kernels_the_log_says_why(variable, value, message, tmp
 
 
 @needs_compiler
-@pytest.mark.parametrize("method", ["autoregressive", "sequoia", "dyspec"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_texts_are_those_of_pytorchs_operations(method, temperature, monkeypatch):
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("sampling", [
+    {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2},
+], ids=["greedy", "sampled", "filtered"])  # fmt: skip
+def test_texts_are_those_of_pytorchs_operations(method, sampling, monkeypatch):
     target, draft = tiny_llama(1), tiny_llama(2)
     prompts, texts = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 1, 0, 2]]), []
-    for switch in ("1", "0"):
+    for compiled in (True, False):
         with monkeypatch.context() as context:
-            if switch == "0":
-                context.setattr("heavypath.speculative.models.linear.library", lambda: None)
+            if not compiled:
+                for place in ("speculative.models.linear", "kernels.implementation", "speculative.decoding.drafted"):
+                    context.setattr(f"heavypath.{place}.library", lambda: None)
             decoder = SpeculativeDecoder(target, None if method == "autoregressive" else draft, method)
-            assert (decoder._target._native is not None) == (switch == "1")
-            texts.append(decoder.generate(prompts, max_new_tokens=24, temperature=temperature, seed=5).sequences)
-    assert torch.equal(*texts)
+            assert (decoder._target._native is not None) == compiled
+            texts += [decoder.generate(prompts, max_new_tokens=40, seed=seed, **sampling).sequences for seed in (5, -3)]
+    assert torch.equal(texts[0], texts[2])
+    assert torch.equal(texts[1], texts[3])
 
 
 @needs_compiler

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from heavypath.kernels.attention.kernel import MAX_NODES
+from heavypath.kernels.native.library import library
 from heavypath.speculative.loading import Pair, find_folder, load_pair
 from heavypath.speculative.methods import METHODS, VERIFIERS, row_of
 from heavypath.speculative.threads import Load, usable_cores
@@ -112,6 +113,9 @@ def load(target: str | None = None, draft: str | None = None, dtype: Precision |
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
+    if not torch.cuda.is_available():
+        with progress("compiling kernels for this CPU, once"):
+            library()
     with progress("loading the models"):
         return load_pair(target, draft, dtype=None if dtype is None else getattr(torch, dtype))
 
