@@ -56,6 +56,7 @@ def test_a_rows_product_is_the_same_to_the_bit_beside_any_others(threads, monkey
     hidden = torch.randn(100, 700)
     alone = torch.cat([product(row[None], blocks) for row in hidden])
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(native_library, "SHARE", 1)
     for rows in ROWS:
         assert torch.equal(product(hidden[:rows], blocks), alone[:rows])
 
@@ -161,6 +162,7 @@ def test_a_sequences_logits_are_the_same_to_the_bit_in_any_batch(threads, monkey
     forward = LlamaForward(model_of("llama"))
     together = _passes(forward, [30, 30, 30, 30], True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(native_library, "SHARE", 1)
     again = _passes(forward, [30, 30, 30, 30], False)
     assert all(map(torch.equal, together, again))
     # The first sequence of a batch gets the random numbers that a single one gets in part.

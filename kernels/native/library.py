@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
+SHARE = 1 << 19  # bytes that take longer to read than threads take to wait for each other
 SWITCH = "HEAVYPATH_NATIVE"  # the environment variable that turns the kernels off with "0"
 
 
@@ -54,9 +55,10 @@ def compiled() -> ctypes.CDLL:
     return kernels
 
 
-def thread_count() -> int:
-    """How many threads a kernel takes: as many as PyTorch."""
-    return torch.get_num_threads()
+def thread_count(bytes_read: int | None = None) -> int:
+    """How many threads a kernel takes: as many as PyTorch, but each must have SHARE bytes of weights to read."""
+    threads = torch.get_num_threads()
+    return threads if bytes_read is None else max(1, min(threads, bytes_read // SHARE))
 
 
 def _compiler() -> str | None:

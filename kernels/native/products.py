@@ -65,7 +65,7 @@ def product(hidden: Tensor, blocks: Blocks) -> Tensor:
     rows, struct = hidden.reshape(-1, hidden.shape[-1]).float().contiguous(), blocks.struct
     result = hidden.new_empty(*hidden.shape[:-1], struct.outputs)
     multiply = lib.product_fp32 if hidden.dtype == torch.float32 else lib.product_bf16
-    count, threads = c_int64(len(rows)), c_int64(thread_count())
+    count, threads = c_int64(len(rows)), c_int64(thread_count(blocks.weight.nbytes))
     addresses = c_void_p(rows.data_ptr()), c_void_p(result.data_ptr())
     do(partial(multiply, byref(struct), addresses[0], count, addresses[1], threads), (blocks, rows, result))
     return result

@@ -19,7 +19,7 @@ from heavypath.kernels.native.products import TYPES, WeightStruct
 from heavypath.kernels.native.recording import dense, do
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Taps, TreeMask
-from heavypath.speculative.models.linear import Linears, are_plain
+from heavypath.speculative.models.linear import Linears, Packed, are_plain
 
 FEW_ROWS = 8  # from which on PyTorch's products of 16 bits are faster
 
@@ -102,6 +102,7 @@ class NativePass:
             head=packed([model.lm_head]),
         )
         self._vocab_size: int = len(model.lm_head.weight)
+        self._bytes = sum(kept.blocks.weight.nbytes for kept in self._kept if isinstance(kept, Packed))
         self._dtype = embedding.dtype
 
     def takes(self, rows: int) -> bool:
@@ -161,7 +162,7 @@ class NativePass:
             mask_step=(columns if seen is None else nodes * columns) if own else 0,
             columns=columns,
             logits=logits.data_ptr() if needs_logits else None,
-            threads=thread_count(),
+            threads=thread_count(self._bytes),
         )
         tapped: dict[int, Tensor] = {}
         if taps is not None:
