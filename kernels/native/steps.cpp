@@ -35,6 +35,19 @@ struct Alike {
     int64_t* first;               // [B, given]
 };
 
+struct Numbering {
+    int64_t batch, count, step, place_step;
+    const int64_t *base, *places;  // [B]; [count], or [B, count] with a place_step of count
+    int64_t* out;                  // [B, count]
+};
+
+struct RowCopies {
+    int64_t batch, count, row_bytes, from_batch, from_row, to_batch, to_row;  // strides in bytes
+    const uint8_t* from;
+    uint8_t* to;
+    const int64_t* places;  // [count]
+};
+
 struct Rows {
     uint8_t* first;  // of a cache [B, heads, rows, D], in bytes as its strides
     int64_t batch_stride, head_stride, row_stride, row_bytes, heads;
@@ -143,6 +156,19 @@ void alike(const Alike* call) {
         }
         for (int64_t i = 0; i < call->given; i++) texts[call->node[i]] = call->node[first[i]];
     }
+}
+
+void number(const Numbering* call) {
+    for (int64_t b = 0; b < call->batch; b++)
+        for (int64_t i = 0; i < call->count; i++)
+            call->out[b * call->count + i] = call->base[b] + call->step * call->places[b * call->place_step + i];
+}
+
+void copy_rows(const RowCopies* call) {
+    for (int64_t b = 0; b < call->batch; b++)
+        for (int64_t i = 0; i < call->count; i++)
+            memcpy(call->to + b * call->to_batch + call->places[i] * call->to_row,
+                   call->from + b * call->from_batch + i * call->from_row, call->row_bytes);
 }
 
 void compact(const Compaction* call) {

@@ -33,6 +33,14 @@ class _Alike(Structure):
     _fields_ = _fields("batch nodes given *tokens *texts *node *parent *first")
 
 
+class _Numbering(Structure):
+    _fields_ = _fields("batch count step place_step *base *places *out")
+
+
+class _RowCopies(Structure):
+    _fields_ = _fields("batch count row_bytes from_batch from_row to_batch to_row *from_ *to *places")
+
+
 class _Rows(Structure):
     _fields_ = _fields("*first batch_stride head_stride row_stride row_bytes heads")
 
@@ -95,6 +103,26 @@ def alike(tokens: Tensor, texts: Tensor, given: tuple[Tensor, Tensor, Tensor]) -
     call = _Alike(*tokens.shape, node.shape[0], *(each.data_ptr() for each in tensors))
     launch("alike", call, tensors)
     return first
+
+
+def numbered(base: Tensor, places: Tensor, step: int) -> Tensor:
+    """base[:, None] + step * places, LongTensor[B, n]; base LongTensor[B], places LongTensor[n] or [B, n]."""
+    places = dense(places)
+    out = torch.empty(len(base), places.shape[-1], dtype=torch.long)
+    tensors = dense(base), places, out
+    place_step = places.shape[-1] if places.dim() > 1 else 0
+    launch("number", _Numbering(*out.shape, step, place_step, *(each.data_ptr() for each in tensors)), tensors)
+    return out
+
+
+def copy_rows(rows: Tensor, to: Tensor, places: Tensor) -> None:
+    """to[b, places[i]] = rows[b, i] for rows [B, n, V] and to [B, N, V] of one type, with columns side by side."""
+    size = rows.element_size()
+    call = _RowCopies(
+        len(rows), len(places), rows.shape[2] * size, rows.stride(0) * size, rows.stride(1) * size,
+        to.stride(0) * size, to.stride(1) * size, rows.data_ptr(), to.data_ptr(), places.data_ptr(),
+    )  # fmt: skip
+    launch("copy_rows", call, (rows, to, places))
 
 
 def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:

@@ -5,7 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.native.recording import do
+from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
 from heavypath.kernels.trees.levels import Drawn, Fed, Trees, alike, place
@@ -71,7 +73,10 @@ def draft_tree(
         fed = _placed(trees, children.tokens, tree, depth)
         if logits is None:
             logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
-        do(partial(logits.index_copy_, 1, level.laws, after))
+        if choose_impl("draft_tree", "auto", after, native=True) == "native":
+            copy_rows(after, logits, level.laws)
+        else:
+            logits.index_copy_(1, level.laws, after)
         lap("sampling")
     assert fed is not None
     return _drafted(tree, trees.tokens, fed, logits)

@@ -11,12 +11,11 @@ the same noise wherever in the tree it is reached, and in plain decoding: so the
 draft.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from heavypath.kernels.native.recording import do
+from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.native.steps import numbered
 
 NODE_BITS = 12
 POSITION_BITS = 24
@@ -32,9 +31,7 @@ def sequence_rows(sequence_ids: Tensor) -> Tensor:
 
 def root_rows(sequence_rows: Tensor, positions: Tensor) -> Tensor:
     """The noise rows of roots at these positions, LongTensor[B]; sequence_rows: of `sequence_rows`."""
-    rows = torch.empty_like(positions)
-    do(partial(torch.add, sequence_rows, positions, alpha=ROWS_PER_ROOT, out=rows))
-    return rows
+    return _below(sequence_rows, positions[:, None], ROWS_PER_ROOT)[:, 0]
 
 
 def node_rows(root_rows: Tensor, nodes: Tensor) -> Tensor:
@@ -48,6 +45,6 @@ def race_rows(root_rows: Tensor, depths: Tensor) -> Tensor:
 
 
 def _below(root_rows: Tensor, places: Tensor, step: int) -> Tensor:
-    rows = torch.empty(len(root_rows), places.shape[-1], dtype=torch.long, device=places.device)
-    do(partial(torch.add, root_rows[:, None], places, alpha=step, out=rows))
-    return rows
+    if choose_impl("noise_rows", "auto", places, native=True) == "native":
+        return numbered(root_rows, places, step)
+    return torch.add(root_rows[:, None], places, alpha=step)
