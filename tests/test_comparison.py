@@ -115,12 +115,13 @@ def test_several_drafts_are_combined_with_each_method_and_ready_decoders_are_tak
     assert rows["chain, same"].tokens_per_forward == 9 / 2  # twice 4 and the bonus token, less 1
 
 
+@pytest.mark.usefixtures("any_noise")
 def test_shapes_and_profiles_are_those_of_the_decoders(pair, tmp_path):
     target, draft = pair
     options = {"methods": ["sequoia"], "max_new_tokens": 12}
     four = compare(target, target, PROMPTS, tree=TokenTree.chain(3), **options)[-1]
     assert four.tokens_per_forward == 4  # 3 drafted and a bonus token
-    calibrate(target, draft, temperatures=[0.0], sizes=(1, 2, 3), tokens=4, sequences=2, limit=30).save(
+    calibrate(target, draft, temperatures=[0.0], sizes=(1, 2, 3), tokens=4, sequences=2, limit=2).save(
         tmp_path / "profile"
     )
     assert compare(target, draft, PROMPTS, profile=tmp_path / "profile", **options)[-1].text == "equal"

@@ -149,6 +149,7 @@ def test_acceptance_is_counted_for_each_verifier():
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("any_noise")
 def test_a_profile_of_another_verifier_is_refused(tiny_pair, tmp_path):
     target, draft = tiny_pair
     profile = calibrate(target, draft, temperatures=[1.0], **SMALL, verifier="held")
@@ -165,6 +166,7 @@ def test_a_profile_of_another_verifier_is_refused(tiny_pair, tmp_path):
         calibrate(target, draft, verifier="bold")
 
 
+@pytest.mark.usefixtures("any_noise")
 def test_a_profile_without_a_verifier_is_of_what_its_kind_of_device_has(tiny_pair):
     profile = replace(profile_of(), verifier=None)
     for method in LOSSLESS_METHODS:
