@@ -34,7 +34,7 @@ def library() -> ctypes.CDLL | None:
     compiler = _compiler()
     if compiler is None:
         logger.warning(
-            "no C++ compiler: forward passes on this CPU take PyTorch's operations, which are slower by half; "
+            "no C++ compiler: decoding on this CPU takes PyTorch's operations, which are several times slower; "
             "install g++ (apt install g++), or set CXX to a compiler with OpenMP"
         )
         return None
@@ -106,7 +106,11 @@ def _cache() -> Path:
         if is_own and os.access(folder, os.W_OK):
             return folder
     except OSError:
-        pass
+        is_own = False
+    logger.warning(
+        "%s %s: the kernels are compiled for this process alone, which takes some seconds; set XDG_CACHE_HOME to a folder "
+        "of yours", folder, "cannot be written" if is_own else "is not a folder of this user",
+    )  # fmt: skip
     return Path(_of_process().name)
 
 

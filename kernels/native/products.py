@@ -61,10 +61,9 @@ def _in_blocks(weights: Sequence[Tensor], paired: bool) -> Tensor:
 
 def product(hidden: Tensor, blocks: Blocks) -> Tensor:
     """The product of rows [..., K] by a weight, [..., N]; hidden is of the weight's dtype."""
-    lib = compiled()
     rows, struct = hidden.reshape(-1, hidden.shape[-1]).float().contiguous(), blocks.struct
     result = hidden.new_empty(*hidden.shape[:-1], struct.outputs)
-    multiply = lib.product_fp32 if hidden.dtype == torch.float32 else lib.product_bf16
+    multiply = getattr(compiled(), f"product_{TYPES[hidden.dtype]}")
     count, threads = c_int64(len(rows)), c_int64(thread_count(blocks.weight.nbytes))
     addresses = c_void_p(rows.data_ptr()), c_void_p(result.data_ptr())
     do(partial(multiply, byref(struct), addresses[0], count, addresses[1], threads), (blocks, rows, result))

@@ -60,7 +60,11 @@ class Linears:
             if self.can_copy:
                 logger.info("%s: its weights are copied in another order, at most %s", whose, sizes)
             else:
-                logger.warning("%s: no copy of its weights in another order (%s), which halves the speed", whose, sizes)
+                logger.warning(
+                    "%s: no copy of its weights in another order (%s), which makes it several times slower",
+                    whose,
+                    sizes,
+                )
 
     def together(self, layers: Sequence[Any]) -> Products:
         """The products of layers with one input."""

@@ -173,7 +173,7 @@ class NativePass:
             call.taps = addressof(places)
         scratch = torch.empty(lib.llama_scratch(byref(self._model), byref(call)))
         call.scratch = scratch.data_ptr()
-        run = lib.llama_fp32 if self._dtype == torch.float32 else lib.llama_bf16
+        run = getattr(lib, f"llama_{TYPES[self._dtype]}")
         kept = self, call, given, rotary, lengths, keys, values, seen, ends, scratch, logits, tapped
         do(partial(run, byref(self._model), byref(call)), kept)
         if taps is not None:
