@@ -108,8 +108,8 @@ def _cache() -> Path:
     except OSError:
         is_own = False
     logger.warning(
-        "%s %s: the kernels are compiled for this process alone, which takes some seconds; set XDG_CACHE_HOME to a folder "
-        "of yours", folder, "cannot be written" if is_own else "is not a folder of this user",
+        "%s %s: the kernels are compiled for this process alone, which takes some seconds; set XDG_CACHE_HOME to a "
+        "folder of yours", folder, "cannot be written" if is_own else "is not a folder of this user",
     )  # fmt: skip
     return Path(_of_process().name)
 
