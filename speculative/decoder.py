@@ -343,11 +343,18 @@ class SpeculativeDecoder:
         )
 
     def serve(
-        self, slots: int = 8, *, max_tokens: int = 2048, queue: int = 64, prefill_tokens: int = 256, seed: int = 0
+        self,
+        slots: int = 8,
+        *,
+        max_tokens: int | None = None,
+        queue: int = 64,
+        prefill_tokens: int = 256,
+        seed: int = 0,
     ) -> Service:
         """Decode requests as they come, side by side, until the service is closed; see `Service`.
 
-        slots: sequences in a step; max_tokens: of a prompt with its new tokens; queue: requests that may wait
+        slots: sequences in a step; max_tokens: of a prompt with its new tokens (default: 2,048, or as many as the
+            models have positions); queue: requests that may wait
         prefill_tokens: of a prompt between two steps; seed: of the noise
 
         Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
@@ -355,11 +362,12 @@ class SpeculativeDecoder:
         self._notice_changes()
         prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
         plan = self._plan(self._request(prompts, GivenSettings(1.0, **NOTHING), max_new_tokens=1))
+        most = min(2048, *(model.max_positions for model in (self._target, *models_of(self._draft))))
         return Service(
             plan,
             lambda prompts, given, **rest: self._request(prompts, GivenSettings(**given), **rest),
             self._draft_filters,
-            limits=Limits(slots, max_tokens, queue, prefill_tokens),
+            limits=Limits(slots, most if max_tokens is None else max_tokens, queue, prefill_tokens),
             seed=seed,
             cuda_graphs=self.runner.cuda_graphs,
         )

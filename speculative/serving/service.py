@@ -102,7 +102,7 @@ class Service:
         self._in_device = nullcontext if host_can_read(self._device) else lambda: torch.cuda.device(self._device)
         with torch.inference_mode(), self._in_device():
             plan = serving_plan(plan)
-            self._slots = Slots(plan, limits, cuda_graphs=cuda_graphs)
+            self._slots = Slots(plan, limits, seed, cuda_graphs=cuda_graphs)
         self._arrivals = Arrivals(limits.queue)
         self._lock = threading.Lock()  # of the counts
         self._counts = ServiceStatistics(limits.slots, self._slots.cache_bytes)

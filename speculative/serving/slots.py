@@ -15,6 +15,7 @@ from torch import Tensor
 
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.native.sampling import seed_tensor
 from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.snapshots import Snapshots
@@ -80,7 +81,7 @@ class Limits(NamedTuple):
 class Slots:
     """The memory and the state of the sequences that are decoded."""
 
-    def __init__(self, plan: StepPlan, limits: Limits, *, cuda_graphs: bool):
+    def __init__(self, plan: StepPlan, limits: Limits, seed: int, *, cuda_graphs: bool):
         self.plan, self.limits = plan, limits
         count, max_tokens = limits.slots, limits.max_tokens
         device = plan.target.device
@@ -97,6 +98,7 @@ class Slots:
         self._workspace = Workspace(plan, size, Graphs(device) if cuda_graphs else None)
         self._anteroom = Workspace(plan, size._replace(sequences=1))
         self._state = self._workspace.state
+        self._state.seed.copy_(seed_tensor(seed))
         self.cache_bytes = self._workspace.cache_bytes + self._anteroom.cache_bytes
         self._snapshots = Snapshots[list[Member]]([self._state.numbers, self._state.output], late=not self._on_host)
         self.running: list[Member] = []  # in the first slots, in their order
@@ -109,7 +111,9 @@ class Slots:
 
     def entering(self, arrival: Arrival) -> Iterator[None]:
         """Bring a request's prompt into the anteroom, a piece at a time; behind the last piece it may `join`."""
-        for _ in self._anteroom.beginning(arrival.request, self.plan, self.limits.prefill_tokens):
+        # Its end is found by `Arrival.take`: what ends one text does not end the others.
+        request = replace(arrival.request, stops=arrival.request.stops[:0])
+        for _ in self._anteroom.beginning(request, self.plan, self.limits.prefill_tokens):
             yield
 
     def join(self, arrival: Arrival) -> None:
