@@ -14,6 +14,7 @@ from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from test_decoder import exact_law
 from test_decoder import tiny_llama as shorter_llama
 from test_heads import head_of
+from test_step import Tape, as_on_a_gpu  # noqa: F401
 from test_own_draft import Bigrams
 
 from heavypath.kernels.filtering import Filters
@@ -332,3 +333,26 @@ def test_a_prompt_holds_up_others_for_one_piece_at_most():
         assert len(first.result(60).tokens) == 200
     assert events.count("piece") >= 20
     assert all("piece" not in pair or "step" in pair for pair in itertools.pairwise(events))
+
+
+@pytest.mark.parametrize("method", ["ersd", pytest.param("sequoia", marks=pytest.mark.slow)])
+def test_steps_done_by_rote_bring_the_same_texts(method, as_on_a_gpu):  # noqa: F811
+    """On a played GPU: the host is a step late, and slots are taken again while it is."""
+    pair = [shorter_llama(seed, layers=1, hidden_size=32, num_attention_heads=2) for seed in (1, 2)]
+    decoder = SpeculativeDecoder(*pair, method, tree_size=3)
+    wanted = [
+        ([1, 2, 3], {"max_new_tokens": 9, "temperature": 0.9}, 4),
+        ([5], {"max_new_tokens": 2, "temperature": 0.0}, 0),
+        ([4, 4, 2, 6, 1], {"max_new_tokens": 6, "temperature": 0.7, "top_k": 3, "eos_token_id": [2, 3]}, 5),
+        ([0, 6], {"max_new_tokens": 7, "temperature": 0.8, "top_p": 0.7, "min_p": 0.02}, 6),
+    ]
+    if method == "ersd":
+        expected = [alone(decoder, *each) for each in wanted]
+    else:
+        with decoder.serve(slots=1, max_tokens=32) as service:
+            expected = served(service, wanted)
+    as_on_a_gpu()
+    decoder = SpeculativeDecoder(*pair, method, tree_size=3)
+    with decoder.serve(slots=3, max_tokens=32, prefill_tokens=2) as service:
+        assert served(service, wanted) == expected
+    assert Tape.replays >= 2
