@@ -14,8 +14,8 @@ from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from test_decoder import exact_law
 from test_decoder import tiny_llama as shorter_llama
 from test_heads import head_of
-from test_step import Tape, as_on_a_gpu  # noqa: F401
 from test_own_draft import Bigrams
+from test_step import Tape, as_on_a_gpu  # noqa: F401
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
@@ -50,9 +50,12 @@ def requests(count, seed=0):
         yield [made.randrange(VOCAB) for _ in range(made.randint(1, 30))], settings, number
 
 
+def generated(decoder, prompt, settings, name, **more):
+    return decoder.generate(torch.tensor([prompt]), **settings, sequence_ids=torch.tensor([name]), **more)
+
+
 def alone(decoder, prompt, settings, name, **more):
-    out = decoder.generate(torch.tensor([prompt]), **settings, sequence_ids=torch.tensor([name]), **more)
-    return out.sequences[0, len(prompt) :].tolist()
+    return generated(decoder, prompt, settings, name, **more).sequences[0, len(prompt) :].tolist()
 
 
 def served(service, wanted):
@@ -97,13 +100,18 @@ def test_each_text_is_that_of_the_prompt_alone(name):
     decoder = SpeculativeDecoder(target, DRAFTS[name](target), "ersd", tree_size=6)
     wanted = list(requests(18))
     with decoder.serve(slots=3, max_tokens=64, prefill_tokens=8, seed=3) as service:
-        found = served(service, wanted)
+        sent = [service.submit(prompt, **settings, seed=number) for prompt, settings, number in wanted]
+        found = [completion.result(60) for completion in sent]
         stats = service.stats()
-    assert found == [alone(decoder, *each, seed=3) for each in wanted]
+    for (prompt, settings, number), done in zip(wanted, found, strict=True):
+        expected = generated(decoder, prompt, settings, number, seed=3)
+        assert done.tokens == expected.sequences[0, len(prompt) :].tolist()
+        if settings["temperature"] > 0:  # greedy text is drafted in another way
+            assert done.steps == expected.stats.steps
     assert (stats.submitted, stats.completed, stats.failed) == (18, 18, 0)
-    assert stats.new_tokens == sum(map(len, found))
+    assert stats.new_tokens == sum(len(done.tokens) for done in found)
     assert stats.prompt_tokens == sum(len(each[0]) for each in wanted)
-    assert stats.batch_steps < stats.steps < stats.new_tokens + 18
+    assert stats.batch_steps < stats.steps == sum(done.steps for done in found)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +167,7 @@ def test_tokens_come_as_steps_bring_them_to_threads_and_to_asyncio():
         completion = service.submit([1, 2, 3], 30, temperature=0.9, seed=8)
         parts = list(completion)
         assert [token for part in parts for token in part] == expected
-        assert 1 < len(parts) == completion.result().steps
+        assert 1 <= len(parts) <= completion.result().steps
         assert all(parts)
         assert [token for part in completion for token in part] == expected  # read again
         for parts, done in asyncio.run(read_two(service)):
@@ -176,11 +184,13 @@ def test_reasons_and_stops():
         stopped = service.submit([1, 2], 20, temperature=0.0, eos_token_id=text[3]).result(60)
         assert (stopped.tokens, stopped.reason) == (text[: text.index(text[3]) + 1], "stop")
 
-        def fifth(ids, scores):
-            return ids.shape[1] >= 2 + 5
+        for most in range(2, 9):
 
-        criterion = service.submit([1, 2], 20, temperature=0.0, eos_token_id=None, stopping_criteria=[fifth])
-        assert criterion.result(60)[:2] == (text[:5], "stop")
+            def long_enough(ids, scores, most=most):
+                return ids.shape[1] >= 2 + most
+
+            done = service.submit([1, 2], 20, temperature=0.0, eos_token_id=None, stopping_criteria=[long_enough])
+            assert done.result(60)[:2] == (text[:most], "stop")
 
 
 def test_cancelled_and_late_requests_end_wherever_they_are():
