@@ -6,6 +6,7 @@ which they keep when they take another slot of the batch; another text may begin
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -155,12 +156,20 @@ class StepProcessors:
                     key = tuple(map(id, text.processors)), len(text.ids) + len(path)
                     groups.setdefault(key, []).append((slot, column, path))
         for rows in groups.values():
+            rows.sort(key=lambda row: len(row[2]))  # then it is in parts whose texts are of one length, too
             slots, columns = (torch.tensor(part, device=out.device) for part in list(zip(*rows, strict=True))[:2])
-            drafted = [path for _, _, path in rows]
-            texts = [text for slot, _, _ in rows if (text := self._texts[slot]) is not None]
-            ids = torch.stack([text.ids for text in texts])
-            ids = torch.cat([ids, torch.tensor(drafted, dtype=torch.long, device=ids.device)], 1)
-            out[slots, columns] = applied(texts[0].processors, ids, out[slots, columns], drafted, twice=twice)
+            parts = []
+            for _, part in groupby(rows, key=lambda row: len(row[2])):
+                own = [(self._texts[slot], path) for slot, _, path in part]
+                so_far = torch.stack([text.ids for text, _ in own if text is not None])
+                drafted = torch.tensor([path for _, path in own], dtype=torch.long, device=so_far.device)
+                parts.append(torch.cat([so_far, drafted], 1))
+            text = self._texts[rows[0][0]]
+            assert text is not None
+            paths_of = [path for _, _, path in rows]
+            out[slots, columns] = applied(
+                text.processors, torch.cat(parts), out[slots, columns], paths_of, twice=twice
+            )
         return out
 
     def _goes_on(self, slot: int, path: Path) -> bool:
