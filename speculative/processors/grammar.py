@@ -48,12 +48,15 @@ class Grammar:
         end-of-sequence token. Raises ImportError without llguidance.
         """
         library = _library()
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise TypeError(f"a grammar needs a fast tokenizer of transformers, got {type(tokenizer).__name__}")
         self.eos_token_ids = _eos_tokens(eos_token_id, tokenizer)
         vocabulary = _vocabulary(tokenizer, self.eos_token_ids)
         error, messages = library.LLMatcher.validate_grammar_with_warnings(source, vocabulary)
         if error:
             raise ValueError(f"the {what} cannot be followed: {' '.join(messages)}")
-        self._beginning = library.LLMatcher(vocabulary, source, log_level=0)
+        limits = library.LLParserLimits(verbose_errors=False)
+        self._beginning = library.LLMatcher(vocabulary, source, log_level=0, limits=limits)
         if self._beginning.is_error():
             raise ValueError(f"the {what} cannot be followed: {self._beginning.get_error()}")
 
@@ -185,8 +188,6 @@ def _eos_tokens(given: int | Sequence[int] | None, tokenizer: PreTrainedTokenize
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...]) -> Any:
     """The tokens as llguidance looks them up, made once for a tokenizer as it is."""
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise TypeError(f"a grammar needs a fast tokenizer of transformers, got {type(tokenizer).__name__}")
     made = _tokenizers.setdefault(tokenizer, {})
     key = len(tokenizer), eos_token_ids
     if key not in made:

@@ -15,29 +15,32 @@ from heavypath.speculative.processors.grammar import Grammar
 
 Processor = Callable[[Tensor, Tensor], Tensor] | Grammar  # of input_ids LongTensor[R, T'] and scores fp32 [R, V]
 
-BATCHED = {
+# Of transformers' classes: those whose rows do not depend on each other, and of these the ones that read scores alone.
+TEXTLESS = {
     theirs.EpsilonLogitsWarper,
     theirs.EtaLogitsWarper,
-    theirs.ExponentialDecayLengthPenalty,
-    theirs.ForcedBOSTokenLogitsProcessor,
-    theirs.ForcedEOSTokenLogitsProcessor,
     theirs.InfNanRemoveLogitsProcessor,
     theirs.LogitNormalization,
-    theirs.MinLengthLogitsProcessor,
-    theirs.MinNewTokensLengthLogitsProcessor,
     theirs.MinPLogitsWarper,
-    theirs.NoBadWordsLogitsProcessor,
-    theirs.NoRepeatNGramLogitsProcessor,
-    theirs.PrefixConstrainedLogitsProcessor,
-    theirs.RepetitionPenaltyLogitsProcessor,
-    theirs.SequenceBiasLogitsProcessor,
-    theirs.SuppressTokensAtBeginLogitsProcessor,
     theirs.SuppressTokensLogitsProcessor,
     theirs.TemperatureLogitsWarper,
     theirs.TopHLogitsWarper,
     theirs.TopKLogitsWarper,
     theirs.TopPLogitsWarper,
     theirs.TypicalLogitsWarper,
+}
+BATCHED = TEXTLESS | {
+    theirs.ExponentialDecayLengthPenalty,
+    theirs.ForcedBOSTokenLogitsProcessor,
+    theirs.ForcedEOSTokenLogitsProcessor,
+    theirs.MinLengthLogitsProcessor,
+    theirs.MinNewTokensLengthLogitsProcessor,
+    theirs.NoBadWordsLogitsProcessor,
+    theirs.NoRepeatNGramLogitsProcessor,
+    theirs.PrefixConstrainedLogitsProcessor,
+    theirs.RepetitionPenaltyLogitsProcessor,
+    theirs.SequenceBiasLogitsProcessor,
+    theirs.SuppressTokensAtBeginLogitsProcessor,
     theirs.WatermarkLogitsProcessor,
 }
 

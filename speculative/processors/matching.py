@@ -7,9 +7,9 @@ that the target's logits are masked by what the draft's were.
 
 from collections.abc import Sequence
 
-from torch import Tensor, stack
+from torch import Tensor
 
-from heavypath.speculative.processors.grammar import Grammar, before_end, masked, words_of, words_with
+from heavypath.speculative.processors.grammar import Grammar, before_end, words_of, words_with
 
 Path = tuple[int, ...]  # drafted tokens, from the root's child down to a node; () is the root
 
@@ -36,12 +36,8 @@ class GrammarText:
             )
         self._at = ()
 
-    def masked(self, scores: Tensor, paths: Sequence[Path]) -> Tensor:
-        """Scores [R, V] after nodes of this step, with -inf for what the grammar does not go on with."""
-        return masked(scores, stack([self._words_after(path) for path in paths]))
-
-    def _words_after(self, path: Path) -> Tensor:
-        """The tokens that may follow a node, a bit each."""
+    def words_after(self, path: Path) -> Tensor:
+        """The tokens that may follow a node of this step, a bit each: an IntTensor[V / 32]."""
         if path not in self._words:
             ended = self._ended or before_end(path, self._ends)[1]
             if not ended and self._go_to(path):

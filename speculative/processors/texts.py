@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers.generation import PrefixConstrainedLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from heavypath.kernels.nodes import Verified
-from heavypath.speculative.processors.applying import applied
+from heavypath.speculative.processors.applying import Row, applied
 from heavypath.speculative.processors.grammar import Grammar
-from heavypath.speculative.processors.kinds import Processor, name_of
+from heavypath.speculative.processors.kinds import TEXTLESS, Processor, name_of
 from heavypath.speculative.processors.matching import GrammarText, Path
 
 STEPS_ASKED_TWICE = 2  # at the beginning; the first tree of a short text may be its root alone
@@ -30,6 +30,22 @@ class _Text:
     processors: tuple[Processor | GrammarText, ...]
     ids: Tensor
     produced: int = 0
+
+    def __post_init__(self) -> None:
+        kinds = [GrammarText if isinstance(each, GrammarText) else id(each) for each in self.processors]
+        self._alike = tuple(kinds)
+        self._textless = all(isinstance(each, GrammarText) or type(each) in TEXTLESS for each in self.processors)
+
+    def together(self, path: Path) -> tuple[object, int]:
+        """Rows of which this is equal can be asked about in one call."""
+        return self._alike, 0 if self._textless else len(self.ids) + len(path)
+
+    def with_path(self, paths: Sequence[Path]) -> Tensor:
+        """The texts down to nodes of one depth, LongTensor[n, T']; none of a text that nobody reads."""
+        if self._textless:
+            return self.ids.new_empty(len(paths), 0)
+        drafted = torch.tensor(paths, dtype=torch.long, device=self.ids.device)
+        return torch.cat([self.ids.expand(len(paths), -1), drafted], 1)
 
     def advance(self, new: list[int]) -> None:
         self.ids = torch.cat([self.ids, self.ids.new_tensor(new)])
@@ -149,27 +165,17 @@ class StepProcessors:
 
     def _processed(self, logits: Tensor, paths: PathsOf, *, twice: bool) -> Tensor:
         out = logits.float().clone()
-        groups: dict[tuple[object, ...], list[tuple[int, int, Path]]] = {}
+        groups: dict[object, list[tuple[int, int, _Text, Path]]] = {}
         for slot, (text, own) in enumerate(zip(self._texts, paths, strict=True)):
             for column, path in enumerate(own):
                 if text is not None and path is not None and self._goes_on(slot, path):
-                    key = tuple(map(id, text.processors)), len(text.ids) + len(path)
-                    groups.setdefault(key, []).append((slot, column, path))
+                    groups.setdefault(text.together(path), []).append((slot, column, text, path))
         for rows in groups.values():
-            rows.sort(key=lambda row: len(row[2]))  # then it is in parts whose texts are of one length, too
-            slots, columns = (torch.tensor(part, device=out.device) for part in list(zip(*rows, strict=True))[:2])
-            parts = []
-            for _, part in groupby(rows, key=lambda row: len(row[2])):
-                own = [(self._texts[slot], path) for slot, _, path in part]
-                so_far = torch.stack([text.ids for text, _ in own if text is not None])
-                drafted = torch.tensor([path for _, path in own], dtype=torch.long, device=so_far.device)
-                parts.append(torch.cat([so_far, drafted], 1))
-            text = self._texts[rows[0][0]]
-            assert text is not None
-            paths_of = [path for _, _, path in rows]
-            out[slots, columns] = applied(
-                text.processors, torch.cat(parts), out[slots, columns], paths_of, twice=twice
-            )
+            slots, columns = torch.tensor([row[:2] for row in rows], device=out.device).T
+            each = groupby(rows, key=lambda row: row[0])
+            ids = [text.with_path([row[3] for row in part]) for slot, part in each if (text := self._texts[slot])]
+            asked = [Row(text.processors, path) for _, _, text, path in rows]
+            out[slots, columns] = applied(asked, torch.cat(ids), out[slots, columns], twice=twice)
         return out
 
     def _goes_on(self, slot: int, path: Path) -> bool:
