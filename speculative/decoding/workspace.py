@@ -22,6 +22,7 @@ from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
+from heavypath.speculative.processors.texts import BatchProcessors
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Workspace:
     def __init__(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None):
         target, draft = plan.target, plan.draft
         self.size, self.graphs = size, graphs
+        self.processors: BatchProcessors | None = None  # of the generation that is under way
         self.recordings = dict[tuple[Step, int], Recorded | None]()  # on a CPU; None where a step has an obstacle
         if graphs is not None:
             self._home = torch.cuda.current_stream()
@@ -153,6 +155,11 @@ class Workspace:
             sequence_ids=request.sequence_ids,
             seed=request.seed,
         )
+        self.processors = None
+        if request.processors is not None:
+            self.processors, stops = BatchProcessors(), request.stops.tolist()
+            for member, own in enumerate(request.processors):
+                self.processors.begin(member, request.input_ids[member], own, stops, member)
         before_roots = request.prompt[:, :-1]
         batch, width = before_roots.shape
         draft = plan.draft
