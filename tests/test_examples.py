@@ -101,6 +101,15 @@ def test_compare_methods_prints_all_methods_and_draws_them(example, tmp_path):
     assert bars >= len(numbers) - 1  # transformers' own ratio is 1
 
 
+def test_serving_prints_each_text_as_it_comes_and_its_end(example):
+    printed = example("serving", "import os", "def f(x):", "class A:")
+    for number in range(3):
+        pieces = re.findall(rf"^\[{number}\] ('.*'|\".*\")$", printed, re.MULTILINE)
+        assert len(pieces) > 5
+        assert re.search(rf"^\[{number}\] (length|stop): \d+ tokens in \d+ steps", printed, re.MULTILINE)
+    assert "submitted=3, completed=3" in printed
+
+
 def test_own_tree_draws_a_tree_and_says_what_is_expected_of_it(example):
     printed = example("own_tree", "import os", "--branching", 2, 1, "--acceptance", 0.5, 0.25)
     assert printed.startswith(f"{TokenTree.from_branching([2, 1])}\nexpected: 2.12 tokens per step\n")  # 1 + 3/4 * 3/2

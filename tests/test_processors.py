@@ -61,9 +61,7 @@ def classes(width, vocab_size, eos):
         "forced end": theirs.ForcedEOSTokenLogitsProcessor(width + 16, eos),
         "end ever likelier": theirs.ExponentialDecayLengthPenalty((4, 1.6), eos, width),
         "watermark": theirs.WatermarkLogitsProcessor(vocab_size, "cpu", seeding_scheme="lefthash", bias=2.0),
-        "allowed by a function": theirs.PrefixConstrainedLogitsProcessor(
-            lambda _, text: allowed[int(text[-1]) % 3], 1
-        ),
+        "allowed by a function": theirs.PrefixConstrainedLogitsProcessor(lambda _, text: allowed[int(text[-1]) % 3], 1),
     }
 
 
@@ -162,7 +160,13 @@ def check_law(pair, method, processors, count, **options):
     prompt, sampling = torch.tensor([3, 1, 4]), {"temperature": 0.9, "top_p": 0.97}
     decoder = SpeculativeDecoder(*pair, method, tree_size=6, **options)
     out = decoder.generate(
-        prompt.expand(count, -1), 3, seed=11, eos_token_id=EOS, pad_token_id=EOS, logits_processor=processors, **sampling
+        prompt.expand(count, -1),
+        3,
+        seed=11,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+        logits_processor=processors,
+        **sampling,
     )
     law = processed_law(pair[0], prompt, processors, Filters(**sampling), 3, EOS)
     new = out.sequences[:, 3:]
@@ -481,11 +485,11 @@ def test_a_dead_end_that_is_never_reached_is_no_error(tiny_pair):
 
 def test_a_member_may_begin_another_text():
     """As in a loop that serves: new requests take the places of those that have ended, with processors of their own."""
-    batch = BatchProcessors({9})
+    batch = BatchProcessors()
     seen = []
     note = [lambda ids, scores: seen.append(ids.tolist()) or scores]
-    batch.begin(0, torch.tensor([1, 2]), note)
-    batch.begin(1, torch.tensor([3, 4]), [])
+    batch.begin(0, torch.tensor([1, 2]), note, {9}, 0)
+    batch.begin(1, torch.tensor([3, 4]), [], {9}, 1)
     output = torch.tensor([[5, 6, 7], [8, 8, 8]])
     members, produced, left = torch.tensor([1, 0]), torch.tensor([3, 2]), torch.tensor([3, 1])
     step = batch.step(members, produced, left, output)
@@ -494,7 +498,7 @@ def test_a_member_may_begin_another_text():
     logits = torch.randn(2, 3, 11)
     assert torch.equal(step.of_target(logits, paths), logits)
     assert seen == [[[1, 2, 5, 6]]] * 2  # twice, and nothing below: one token is left
-    batch.begin(0, torch.tensor([4]), note)
+    batch.begin(0, torch.tensor([4]), note, {9}, 0)
     seen.clear()
     step = batch.step(members, torch.tensor([3, 1]), torch.tensor([3, 5]), output)
     step.of_target(logits, paths)

@@ -16,6 +16,7 @@ from test_decoder import tiny_llama as shorter_llama
 from test_heads import head_of
 from test_own_draft import Bigrams
 from test_step import Tape, as_on_a_gpu  # noqa: F401
+from transformers import NoRepeatNGramLogitsProcessor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
@@ -301,6 +302,34 @@ def test_an_error_ends_the_request_that_it_is_about_and_no_other():
             list(bad)
         assert [each.result(60).tokens for each in sent] == [texts[number] for number in fine]
         assert (service.stats().failed, service.stats().completed) == (1, 3)
+
+
+def test_requests_bring_their_own_processors():
+    """Side by side with requests that have none; one whose processors leave no token fails alone."""
+    decoder = SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd")
+
+    def odd_behind_even(ids, scores):
+        odd = torch.arange(VOCAB) % 2 == 1
+        return scores.masked_fill(odd == (ids[:, -1:] % 2 == 1), -torch.inf)
+
+    own = [
+        {"repetition_penalty": 1.4},
+        {"min_new_tokens": 6, "eos_token_id": [0, 1, 2, 3]},
+        {"logits_processor": [NoRepeatNGramLogitsProcessor(2)]},
+        {"logits_processor": [odd_behind_even], "repetition_penalty": 1.2},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [batch, 1 + int(ids[-1]) % 6]},
+        {},
+    ]
+    wanted = [
+        ([1 + number % 5, 2, 3], {"max_new_tokens": 14, "temperature": temperature, **more}, number)
+        for number, (temperature, more) in enumerate(itertools.product((0.0, 0.8), own))
+    ]
+    with decoder.serve(slots=4, max_tokens=64) as service:
+        bad = service.submit([3, 4], 9, logits_processor=[lambda ids, scores: scores - torch.inf])
+        assert served(service, wanted) == [alone(decoder, *each) for each in wanted]
+        with pytest.raises(ValueError, match="leave no token behind the 0 new tokens"):
+            bad.result(60)
+        assert (service.stats().failed, service.stats().completed) == (1, len(wanted))
 
 
 def test_memory_is_taken_at_the_beginning_and_given_back():

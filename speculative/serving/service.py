@@ -69,9 +69,10 @@ class Service:
             for tokens in completion:
                 ...
 
-    Requests have prompts, sampling, processors, lengths, stops and noise of their own. Up to `slots` are decoded in each step; up
-    to `queue` more wait, first come, first served. A prompt goes through the models in pieces of `prefill_tokens`,
-    between steps, so that no running request waits for more than one piece. All memory is taken at the beginning.
+    Requests have prompts, sampling, processors, lengths, stops and noise of their own. Up to `slots` are decoded in
+    each step; up to `queue` more wait, first come, first served. A prompt goes through the models in pieces of
+    `prefill_tokens`, between steps, so that no running request waits for more than one piece. All memory is taken at
+    the beginning.
 
     A request's text is the one that it has alone, whatever else runs (in float32; in 16 bits up to ties of rounding).
     With method "ersd", and for greedy text with any method, it is that of
