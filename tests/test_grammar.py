@@ -1,4 +1,4 @@
-"""Grammars: what is written is in the language, is transformers' text, and follows the target's law among such texts."""
+"""Grammars: what is written is in the language, is transformers' text, and has the target's law among such texts."""
 
 import json
 import re
@@ -157,7 +157,7 @@ def test_a_matcher_that_goes_from_node_to_node_masks_as_one_that_reads_each_text
         order = torch.randperm(len(paths), generator=generator).tolist()
         scores = allowed_after(following, [paths[place] for place in order])
         for row, place in zip(scores, order, strict=True):
-            expected = reference(torch.tensor([text + [*paths[place]]]), torch.zeros(1, 7))
+            expected = reference(torch.tensor([[*text, *paths[place]]]), torch.zeros(1, 7))
             assert torch.equal(row, expected[0])
             kinds |= {"end" for _ in [0] if row[EOS] == 0} | {"only one" for _ in [0] if (row == 0).sum() == 1}
         impossible = (*paths[-1], 4, 4, 4)
@@ -269,7 +269,9 @@ def test_a_grammar_needs_a_token_that_ends_its_texts(tiny_pair, letters):
     assert matcher.consume_tokens([0])
     assert int(words_of(matcher)[0]) == 1 << 0 | 1 << 3 | 1 << EOS
     decoder = SpeculativeDecoder(*tiny_pair)
-    with pytest.raises(ValueError, match=r"end by a token of \[3, 5\], and this text by \[5\]; give Grammar eos_token_id"):
+    with pytest.raises(
+        ValueError, match=r"end by a token of \[3, 5\], and this text by \[5\]; give Grammar eos_token_id"
+    ):
         decoder.generate(torch.tensor([[1]]), 4, eos_token_id=EOS, logits_processor=[grammar])
 
 
@@ -286,5 +288,8 @@ def test_a_token_that_another_processor_allows_ends_in_an_error(tiny_pair, lette
 def test_a_grammar_that_others_forbid_is_said_to_be_a_dead_end(tiny_pair, letters):
     with pytest.raises(ValueError, match="Grammar, odd_behind_even leave no token behind the 1 new tokens"):
         SpeculativeDecoder(*tiny_pair).generate(
-            torch.tensor([[1, 2]]), 8, eos_token_id=EOS, logits_processor=[Grammar.regex("d(b|d)+", letters), odd_behind_even]
+            torch.tensor([[1, 2]]),
+            8,
+            eos_token_id=EOS,
+            logits_processor=[Grammar.regex("d(b|d)+", letters), odd_behind_even],
         )

@@ -1,5 +1,7 @@
 """Logits processors along every path of a tree: transformers' own, callables, one sequence's and another's."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
@@ -61,9 +63,7 @@ def classes(width, vocab_size, eos):
         "forced end": theirs.ForcedEOSTokenLogitsProcessor(width + 14, eos),
         "end ever likelier": theirs.ExponentialDecayLengthPenalty((4, 1.6), eos, width),
         "watermark": theirs.WatermarkLogitsProcessor(vocab_size, "cpu", seeding_scheme="lefthash", bias=2.0),
-        "allowed by a function": theirs.PrefixConstrainedLogitsProcessor(
-            lambda _, text: allowed[int(text[-1]) % 3], 1
-        ),
+        "allowed by a function": theirs.PrefixConstrainedLogitsProcessor(lambda _, text: allowed[int(text[-1]) % 3], 1),
     }
 
 
@@ -162,7 +162,13 @@ def check_law(pair, method, processors, count, **options):
     prompt, sampling = torch.tensor([3, 1, 4]), {"temperature": 0.9, "top_p": 0.97}
     decoder = SpeculativeDecoder(*pair, method, tree_size=6, **options)
     out = decoder.generate(
-        prompt.expand(count, -1), 3, seed=11, eos_token_id=EOS, pad_token_id=EOS, logits_processor=processors, **sampling
+        prompt.expand(count, -1),
+        3,
+        seed=11,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+        logits_processor=processors,
+        **sampling,
     )
     law = processed_law(pair[0], prompt, processors, Filters(**sampling), 3, EOS)
     new = out.sequences[:, 3:]
@@ -263,7 +269,7 @@ def test_contexts_are_texts_that_can_come_about(method, tiny_pair):
         assert [*text[:width]] in prompts
         new = text[width - 1 :]
         assert EOS not in new[1:]
-        assert all((one ^ other) & 1 for one, other in zip(new, new[1:], strict=False))
+        assert all((one ^ other) & 1 for one, other in pairwise(new))
         assert len(text) < width + 9
     for row in out.sequences.tolist():
         length = (*row, EOS).index(EOS, width)
