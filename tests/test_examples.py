@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import json
 import re
 import runpy
 import subprocess
@@ -171,6 +172,17 @@ def test_own_method_decodes_its_trees_by_its_rule(example, demo_pair, monkeypatc
         decoder = SpeculativeDecoder(*demo_pair[:2], "last-child", verifier=verifier, tree_size=7)
         assert speed == f"{decoder.generate(ids, 64, temperature=0.6).stats.tokens_per_step:.2f}"
     assert float(printed[1][1]) > 1.5
+
+
+def test_constrained_writes_what_it_is_told(example):
+    pattern = r"^(\w+): ('.*'), ([\d.]+) tokens per step$"
+    texts = {name: (ast.literal_eval(text), float(speed)) for name, text, speed in re.findall(
+        pattern, example("constrained"), re.M
+    )}  # fmt: skip
+    assert {*json.loads(texts["schema"][0])} == {"name", "size"}
+    assert re.fullmatch(r"[a-z]+\.py(, [a-z]+\.py){2}", texts["pattern"][0])
+    assert texts["rule"][0]
+    assert all(speed > 1.2 for _, speed in texts.values())
 
 
 def test_batch_streaming_shows_each_text_as_it_grows(example, demo_pair):

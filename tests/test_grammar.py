@@ -1,4 +1,4 @@
-"""Grammars: what is written is in the language, is transformers' text, and follows the target's law among such texts."""
+"""Grammars: what is written is in the language, is transformers' text, and has the target's law among such texts."""
 
 import json
 import re
@@ -157,7 +157,7 @@ def test_a_matcher_that_goes_from_node_to_node_masks_as_one_that_reads_each_text
         order = torch.randperm(len(paths), generator=generator).tolist()
         scores = allowed_after(following, [paths[place] for place in order])
         for row, place in zip(scores, order, strict=True):
-            expected = reference(torch.tensor([text + [*paths[place]]]), torch.zeros(1, 7))
+            expected = reference(torch.tensor([[*text, *paths[place]]]), torch.zeros(1, 7))
             assert torch.equal(row, expected[0])
             kinds |= {"end" for _ in [0] if row[EOS] == 0} | {"only one" for _ in [0] if (row == 0).sum() == 1}
         impossible = (*paths[-1], 4, 4, 4)

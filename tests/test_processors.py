@@ -1,5 +1,7 @@
 """Logits processors along every path of a tree: transformers' own, callables, one sequence's and another's."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
@@ -58,7 +60,7 @@ def classes(width, vocab_size, eos):
         "suppressed": theirs.SuppressTokensLogitsProcessor(tokens),
         "suppressed at first": theirs.SuppressTokensAtBeginLogitsProcessor(range(vocab_size // 2), width),
         "sequence bias": theirs.SequenceBiasLogitsProcessor(bias),
-        "forced end": theirs.ForcedEOSTokenLogitsProcessor(width + 16, eos),
+        "forced end": theirs.ForcedEOSTokenLogitsProcessor(width + 14, eos),
         "end ever likelier": theirs.ExponentialDecayLengthPenalty((4, 1.6), eos, width),
         "watermark": theirs.WatermarkLogitsProcessor(vocab_size, "cpu", seeding_scheme="lefthash", bias=2.0),
         "allowed by a function": theirs.PrefixConstrainedLogitsProcessor(lambda _, text: allowed[int(text[-1]) % 3], 1),
@@ -96,15 +98,15 @@ def check_classes(pair, prompts, methods, new_tokens=24):
 
 
 def test_greedy_text_under_ten_of_transformers_classes_is_that_of_transformers(demo_pair):
-    check_classes(demo_pair, demo_prompts()[:2], ("sequoia", "dyspec"))
+    check_classes(demo_pair, demo_prompts()[:1], ("sequoia", "dyspec"), new_tokens=20)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", SOME)
-def test_under_processors_as_many_tokens_are_accepted_as_without(method, demo_pair):
-    speeds = check_classes(demo_pair, demo_prompts(), (method,))
-    without = speeds.pop((method, "none"))
-    assert sum(speeds.values()) / len(speeds) > 0.9 * without, speeds
+def test_under_processors_as_many_tokens_are_accepted_as_without(demo_pair):
+    speeds = check_classes(demo_pair, demo_prompts(), SOME)
+    for method in SOME:
+        under = [speed for (other, name), speed in speeds.items() if other == method and name != "none"]
+        assert sum(under) / len(under) > 0.9 * speeds[method, "none"], speeds
 
 
 def order_matters(width):
@@ -195,7 +197,7 @@ def test_the_joint_law_is_exact_under_a_callable_that_bars_tokens(method, tiny_p
 @pytest.mark.parametrize("verifier", ["rejection", "held", "traversal", "held_traversal"])
 @pytest.mark.parametrize("method", ["chain", "sequoia", "specinfer"])
 def test_the_joint_law_is_exact_by_every_verifier(method, verifier, tiny_pair):
-    check_law(tiny_pair, method, [by_last_two(7)], 20_000, verifier=verifier)
+    check_law(tiny_pair, method, [by_last_two(7)], 8_000, verifier=verifier)
 
 
 def test_drafts_that_are_told_are_accepted_more_often(tiny_pair):
@@ -267,7 +269,7 @@ def test_contexts_are_texts_that_can_come_about(method, tiny_pair):
         assert [*text[:width]] in prompts
         new = text[width - 1 :]
         assert EOS not in new[1:]
-        assert all((one ^ other) & 1 for one, other in zip(new, new[1:], strict=False))
+        assert all((one ^ other) & 1 for one, other in pairwise(new))
         assert len(text) < width + 9
     for row in out.sequences.tolist():
         length = (*row, EOS).index(EOS, width)
