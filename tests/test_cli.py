@@ -201,7 +201,8 @@ def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, cal
     assert all(row["expected_tokens"] <= row["bound"] + 1e-9 for row in answer["plans"])
     assert all(row["expected_tokens_error"] >= 0 <= row["speedup_error"] for row in answer["plans"])
     assert re.search(
-        r"milliseconds of a step by nodes, in \d+ rounds: 1: [\d.e+-]+ ± [\d.e+-]+, 2: ", output.replace("\n", " ")
+        r"milliseconds of a step of 1 sequence by nodes, in \d+ rounds: 1: [\d.e+-]+ ± [\d.e+-]+, 2: ",
+        output.replace("\n", " "),
     )
     assert re.search(r"sequoia +\d+ +\d+ +[\d.]+ ± [\d.]+ +[\d.]+ [a-z ]+ [\d.]+ ± [\d.]+ ", output)
 
