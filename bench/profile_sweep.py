@@ -81,7 +81,9 @@ def main() -> None:
     target, draft, _ = quiet_demo_pair()
     with Console(stderr=True).status("") as status:
         begin = time.perf_counter()
-        profile = calibrate(target, draft, temperatures=arguments.temperatures, on_progress=status.update)
+        profile = calibrate(
+            target, draft, temperatures=arguments.temperatures, batch_sizes=[1], on_progress=status.update
+        )
         calibrated = time.perf_counter() - begin
         for temperature in arguments.temperatures:
             rows += sweep(arguments, temperature, profile, status.update)

@@ -274,8 +274,9 @@ def test_acceptance_at_a_depth_is_that_of_the_head_for_it(target, tmp_path):
 def test_calibration_knows_of_no_acceptance_beyond_the_heads(target, tmp_path):
     heads, _ = heads_of(target, tmp_path, heads=2)
     profile = calibrate(
-        target, heads, prompts=[PROMPT[0]], temperatures=[0.0], sizes=[1, 2, 4, 96], tokens=12, sequences=4, limit=60
-    )
+        target, heads, prompts=[PROMPT[0]], temperatures=[0.0], sizes=[1, 2, 4, 96], batch_sizes=[1], tokens=12,
+        sequences=4, limit=60,
+    )  # fmt: skip
     accepted = torch.tensor(profile.acceptance[0].accepted)
     assert accepted[0].sum() > 0
     assert accepted[2:].sum() == 0

@@ -27,6 +27,7 @@ from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
 from heavypath.speculative.costs.table import Costs, CostsByBatch, standing_for
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.drafts import ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import Profile, describe
@@ -115,6 +116,35 @@ def test_a_draft_that_rested_knows_the_text_before_it_drafts_again(first, monkey
     assert accepts_everything(stats)
     turns = list(zip([first, *choosers[0].chosen], choosers[0].chosen, strict=False))
     assert sum(before == ROOT != after for before, after in turns) >= 2
+
+
+def test_a_draft_that_caught_up_has_the_rows_of_a_pass_over_the_whole_text(monkeypatch):
+    """Of all texts that go on, up to their roots: accepted leaves, too, that no step had given to the draft."""
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, target, "ersd")
+    at_random(monkeypatch, decoder, [CHAIN, ROOT, CHAIN])
+    turn, compared = Workspace.turn, []
+
+    def checked(workspace, request, before, after, slots):
+        turn(workspace, request, before, after, slots)
+        if before.tree.depth > 0 or after.tree.depth == 0:
+            return
+        for slot in range(slots):
+            length, member = (int(each[slot]) for each in (workspace.state.lengths, workspace.state.member))
+            prompt = request.prompt[member, : request.lengths[member]]
+            text = torch.cat([prompt, workspace.state.output[member]])[None, :length]
+            whole = after.draft.new_cache(1, length)
+            after.draft.prefill(text, whole)
+            for field in ("keys", "values"):
+                own = getattr(workspace.draft_cache, field)[slot, :, :length]
+                assert torch.allclose(own, getattr(whole, field)[0], atol=1e-5)
+            compared.append(member)
+
+    monkeypatch.setattr(Workspace, "turn", checked)
+    continued(decoder, 40, temperature=1.5, eos_token_id=6)
+    continued(decoder, 40, temperature=1.5, eos_token_id=None, seed=1)
+    assert {*compared} == {0, 1, 2}
+    assert len(compared) >= 6
 
 
 def test_without_catching_up_less_would_be_accepted(monkeypatch):
