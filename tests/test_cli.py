@@ -214,7 +214,7 @@ def calibrated(heavypath, folders, tmp_path, monkeypatch, any_noise):
     (tmp_path / "own.txt").write_text("one two three four five six " * 30)
     models = ("--target", folders / "target", "--draft", folders / "draft")
     path = tmp_path / "profile.json"
-    options = ("--text", tmp_path / "own.txt", "--out", path, "--limit", 3600)
+    options = ("--text", tmp_path / "own.txt", "--out", path, "--limit", 3600, "--batch-sizes", "1,2")
     code, output, errors = heavypath("calibrate", *models, *options)
     assert (code, output) == (0, "")
     assert "heavypath plan" in errors
@@ -238,8 +238,14 @@ def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, cal
     assert all(row["expected_tokens"] <= row["bound"] + 1e-9 for row in answer["plans"])
     assert all(row["expected_tokens_error"] >= 0 <= row["speedup_error"] for row in answer["plans"])
     assert re.search(
-        r"milliseconds of a step by nodes, in \d+ rounds: 1: [\d.e+-]+ ± [\d.e+-]+, 2: ", output.replace("\n", " ")
+        r"milliseconds of a step of 1 sequence by nodes, in \d+ rounds: 1: [\d.e+-]+ ± [\d.e+-]+, 2: ",
+        output.replace("\n", " "),
     )
+    assert "chain by the number of sequences decoded together" in output
+    assert "milliseconds of a step of 2 sequences by nodes" in output
+    assert [row["sequences"] for row in answer["by_batch"]] == 3 * [1, 2]
+    assert {row["method"] for row in answer["by_batch"]} == {"sequoia"}
+    assert re.search(r"^ *2 +\d+ +\d+ +[\d.]+ ± ", output, re.MULTILINE), "a row for two sequences"
     assert re.search(r"sequoia +\d+ +\d+ +[\d.]+ ± [\d.]+ +[\d.]+ [a-z ]+ [\d.]+ ± [\d.]+ ", output)
 
 
@@ -412,6 +418,8 @@ def test_log_lines_say_what_is_chosen_and_none_comes_with_each_token(heavypath, 
         ("generate x --profile p --tree-size 4", 1, "leave out --tree-size or --profile"),
         ("calibrate --min-p 2", 1, r"min_p must be .*, got 2.0"),
         ("calibrate --limit 0", 1, "--limit must be a number of seconds above 0, got 0"),
+        ("calibrate --batch-sizes 1,two", 1, "--batch-sizes must be numbers of sequences with commas between"),
+        ("calibrate --batch-sizes 0", 1, "--batch-sizes must be numbers of sequences with commas between"),
         ("calibrate --target somewhere", 1, "calibrate needs a --draft with the --target"),
         ("decode x", 2, "No such command 'decode'"),
         ("", 2, "Missing command"),

@@ -21,7 +21,7 @@ class Statistics:
 
     depth, branching: levels of the largest tree drafted, and the most children of a node
     tree:          its size in words, and what it was chosen by
-    replans:       with replan=True, after which step the tree changed, and to what
+    replans:       after which step the tree changed, and to what: with replan=True, or because fewer sequences ran
     law_changed_by: what gave the text another law than the target's, such as typical acceptance; "" for nothing
     verification:  what verified: `method` of `verify_tree`, "typical", or "own" for a verifier of the user's own
     steps:         target forwards over a tree; the prompt's forward pass does not count

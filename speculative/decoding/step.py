@@ -118,7 +118,7 @@ class Step:
             lap("processing")
         drafted = self._drafted(state, draft_cache, Reach(visible_rows, self.most_levels + 1), lap, asked)
         lengths, nodes = state.lengths, drafted.tokens.shape[1]
-        # A step that drafts nothing is the last one of all texts.
+        # A step that drafts nothing is the last one of all texts, or its draft has no nodes of its own.
         extra = extra_nodes_of(self.draft, draft_cache, state.root, lengths) if self.depth else None
         given = given_to_target(drafted, extra, lengths)
         rows = visible_rows + given.tokens.shape[1]

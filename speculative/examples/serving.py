@@ -22,7 +22,7 @@ async def answer(service: Service, tokenizer, number: int, prompt: str) -> None:
 
 async def answer_all(service: Service, tokenizer, prompts: list[str]) -> None:
     """Answer all prompts side by side."""
-    await asyncio.gather(*(answer(service, tokenizer, *each) for each in enumerate(prompts)))
+    await asyncio.gather(*(answer(service, tokenizer, number, prompt) for number, prompt in enumerate(prompts)))
 
 
 if __name__ == "__main__":

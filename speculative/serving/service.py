@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from heavypath.kernels.filtering import Filters
+from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.request import Prompts, Request
 from heavypath.speculative.decoding.step import StepPlan
@@ -22,6 +23,7 @@ from heavypath.speculative.serving.arrivals import Arrival, Arrivals, Closed, Qu
 from heavypath.speculative.serving.completion import Completion
 from heavypath.speculative.serving.progress import Reason
 from heavypath.speculative.serving.slots import Limits, Slots, serving_plan
+from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +80,14 @@ class Service:
     With method "ersd", and for greedy text with any method, it is that of
     `decoder.generate(prompt, ..., seed=SERVICE_SEED, sequence_ids=torch.tensor([REQUEST_SEED]))`.
 
+    Trees follow the number of running requests where texts do not depend on them (ersd), and are the same elsewhere.
     An error while decoding ends the requests that it is about. `SpeculativeDecoder.serve` makes a service.
     """
 
     def __init__(
         self,
         plan: StepPlan,
+        tree_of: Callable[[int], TokenTree | Growth],
         checked: Callable[..., Request],
         draft_filters: Callable[[Filters], Filters],
         *,
@@ -91,20 +95,19 @@ class Service:
         seed: int,
         cuda_graphs: bool,
     ):
-        """plan: for temperature 1 without filters; checked: makes a request of prompts, of how they are sampled, by
-        name, and of keyword arguments for the rest, as `SpeculativeDecoder.generate` does.
+        """Begin to serve.
 
+        plan: for temperature 1 without filters; tree_of: one of its trees, for so many running requests
+        checked: makes a request of prompts, of how they are sampled, by name, and of keyword arguments for the rest, as
+            `SpeculativeDecoder.generate` does
         draft_filters: how the draft is sampled where the target is sampled so
         """
-        for name, value in limits._asdict().items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         self._checked, self._draft_filters, self._seed = checked, draft_filters, seed
         self.limits, self._device = limits, plan.target.device
         self._in_device = nullcontext if host_can_read(self._device) else lambda: torch.cuda.device(self._device)
         with torch.inference_mode(), self._in_device():
             plan = serving_plan(plan)
-            self._slots = Slots(plan, limits, seed, cuda_graphs=cuda_graphs)
+            self._slots = Slots(plan, tree_of, limits, seed, cuda_graphs=cuda_graphs)
         self._arrivals = Arrivals(limits.queue)
         self._lock = threading.Lock()  # of the counts
         self._counts = ServiceStatistics(limits.slots, self._slots.cache_bytes)

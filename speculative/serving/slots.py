@@ -7,7 +7,7 @@ A prompt goes through the models in an anteroom, the memory of one sequence, pie
 that run, so that none of these waits for more than one piece. Then its rows are copied into a slot.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.sampling import seed_tensor
 from heavypath.speculative.decoding.graphs import Graphs
+from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.snapshots import Snapshots
 from heavypath.speculative.decoding.step import StepPlan
@@ -25,6 +26,7 @@ from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.processors.texts import BatchProcessors
 from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.progress import Reason
+from heavypath.speculative.trees.tree import TokenTree
 
 
 @dataclass(eq=False)
@@ -78,12 +80,28 @@ class Limits(NamedTuple):
     queue: int
     prefill_tokens: int
 
+    def check(self) -> "Limits":
+        """Raise ValueError for a number below 1; returns self."""
+        for name, value in self._asdict().items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        return self
+
 
 class Slots:
     """The memory and the state of the sequences that are decoded."""
 
-    def __init__(self, plan: StepPlan, limits: Limits, seed: int, *, cuda_graphs: bool):
-        self.plan, self.limits = plan, limits
+    def __init__(
+        self,
+        plan: StepPlan,
+        tree_of: Callable[[int], TokenTree | Growth],
+        limits: Limits,
+        seed: int,
+        *,
+        cuda_graphs: bool,
+    ):
+        """tree_of: one of the plan's trees, for so many members; seed: of the noise."""
+        self.plan, self.limits, self._tree_of = plan, limits, tree_of
         count, max_tokens = limits.slots, limits.max_tokens
         device = plan.target.device
         self._on_host = host_can_read(device)
@@ -105,6 +123,8 @@ class Slots:
         self._processors = BatchProcessors()
         self.running: list[Member] = []  # in the first slots, in their order
         self._rows = list(range(count))  # of `output` that nobody has
+        if cuda_graphs:
+            self._runner.warm_up(plan, self._workspace, count, max_tokens, tree_of)
 
     @property
     def is_full(self) -> bool:
@@ -176,11 +196,12 @@ class Slots:
         arrivals = [member.arrival for member in members]
         asked = any(arrival.processors for arrival in arrivals)
         self._workspace.processors = self._processors if asked else None
+        # On a GPU, where each number of slots is a graph, there are few numbers.
+        slots = count if self._on_host else min(self.limits.slots, 1 << (count - 1).bit_length())
         self._runner.run(
-            self.plan,
+            replace(self.plan, tree=self._tree_of(slots)),
             self._workspace,
-            # On a GPU, where each number of slots is a graph, there are few numbers.
-            slots=count if self._on_host else min(self.limits.slots, 1 << (count - 1).bit_length()),
+            slots=slots,
             levels=max(arrival.left for arrival in arrivals) - 1,
             longest=max(arrival.prompt_length + len(arrival.tokens) for arrival in arrivals),
             lap=_no_lap,
