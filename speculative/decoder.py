@@ -335,7 +335,8 @@ class SpeculativeDecoder:
         )  # fmt: skip
         kept = self.runner.kept
         kept.append(cache)
-        self._remark(stats)
+        if plan.drafts_always:
+            self._remark(stats)
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
             stats=stats,
