@@ -339,7 +339,7 @@ class SpeculativeDecoder:
         )  # fmt: skip
         kept = self.runner.kept
         kept.append(cache)
-        self._remark(stats, self._draft)
+        self._remark(stats, self._draft if plan.drafts_always else None)
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
             stats=stats,

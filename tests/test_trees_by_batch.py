@@ -266,6 +266,15 @@ def test_a_batch_that_closes_up_gets_larger_trees_again(demo_pair):
     assert torch.equal(out.sequences, plain.sequences)
 
 
+def test_a_batch_that_is_decoded_without_drafts_is_not_said_to_have_a_bad_draft(demo_pair, caplog):
+    target, draft, tokenizer = demo_pair
+    prompts = tokenizer(["import os\n"] * 32, return_tensors="pt").input_ids
+    out = SpeculativeDecoder(target, draft).generate(prompts, 3, temperature=0.0, eos_token_id=None)
+    assert out.stats.tree == "1 nodes, 0 levels, by costs estimated for 32 sequences"
+    assert out.stats.steps == 32 * 3
+    assert "does not pay" not in caplog.text
+
+
 def test_drafts_that_cannot_catch_up_draft_a_token_at_least(demo_pair):
     target, draft, _ = demo_pair
     for other in (PromptLookup(), load_demo_head(target)):

@@ -63,6 +63,11 @@ class StepPlan:
         return [replace(self, tree=tree) for tree in dict.fromkeys((self.tree, *self.others))]
 
     @property
+    def drafts_always(self) -> bool:
+        """Whether each of the trees has drafted nodes."""
+        return min(len(tree) for tree in (self.tree, *self.others)) > 1
+
+    @property
     def depth(self) -> int:
         """The most levels that any of the trees has."""
         return max(tree.depth for tree in (self.tree, *self.others))
