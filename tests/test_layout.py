@@ -20,8 +20,8 @@ from heavypath.speculative import SpeculativeDecoder
 
 ROOT = Path(__file__).parent.parent
 ORDER = (
-    "kernels", "trees", "models", "drafts", "training", "demo", "decoding", "output", "root", "cli", "examples",
-    "package",
+    "kernels", "trees", "models", "drafts", "training", "demo", "decoding", "output", "root", "http", "cli",
+    "examples", "package",
 )  # fmt: skip
 APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
 MOST_MODULES, MOST_LINES, MEDIAN_LINES, MOST_PARAMETERS = 20, 500, 160, 8
@@ -39,7 +39,7 @@ FORMER_PATHS = {  # of modules that moved into folders, and a name of each
 PUBLIC = {
     "gumbel_topk", "stochastic_beam", "tree_attention", "chain_attention", "verify_tree", "accept_typical", "calibrate",
     "compare", "generate", "__init__", "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up",
-    "distil",
+    "distil", "serve",
 }  # fmt: skip
 FREE_OF_NAMES = ("zip", "zip_longest", "gcd", "print", "ctx.save_for_backward", "func")  # take any arguments alike
 OPERATORS = {"_tree_attention"}  # torch.library takes no tuples

@@ -1,0 +1,105 @@
+"""The routes."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, CompletionAnswer, Finished
+from heavypath.speculative.http.errors import Answer, Refusal, answer_errors
+from heavypath.speculative.http.exchange import Exchange, Served, until_gone
+from heavypath.speculative.http.guard import Guard
+from heavypath.speculative.http.prompts import Prompt, prompt_of_chat, prompts_of
+from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
+from heavypath.speculative.http.streaming import EventStream
+
+DEFAULT_NEW_TOKENS = 16  # of /v1/completions, as in OpenAI's API
+
+
+def create_app(served: Served, fingerprint: str, api_key: str | None = None) -> FastAPI:
+    """The application, for any server of ASGI.
+
+    fingerprint: names what texts depend on beside the request, OpenAI's system_fingerprint
+    api_key: what clients have to send; None for none
+    """
+    app = FastAPI(title="Heavypath", docs_url=None, redoc_url=None)  # pages that load scripts from elsewhere
+    app.add_middleware(Guard, limits=served.limits, metrics=served.metrics, api_key=api_key)
+    answer_errors(app)
+    started = int(time.time())
+    tokenizing = ThreadPoolExecutor(1, "tokenizer")  # a long prompt holds up no stream
+    served.tokenizer("a")  # a tokenizer may set itself up at its first call, which must not be in two threads
+
+    @app.get("/health")
+    async def health() -> Answer:
+        if served.service.closed:
+            return Answer({"status": "stopping"}, 503)
+        return Answer({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(served.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    model = {"id": served.name, "object": "model", "created": started, "owned_by": "heavypath"}
+
+    @app.get("/v1/models")
+    async def models() -> Answer:
+        return Answer({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Answer:
+        _check_model(served, name)
+        return Answer(model)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        _check_model(served, body.model)
+        loop = asyncio.get_running_loop()
+        prompts = await loop.run_in_executor(tokenizing, prompts_of, body, served.tokenizer)
+        answer = CompletionAnswer(served.name, fingerprint, includes_usage=body.includes_usage)
+        new_tokens = DEFAULT_NEW_TOKENS if body.max_tokens is None else body.max_tokens
+        return await _answered(served, body, request, answer, prompts, new_tokens)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        _check_model(served, body.model)
+        loop = asyncio.get_running_loop()
+        prompt = await loop.run_in_executor(tokenizing, prompt_of_chat, body, served.tokenizer)
+        answer = ChatAnswer(served.name, fingerprint, includes_usage=body.includes_usage)
+        new_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        return await _answered(served, body, request, answer, [prompt], new_tokens)
+
+    return app
+
+
+async def _answered(
+    served: Served,
+    body: Sampling,
+    request: Request,
+    answer: AnyAnswer,
+    prompts: Sequence[Prompt],
+    new_tokens: int | None,
+) -> Response:
+    """Decode what was asked for, and give it as a stream or whole."""
+    exchange = Exchange(served, body, prompts, new_tokens)
+    if body.stream:
+        return EventStream(exchange, answer, includes_usage=body.includes_usage)
+    texts: list[list[str]] = [[] for _ in range(len(exchange))]
+    reasons = ["stop"] * len(exchange)
+    async with until_gone(request.receive, exchange), aclosing(exchange.pieces()) as pieces:
+        async for piece in pieces:
+            texts[piece.index].append(piece.text)
+            reasons[piece.index] = piece.reason or reasons[piece.index]
+    finished = [Finished("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
+    return Answer(answer.whole(finished, exchange.counted))
+
+
+def _check_model(served: Served, name: str) -> None:
+    """Nothing is ever loaded by a name of a request: there is one model."""
+    if name != served.name:
+        message = f"there is no model {name!r:.200} here; this server has {served.name!r}"
+        raise Refusal(404, message, param="model", code="model_not_found")
