@@ -38,7 +38,7 @@ from heavypath.speculative.decoding.stopping import checked_criteria
 from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, most_levels, proposes_every_token
 from heavypath.speculative.drafts.kinds import extra_node_count, law_count
 from heavypath.speculative.generation import Generation
-from heavypath.speculative.generation_defaults import EosTokens, GivenSettings
+from heavypath.speculative.generation_defaults import NOTHING, EosTokens, GivenSettings
 from heavypath.speculative.methods import check_independent, check_laws, default_verifier, row_of
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of
@@ -48,6 +48,7 @@ from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.replanning import ProfileTrees, Replanner
+from heavypath.speculative.serving.service import Limits, Service
 from heavypath.speculative.tree_choice import chosen_tree
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
@@ -339,6 +340,28 @@ class SpeculativeDecoder:
             logits=chosen.logits() if chosen is not None and output_logits else None,
             _cache=weakref.ref(cache),
             _kept=kept,
+        )
+
+    def serve(
+        self, slots: int = 8, *, max_tokens: int = 2048, queue: int = 64, prefill_tokens: int = 256, seed: int = 0
+    ) -> Service:
+        """Decode requests as they come, side by side, until the service is closed; see `Service`.
+
+        slots: sequences in a step; max_tokens: of a prompt with its new tokens; queue: requests that may wait
+        prefill_tokens: of a prompt between two steps; seed: of the noise
+
+        Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
+        """
+        self._notice_changes()
+        prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
+        plan = self._plan(self._request(prompts, GivenSettings(1.0, **NOTHING), max_new_tokens=1))
+        return Service(
+            plan,
+            lambda prompts, given, **rest: self._request(prompts, GivenSettings(**given), **rest),
+            self._draft_filters,
+            limits=Limits(slots, max_tokens, queue, prefill_tokens),
+            seed=seed,
+            cuda_graphs=self.runner.cuda_graphs,
         )
 
     def warm_up(

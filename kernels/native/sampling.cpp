@@ -90,6 +90,31 @@ void draw_row(const Draw& d, int64_t r) {
     }
 }
 
+struct SequenceScores {
+    const float* logits;  // [B, N, V], rows of V numbers side by side
+    int64_t batch, nodes, vocab, sequence_step, row_step;
+    const double* settings;  // [B, 4]: temperature, top_k, top_p, min_p
+    int64_t settings_step;
+    float* scores;  // [B, N, V]
+    int64_t threads;
+};
+
+void score_row(const SequenceScores& s, int64_t row) {
+    const int64_t sequence = row / s.nodes;
+    const float* x = s.logits + sequence * s.sequence_step + row % s.nodes * s.row_step;
+    const double* own = s.settings + sequence * s.settings_step;
+    float* scores = s.scores + row * s.vocab;
+    const float largest = largest_of(x, s.vocab);
+    if (!std::isfinite(largest)) {  // no distribution, which whoever draws from it has to notice
+        std::fill(scores, scores + s.vocab, largest == -INFINITY ? largest : NAN);
+    } else if (own[0] == 0) {
+        std::fill(scores, scores + s.vocab, -INFINITY);
+        scores[best_of(x, s.vocab)] = 0;
+    } else {
+        scores_of(x, s.vocab, largest, Filters{own[0], int64_t(own[1]), own[2], own[3]}, scores);
+    }
+}
+
 }  // namespace heavypath
 
 using namespace heavypath;
@@ -101,4 +126,10 @@ extern "C" void draw(const Draw* call) {
     const bool worth_it = call->rows * call->vocab > 1 << 15;
 #pragma omp parallel for num_threads(worth_it ? call->threads : 1)
     for (int64_t r = 0; r < call->rows; r++) draw_row(*call, r);
+}
+
+extern "C" void sequence_scores(const SequenceScores* call) {
+    const int64_t rows = call->batch * call->nodes;
+#pragma omp parallel for num_threads(rows * call->vocab > 1 << 15 ? call->threads : 1)
+    for (int64_t row = 0; row < rows; row++) score_row(*call, row);
 }

@@ -35,6 +35,17 @@ class _Draw(Structure):
     ]
 
 
+class _SequenceScores(Structure):
+    _fields_ = [
+        ("logits", c_void_p),
+        *((name, c_int64) for name in ("batch", "nodes", "vocab", "sequence_step", "row_step")),
+        ("settings", c_void_p),
+        ("settings_step", c_int64),
+        ("scores", c_void_p),
+        ("threads", c_int64),
+    ]
+
+
 def seed_tensor(seed: int | Tensor) -> Tensor:
     """A seed as the LongTensor [] that kernels read; an integer is taken modulo 2**64."""
     return seed if isinstance(seed, Tensor) else torch.tensor(seed - (seed + (1 << 63) >> 64 << 64))
@@ -75,3 +86,26 @@ def draw(
     )
     launch("draw", call, (logits, seed, noise_rows, tokens, keys, logprobs))
     return tokens, keys, logprobs
+
+
+def sequence_scores(logits: Tensor, settings: Tensor) -> Tensor:
+    """fp32 [B, N, V] of logits [B, N, V] and fp64 [B, 4], as the reference of `kernels.sequence_scores`."""
+    logits = logits.detach().float()
+    if logits.stride(2) != 1:
+        logits = dense(logits)
+    batch, nodes, vocab = logits.shape
+    scores = torch.empty(batch, nodes, vocab)
+    call = _SequenceScores(
+        logits=logits.data_ptr(),
+        batch=batch,
+        nodes=nodes,
+        vocab=vocab,
+        sequence_step=logits.stride(0),
+        row_step=logits.stride(1),
+        settings=settings.data_ptr(),
+        settings_step=settings.stride(0),
+        scores=scores.data_ptr(),
+        threads=thread_count(),
+    )
+    launch("sequence_scores", call, (logits, settings, scores))
+    return scores

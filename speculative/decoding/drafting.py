@@ -10,6 +10,7 @@ from heavypath.kernels.native.recording import do
 from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
+from heavypath.kernels.sequence_scores import sequence_scores
 from heavypath.kernels.trees.levels import Drawn, Fed, Trees, alike, place
 from heavypath.speculative.decoding.device_tree import DeviceTree
 from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, feed_of, root_feed
@@ -60,6 +61,8 @@ def draft_tree(
             first, each = alike(trees, level.given)[..., None].expand_as(after), after
             after = torch.empty(each.shape, dtype=each.dtype, device=each.device)
             do(partial(torch.gather, each, 1, first, out=after))
+        if rules.by_sequence:
+            after = sequence_scores(after, state.settings[:, 1])
         lap("draft")
         children = draw_unchecked(
             after.flatten(0, 1),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.sequence_scores import sequence_scores
 from heavypath.kernels.trees.assembly import assemble
 from heavypath.kernels.trees.growing import grow
 from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
@@ -97,6 +98,8 @@ def grow_tree(
     logits: list[Tensor] = []
     while True:
         after = draft(feed, cache)[:, -level.size :]  # [B, n, V]
+        if rules.by_sequence:
+            after = sequence_scores(after, state.settings[:, 1])
         lap("draft")
         most = min(growth.width, after.shape[-1])
         drawn = gumbel_topk(after, most, **filters._asdict(), seed=state.seed, rows=noise_rows)

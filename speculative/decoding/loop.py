@@ -90,7 +90,7 @@ def decode(
     looked_at = [state.numbers]
     looked_at += [state.counts] if replan is not None else []
     looked_at += [state.output[:batch]] if streamers else []
-    snapshots = Snapshots(looked_at, late=not on_host and not watched)
+    snapshots = Snapshots[int](looked_at, late=not on_host and not watched)
     ended: dict[int, _Ended] = {}
     members = [*range(batch)]  # the sequences in the slots
     asked = [0] * batch  # tokens for which the stopping criteria have been asked

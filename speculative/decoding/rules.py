@@ -166,6 +166,9 @@ class Rules:
     processing:        what is done to the target's logits before its filters; None for nothing
     own_verifier:      what verifies where verification is OWN, else None
     typical:           the limits where verification is "typical", else anything
+    by_sequence:       whether each sequence is sampled by settings of its own, `Sequences.settings`. Then the three
+                       filters above are those of what `kernels.sequence_scores` makes of the logits: temperature 1, and
+                       none; or temperature 0 for draws of the draft's likeliest tokens
     """
 
     replacement: bool
@@ -178,6 +181,7 @@ class Rules:
     processing: Processing | None = None
     own_verifier: OwnVerifier | None = None
     typical: Typical | None = None
+    by_sequence: bool = False
 
     @property
     def law_changed_by(self) -> str:

@@ -23,6 +23,8 @@ class Sequences:
     seen:   bool [b, V], the tokens of the text so far, if a repetition penalty asks for them; else [b, 0]
     seed:   LongTensor[], of all noise
     counts: LongTensor[2, any], how often each child was offered below an accepted node, and accepted; see `commit`
+    settings: fp64 [b, 2, 4], how the target and the draft are sampled, as `kernels.sequence_scores` has it, where
+            `Rules.by_sequence` says that each sequence has settings of its own
     """
 
     numbers: Tensor
@@ -31,6 +33,7 @@ class Sequences:
     seen: Tensor
     seed: Tensor
     counts: Tensor
+    settings: Tensor
     root: Tensor = field(init=False)
     previous: Tensor = field(init=False)
     lengths: Tensor = field(init=False)
@@ -60,6 +63,7 @@ class Sequences:
             seen=torch.zeros(batch, vocab_size, dtype=torch.bool, device=device),
             seed=torch.zeros((), dtype=torch.long, device=device),
             counts=torch.zeros(2, count_slots, dtype=torch.long, device=device),
+            settings=torch.ones(batch, 2, 4, dtype=torch.float64, device=device),
         )
 
     def begin(
@@ -98,14 +102,23 @@ class Sequences:
 
     def first(self, slots: int) -> "Sequences":
         """A view of the first `slots` slots."""
-        return replace(self, numbers=self.numbers[:, :slots], seen=self.seen[:slots])
+        return replace(self, numbers=self.numbers[:, :slots], seen=self.seen[:slots], settings=self.settings[:slots])
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two slots."""
-        for rows in (self.numbers.T, self.seen):
+        for rows in self._of_slots():
             kept = rows[one].clone()
             rows[one] = rows[other]
             rows[other] = kept
+
+    def receive(self, slot: int, source: "Sequences", of: int) -> None:
+        """Take over what other sequences, or these, have in slot `of`; the row of `output` stays where it is."""
+        for own, other in zip(self._of_slots(), source._of_slots(), strict=True):
+            own[slot] = other[of]
+
+    def _of_slots(self) -> list[Tensor]:
+        """What there is of each slot, [b, ...]."""
+        return [self.numbers.T, self.seen, self.settings]
 
     @property
     def room(self) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from heavypath.kernels.commit import State, commit
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
+from heavypath.kernels.sequence_scores import sequence_scores
 from heavypath.speculative.decoding.device_tree import DeviceTree, device_tree
 from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, given_to_target
 from heavypath.speculative.decoding.drafting import draft_tree, root_alone
@@ -119,6 +120,8 @@ class Step:
         lap("target")
         if self.rules.processing is not None:
             logits = self.rules.processing(logits, drafted, state)
+        if self.rules.by_sequence:
+            logits = sequence_scores(logits, state.settings[:, 0])
         drafted_nodes = Nodes(drafted.tokens, drafted.parents, drafted.ranks)
         noise = Noise(state.seed, drafted.noise_rows)
         verified = self.rules.verify(drafted_nodes, logits, drafted.drawn_from, min(self.depth, nodes - 1), noise)

@@ -21,7 +21,6 @@ from heavypath.speculative.drafts.kinds import Drafting, extra_node_count, model
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
-from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
 
 logger = logging.getLogger(__name__)
@@ -138,6 +137,14 @@ class Workspace:
         Returns how many tokens of each prompt the target did not compute, because their rows were in the request's
         past. A draft that is no model makes its rows anew, which costs nothing.
         """
+        *_, reused = self.beginning(request, plan)
+        return reused
+
+    def beginning(self, request: Request, plan: StepPlan, chunk: int | None = None) -> Iterator[list[int]]:
+        """`begin` piece by piece: at most `chunk` tokens of each prompt (None for all) go through a model at a time.
+
+        Each piece yields what `begin` returns.
+        """
         self.state.begin(
             request.prompt,
             request.lengths,
@@ -153,7 +160,8 @@ class Workspace:
         if draft_cache is not None:
             draft_cache.begin(request.lengths - 1)
         if width == 0:
-            return [0] * batch
+            yield [0] * batch
+            return
         past, ends = request.past, (request.lengths - 1).tolist()
         shared = None if past is None else past.shared(before_roots, ends)
 
@@ -170,13 +178,19 @@ class Workspace:
                 cached = [min(pair) for pair in zip(cached, have, strict=True)]
                 have = [max(0, rows - 1) for rows in cached]  # the last entry was made of another next token
             in_parts.append(have)
-        reused = _prefill(self._target, target_cache, before_roots, ends, cached, taps_of(draft, draft_cache))
+        reused = _starts(ends, cached)
+        taps = taps_of(draft, draft_cache)
+        for texts, starts in _pieces(before_roots, ends, cached, chunk):
+            self._target.prefill(texts, target_cache, starts, taps)
+            yield reused
         for (part, cache), have in zip(parts, in_parts, strict=True):
             if isinstance(part, ModelDraft | HeadDraft):
-                _prefill(part, cache, before_roots, ends, have)
+                for texts, starts in _pieces(before_roots, ends, have, chunk):
+                    part.prefill(texts, cache, starts)
+                    yield reused
             else:
                 part.prefill(before_roots, cache)
-        return reused
+        yield reused
 
     def finish(self, request: Request, plan: StepPlan) -> TextCache:
         """The texts of a request that has been decoded, with their cache rows.
@@ -221,27 +235,33 @@ class Workspace:
             if part is not None:
                 part.swap(one, other)
 
+    def receive(self, slot: int, source: "Workspace", of: int, rows: int) -> None:
+        """Take over the sequence in slot `of` of another workspace, or of this one; its caches have `rows` rows."""
+        self.state.receive(slot, source.state, of)
+        self.target_cache.receive(slot, source.target_cache, of, rows)
+        if self.draft_cache is not None and source.draft_cache is not None:
+            self.draft_cache.receive(slot, source.draft_cache, of, rows)
 
-def _prefill(
-    model: Forward | ModelDraft | HeadDraft,
-    cache: Any,
-    tokens: Tensor,
-    ends: list[int],
-    cached: list[int],
-    taps: Taps | None = None,
-) -> list[int]:
-    """Cache what is missing of texts LongTensor[B, T], which end at `ends` and of which `cached` tokens are cached.
 
-    All texts get as many tokens as the one that lacks most. Where another lacks fewer, some of its rows are computed
-    again, so that no padding lies behind the end of the cache. Returns where each text began.
+def _starts(ends: list[int], cached: list[int]) -> list[int]:
+    """Where each text begins that is to be cached: all get as many tokens as the one that lacks most.
+
+    Where another lacks fewer, some of its rows are computed again, so that no padding lies behind the end of the cache.
     """
     width = max(end - have for end, have in zip(ends, cached, strict=True))
-    starts = [max(0, end - width) for end in ends]
-    if width > 0:
-        places = torch.tensor(starts, device=tokens.device)[:, None] + torch.arange(width, device=tokens.device)
-        texts = tokens.gather(1, places)
-        if isinstance(model, Forward):
-            model.prefill(texts, cache, starts, taps)
-        else:
-            model.prefill(texts, cache, starts)
-    return starts
+    return [max(0, end - width) for end in ends]
+
+
+def _pieces(
+    tokens: Tensor, ends: list[int], cached: list[int], chunk: int | None
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """What is missing of texts LongTensor[B, T], which end at `ends` and of which `cached` tokens are cached.
+
+    Pieces of at most `chunk` tokens of each text, LongTensor[B, any], and where each of them begins.
+    """
+    starts = _starts(ends, cached)
+    width = max(end - have for end, have in zip(ends, cached, strict=True))
+    first = torch.tensor(starts, device=tokens.device)[:, None]
+    for begin in range(0, width, chunk or max(1, width)):
+        column = torch.arange(begin, min(width, begin + (chunk or width)), device=tokens.device)
+        yield tokens.gather(1, first + column), [start + begin for start in starts]

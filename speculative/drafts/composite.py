@@ -117,14 +117,9 @@ class CompositeCache(RowCache):
         view.known, view.parts = self.known[:slots], [part.first(slots) for part in self.parts]
         return view
 
-    def swap(self, one: int, other: int) -> None:
-        """Exchange all that is remembered of two sequences."""
-        for field in (self.keys, self.known):
-            kept = field[one].clone()
-            field[one] = field[other]
-            field[other] = kept
-        for part in self.parts:
-            part.swap(one, other)
+    def remembered(self) -> list[Tensor]:
+        """See `RowCache.remembered`."""
+        return [self.keys, self.known, *(field for part in self.parts for field in part.remembered())]
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
         """Move the rows of an accepted path, see `RowCache.accept`."""

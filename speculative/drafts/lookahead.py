@@ -109,13 +109,9 @@ class LookaheadCache(NgramCache):
         view.window, view.pool = self.window[:slots], self.pool[:slots]
         return view
 
-    def swap(self, one: int, other: int) -> None:
-        """Exchange all that is remembered of two sequences."""
-        super().swap(one, other)
-        for field in (self.window, self.pool):
-            kept = field[one].clone()
-            field[one] = field[other]
-            field[other] = kept
+    def remembered(self) -> list[Tensor]:
+        """See `RowCache.remembered`."""
+        return [*super().remembered(), self.window, self.pool]
 
 
 class LookaheadDraft(LookupDraft):

@@ -36,9 +36,7 @@ def create_app(served: Served, fingerprint: str, api_key: str | None = None) -> 
 
     @app.get("/health")
     async def health() -> Answer:
-        if served.service.closed:
-            return Answer({"status": "stopping"}, 503)
-        return Answer({"status": "ready"})
+        return Answer({"status": "ready"}) if served.service.is_open else Answer({"status": "closed"}, 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

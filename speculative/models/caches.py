@@ -37,12 +37,27 @@ class RowCache:
         view.keys, view.values = self.keys[:slots], self.values[:slots]
         return view
 
+    def remembered(self) -> list[Tensor]:
+        """The tensors [B, any, rows, any] or [B, rows or any, any] or [B] that have all there is of a sequence."""
+        return [self.keys, self.values]
+
     def swap(self, one: int, other: int) -> None:
-        """Exchange all rows of two sequences."""
-        for field in (self.keys, self.values):
+        """Exchange all that is remembered of two sequences."""
+        for field in self.remembered():
             kept = field[one].clone()
             field[one] = field[other]
             field[other] = kept
+
+    def receive(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
+        """Remember as `sequence` what another cache of the same draft or model, or this one, remembers of `of`.
+
+        rows: how many rows of it are in use. Nothing is said of those behind them.
+        """
+        for own, other in zip(self.remembered(), source.remembered(), strict=True):
+            if own.dim() == 4:
+                own[sequence, :, :rows] = other[of, :, :rows]
+            else:
+                own[sequence] = other[of]
 
     def begin(self, lengths: Tensor) -> None:
         """Forget all former texts. Called before a generation, with the tokens before each root, LongTensor[B].

@@ -39,7 +39,7 @@ class HeadCache(KeyValueCache):
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return sum(field.nbytes for field in self._fields())
+        return sum(field.nbytes for field in self.remembered())
 
     def keep(self, features: Tensor, tokens: Tensor, cache_rows: Tensor) -> None:
         """Keep the features [B, N, F] of tokens LongTensor[B, N] that the target has in these rows of its cache."""
@@ -65,12 +65,9 @@ class HeadCache(KeyValueCache):
             setattr(view, name, getattr(self, name)[:slots])
         return view
 
-    def swap(self, one: int, other: int) -> None:
-        """Exchange all that is remembered of two sequences."""
-        for field in self._fields():
-            kept = field[one].clone()
-            field[one] = field[other]
-            field[other] = kept
+    def remembered(self) -> list[Tensor]:
+        """See `RowCache.remembered`."""
+        return [getattr(self, name) for name in self._FIELDS]
 
     def take(self, sequence: int, source: RowCache, of: int, rows: int) -> None:
         """Copy the first `rows` rows of sequence `of` of another cache to `sequence`."""
@@ -87,6 +84,3 @@ class HeadCache(KeyValueCache):
             setattr(copied, name, getattr(self, name)[:slots, :, :rows].clone())
         copied.known = self.known[:slots].clone()
         return copied
-
-    def _fields(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self._FIELDS]

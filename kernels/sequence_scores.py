@@ -1,0 +1,68 @@
+"""Sequences that are sampled each in its own way: their logits as scores that all are drawn from alike.
+
+With T, top-k, top-p and min-p of its own for each sequence of a batch, and x the logits after one of its nodes,
+
+    T > 0    score(v) = (x(v) - max x) / T, -inf outside the support that the filters leave (see `filtering`)
+    T = 0    score(v) = 0 for the largest logit, the first of equal ones, and -inf for all others
+
+Drawing from the scores at temperature 1 without filters is drawing from the logits with these settings, to the last
+bit of every score: their largest is 0, and what is subtracted and divided by then changes nothing. At T = 0 one token
+has all of the probability, whatever the noise.
+"""
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.filtering import LEAST_TEMPERATURE, Filters
+from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.native.sampling import sequence_scores as scores_natively
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def settings_of(filters: Filters) -> list[float]:
+    """A row of `settings`: temperature, top_k, top_p and min_p, with numbers that filter nothing for what is off."""
+    top_p = 1.0 if filters.top_p is None else float(filters.top_p)
+    return [float(filters.temperature), float(filters.top_k or 0), top_p, float(filters.min_p or 0)]
+
+
+def sequence_scores(logits: Tensor, settings: Tensor, *, filters: bool = True, impl: str = "auto") -> Tensor:
+    """The scores fp32 [B, N, V] of logits [B, N, V].
+
+    settings: fp64 [B, 4], of each sequence temperature, top_k (0 for none), top_p (1 for none), min_p (0 for none), as
+              `settings_of` makes them; they are read when the kernel runs, so that a recorded step serves all
+    filters:  False promises that no sequence has top_k, top_p or min_p, which saves "torch" to sort the logits
+    impl:     "native" is compiled code for CPU tensors; "torch" takes anything, asks the host nothing and can be
+              captured in a CUDA graph. "auto" is native for CPU tensors where a compiler is there, else torch.
+
+    A row without support stays so, and one with NaN or +inf becomes NaN. Nothing is checked but the implementation.
+    """
+    if impl == "auto" and logits.is_cuda:
+        impl = "torch"
+    impl = choose_impl("sequence_scores", impl, logits, native=True)
+    if impl == "triton":
+        raise ValueError("sequence_scores has impl 'auto', 'native' or 'torch', got 'triton'")
+    return scores_natively(logits, settings) if impl == "native" else _reference(logits, settings, filters)
+
+
+def _reference(logits: Tensor, settings: Tensor, filters: bool) -> Tensor:
+    logits = logits.float()
+    temperature, top_k, top_p, min_p = (column[:, None, None] for column in settings.unbind(1))  # [B, 1, 1]
+    vocab_size = logits.shape[-1]
+    largest = logits.amax(-1, keepdim=True)
+    scores = (logits - largest) / temperature.clamp(min=LEAST_TEMPERATURE).float()
+    scores = scores.clamp(min=LOWEST).where(logits > -torch.inf, logits - largest)
+    if filters:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        place = (top_k.long() - 1).clamp(0, vocab_size - 1).expand(*logits.shape[:2], 1)
+        scores = scores.masked_fill((logits < ordered.gather(-1, place)) & (top_k > 0), -torch.inf)
+        weights = scores.gather(-1, order).exp().double()
+        before = weights.cumsum(-1) - weights  # the mass before each token
+        outside = (before >= top_p.float().double() * weights.sum(-1, keepdim=True)) & (top_p < 1)
+        scores = scores.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+        scores = scores.masked_fill((scores < min_p.log().float()) & (min_p > 0), -torch.inf)
+    first = logits.argmax(-1, keepdim=True) == torch.arange(vocab_size, device=logits.device)
+    one = torch.zeros_like(scores).masked_fill(~first, -torch.inf) + (
+        largest - largest
+    )  # NaN where there is no largest
+    return torch.where(temperature > 0, scores, one.where(largest > -torch.inf, -torch.inf))

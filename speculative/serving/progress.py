@@ -1,0 +1,88 @@
+"""What a request has brought so far: the thread that decodes writes it, and any number of others read it.
+
+The tokens are kept until nobody has the completion any more. So who reads slowly, or not at all, holds up no one, and
+takes no more memory than the tokens that the request may have.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+Reason = Literal["stop", "length", "cancelled", "deadline"]
+
+
+class Completed(NamedTuple):
+    """What became of a request.
+
+    tokens:           its new tokens, with the end-of-sequence token or the stop string that ended it
+    reason:           "stop", by an end-of-sequence token, a stop string or a criterion; "length", with all the tokens
+                      that it might have; "cancelled"; or "deadline"
+    prompt_tokens:    of its prompt
+    steps:            forward passes of the target over a tree of it
+    seconds_waiting:  from its submission until its prompt's turn came
+    seconds_to_first: from its submission to its first tokens; None where it has none
+    seconds:          from its submission to its end
+    """
+
+    tokens: list[int]
+    reason: Reason
+    prompt_tokens: int
+    steps: int
+    seconds_waiting: float
+    seconds_to_first: float | None
+    seconds: float
+
+
+class Progress:
+    """The tokens of one request, then its end: `Completed`, or the error that ended it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tokens: list[int] = []
+        self._outcome: Completed | Exception | None = None
+        self._listeners: list[Callable[[], object]] = []
+        self.is_cancelled = False  # asked for; the thread that decodes looks at it before each step
+
+    def emit(self, tokens: list[int]) -> None:
+        """Add new tokens."""
+        with self._changed:
+            self._tokens += tokens
+            self._tell()
+
+    def end(self, outcome: Completed | Exception) -> None:
+        """Say that no more will come; the first end counts."""
+        with self._changed:
+            self._outcome = self._outcome or outcome
+            self._tell()
+
+    def since(self, place: int) -> tuple[list[int], Completed | Exception | None]:
+        """The tokens from a place on, and the end, if it has ended."""
+        with self._changed:
+            return self._tokens[place:], self._outcome
+
+    def wait(self, place: int, timeout: float | None = None) -> bool:
+        """Wait until there are tokens from a place on, or the end; False where the time, in seconds, was not enough."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._tokens) > place or self._outcome is not None, timeout)
+
+    def wait_for_end(self, timeout: float | None = None) -> bool:
+        """Wait for the end alone."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._outcome is not None, timeout)
+
+    @contextmanager
+    def listening(self, listener: Callable[[], object]) -> Iterator[None]:
+        """Have a function called after each change, in the thread that decodes: it must return at once."""
+        with self._changed:
+            self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._listeners.remove(listener)
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for listener in self._listeners:
+            listener()

@@ -1,0 +1,312 @@
+"""`Service`: the thread that decodes requests as they come, and what it counts."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
+from heavypath.speculative.decoding.request import Prompts, Request
+from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.serving.arrivals import Arrival, Arrivals, Closed, QueueFull
+from heavypath.speculative.serving.completion import Completion
+from heavypath.speculative.serving.progress import Reason
+from heavypath.speculative.serving.slots import Limits, Slots, serving_plan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServiceStatistics:
+    """What a service does and has done; the numbers of requests since it began, by their outcome.
+
+    running, waiting: requests in slots, one whose prompt is under way among them, and requests in the queue
+    submitted:  that were taken; completed, by the end of their text; cancelled; expired, past their deadline; failed,
+                by an error; refused: that were not taken, because the queue was full
+    steps:      sums over the requests, as new_tokens and prompt_tokens
+    batch_steps: steps of all that ran then, side by side
+    cache_bytes: of all caches, which are allocated when the service begins
+    seconds_busy: in which it decoded
+    """
+
+    slots: int
+    cache_bytes: int
+    running: int = 0
+    waiting: int = 0
+    submitted: int = 0
+    completed: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    failed: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+    batch_steps: int = 0
+    seconds_busy: float = 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens for each forward pass of the target over a tree of a request."""
+        return self.new_tokens / self.steps if self.steps else 0.0
+
+
+class Service:
+    """Decodes requests side by side: each joins when a slot is free and leaves at its own end.
+
+        with decoder.serve(slots=8) as service:
+            completion = service.submit(tokenizer("def read").input_ids, max_new_tokens=64, temperature=0.6, seed=1)
+            for tokens in completion:
+                ...
+
+    Requests have prompts, sampling, lengths, stops and noise of their own. Up to `slots` are decoded in each step; up
+    to `queue` more wait, first come, first served. A prompt goes through the models in pieces of `prefill_tokens`,
+    between steps, so that no running request waits for more than one piece. All memory is taken at the beginning.
+
+    A request's text is the one that it has alone, whatever else runs (in float32; in 16 bits up to ties of rounding).
+    With method "ersd", and for greedy text with any method, it is that of
+    `decoder.generate(prompt, ..., seed=SERVICE_SEED, sequence_ids=torch.tensor([REQUEST_SEED]))`.
+
+    An error while decoding ends the requests that it is about. `SpeculativeDecoder.serve` makes a service.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        checked: Callable[..., Request],
+        draft_filters: Callable[[Filters], Filters],
+        *,
+        limits: Limits,
+        seed: int,
+        cuda_graphs: bool,
+    ):
+        """plan: for temperature 1 without filters; checked: makes a request of prompts, of how they are sampled, by
+        name, and of keyword arguments for the rest, as `SpeculativeDecoder.generate` does.
+
+        draft_filters: how the draft is sampled where the target is sampled so
+        """
+        for name, value in limits._asdict().items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        self._checked, self._draft_filters, self._seed = checked, draft_filters, seed
+        self.limits, self._device = limits, plan.target.device
+        self._in_device = nullcontext if host_can_read(self._device) else lambda: torch.cuda.device(self._device)
+        with torch.inference_mode(), self._in_device():
+            plan = serving_plan(plan)
+            self._slots = Slots(plan, limits, cuda_graphs=cuda_graphs)
+        self._arrivals = Arrivals(limits.queue)
+        self._lock = threading.Lock()  # of the counts
+        self._counts = ServiceStatistics(limits.slots, self._slots.cache_bytes)
+        self._entering: tuple[Arrival, Iterator[None]] | None = None
+        self._names = 0  # of noise, that requests without a seed were given
+        self._is_graceful = True
+        self._thread = threading.Thread(target=self._run, name="heavypath-serve", daemon=True)
+        self._thread.start()
+        logger.debug("serving: %s, %d bytes of caches", limits, self._slots.cache_bytes)
+
+    def submit(
+        self,
+        input_ids: Sequence[int] | Tensor,
+        max_new_tokens: int = 128,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        eos_token_id: int | Sequence[int] | Literal["model"] | None = "model",
+        stop_strings: str | Sequence[str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        stopping_criteria: Sequence[StoppingCriteria] | None = None,
+        deadline: float | None = None,
+    ) -> Completion:
+        """Take a request, from any thread, without waiting for anything.
+
+        input_ids: the prompt's tokens, a list or a LongTensor [T]
+        seed: 0 .. 2**27 - 1, names the request's noise; None takes a number that no other request has been given so
+        deadline: seconds from now, after which it ends with what it has
+        The other arguments are those of `SpeculativeDecoder.generate`, with the same defaults.
+
+        Raises TypeError or ValueError for arguments that do not fit, QueueFull where as many requests wait as may, and
+        Closed behind `close`.
+        """
+        if not self._arrivals.is_open:
+            raise Closed("the service is closed and takes no more requests")
+        prompt = torch.as_tensor(input_ids, dtype=torch.long)
+        if prompt.dim() != 1:
+            raise ValueError(f"input_ids must be the tokens of one prompt, [T], got {[*prompt.shape]}")
+        if len(prompt) + max_new_tokens > self.limits.max_tokens:
+            raise ValueError(
+                f"prompt and new tokens must be at most {self.limits.max_tokens} tokens, which a slot has room for, "
+                f"got {len(prompt)} and {max_new_tokens}"
+            )
+        if deadline is not None and not deadline > 0:
+            raise ValueError(f"deadline must be None or a number of seconds > 0, got {deadline!r}")
+        with self._lock:
+            name, self._names = (self._names, self._names + 1) if seed is None else (seed, self._names)
+        if not isinstance(name, int) or not 0 <= name < MAX_SEQUENCES:
+            raise ValueError(f"seed must be None or in 0 .. {MAX_SEQUENCES - 1}, got {seed!r}")
+        request = self._checked(
+            Prompts(prompt[None].to(self._device), sequence_ids=torch.tensor([name], device=self._device)),
+            {
+                "temperature": temperature,
+                "top_k": top_k,
+                "top_p": top_p,
+                "min_p": min_p,
+                "eos_token_id": eos_token_id,
+                "stop_strings": stop_strings,
+            },
+            max_new_tokens=max_new_tokens,
+            seed=self._seed,
+            tokenizer=tokenizer,
+            stopping_criteria=stopping_criteria,
+        )
+        now = time.monotonic()
+        arrival = Arrival(
+            request,
+            self._draft_filters(request.filters),
+            clock=time.monotonic,
+            deadline=None if deadline is None else now + deadline,
+        )
+        try:
+            self._arrivals.put(arrival)
+        except QueueFull:
+            self._count(refused=1)
+            raise
+        self._count(submitted=1, prompt_tokens=arrival.prompt_length)
+        return Completion(arrival.progress, self._arrivals.wake)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: until it is closed, or has ended by an error."""
+        return self._arrivals.is_open
+
+    def stats(self) -> ServiceStatistics:
+        """What it does now, and what it has done so far."""
+        running = len(self._slots.running) + (self._entering is not None)
+        with self._lock:
+            return replace(self._counts, running=running, waiting=len(self._arrivals))
+
+    def close(self, graceful: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests, and wait until all have ended, at most `timeout` seconds; then its memory is free.
+
+        graceful: requests under way, and those that wait, come to their end; else they end as cancelled. What has not
+            ended within the time does so, too.
+        """
+        self._is_graceful = self._is_graceful and graceful
+        self._arrivals.close()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._is_graceful = False
+            self._thread.join()
+
+    def __enter__(self) -> "Service":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(graceful=kind is None)
+
+    def _run(self) -> None:
+        """What the thread does."""
+        try:
+            with torch.inference_mode(), self._in_device():
+                while self._is_busy() or self._arrivals.is_open:
+                    if not self._is_busy():
+                        self._arrivals.wait()
+                    begin = time.monotonic()
+                    self._end_interrupted()
+                    self._admit()
+                    self._advance()
+                    self._count(seconds_busy=time.monotonic() - begin)
+        except BaseException as error:  # which is none of a request: nobody may wait for ever
+            logger.exception("serving has ended by an error")
+            self._arrivals.close()
+            self._end_all(error if isinstance(error, Exception) else RuntimeError("the service was stopped"))
+            raise
+        finally:
+            self._slots.free()
+
+    def _is_busy(self) -> bool:
+        return bool(self._slots.running) or self._entering is not None or len(self._arrivals) > 0
+
+    def _end_interrupted(self) -> None:
+        """End what was cancelled, or is past its deadline; all that there is, behind a close that is not graceful."""
+        if not self._is_graceful:
+            self._end_all("cancelled")
+            return
+        for arrival, reason in self._arrivals.interrupted():
+            self._end(arrival, reason)
+        for member in [*self._slots.running]:
+            reason = member.arrival.interrupted()
+            if reason is not None:
+                self._slots.leave(member)
+                self._end(member.arrival, reason)
+        if self._entering is not None and (reason := self._entering[0].interrupted()) is not None:
+            arrival, self._entering = self._entering[0], None
+            self._end(arrival, reason)
+
+    def _admit(self) -> None:
+        """Bring waiting requests nearer to free slots: as many pieces of prompts as one step may have beside it.
+
+        Where nothing runs nobody waits for it, but requests that are cancelled.
+        """
+        budget = self._slots.limits.prefill_tokens
+        while budget > 0 and not self._slots.is_full:
+            if self._entering is None:
+                arrival = self._arrivals.pop()
+                if arrival is None:
+                    return
+                arrival.began = time.monotonic()
+                self._entering = arrival, self._slots.entering(arrival)
+            arrival, pieces = self._entering
+            budget -= min(self._slots.limits.prefill_tokens, arrival.prompt_length)
+            try:
+                next(pieces)
+            except StopIteration:
+                self._entering = None
+                self._slots.join(arrival)
+            except Exception as error:
+                self._entering = None
+                self._end(arrival, error)
+
+    def _advance(self) -> None:
+        """Run a step."""
+        if not self._slots.running:
+            return
+        before = [(member.arrival, member.arrival.steps, len(member.arrival.tokens)) for member in self._slots.running]
+        for member, outcome in self._slots.step():
+            self._slots.leave(member)
+            self._end(member.arrival, outcome)
+        steps = sum(arrival.steps - had for arrival, had, _ in before)
+        self._count(steps=steps, new_tokens=sum(len(each.tokens) - had for each, _, had in before), batch_steps=1)
+
+    def _end_all(self, outcome: Reason | Exception) -> None:
+        while (arrival := self._arrivals.pop()) is not None:
+            self._end(arrival, outcome)
+        if self._entering is not None:
+            arrival, self._entering = self._entering[0], None
+            self._end(arrival, outcome)
+        for member in [*self._slots.running]:
+            self._slots.leave(member)
+            self._end(member.arrival, outcome)
+
+    def _end(self, arrival: Arrival, outcome: Reason | Exception) -> None:
+        if isinstance(outcome, Exception):
+            logger.warning("a request has failed: %s", outcome)
+            self._count(failed=1)
+        else:
+            self._count(**{{"cancelled": "cancelled", "deadline": "expired"}.get(outcome, "completed"): 1})
+        arrival.end(outcome)
+
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            sums = {name: getattr(self._counts, name) + value for name, value in more.items()}
+            self._counts = replace(self._counts, **sums)

@@ -1,0 +1,192 @@
+"""The sequences that are decoded side by side: how one joins, moves on by a step, and leaves.
+
+Those that run are in the first slots, so that a step does no work for empty ones. Where one leaves, the last one takes
+its slot: its rows are copied, and nothing else moves.
+
+A prompt goes through the models in an anteroom, the memory of one sequence, piece by piece between the steps of those
+that run, so that none of these waits for more than one piece. Then its rows are copied into a slot.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from heavypath.kernels.commit import StateField
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.decoding.graphs import Graphs
+from heavypath.speculative.decoding.runner import StepRunner
+from heavypath.speculative.decoding.snapshots import Snapshots
+from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
+from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.serving.arrivals import Arrival
+from heavypath.speculative.serving.progress import Reason
+
+
+@dataclass(eq=False)
+class Member:
+    """A request that is decoded.
+
+    row:  of `Sequences.output`, in which its new tokens are
+    seen: how many of them the host has taken from there
+    """
+
+    arrival: Arrival
+    row: int
+    seen: int = 0
+
+    def passed_on(self, numbers: list[list[int]], slot: int, output: Tensor) -> Reason | Exception | None:
+        """Pass on what is new by the state of a slot; why it ends, None if it goes on."""
+        length, produced, left, steps = (
+            numbers[field][slot]
+            for field in (StateField.LENGTHS, StateField.PRODUCED, StateField.LEFT, StateField.STEPS)
+        )
+        if left < 0:
+            return ValueError(
+                f"the target's logits hold NaN or +inf, or nothing but -inf, within a step after position {length}"
+            )
+        new = output[self.row, self.seen : produced].tolist()
+        self.seen, self.arrival.steps = produced, steps
+        return self.arrival.take(new)
+
+
+def serving_plan(plan: StepPlan) -> StepPlan:
+    """The plan for sequences that are sampled each in its own way, of one for temperature 1 without filters."""
+    likeliest = plan.rules.drawing_filters.temperature == 0
+    drawing = Filters(temperature=0.0) if likeliest else Filters()
+    rules = replace(
+        plan.rules, target_filters=Filters(), draft_filters=Filters(), drawing_filters=drawing, by_sequence=True
+    )
+    return replace(plan, rules=rules)
+
+
+class Limits(NamedTuple):
+    """How much a service takes on.
+
+    slots:          sequences in a step
+    max_tokens:     of a sequence, its prompt with its new tokens
+    queue:          requests that may wait
+    prefill_tokens: of a prompt that go through a model between two steps
+    """
+
+    slots: int
+    max_tokens: int
+    queue: int
+    prefill_tokens: int
+
+
+class Slots:
+    """The memory and the state of the sequences that are decoded."""
+
+    def __init__(self, plan: StepPlan, limits: Limits, *, cuda_graphs: bool):
+        self.plan, self.limits = plan, limits
+        count, max_tokens = limits.slots, limits.max_tokens
+        device = plan.target.device
+        self._on_host = host_can_read(device)
+        self._runner = StepRunner(cuda_graphs)
+        size = Size(
+            sequences=count,
+            cache_rows=max_tokens + tree_rows(plan),
+            new_tokens=max_tokens,
+            stops=1,
+            count_slots=max(1, plan.depth * plan.branching),
+            penalised=0,
+        )
+        self._workspace = Workspace(plan, size, Graphs(device) if cuda_graphs else None)
+        self._anteroom = Workspace(plan, size._replace(sequences=1))
+        self._state = self._workspace.state
+        self.cache_bytes = self._workspace.cache_bytes + self._anteroom.cache_bytes
+        self._snapshots = Snapshots[list[Member]]([self._state.numbers, self._state.output], late=not self._on_host)
+        self.running: list[Member] = []  # in the first slots, in their order
+        self._rows = list(range(count))  # of `output` that nobody has
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no other sequence can join."""
+        return len(self.running) == self.limits.slots
+
+    def entering(self, arrival: Arrival) -> Iterator[None]:
+        """Bring a request's prompt into the anteroom, a piece at a time; behind the last piece it may `join`."""
+        for _ in self._anteroom.beginning(arrival.request, self.plan, self.limits.prefill_tokens):
+            yield
+
+    def join(self, arrival: Arrival) -> None:
+        """Move the request that is in the anteroom into a slot."""
+        slot, member = len(self.running), Member(arrival, self._rows.pop())
+        self._workspace.receive(slot, self._anteroom, 0, arrival.prompt_length)
+        self._state.numbers[StateField.MEMBER, slot] = member.row
+        self._state.settings[slot] = arrival.settings()
+        self.running.append(member)
+
+    def leave(self, member: Member) -> None:
+        """Give a member's slot to the last one that runs."""
+        slot, last = self.running.index(member), self.running.pop()
+        if last is not member:
+            # Where the host is a step late the text may be longer than it knows.
+            rows = last.arrival.prompt_length + len(last.arrival.tokens) + 2 * (self.plan.depth + 1)
+            self._workspace.receive(slot, self._workspace, len(self.running), rows)
+            self.running[slot] = last
+        self._state.numbers[StateField.LEFT, len(self.running)] = 0
+        self._rows.append(member.row)
+
+    def step(self) -> list[tuple[Member, Reason | Exception]]:
+        """Run a step of all members and pass their new tokens on; those who ended by it, and why. They have to leave.
+
+        An error ends those alone without whom the step runs.
+        """
+        try:
+            return self._step(len(self.running))
+        except Exception as error:
+            if len(self.running) == 1 or not self._on_host:
+                return [(member, error) for member in self.running]
+            return self._one_by_one()
+
+    def free(self) -> None:
+        """Give the memory back."""
+        del self._workspace, self._anteroom, self._state, self._snapshots
+
+    def _one_by_one(self) -> list[tuple[Member, Reason | Exception]]:
+        """What `step` does, for one member after the other: a step that fails has committed nothing."""
+        ended = []
+        for slot, member in enumerate(self.running):
+            self._exchange(0, slot)
+            try:
+                ended += self._step(1)
+            except Exception as error:
+                ended.append((member, error))
+            self._exchange(0, slot)
+        return ended
+
+    def _exchange(self, one: int, other: int) -> None:
+        self._workspace.swap(one, other)
+        self.running[one], self.running[other] = self.running[other], self.running[one]
+
+    def _step(self, count: int) -> list[tuple[Member, Reason | Exception]]:
+        members = self.running[:count]
+        arrivals = [member.arrival for member in members]
+        self._runner.run(
+            self.plan,
+            self._workspace,
+            # On a GPU, where each number of slots is a graph, there are few numbers.
+            slots=count if self._on_host else min(self.limits.slots, 1 << (count - 1).bit_length()),
+            levels=max(arrival.left for arrival in arrivals) - 1,
+            longest=max(arrival.prompt_length + len(arrival.tokens) for arrival in arrivals),
+            lap=_no_lap,
+        )
+        snapshot = self._snapshots.take(members)
+        if snapshot is None:
+            return []
+        (numbers, output), members = snapshot
+        table = numbers[:, : len(members)].tolist()
+        ended = []
+        for slot, member in enumerate(members):
+            outcome = None if member.arrival.has_ended else member.passed_on(table, slot, output)
+            if outcome is not None:
+                ended.append((member, outcome))
+        return ended
+
+
+def _no_lap(phase: str) -> None:
+    """Phases are not timed here."""
