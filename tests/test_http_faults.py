@@ -7,14 +7,11 @@ import time
 from urllib.parse import urlsplit
 
 import openai
+import played_service
 import pytest
-import stand_in_service
+from http_server import NAME, PATIENCE, ask, eventually, metrics, running
 
-stand_in_service.install()
-
-from http_server import NAME, PATIENCE, ask, eventually, metrics, running  # noqa: E402
-
-from heavypath.speculative.http.server import bound_socket, is_loopback  # noqa: E402
+from heavypath.speculative.http.server import bound_socket, is_loopback
 
 BODY = {"model": NAME, "prompt": "def", "max_tokens": 8}
 
@@ -61,7 +58,7 @@ def open_stream(base, body, buffer=None):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_texts(tokenizer, stream):
-    with stand_in_service.Service(endless, slots=2) as service, running(service, tokenizer) as base:
+    with played_service.Service(endless, slots=2) as service, running(service, tokenizer) as base:
         connection = open_stream(base, BODY | {"stream": stream, "n": 2})
         eventually(lambda: len(service.completions) == 2 and all(each.tokens for each in service.completions))
         if stream:
@@ -72,7 +69,7 @@ def test_a_client_that_leaves_ends_its_texts(tokenizer, stream):
 
 
 def test_a_client_that_leaves_while_its_request_waits_ends_it(tokenizer):
-    with stand_in_service.Service(endless) as service, running(service, tokenizer) as base:
+    with played_service.Service(endless) as service, running(service, tokenizer) as base:
         first = open_stream(base, BODY | {"stream": True})
         eventually(lambda: service.running == 1)
         second = open_stream(base, BODY)
@@ -91,7 +88,7 @@ def test_a_client_that_does_not_read_holds_up_no_one(tokenizer):
         return "length"
 
     with (
-        stand_in_service.Service(one_by_one) as service,
+        played_service.Service(one_by_one) as service,
         running(service, tokenizer, max_tokens=2000, fingerprint=30_000 * "f") as base,
     ):
         many = BODY | {"stream": True, "max_tokens": 1000}
@@ -107,7 +104,7 @@ def test_a_client_that_does_not_read_holds_up_no_one(tokenizer):
 
 
 def test_a_full_queue_is_429_and_says_when_to_come_again(tokenizer):
-    with stand_in_service.Service(endless, queue=1) as service, running(service, tokenizer) as base:
+    with played_service.Service(endless, queue=1) as service, running(service, tokenizer) as base:
         waiting = [open_stream(base, BODY | {"stream": True})]
         eventually(lambda: service.running == 1)
         waiting.append(open_stream(base, BODY))
@@ -124,7 +121,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(tokenizer):
 
 
 def test_where_some_texts_of_a_request_find_no_place_none_is_decoded(tokenizer):
-    with stand_in_service.Service(endless, queue=1) as service, running(service, tokenizer) as base:
+    with played_service.Service(endless, queue=1) as service, running(service, tokenizer) as base:
         first = open_stream(base, BODY | {"stream": True})
         eventually(lambda: service.running == 1)
         assert ask(base, "POST", "/v1/completions", BODY | {"n": 2})[0] == 429
@@ -134,7 +131,7 @@ def test_where_some_texts_of_a_request_find_no_place_none_is_decoded(tokenizer):
 
 
 def test_a_closed_service_is_503_and_not_healthy(tokenizer):
-    service = stand_in_service.Service(at_once)
+    service = played_service.Service(at_once)
     with running(service, tokenizer) as base:
         assert ask(base, "GET", "/health")[0] == 200
         service.close()
@@ -149,7 +146,7 @@ def test_a_text_that_fails_is_500_without_its_reason_which_is_logged(tokenizer, 
         completion.emit([5])
         raise ArithmeticError("a secret of the machine")
 
-    with stand_in_service.Service(fail) as service, running(service, tokenizer) as base:
+    with played_service.Service(fail) as service, running(service, tokenizer) as base:
         answer = ask(base, "POST", "/v1/completions", BODY)
         assert answer[0] == 500
         assert "secret" not in error_of(answer)["message"]
@@ -169,7 +166,7 @@ def test_a_stream_that_fails_does_not_end_with_done(tokenizer):
         completion.emit([5])
         raise ArithmeticError
 
-    with stand_in_service.Service(fail) as service, running(service, tokenizer) as base:
+    with played_service.Service(fail) as service, running(service, tokenizer) as base:
         status, _, content = ask(base, "POST", "/v1/completions", BODY | {"stream": True})
     assert status == 200
     assert b"[DONE]" not in content
@@ -177,7 +174,7 @@ def test_a_stream_that_fails_does_not_end_with_done(tokenizer):
 
 
 def test_a_bug_of_the_server_is_500_in_openais_shape(tokenizer, caplog):
-    class Broken(stand_in_service.Service):
+    class Broken(played_service.Service):
         def submit(self, input_ids, **options):
             raise KeyError("bug")
 
@@ -189,7 +186,7 @@ def test_a_bug_of_the_server_is_500_in_openais_shape(tokenizer, caplog):
 
 
 def test_a_text_that_takes_too_long_is_504(tokenizer):
-    with stand_in_service.Service(endless) as service, running(service, tokenizer, seconds=0.2) as base:
+    with played_service.Service(endless) as service, running(service, tokenizer, seconds=0.2) as base:
         answer = ask(base, "POST", "/v1/completions", BODY)
         assert answer[0] == 504
         assert "0.2 seconds" in error_of(answer)["message"]
@@ -197,7 +194,7 @@ def test_a_text_that_takes_too_long_is_504(tokenizer):
 
 
 def test_a_body_that_is_too_large_is_413(tokenizer):
-    with stand_in_service.Service(at_once) as service, running(service, tokenizer, body_bytes=5000) as base:
+    with played_service.Service(at_once) as service, running(service, tokenizer, body_bytes=5000) as base:
         large = BODY | {"prompt": "a" * 6000}
         answer = ask(base, "POST", "/v1/completions", large)
         assert answer[0] == 413
@@ -212,7 +209,7 @@ def test_a_body_that_is_too_large_is_413(tokenizer):
 
 
 def test_a_body_that_does_not_come_is_given_up(tokenizer):
-    with stand_in_service.Service(at_once) as service, running(service, tokenizer, body_seconds=0.2) as base:
+    with played_service.Service(at_once) as service, running(service, tokenizer, body_seconds=0.2) as base:
         host, port = urlsplit(base).netloc.split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
@@ -220,7 +217,7 @@ def test_a_body_that_does_not_come_is_given_up(tokenizer):
 
 
 def test_a_server_with_a_key_asks_for_it_except_about_its_health(tokenizer):
-    with stand_in_service.Service(at_once) as service, running(service, tokenizer, api_key="s3cret") as base:
+    with played_service.Service(at_once) as service, running(service, tokenizer, api_key="s3cret") as base:
         for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
             for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/")):
                 answer = ask(base, method, path, BODY if method == "POST" else None, headers)
@@ -239,7 +236,7 @@ def test_a_server_with_a_key_asks_for_it_except_about_its_health(tokenizer):
 
 
 def test_paths_and_ways_to_ask_that_are_not_there_have_openais_shape(tokenizer):
-    with stand_in_service.Service(at_once) as service, running(service, tokenizer) as base:
+    with played_service.Service(at_once) as service, running(service, tokenizer) as base:
         for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404)):
             answer = ask(base, method, path)
             assert answer[0] == status
@@ -255,7 +252,7 @@ def test_streams_under_way_end_when_the_server_stops_and_new_requests_are_not_ta
         completion.emit([6])
         return "length"
 
-    with stand_in_service.Service(slow) as service:
+    with played_service.Service(slow) as service:
         server = running(service, tokenizer, grace=PATIENCE)
         base = server.__enter__()
         connection = open_stream(base, BODY | {"stream": True})
@@ -275,7 +272,7 @@ def test_streams_under_way_end_when_the_server_stops_and_new_requests_are_not_ta
 
 
 def test_what_is_not_done_within_the_grace_is_cancelled(tokenizer, caplog):
-    with stand_in_service.Service(endless) as service:
+    with played_service.Service(endless) as service:
         with running(service, tokenizer, grace=0) as base:
             connection = open_stream(base, BODY | {"stream": True})
             eventually(lambda: service.completions and service.completions[0].tokens)

@@ -41,7 +41,15 @@ PUBLIC = {
     "compare", "generate", "__init__", "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up",
     "distil", "serve",
 }  # fmt: skip
-FREE_OF_NAMES = ("zip", "zip_longest", "gcd", "print", "ctx.save_for_backward", "func")  # take any arguments alike
+FREE_OF_NAMES = (
+    "zip",
+    "zip_longest",
+    "gcd",
+    "print",
+    "ctx.save_for_backward",
+    "func",
+    "field_validator",
+)  # take any arguments alike
 OPERATORS = {"_tree_attention"}  # torch.library takes no tuples
 
 
@@ -136,7 +144,7 @@ def test_functions_have_few_parameters():
     wrong = []
     for path in [*modules().values(), *(ROOT / "bench").glob("*.py")]:
         for node in ast.walk(syntax(path)):
-            if not isinstance(node, ast.FunctionDef) or node.name in PUBLIC | OPERATORS:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in PUBLIC | OPERATORS:
                 continue
             if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
                 continue
@@ -170,7 +178,7 @@ def definitions(path: Path) -> set[str]:
     """Private names that a file defines: functions, classes, variables and attributes of self."""
     found = set()
     for node in ast.walk(syntax(path)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)

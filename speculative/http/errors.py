@@ -25,7 +25,7 @@ class Answer(JSONResponse):
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-class Refusal(Exception):
+class Refusal(Exception):  # noqa: N818 - an answer, too
     """Why a request gets no text, or no more of it.
 
     status: of HTTP; param: the field of the request that is to blame; code: for programs

@@ -18,6 +18,7 @@ def processors_of(
         return None
     raise Refusal(
         400,
-        f"response_format: expected {{'type': 'text'}}; this server holds no text to a grammar, got {response_format!r:.80}",
+        f"response_format: this server holds no text to a format, so expected {{'type': 'text'}}, "
+        f"got {response_format!r:.80}",
         param="response_format",
     )

@@ -1,4 +1,4 @@
-"""What stands before every route: the key, the size of a body and the time that it takes, and a count of the answers."""
+"""What stands before every route: the key, the size of a body and its time to arrive, and a count of the answers."""
 
 import asyncio
 import hmac

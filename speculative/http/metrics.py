@@ -1,6 +1,6 @@
 """What /metrics says, in Prometheus' format.
 
-Counts of requests and times are taken here, as clients see them; what the decoder counts itself is asked for when somebody
+Counts of requests and times are taken here, as clients see them; what the service counts is asked for when somebody
 looks.
 """
 

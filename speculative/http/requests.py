@@ -1,8 +1,8 @@
 """What clients may ask for: the bodies of /v1/completions and /v1/chat/completions.
 
 A field that the server does not know is refused, and so is one that it knows and does not have, unless it asks for
-nothing: a text that ignores what it was asked for is worse than an error. Fields of OpenAI's API that change no text are
-taken and not looked at.
+nothing: a text that ignores what it was asked for is worse than an error. Fields of OpenAI's API that change no text
+are taken and not looked at.
 """
 
 from typing import Annotated, Any, Literal

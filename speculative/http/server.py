@@ -18,7 +18,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at the address, which does not listen yet. Raises OSError, which says why not; port 0 is any free one."""
+    """A socket at the address, which does not listen yet; port 0 is any free one. Raises OSError where it cannot be."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, protocol)
     try:

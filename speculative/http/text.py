@@ -11,9 +11,9 @@ from heavypath.speculative.output.text_stream import TextStream
 class StoppedText:
     """Text in whole characters that ends before the first of `stops`, as OpenAI's API has it.
 
-    Stop strings are looked for in the text that the client gets, wherever tokens begin and end. Tokens are looked at one
-    by one, so the text does not depend on how many of them a step gave. What may be the beginning of a stop string is
-    held back until it is known.
+    Stop strings are looked for in the text that the client gets, wherever tokens begin and end. Tokens are looked at
+    one by one, so the text does not depend on how many of them a step gave. What may be the beginning of a stop string
+    is held back until it is known.
 
     tokens: how many were taken, up to the one that completed a stop string
     ended:  whether a stop string was found; nothing is taken after it

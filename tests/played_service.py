@@ -1,58 +1,19 @@
 """A `Service` that is played: what its requests bring, and when, is up to the test.
 
-It keeps to the interface of `heavypath.speculative.serving`, and answers faults on demand: a queue that is full, a text
-that fails, one that waits. `decoding(decoder)` is what a request brings by the decoder's own `generate`.
+It has the interface of `heavypath.speculative.serving.Service`, for faults on demand: a queue that is full, a text that
+fails, one that waits.
 """
 
 import asyncio
-import sys
 import threading
 import time
-import types
 from collections import deque
-from typing import NamedTuple
 
-import torch
-
-
-class QueueFull(RuntimeError):
-    pass
+from heavypath.speculative.serving import Closed, Completed, QueueFull, ServiceStatistics
 
 
-class Closed(RuntimeError):
-    pass
-
-
-class Cancelled(Exception):
-    pass
-
-
-class Completed(NamedTuple):
-    tokens: list
-    reason: str
-    prompt_tokens: int
-    steps: int
-    seconds_waiting: float
-    seconds_to_first: float | None
-    seconds: float
-
-
-class Statistics(NamedTuple):
-    slots: int
-    cache_bytes: int
-    running: int
-    waiting: int
-    submitted: int
-    completed: int
-    cancelled: int
-    expired: int
-    failed: int
-    refused: int
-    prompt_tokens: int
-    new_tokens: int
-    steps: int
-    seconds_busy: float
-    tokens_per_step: float
+class Interrupted(Exception):  # noqa: N818
+    """Why a request is to end."""
 
 
 class Completion:
@@ -68,11 +29,11 @@ class Completion:
         self._begin = time.monotonic()
 
     def emit(self, tokens):
-        """Pass tokens on; raises Cancelled where the owner wants no more."""
+        """Pass tokens on; raises Interrupted where the owner wants no more."""
         if self.cancelled.is_set():
-            raise Cancelled("cancelled")
+            raise Interrupted("cancelled")
         if self.deadline is not None and time.monotonic() > self.deadline:
-            raise Cancelled("deadline")
+            raise Interrupted("deadline")
         with self._changed:
             self.steps += 1
             self.tokens += tokens
@@ -139,7 +100,7 @@ class Service:
 
     def __init__(self, play, slots=1, queue=8, vocab_size=1024):
         self.play, self.slots, self.queue, self.vocab_size = play, slots, queue, vocab_size
-        self.closed = False
+        self.is_open = True
         self.completions, self.outcomes, self.running, self.refused = [], [], 0, 0
         self._waiting, self._changed = deque(), threading.Condition()
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(slots)]
@@ -150,7 +111,7 @@ class Service:
         if max(input_ids) >= self.vocab_size:
             raise ValueError(f"input_ids must be in 0 .. {self.vocab_size - 1}, got {max(input_ids)}")
         with self._changed:
-            if self.closed:
+            if not self.is_open:
                 raise Closed("the service is closed")
             if len(self._waiting) >= self.queue:
                 self.refused += 1
@@ -162,17 +123,12 @@ class Service:
         return completion
 
     def stats(self):
-        tokens, steps = (sum(each) for each in zip(*((len(c.tokens), c.steps) for c in self.completions), (0, 0)))
-        counts = [self.outcomes.count(name) for name in ("cancelled", "deadline", "failed")]
-        return Statistics(
-            self.slots, 1000, self.running, len(self._waiting), len(self.completions),
-            len(self.outcomes) - sum(counts), *counts, self.refused,
-            sum(len(c.prompt) for c in self.completions), tokens, steps, 1.0, tokens / max(1, steps),
-        )  # fmt: skip
+        done, running, waiting = len(self.outcomes), self.running, len(self._waiting)
+        return ServiceStatistics(self.slots, 1000, running, waiting, len(self.completions), done, refused=self.refused)
 
     def close(self, graceful=True, timeout=None):
         with self._changed:
-            self.closed = True
+            self.is_open = False
             if not graceful:
                 for completion in self.completions:
                     completion.cancel()
@@ -189,64 +145,17 @@ class Service:
     def _run(self):
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self.closed)
+                self._changed.wait_for(lambda: self._waiting or not self.is_open)
                 if not self._waiting:
                     return
                 completion = self._waiting.popleft()
                 self.running += 1
             try:
                 outcome = self.play(completion)
-            except Cancelled as error:
+            except Interrupted as error:
                 outcome = str(error)
             except Exception as error:
                 outcome = error
             self.running -= 1
             self.outcomes.append(outcome if isinstance(outcome, str) else "failed")
             completion.end(outcome)
-
-
-def decoding(decoder, seed=0):
-    """What requests bring by `generate`."""
-
-    class Emitting:
-        def __init__(self, completion):
-            self.completion, self.begun = completion, False
-
-        def put(self, value):
-            if self.begun and value.numel():
-                self.completion.emit(value.flatten().tolist())
-            self.begun = True
-
-        def end(self):
-            pass
-
-    def play(completion):
-        options = {name: value for name, value in completion.options.items() if name not in ("deadline", "seed")}
-        name = completion.options.get("seed") or 0
-        decoder.generate(
-            torch.tensor([completion.prompt]),
-            seed=seed,
-            sequence_ids=torch.tensor([name]),
-            streamer=Emitting(completion),
-            **options,
-        )
-        return "length" if len(completion.tokens) == options["max_new_tokens"] else "stop"
-
-    return play
-
-
-def install():
-    """Put this in the place of `heavypath.speculative.serving`, where that is not there yet."""
-    try:
-        import heavypath.speculative.serving  # noqa: F401
-    except ModuleNotFoundError:
-        from heavypath.speculative import SpeculativeDecoder
-
-        module = types.ModuleType("heavypath.speculative.serving")
-        vars(module).update(QueueFull=QueueFull, Closed=Closed, Completion=Completion, Service=Service)
-        sys.modules[module.__name__] = module
-
-        def serve(self, slots=8, *, max_tokens=2048, queue=64, seed=0):
-            return Service(decoding(self, seed), 1, queue)
-
-        SpeculativeDecoder.serve = serve
