@@ -149,7 +149,7 @@ class Exchange:
                 headers={"Retry-After": str(_seconds_for_one(service))},
             ) from error
         except Closed as error:
-            raise _stopping() from error
+            raise _closed() from error
         except (ValueError, TypeError) as error:
             raise Refusal(400, " ".join(str(error).split())) from error
         self._texts.append(
@@ -196,7 +196,7 @@ class Exchange:
             seconds = self._served.limits.seconds
             raise Refusal(504, f"the text was not complete within the server's {seconds:g} seconds", code="deadline")
         if reason not in ("stop", "length"):
-            raise _stopping()
+            raise _closed()
         return Piece(text.index, rest, reason)
 
 
@@ -263,5 +263,5 @@ def _seconds_for_one(service: Service) -> int:
     return max(1, min(60, math.ceil(stats.seconds_busy / max(1, stats.completed))))
 
 
-def _stopping() -> Refusal:
-    return Refusal(503, "the server is stopping", code="stopping")
+def _closed() -> Refusal:
+    return Refusal(503, "the server takes no requests any more", code="closed")
