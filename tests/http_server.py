@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -75,3 +76,17 @@ def eventually(condition):
     while not condition():
         assert time.monotonic() < end, "it does not come to be"
         time.sleep(0.01)
+
+
+def open_stream(base, body, buffer=None):
+    """A socket on which a request has been sent, with a receive buffer of so many bytes."""
+    content = json.dumps(body).encode()
+    host, port = urlsplit(base).netloc.split(":")
+    connection = socket.socket()
+    connection.settimeout(PATIENCE)
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect((host, int(port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection

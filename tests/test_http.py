@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import torch
-from http_server import NAME, PATIENCE, ask, eventually, metrics, running
+from http_server import NAME, PATIENCE, ask, eventually, metrics, open_stream, running
 from transformers import AutoTokenizer
 
 from heavypath.speculative import SpeculativeDecoder
@@ -365,3 +365,39 @@ def test_metrics_are_prometheus_and_count_what_clients_got(decoder, tokenizer):
     assert found["heavypath_tokens_per_step_sum"] >= 2
     assert (found["heavypath_running"], found["heavypath_waiting"]) == (0, 0)
     assert found["heavypath_service_submitted_total"] == 3
+
+
+def test_a_request_that_waits_can_be_dropped_while_others_of_other_lengths_wait_too(decoder, tokenizer, alone):
+    prompts = [PROMPT, "import os\n", "class Stack:\n    def push"]
+    with decoder.serve(slots=1, max_tokens=256) as service, running(service, tokenizer) as base:
+        first = open_stream(base, {"model": NAME, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True})
+        with ThreadPoolExecutor(3) as pool:
+            body = {"model": NAME, "max_tokens": 8, "temperature": 0}
+            answers = []
+            for count, prompt in enumerate(prompts, 1):
+                answers.append(pool.submit(ask, base, "POST", "/v1/completions", body | {"prompt": prompt}))
+                eventually(lambda count=count: service.stats().submitted == 1 + count)
+            dropped = open_stream(base, body | {"prompt": "x"})
+            eventually(lambda: service.stats().submitted == 5)
+            dropped.close()
+            eventually(lambda: service.stats().cancelled == 1)
+            texts = [json.loads(answer.result()[2])["choices"][0]["text"] for answer in answers]
+        first.close()
+    assert texts == [alone(prompt, 8) for prompt in prompts]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_where_the_service_itself_fails_nobody_waits_for_ever_and_the_server_is_not_healthy(decoder, tokenizer, caplog):
+    def broken():
+        raise ArithmeticError("beyond any request")
+
+    with decoder.serve(slots=1, max_tokens=256) as service, running(service, tokenizer) as base:
+        body = {"model": NAME, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+        with ThreadPoolExecutor(3) as pool:
+            answers = [pool.submit(ask, base, "POST", "/v1/completions", body) for _ in range(3)]
+            eventually(lambda: service.stats().running == 1 and service.stats().waiting == 2)
+            service._end_interrupted = broken
+            assert [answer.result()[0] for answer in answers] == [500, 500, 500]
+        assert ask(base, "POST", "/v1/completions", body)[0] == 503
+        assert ask(base, "GET", "/health")[0] == 503
+    assert "beyond any request" in caplog.text

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import openai
 import played_service
 import pytest
-from http_server import NAME, PATIENCE, ask, eventually, metrics, running
+from http_server import NAME, PATIENCE, ask, eventually, metrics, open_stream, running
 
 from heavypath.speculative.http.server import bound_socket, is_loopback
 
@@ -40,20 +40,6 @@ def error_of(answer):
 
 def completions(base):
     return sum(value for name, value in metrics(base).items() if name.startswith("heavypath_completions_total"))
-
-
-def open_stream(base, body, buffer=None):
-    """A socket on which a request has been sent, with a receive buffer of so many bytes."""
-    content = json.dumps(body).encode()
-    host, port = urlsplit(base).netloc.split(":")
-    connection = socket.socket()
-    connection.settimeout(PATIENCE)
-    if buffer is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    connection.connect((host, int(port)))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    return connection
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -216,8 +216,8 @@ class Service:
 
     def _run(self) -> None:
         """What the thread does."""
-        try:
-            with torch.inference_mode(), self._in_device():
+        with torch.inference_mode(), self._in_device():  # also for what an error leaves behind: slots are emptied
+            try:
                 while self._is_busy() or self._arrivals.is_open:
                     if not self._is_busy():
                         self._arrivals.wait()
@@ -226,13 +226,13 @@ class Service:
                     self._admit()
                     self._advance()
                     self._count(seconds_busy=time.monotonic() - begin)
-        except BaseException as error:  # which is none of a request: nobody may wait for ever
-            logger.exception("serving has ended by an error")
-            self._arrivals.close()
-            self._end_all(error if isinstance(error, Exception) else RuntimeError("the service was stopped"))
-            raise
-        finally:
-            self._slots.free()
+            except BaseException as error:  # which is none of a request: nobody may wait for ever
+                logger.exception("serving has ended by an error")
+                self._arrivals.close()
+                self._end_all(error if isinstance(error, Exception) else RuntimeError("the service was stopped"))
+                raise
+            finally:
+                self._slots.free()
 
     def _is_busy(self) -> bool:
         return bool(self._slots.running) or self._entering is not None or len(self._arrivals) > 0
