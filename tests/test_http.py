@@ -180,13 +180,14 @@ def test_a_seed_of_any_size_is_taken(client, alone):
     assert complete(client, temperature=1, seed=2**70 + 3).choices[0].text == alone(PROMPT, 24, 1.0, 3)
 
 
-def test_several_texts_of_a_prompt_differ_and_repeat(client, alone):
+def test_several_texts_of_a_prompt_differ_and_repeat(client, alone, tokenizer):
     answer = complete(client, n=3, temperature=0.9, seed=3)
     texts = [choice.text for choice in answer.choices]
     assert texts == [alone(PROMPT, 24, 0.9, 3, index) for index in range(3)]
     assert len({*texts}) == 3
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert answer.usage.completion_tokens == 72
+    assert answer.usage.prompt_tokens == len(tokenizer(PROMPT).input_ids), "a prompt counts once"
     assert len({sequence_id(5, index) for index in range(1000)}) == 1000
     assert APART % 2
 

@@ -52,6 +52,10 @@ def test_a_client_that_leaves_ends_its_texts(tokenizer, stream):
         connection.close()
         eventually(lambda: service.outcomes == ["cancelled", "cancelled"])
         assert metrics(base)["heavypath_completions_total{outcome=disconnected}"] == 2
+        status = 200 if stream else 499
+        eventually(
+            lambda: f"heavypath_http_requests_total{{path=/v1/completions}},{{status={status}}}" in metrics(base)
+        )
 
 
 def test_a_client_that_leaves_while_its_request_waits_ends_it(tokenizer):
@@ -114,6 +118,18 @@ def test_where_some_texts_of_a_request_find_no_place_none_is_decoded(tokenizer):
         assert [each.cancelled.is_set() for each in service.completions] == [False, True]
         assert metrics(base)["heavypath_completions_total{outcome=refused}"] == 1
         first.close()
+
+
+def test_a_bug_behind_the_first_of_several_texts_leaves_none_of_them_running(tokenizer, caplog):
+    class Broken(played_service.Service):
+        def submit(self, input_ids, **options):
+            if self.completions:
+                raise KeyError("bug")
+            return super().submit(input_ids, **options)
+
+    with Broken(endless) as service, running(service, tokenizer) as base:
+        assert ask(base, "POST", "/v1/completions", BODY | {"n": 2})[0] == 500
+        eventually(lambda: service.outcomes == ["cancelled"])
 
 
 def test_a_closed_service_is_503_and_not_healthy(tokenizer):

@@ -45,7 +45,7 @@ def serve(
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="What requests call the model; default: the last part of --target.")
+        str | None, typer.Option(help="What requests call the model; default: --target, of a folder the last part.")
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="How many texts are decoded side by side.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=2, help="Room for a prompt with its new tokens.")] = 2048,
@@ -89,7 +89,7 @@ def serve(
             served = Served(
                 service=service,
                 tokenizer=pair.tokenizer,
-                name=name or (DEMO_NAME if target is None else Path(target).name),
+                name=name or _name_of(target),
                 temperature=_default_temperature(pair),
                 eos_token_ids=pair.eos_token_ids,
                 limits=limits,
@@ -124,6 +124,14 @@ def _key(variable: str) -> str:
         what = "is empty or not there" if not key else "has characters that a header cannot have"
         raise ValueError(f"--api-key-env: expected a key in the environment variable {variable!r}, which {what}")
     return key
+
+
+def _name_of(target: str | None) -> str:
+    """What requests call the model, unless the server was told."""
+    if target is None:
+        return DEMO_NAME
+    folder = Path(target).expanduser()
+    return folder.resolve().name if folder.is_dir() else target
 
 
 def _default_temperature(pair: Pair) -> float:

@@ -88,8 +88,9 @@ class Exchange:
             for prompt, length in zip(prompts, lengths, strict=True):
                 for index in range(request.n):
                     seed = sequence_id(request.seed, index)
-                    self._submit(request.stops, prompt, options | {"max_new_tokens": length, "seed": seed})
-        except Refusal:
+                    counted = 0 if index else len(prompt.tokens)  # a prompt counts once
+                    self._submit(request.stops, prompt, counted, options | {"max_new_tokens": length, "seed": seed})
+        except BaseException:
             for text in self._texts:
                 text.completion.cancel()
                 text.watch.finish("refused", 0)
@@ -100,7 +101,7 @@ class Exchange:
 
     @property
     def counted(self) -> Counted:
-        """Tokens so far. A prompt of several texts counts once for each."""
+        """Tokens so far."""
         return Counted(
             sum(text.prompt_tokens for text in self._texts), sum(text.stopped.tokens for text in self._texts)
         )
@@ -137,7 +138,7 @@ class Exchange:
             text.completion.cancel()
             text.watch.finish("disconnected" if self._gone else "failed", text.stopped.tokens)
 
-    def _submit(self, stops: Sequence[str], prompt: Prompt, options: dict[str, Any]) -> None:
+    def _submit(self, stops: Sequence[str], prompt: Prompt, counted: int, options: dict[str, Any]) -> None:
         service = self._served.service
         try:
             completion = service.submit(prompt.tokens, **options)
@@ -156,10 +157,10 @@ class Exchange:
             _Text(
                 len(self._texts),
                 prompt.echo,
-                len(prompt.tokens),
+                counted,
                 completion,
                 StoppedText(self._served.tokenizer, prompt.tokens, stops),
-                self._served.metrics.watch(len(prompt.tokens)),
+                self._served.metrics.watch(counted),
             )
         )
 
@@ -190,12 +191,14 @@ class Exchange:
             completed = text.completion.result(timeout=1)
             reason, steps = completed.reason, completed.steps
         if reason == "cancelled":
-            reason = "disconnected" if self._gone else "closed"
+            reason = "disconnected" if self._gone else "closed"  # nobody else cancels a text that is read
         text.watch.finish(reason, text.stopped.tokens, steps)
         if reason == "deadline":
             seconds = self._served.limits.seconds
             raise Refusal(504, f"the text was not complete within the server's {seconds:g} seconds", code="deadline")
-        if reason not in ("stop", "length"):
+        if reason == "disconnected":
+            raise Refusal(499, "the client is gone")  # which nobody reads; /metrics counts it
+        if reason == "closed":
             raise _closed()
         return Piece(text.index, rest, reason)
 

@@ -36,7 +36,7 @@ class Metrics:
         self.new_tokens = Counter("heavypath_new_tokens", "Tokens in answers.", registry=registry)
         self.first = Histogram(
             "heavypath_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
+            "From when a request was taken to its first token.",
             registry=registry,
             buckets=SECONDS,
         )
@@ -47,7 +47,10 @@ class Metrics:
             buckets=SECONDS_OF_A_TOKEN,
         )
         self.whole = Histogram(
-            "heavypath_completion_seconds", "From arrival to the last token.", registry=registry, buckets=SECONDS
+            "heavypath_completion_seconds",
+            "From when a request was taken to its last token.",
+            registry=registry,
+            buckets=SECONDS,
         )
         self.per_step = Histogram(
             "heavypath_tokens_per_step",
