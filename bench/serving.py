@@ -125,7 +125,7 @@ async def served(way: Way, requests: Sequence[Ask]) -> list[Timeline]:
         async for count in way.tokens(ask):
             timeline.times.append(time.perf_counter())
             timeline.counts.append(count)
-        assert sum(timeline.counts) == ask.new_tokens
+        assert sum(timeline.counts) == ask.new_tokens or isinstance(way, OverHttp)  # which has pieces of several
         return timeline
 
     return await asyncio.gather(*map(one, requests))

@@ -43,6 +43,7 @@ from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.output.trace import read_trace
+from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
 from heavypath.speculative.training.documents import read_documents
@@ -75,6 +76,7 @@ __all__ = [
     "EarlyExit",
     "Feed",
     "Generation",
+    "Grammar",
     "LayerChoice",
     "Lookahead",
     "MedusaHeads",

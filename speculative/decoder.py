@@ -9,7 +9,8 @@ the root is the last token of the prompt.
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +47,7 @@ from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
+from heavypath.speculative.processors.settings import GivenProcessors
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.replanning import ProfileTrees, Replanner
 from heavypath.speculative.serving.service import Limits, Service
@@ -239,6 +241,8 @@ class SpeculativeDecoder:
         output_scores: bool = False,
         output_logits: bool = False,
         past: TextCache | None = None,
+        logits_processor: Sequence[Any] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
     ) -> Generation:
         """Continue each prompt of input_ids LongTensor[B, T] by up to max_new_tokens tokens.
 
@@ -261,6 +265,12 @@ class SpeculativeDecoder:
         past: the .cache of an earlier generation with this target, by this decoder or another. The longest prefix that
             a prompt has in common with any of its texts is not computed again; input_ids are whole prompts all the
             same. The cache is left as it is. The text is the same with and without, up to ties of rounding.
+        logits_processor: transformers' processors, `Grammar`s and functions of (input_ids LongTensor[R, T'], scores
+            fp32 [R, V]), one after the other on the logits of both models before the filters; in a batch also a list
+            with a list, or None, for each sequence. They are shown the prompt as given and what follows on the path to
+            a node. Other classes than transformers' own have one row at a time, and must answer by their arguments
+            alone. The host takes part in each step, so that on a GPU no CUDA graph is used.
+        prefix_allowed_tokens_fn: of (sequence, its text LongTensor[T']), the tokens that may follow.
 
         What is left out of temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, stop_strings,
         eos_token_id and pad_token_id is taken from target.generation_config: without do_sample the temperature is 0.
@@ -289,6 +299,7 @@ class SpeculativeDecoder:
             seed=seed,
             tokenizer=tokenizer,
             stopping_criteria=stopping_criteria,
+            processors=GivenProcessors(logits_processor, prefix_allowed_tokens_fn),
         )
         streamers = checked_streamers(streamer, len(input_ids))
         plan = self._plan(request)
@@ -343,11 +354,18 @@ class SpeculativeDecoder:
         )
 
     def serve(
-        self, slots: int = 8, *, max_tokens: int = 2048, queue: int = 64, prefill_tokens: int = 256, seed: int = 0
+        self,
+        slots: int = 8,
+        *,
+        max_tokens: int | None = None,
+        queue: int = 64,
+        prefill_tokens: int = 256,
+        seed: int = 0,
     ) -> Service:
         """Decode requests as they come, side by side, until the service is closed; see `Service`.
 
-        slots: sequences in a step; max_tokens: of a prompt with its new tokens; queue: requests that may wait
+        slots: sequences in a step; max_tokens: of a prompt with its new tokens (default: 2,048, or as many as the
+            models have positions); queue: requests that may wait
         prefill_tokens: of a prompt between two steps; seed: of the noise
 
         Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
@@ -355,11 +373,12 @@ class SpeculativeDecoder:
         self._notice_changes()
         prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
         plan = self._plan(self._request(prompts, GivenSettings(1.0, **NOTHING), max_new_tokens=1))
+        most = min(2048, *(model.max_positions for model in (self._target, *models_of(self._draft))))
         return Service(
             plan,
             lambda prompts, given, **rest: self._request(prompts, GivenSettings(**given), **rest),
             self._draft_filters,
-            limits=Limits(slots, max_tokens, queue, prefill_tokens),
+            limits=Limits(slots, most if max_tokens is None else max_tokens, queue, prefill_tokens),
             seed=seed,
             cuda_graphs=self.runner.cuda_graphs,
         )
@@ -392,17 +411,7 @@ class SpeculativeDecoder:
         )  # fmt: skip
         prompts = torch.zeros(batch_size, prompt_tokens, dtype=torch.long, device=self._target.device)
         request = self._request(Prompts(prompts), settings, max_new_tokens=max_new_tokens)
-        plan = self._plan(request)
-        with torch.inference_mode(), self.runner.workspace(request, plan) as workspace:
-            workspace.begin(request, plan)
-            smaller = [1 << power for power in reversed(range((batch_size - 1).bit_length()))]
-            longest = prompt_tokens + max_new_tokens
-            for each in plan.each():
-                self.runner.compile(each, workspace, batch_size)
-                for slots in (batch_size, *smaller) * 2:  # a step is run once before it is captured
-                    where = {"slots": slots, "levels": each.tree.depth, "longest": longest}
-                    self.runner.run(each, workspace, **where, lap=lambda phase: None)
-            workspace.state.numbers.cpu()  # waits for the device
+        self.runner.warm_up(request, self._plan(request))
         seconds = time.perf_counter() - begin
         logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)
         return seconds
@@ -416,6 +425,7 @@ class SpeculativeDecoder:
         seed: int = 0,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Sequence[StoppingCriteria] | None = None,
+        processors: GivenProcessors = GivenProcessors(),  # noqa: B008
     ) -> Request:
         """What `generate` was asked for, with what the model's generation config adds to it."""
         settings = given.filled_from(self.target.generation_config, self._target.vocab_size)
@@ -433,6 +443,7 @@ class SpeculativeDecoder:
             filters=settings.filters,
             seed=seed,
             repetition_penalty=settings.repetition_penalty,
+            processors=replace(processors, config=settings.config),
         )
 
     def _remark(self, stats: Statistics) -> None:
@@ -457,8 +468,9 @@ class SpeculativeDecoder:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
         rules = Rules(
             replacement=kind.replacement,
-            # A draft without a model that proposes few tokens means it: random ones beside them would be rejected.
-            fill=self._method.fill and proposes_every_token(self._draft),
+            # A draft without a model that proposes few tokens means it: random ones beside them would be rejected. So
+            # would be those that logits processors left out.
+            fill=self._method.fill and proposes_every_token(self._draft) and request.processors is None,
             verification=verification,
             target_filters=target_filters,
             draft_filters=draft_filters,

@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 from heavypath.speculative.serving import Closed, Completed, QueueFull, ServiceStatistics
 
@@ -92,7 +93,8 @@ class Completion:
     def _notify(self):
         self._changed.notify_all()
         for tell in self._tell:
-            tell()
+            with suppress(RuntimeError):  # the loop has been closed, so nobody waits
+                tell()
 
 
 class Service:

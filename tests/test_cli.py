@@ -114,6 +114,43 @@ def test_generate_reads_a_file_or_standard_input_and_prints_json(heavypath, tmp_
     assert json.loads(heavypath("generate", "-", *options, "--json")[1])["token_ids"] == answer["token_ids"]
 
 
+def test_generate_writes_json_of_a_schema_or_what_matches_a_pattern(heavypath, tmp_path):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "sizes": {"type": "array", "maxItems": 2,
+                       "items": {"type": "integer", "minimum": 0, "maximum": 99}}},
+        "required": ["name", "sizes"], "additionalProperties": False,
+    }  # fmt: skip
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    for options in ((), ("--temperature", 0.9, "--seed", 2, "--method", "dyspec")):
+        code, text, _ = heavypath("generate", "config = ", "--json-schema", tmp_path / "schema.json", *options)
+        content = json.loads(text)
+        assert code == 0
+        assert [*content] == ["name", "sizes"]
+        assert len(content["name"]) <= 9
+        assert all(0 <= size <= 99 for size in content["sizes"])
+    pattern = "[a-z]{3,5}\\.py"
+    answer = json.loads(heavypath("generate", "import ", "--regex", pattern, "--json")[1])
+    assert re.fullmatch(pattern, answer["text"])
+    assert (answer["settings"]["regex"], answer["settings"]["json_schema"]) == (pattern, None)
+
+
+def test_generate_says_what_is_wrong_with_a_grammar(heavypath, tmp_path):
+    (tmp_path / "text").write_text("{")
+    (tmp_path / "schema").write_text('{"type": "objekt"}')
+    for options, message in (
+        (("--json-schema", tmp_path / "none"), "cannot read the JSON schema in .*none': No such file"),
+        (("--json-schema", tmp_path / "text"), "--json-schema must be a file of JSON, got .*: Expecting property name"),
+        (("--json-schema", tmp_path / "schema"), "the JSON schema cannot be followed: Invalid type: objekt"),
+        (("--regex", "(a"), "regular expression .* unclosed group"),
+        (("--regex", "a", "--json-schema", tmp_path / "schema"), "one grammar: give --json-schema or --regex"),
+    ):
+        code, text, errors = heavypath("generate", "import", *options)
+        assert (code, text) == (1, "")
+        assert re.search(message, errors), errors
+        assert errors.count("\n") == 1
+
+
 @pytest.mark.parametrize("method", ["sequoia", "autoregressive"])
 def test_generate_takes_models_from_folders_and_ends_at_their_end_token(heavypath, folders, tmp_path, method):
     models = ("--target", folders / "target", "--draft", folders / "draft")

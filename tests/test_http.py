@@ -234,7 +234,8 @@ REFUSED = {
     "suffix": ("behind", "does not have it"),
     "frobnicate": (1, "does not know this field"),
     "guided_json": ({}, "does not know this field"),
-    "response_format": ({"type": "json_object"}, "response_format"),
+    "response_format": ({"type": "xml"}, "json_object"),
+    "repetition_penalty": (0, "greater than 0"),
     "temperature": (-1, "greater than or equal to 0"),
     "top_p": (0, "greater than 0"),
     "top_k": (-1, "greater than or equal to 0"),
@@ -402,3 +403,80 @@ def test_where_the_service_itself_fails_nobody_waits_for_ever_and_the_server_is_
         assert ask(base, "POST", "/v1/completions", body)[0] == 503
         assert ask(base, "GET", "/health")[0] == 503
     assert "beyond any request" in caplog.text
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+
+def formatted(schema):
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def ending(decoder, tokenizer):
+    """A client of a server whose texts end."""
+    eos = [tokenizer.eos_token_id]
+    with (
+        decoder.serve(slots=2, max_tokens=256) as service,
+        running(service, tokenizer, eos=eos) as base,
+        openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_format_holds_an_answer_to_its_schema(ending, stream):
+    pytest.importorskip("llguidance")
+    for seed in range(3):
+        answer = chat(
+            ending, temperature=1, seed=seed, response_format=formatted(SCHEMA), max_tokens=120, stream=stream
+        )
+        events = list(answer) if stream else [answer]
+        text = "".join(
+            (event.choices[0].delta if stream else event.choices[0].message).content or "" for event in events
+        )
+        assert events[-1].choices[0].finish_reason == "stop"
+        found = json.loads(text)
+        assert found.keys() == {"name", "size"}
+        assert 0 <= found["size"] <= 99
+
+
+def test_a_response_format_of_an_object_of_json_begins_one(client):
+    pytest.importorskip("llguidance")
+    text = complete(client, extra_body={"response_format": {"type": "json_object"}}).choices[0].text
+    assert text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("response_format", "message"),
+    [
+        (formatted({"type": "nothing"}), "JSON schema"),
+        ({"type": "json_schema"}, "only there"),
+        ({"type": "json_object", "json_schema": {"name": "a", "schema": {}}}, "only there"),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "more": 1}}, "does not know"),
+    ],
+)
+def test_a_response_format_that_cannot_be_followed_is_refused(client, response_format, message):
+    pytest.importorskip("llguidance")
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        chat(client, response_format=response_format)
+    assert caught.value.param == "response_format"
+
+
+def test_a_response_format_needs_the_end_of_its_text(client):
+    with pytest.raises(openai.BadRequestError, match="leave ignore_eos out"):
+        chat(client, response_format=formatted(SCHEMA), extra_body={"ignore_eos": True})
+
+
+def test_penalties_and_least_lengths_are_those_of_generate(client, alone):
+    more = {"repetition_penalty": 1.3}
+    assert complete(client, extra_body=more).choices[0].text == alone(PROMPT, 24, repetition_penalty=1.3)
+    assert complete(client, extra_body={"min_tokens": 24}).usage.completion_tokens == 24

@@ -20,7 +20,7 @@ from heavypath.speculative import SpeculativeDecoder
 
 ROOT = Path(__file__).parent.parent
 ORDER = (
-    "kernels", "trees", "models", "drafts", "training", "demo", "decoding", "output", "serving", "root",
+    "kernels", "trees", "models", "drafts", "processors", "training", "demo", "decoding", "output", "serving", "root",
     "http", "cli", "examples", "package",
 )  # fmt: skip
 APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
@@ -39,17 +39,11 @@ FORMER_PATHS = {  # of modules that moved into folders, and a name of each
 PUBLIC = {
     "gumbel_topk", "stochastic_beam", "tree_attention", "chain_attention", "verify_tree", "accept_typical", "calibrate",
     "compare", "generate", "__init__", "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up",
-    "distil", "serve",
+    "distil", "serve", "submit",
 }  # fmt: skip
-FREE_OF_NAMES = (
-    "zip",
-    "zip_longest",
-    "gcd",
-    "print",
-    "ctx.save_for_backward",
-    "func",
-    "field_validator",
-)  # take any arguments alike
+FREE_OF_NAMES = (  # take any arguments alike
+    "zip", "zip_longest", "gcd", "print", "ctx.save_for_backward", "func", "field_validator",
+)  # fmt: skip
 OPERATORS = {"_tree_attention"}  # torch.library takes no tuples
 
 

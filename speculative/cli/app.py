@@ -6,6 +6,7 @@ one line; 2 for wrong usage; 130 for Ctrl-C.
 """
 
 import importlib.metadata
+import json
 import math
 import os
 import sys
@@ -32,8 +33,10 @@ from heavypath.speculative.cli.support import (
     Chat,
     Draft,
     Dtype,
+    JsonSchema,
     MaxNewTokens,
     MinP,
+    Regex,
     RepetitionPenalty,
     Seed,
     Stop,
@@ -46,9 +49,11 @@ from heavypath.speculative.cli.support import (
     Verifier,
     check_choice,
     encode,
+    grammar_of,
     load,
     print_json,
     progress,
+    read_schema,
     say_if_busy,
 )
 from heavypath.speculative.comparison import compare
@@ -146,6 +151,8 @@ def generate(
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
     stop: Stop = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
     chat: Chat = False,
     tree_size: TreeSize = None,
     profile: Annotated[
@@ -174,8 +181,10 @@ def generate(
     if profile is not None and tree_size is not None:
         raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
     measured = None if profile is None else Profile.load(profile)
+    schema = read_schema(json_schema, regex)
     pair = load(target, draft, dtype)
     ids = encode(pair, text, chat=chat)
+    grammar = grammar_of(schema, regex, pair)
     decoder = SpeculativeDecoder(
         pair.target, pair.draft, method, tree_size=tree_size, profile=measured, replan=replan, verifier=verifier
     )
@@ -189,6 +198,7 @@ def generate(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         stop_strings=stop or None,
+        logits_processor=None if grammar is None else [grammar],
         seed=seed,
         eos_token_id=pair.eos_token_ids,
         streamer=TextStream(pair.tokenizer, pieces.append if as_json else _write),
@@ -213,7 +223,8 @@ def generate(
             **in_force.filters._asdict(),
             "repetition_penalty": in_force.repetition_penalty,
         }
-        settings |= {"stop": stop or [], "chat": chat, "seed": seed}
+        settings |= {"stop": stop or [], "chat": chat, "seed": seed, "regex": regex}
+        settings |= {"json_schema": None if schema is None else json.loads(schema)}
         settings |= {"max_new_tokens": max_new_tokens, "tree_size": tree_size, "prompt": text}
         answer = {"settings": settings, "text": "".join(pieces), "token_ids": tokens, "stats": _summary(out.stats)}
         print_json(answer)

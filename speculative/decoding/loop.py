@@ -86,7 +86,7 @@ def decode(
     """
     state, batch = workspace.state, len(request.prompt)
     on_host = host_can_read(state.numbers.device)
-    watched = request.stopping is not None or len(observers) > 0
+    watched = request.stopping is not None or request.processors is not None or len(observers) > 0
     looked_at = [state.numbers]
     looked_at += [state.counts] if replan is not None else []
     looked_at += [state.output[:batch]] if streamers else []

@@ -100,6 +100,8 @@ class StepRunner:
         state, target_cache, draft_cache = workspace.first(slots)
         if host_can_read(plan.target.device):
             step = self._step(plan, min(plan.tree.depth, levels))
+            if workspace.processors is not None:
+                return step(state, target_cache, draft_cache, longest, lap, workspace.processors)
             known = workspace.recordings.get((step, slots))
             if known is not None:
                 known.recording.replay()
@@ -115,8 +117,8 @@ class StepRunner:
             return stepped
         # To know the lengths the host would have to wait for the GPU. Besides, one graph is to serve all steps.
         step = self._step(plan, plan.tree.depth)
-        if workspace.graphs is None:
-            return step(state, target_cache, draft_cache, _most_visible(plan, workspace), lap)
+        if workspace.graphs is None or workspace.processors is not None:  # processors ask the host
+            return step(state, target_cache, draft_cache, _most_visible(plan, workspace), lap, workspace.processors)
         graph, launch = workspace.graphs.of((step, slots)), self._launch(plan, workspace, slots)
         if graph.is_warm and not graph.is_captured and not graph.fails:
             logger.debug("capturing a CUDA graph: %d slots, a tree of %d nodes", slots, len(plan.tree))
@@ -132,6 +134,19 @@ class StepRunner:
         assert stepped is not None
         lap("step")
         return stepped
+
+    def warm_up(self, request: Request, plan: StepPlan) -> None:
+        """Do now what the first generation like this request would do besides decoding, and wait until it is done."""
+        batch, width = request.prompt.shape
+        with torch.inference_mode(), self.workspace(request, plan) as workspace:
+            workspace.begin(request, plan)
+            smaller = [1 << power for power in reversed(range((batch - 1).bit_length()))]
+            for each in plan.each():
+                self.compile(each, workspace, batch)
+                for slots in (batch, *smaller) * 2:  # a step is run once before it is captured
+                    where = {"slots": slots, "levels": each.tree.depth, "longest": width + request.max_new_tokens}
+                    self.run(each, workspace, **where, lap=_no_lap)
+            workspace.state.numbers.cpu()  # waits for the device
 
     def compile(self, plan: StepPlan, workspace: Workspace, slots: int) -> None:
         """Compile what a step launches, side by side, before it first runs; nothing where steps are not captured.

@@ -22,6 +22,7 @@ from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
+from heavypath.speculative.processors.texts import BatchProcessors
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Workspace:
     def __init__(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None):
         target, draft = plan.target, plan.draft
         self.size, self.graphs = size, graphs
+        self.processors: BatchProcessors | None = None  # of the generation that is under way
         self.recordings = dict[tuple[Step, int], Recorded | None]()  # on a CPU; None where a step has an obstacle
         if graphs is not None:
             self._home = torch.cuda.current_stream()
@@ -153,6 +155,11 @@ class Workspace:
             sequence_ids=request.sequence_ids,
             seed=request.seed,
         )
+        self.processors = None
+        if request.processors is not None:
+            self.processors, stops = BatchProcessors(), request.stops.tolist()
+            for member, own in enumerate(request.processors):
+                self.processors.begin(member, request.input_ids[member], own, stops, member)
         before_roots = request.prompt[:, :-1]
         batch, width = before_roots.shape
         draft = plan.draft
@@ -185,7 +192,8 @@ class Workspace:
             yield reused
         for (part, cache), have in zip(parts, in_parts, strict=True):
             if isinstance(part, ModelDraft | HeadDraft):
-                for texts, starts in _pieces(before_roots, ends, have, chunk):
+                # An entry of a head is made of two tokens: the last of a piece is the first of the next one, too.
+                for texts, starts in _pieces(before_roots, ends, have, chunk, shared=int(isinstance(part, HeadDraft))):
                     part.prefill(texts, cache, starts)
                     yield reused
             else:
@@ -253,15 +261,16 @@ def _starts(ends: list[int], cached: list[int]) -> list[int]:
 
 
 def _pieces(
-    tokens: Tensor, ends: list[int], cached: list[int], chunk: int | None
+    tokens: Tensor, ends: list[int], cached: list[int], chunk: int | None, shared: int = 0
 ) -> Iterator[tuple[Tensor, list[int]]]:
     """What is missing of texts LongTensor[B, T], which end at `ends` and of which `cached` tokens are cached.
 
-    Pieces of at most `chunk` tokens of each text, LongTensor[B, any], and where each of them begins.
+    Pieces of at most `chunk` tokens of each text and the first `shared` ones of the next piece, LongTensor[B, any], and
+    where each of them begins.
     """
     starts = _starts(ends, cached)
     width = max(end - have for end, have in zip(ends, cached, strict=True))
     first = torch.tensor(starts, device=tokens.device)[:, None]
     for begin in range(0, width, chunk or max(1, width)):
-        column = torch.arange(begin, min(width, begin + (chunk or width)), device=tokens.device)
+        column = torch.arange(begin, min(width, begin + (chunk or width) + shared), device=tokens.device)
         yield tokens.gather(1, first + column), [start + begin for start in starts]

@@ -2,22 +2,28 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
+from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, CompletionAnswer, Finished
 from heavypath.speculative.http.errors import Answer, Refusal, answer_errors
 from heavypath.speculative.http.exchange import Exchange, Served, until_gone
+from heavypath.speculative.http.grammar import grammar_of
 from heavypath.speculative.http.guard import Guard
-from heavypath.speculative.http.prompts import Prompt, prompt_of_chat, prompts_of
+from heavypath.speculative.http.prompts import Prompt, prompts_of, prompts_of_chat
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
 from heavypath.speculative.http.streaming import EventStream
+from heavypath.speculative.processors.grammar import Grammar
 
+AnyRequest = TypeVar("AnyRequest", bound=Sampling)
+Read = tuple[list[Prompt], Grammar | None]
 DEFAULT_NEW_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 
 
@@ -31,8 +37,14 @@ def create_app(served: Served, fingerprint: str, api_key: str | None = None) -> 
     app.add_middleware(Guard, limits=served.limits, metrics=served.metrics, api_key=api_key)
     answer_errors(app)
     started = int(time.time())
-    tokenizing = ThreadPoolExecutor(1, "tokenizer")  # a long prompt holds up no stream
+    tokenizing = ThreadPoolExecutor(1, "tokenizer")  # a long prompt or a schema holds up no stream
     served.tokenizer("a")  # a tokenizer may set itself up at its first call, which must not be in two threads
+
+    async def read(body: AnyRequest, prompts: Callable[[AnyRequest, PreTrainedTokenizerBase], list[Prompt]]) -> Read:
+        def blocking() -> Read:
+            return prompts(body, served.tokenizer), grammar_of(body, served.tokenizer, served.eos_token_ids)
+
+        return await asyncio.get_running_loop().run_in_executor(tokenizing, blocking)
 
     @app.get("/health")
     async def health() -> Answer:
@@ -56,34 +68,26 @@ def create_app(served: Served, fingerprint: str, api_key: str | None = None) -> 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_model(served, body.model)
-        loop = asyncio.get_running_loop()
-        prompts = await loop.run_in_executor(tokenizing, prompts_of, body, served.tokenizer)
+        prompts, grammar = await read(body, prompts_of)
         answer = CompletionAnswer(served.name, fingerprint, includes_usage=body.includes_usage)
         new_tokens = DEFAULT_NEW_TOKENS if body.max_tokens is None else body.max_tokens
-        return await _answered(served, body, request, answer, prompts, new_tokens)
+        exchange = Exchange(served, body, prompts, grammar, new_tokens)
+        return await _answered(exchange, body, request, answer)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         _check_model(served, body.model)
-        loop = asyncio.get_running_loop()
-        prompt = await loop.run_in_executor(tokenizing, prompt_of_chat, body, served.tokenizer)
+        prompts, grammar = await read(body, prompts_of_chat)
         answer = ChatAnswer(served.name, fingerprint, includes_usage=body.includes_usage)
         new_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return await _answered(served, body, request, answer, [prompt], new_tokens)
+        exchange = Exchange(served, body, prompts, grammar, new_tokens)
+        return await _answered(exchange, body, request, answer)
 
     return app
 
 
-async def _answered(
-    served: Served,
-    body: Sampling,
-    request: Request,
-    answer: AnyAnswer,
-    prompts: Sequence[Prompt],
-    new_tokens: int | None,
-) -> Response:
-    """Decode what was asked for, and give it as a stream or whole."""
-    exchange = Exchange(served, body, prompts, new_tokens)
+async def _answered(exchange: Exchange, body: Sampling, request: Request, answer: AnyAnswer) -> Response:
+    """The texts as a stream or whole."""
     if body.stream:
         return EventStream(exchange, answer, includes_usage=body.includes_usage)
     texts: list[list[str]] = [[] for _ in range(len(exchange))]

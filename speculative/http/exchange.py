@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.http.answers import Counted, Reason
 from heavypath.speculative.http.errors import Refusal, failed
-from heavypath.speculative.http.grammar import processors_of
 from heavypath.speculative.http.limits import Limits
 from heavypath.speculative.http.metrics import Metrics, Watch
 from heavypath.speculative.http.prompts import Prompt
 from heavypath.speculative.http.requests import Sampling
 from heavypath.speculative.http.text import StoppedText
+from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.serving import Closed, Completion, QueueFull, Service
 
 APART = 48_271_337  # between the noise of the texts of one request; odd, so that no two of them meet
@@ -71,17 +71,27 @@ def sequence_id(seed: int | None, index: int) -> int | None:
 class Exchange:
     """The texts of one request: `n` for each prompt, in the order of the prompts.
 
+    grammar: that all of them are held to; None for none
+    new_tokens: of each, at most; None for as many as there is room for
+
     Raises Refusal for what a request must not ask for, if the queue is full, and if the service is closed; no text of
     the request is decoded then.
     """
 
-    def __init__(self, served: Served, request: Sampling, prompts: Sequence[Prompt], new_tokens: int | None):
+    def __init__(
+        self,
+        served: Served,
+        request: Sampling,
+        prompts: Sequence[Prompt],
+        grammar: Grammar | None,
+        new_tokens: int | None,
+    ):
         self._served, self._gone = served, False
         _check_stops(request, served.limits)
         if len(prompts) * request.n > served.limits.choices:
             most = f"this server gives at most {served.limits.choices} texts for a request"
             raise Refusal(400, f"n: {most}, got {len(prompts)} prompts with n = {request.n}", param="n")
-        options = _options(served, request)
+        options = _options(served, request, grammar)
         lengths = [_new_tokens(served.limits, prompt, new_tokens) for prompt in prompts]
         self._texts: list[_Text] = []
         try:
@@ -234,7 +244,7 @@ def _check_stops(request: Sampling, limits: Limits) -> None:
             raise Refusal(400, message, param="stop")
 
 
-def _options(served: Served, request: Sampling) -> dict[str, Any]:
+def _options(served: Served, request: Sampling, grammar: Grammar | None) -> dict[str, Any]:
     """What all texts of a request are submitted with."""
     asked = {
         "temperature": served.temperature if request.temperature is None else request.temperature,
@@ -243,7 +253,7 @@ def _options(served: Served, request: Sampling) -> dict[str, Any]:
         "min_p": request.min_p,
         "repetition_penalty": request.repetition_penalty,
         "min_new_tokens": request.min_tokens,
-        "logits_processor": processors_of(request.response_format, served.tokenizer),
+        "logits_processor": None if grammar is None else [grammar],
         "deadline": served.limits.seconds,
     }
     eos = None if request.ignore_eos else [*served.eos_token_ids]

@@ -34,7 +34,7 @@ def prompts_of(request: CompletionRequest, tokenizer: PreTrainedTokenizerBase) -
     return found
 
 
-def prompt_of_chat(request: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def prompts_of_chat(request: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """The conversation in the tokenizer's chat template, up to where the answer begins.
 
     Raises Refusal where there is no template, and for a conversation that it does not write.
@@ -50,4 +50,4 @@ def prompt_of_chat(request: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> 
         raise Refusal(400, message, param="messages") from error
     if not tokens:
         raise Refusal(400, "messages: the chat template wrote an empty text of them", param="messages")
-    return Prompt(tokens)
+    return [Prompt(tokens)]

@@ -7,7 +7,7 @@ are taken and not looked at.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 # Fields that are refused, and the values with which they ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -75,6 +75,28 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchema(Body):
+    """A schema by its name, as OpenAI's clients send it; it is always followed strictly."""
+
+    name: str
+    definition: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What an answer has to be: any text, an object of JSON, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> "ResponseFormat":
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("expected json_schema where the type is 'json_schema', and only there")
+        return self
+
+
 class Sampling(Body):
     """What both ways to ask have in common.
 
@@ -97,7 +119,7 @@ class Sampling(Body):
     stop: Text | list[Text] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
 
     frequency_penalty: Any = None
     logit_bias: Any = None

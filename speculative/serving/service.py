@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.request import Prompts, Request
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.processors.settings import GivenProcessors
 from heavypath.speculative.serving.arrivals import Arrival, Arrivals, Closed, QueueFull
 from heavypath.speculative.serving.completion import Completion
 from heavypath.speculative.serving.progress import Reason
@@ -68,9 +69,10 @@ class Service:
             for tokens in completion:
                 ...
 
-    Requests have prompts, sampling, lengths, stops and noise of their own. Up to `slots` are decoded in each step; up
-    to `queue` more wait, first come, first served. A prompt goes through the models in pieces of `prefill_tokens`,
-    between steps, so that no running request waits for more than one piece. All memory is taken at the beginning.
+    Requests have prompts, sampling, processors, lengths, stops and noise of their own. Up to `slots` are decoded in
+    each step; up to `queue` more wait, first come, first served. A prompt goes through the models in pieces of
+    `prefill_tokens`, between steps, so that no running request waits for more than one piece. All memory is taken at
+    the beginning.
 
     A request's text is the one that it has alone, whatever else runs (in float32; in 16 bits up to ties of rounding).
     With method "ersd", and for greedy text with any method, it is that of
@@ -102,7 +104,7 @@ class Service:
         self._in_device = nullcontext if host_can_read(self._device) else lambda: torch.cuda.device(self._device)
         with torch.inference_mode(), self._in_device():
             plan = serving_plan(plan)
-            self._slots = Slots(plan, limits, cuda_graphs=cuda_graphs)
+            self._slots = Slots(plan, limits, seed, cuda_graphs=cuda_graphs)
         self._arrivals = Arrivals(limits.queue)
         self._lock = threading.Lock()  # of the counts
         self._counts = ServiceStatistics(limits.slots, self._slots.cache_bytes)
@@ -122,10 +124,14 @@ class Service:
         top_p: float | None = None,
         min_p: float | None = None,
         seed: int | None = None,
+        repetition_penalty: float | None = None,
+        min_new_tokens: int | None = None,
         eos_token_id: int | Sequence[int] | Literal["model"] | None = "model",
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Sequence[StoppingCriteria] | None = None,
+        logits_processor: Sequence[Any] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
         deadline: float | None = None,
     ) -> Completion:
         """Take a request, from any thread, without waiting for anything.
@@ -161,6 +167,8 @@ class Service:
                 "top_k": top_k,
                 "top_p": top_p,
                 "min_p": min_p,
+                "repetition_penalty": repetition_penalty,
+                "min_new_tokens": min_new_tokens,
                 "eos_token_id": eos_token_id,
                 "stop_strings": stop_strings,
             },
@@ -168,6 +176,7 @@ class Service:
             seed=self._seed,
             tokenizer=tokenizer,
             stopping_criteria=stopping_criteria,
+            processors=GivenProcessors(logits_processor, prefix_allowed_tokens_fn, always=True),
         )
         now = time.monotonic()
         arrival = Arrival(
@@ -269,10 +278,9 @@ class Service:
             arrival, pieces = self._entering
             budget -= min(self._slots.limits.prefill_tokens, arrival.prompt_length)
             try:
-                next(pieces)
-            except StopIteration:
-                self._entering = None
-                self._slots.join(arrival)
+                if next(pieces, self) is self:
+                    self._entering = None
+                    self._slots.join(arrival)
             except Exception as error:
                 self._entering = None
                 self._end(arrival, error)

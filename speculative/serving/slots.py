@@ -15,12 +15,14 @@ from torch import Tensor
 
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.native.sampling import seed_tensor
 from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.snapshots import Snapshots
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
 from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.processors.texts import BatchProcessors
 from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.progress import Reason
 
@@ -80,7 +82,7 @@ class Limits(NamedTuple):
 class Slots:
     """The memory and the state of the sequences that are decoded."""
 
-    def __init__(self, plan: StepPlan, limits: Limits, *, cuda_graphs: bool):
+    def __init__(self, plan: StepPlan, limits: Limits, seed: int, *, cuda_graphs: bool):
         self.plan, self.limits = plan, limits
         count, max_tokens = limits.slots, limits.max_tokens
         device = plan.target.device
@@ -97,8 +99,10 @@ class Slots:
         self._workspace = Workspace(plan, size, Graphs(device) if cuda_graphs else None)
         self._anteroom = Workspace(plan, size._replace(sequences=1))
         self._state = self._workspace.state
+        self._state.seed.copy_(seed_tensor(seed))
         self.cache_bytes = self._workspace.cache_bytes + self._anteroom.cache_bytes
         self._snapshots = Snapshots[list[Member]]([self._state.numbers, self._state.output], late=not self._on_host)
+        self._processors = BatchProcessors()
         self.running: list[Member] = []  # in the first slots, in their order
         self._rows = list(range(count))  # of `output` that nobody has
 
@@ -109,12 +113,16 @@ class Slots:
 
     def entering(self, arrival: Arrival) -> Iterator[None]:
         """Bring a request's prompt into the anteroom, a piece at a time; behind the last piece it may `join`."""
-        for _ in self._anteroom.beginning(arrival.request, self.plan, self.limits.prefill_tokens):
+        # Its end is found by `Arrival.take`: what ends one text does not end the others.
+        request = replace(arrival.request, stops=arrival.request.stops[:0], processors=None)
+        for _ in self._anteroom.beginning(request, self.plan, self.limits.prefill_tokens):
             yield
 
     def join(self, arrival: Arrival) -> None:
-        """Move the request that is in the anteroom into a slot."""
-        slot, member = len(self.running), Member(arrival, self._rows.pop())
+        """Move the request that is in the anteroom into a slot. Raises ValueError where its processors do not fit."""
+        slot, row, prompt = len(self.running), self._rows[-1], arrival.request.input_ids[0]
+        self._processors.begin(row, prompt, arrival.processors, arrival.stops, 0)
+        member = Member(arrival, self._rows.pop())
         self._workspace.receive(slot, self._anteroom, 0, arrival.prompt_length)
         self._state.numbers[StateField.MEMBER, slot] = member.row
         self._state.settings[slot] = arrival.settings()
@@ -166,6 +174,8 @@ class Slots:
     def _step(self, count: int) -> list[tuple[Member, Reason | Exception]]:
         members = self.running[:count]
         arrivals = [member.arrival for member in members]
+        asked = any(arrival.processors for arrival in arrivals)
+        self._workspace.processors = self._processors if asked else None
         self._runner.run(
             self.plan,
             self._workspace,
