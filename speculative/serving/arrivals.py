@@ -26,7 +26,7 @@ class Closed(RuntimeError):  # noqa: N818
     """The service takes no requests any more."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Arrival:
     """A request that was checked, of one sequence.
 

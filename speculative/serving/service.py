@@ -196,6 +196,11 @@ class Service:
         self._count(submitted=1, prompt_tokens=arrival.prompt_length)
         return Completion(arrival.progress, self._arrivals.wake)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: until it is closed, or has ended by an error."""
+        return self._arrivals.is_open
+
     def stats(self) -> ServiceStatistics:
         """What it does now, and what it has done so far."""
         running = len(self._slots.running) + (self._entering is not None)
@@ -223,8 +228,8 @@ class Service:
 
     def _run(self) -> None:
         """What the thread does."""
-        try:
-            with torch.inference_mode(), self._in_device():
+        with torch.inference_mode(), self._in_device():  # also for what an error leaves behind: slots are emptied
+            try:
                 while self._is_busy() or self._arrivals.is_open:
                     if not self._is_busy():
                         self._arrivals.wait()
@@ -233,13 +238,13 @@ class Service:
                     self._admit()
                     self._advance()
                     self._count(seconds_busy=time.monotonic() - begin)
-        except BaseException as error:  # which is none of a request: nobody may wait for ever
-            logger.exception("serving has ended by an error")
-            self._arrivals.close()
-            self._end_all(error if isinstance(error, Exception) else RuntimeError("the service was stopped"))
-            raise
-        finally:
-            self._slots.free()
+            except BaseException as error:  # which is none of a request: nobody may wait for ever
+                logger.exception("serving has ended by an error")
+                self._arrivals.close()
+                self._end_all(error if isinstance(error, Exception) else RuntimeError("the service was stopped"))
+                raise
+            finally:
+                self._slots.free()
 
     def _is_busy(self) -> bool:
         return bool(self._slots.running) or self._entering is not None or len(self._arrivals) > 0
