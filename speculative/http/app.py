@@ -94,8 +94,8 @@ async def _answered(exchange: Exchange, body: Sampling, request: Request, answer
     reasons = ["stop"] * len(exchange)
     async with until_gone(request.receive, exchange), aclosing(exchange.pieces()) as pieces:
         async for piece in pieces:
-            texts[piece.index].append(piece.text)
-            reasons[piece.index] = piece.reason or reasons[piece.index]
+            texts[piece.place].append(piece.text)
+            reasons[piece.place] = piece.reason or reasons[piece.place]
     finished = [Finished("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
     return Answer(answer.whole(finished, exchange.counted))
 
