@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
-from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, CompletionAnswer, Finished
+from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, CompletionAnswer, Finished, Reason
 from heavypath.speculative.http.errors import Answer, Refusal, answer_errors
 from heavypath.speculative.http.exchange import Exchange, Served, until_gone
 from heavypath.speculative.http.grammar import grammar_of
@@ -91,11 +91,11 @@ async def _answered(exchange: Exchange, body: Sampling, request: Request, answer
     if body.stream:
         return EventStream(exchange, answer, includes_usage=body.includes_usage)
     texts: list[list[str]] = [[] for _ in range(len(exchange))]
-    reasons = ["stop"] * len(exchange)
+    reasons: list[Reason] = ["stop"] * len(exchange)
     async with until_gone(request.receive, exchange), aclosing(exchange.pieces()) as pieces:
         async for piece in pieces:
-            texts[piece.index].append(piece.text)
-            reasons[piece.index] = piece.reason or reasons[piece.index]
+            texts[piece.place].append(piece.text)
+            reasons[piece.place] = piece.reason or reasons[piece.place]
     finished = [Finished("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
     return Answer(answer.whole(finished, exchange.counted))
 

@@ -43,9 +43,9 @@ class Served:
 
 
 class Piece(NamedTuple):
-    """More of text `index` of a request; with its last piece comes why it ended."""
+    """More of the text at a place of a request; with its last piece comes why it ended."""
 
-    index: int
+    place: int
     text: str
     reason: Reason | None = None
 

@@ -27,7 +27,7 @@ def prompts_of(request: CompletionRequest, tokenizer: PreTrainedTokenizerBase) -
             raise Refusal(400, "prompt: expected at least one token to continue, got an empty prompt", param="prompt")
         echo = ""
         if request.echo:
-            echo = each if isinstance(each, str) else tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+            echo = each if isinstance(each, str) else str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
         found.append(Prompt(tokens, echo))
     if not found:
         raise Refusal(400, "prompt: expected one prompt or more, got an empty list", param="prompt")

@@ -38,9 +38,9 @@ class EventStream(Response):
             async with aclosing(exchange.pieces()) as pieces:
                 async for piece in pieces:
                     if piece.text:
-                        yield _line(answer.event(piece.index, piece.text))
+                        yield _line(answer.event(piece.place, piece.text))
                     if piece.reason is not None:
-                        yield _line(answer.event(piece.index, "", piece.reason))
+                        yield _line(answer.event(piece.place, "", piece.reason))
         except Refusal as refusal:
             yield _line(refusal.content())
             return
