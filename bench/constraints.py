@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import argument_parser, environment, quiet_demo_pair, token_ids, write_results
+from common import argument_parser, environment, quiet_demo_pair, token_ids, until_stopped, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -47,6 +47,7 @@ SUMS = (
     "plain_seconds",
     "transformers",
     "same",
+    "prompts",
 )
 
 
@@ -65,24 +66,26 @@ def main() -> None:
     prompts = token_ids(pair.tokenizer, demo_prompts()[:few], arguments.device)
     grammar = Grammar.json_schema(SCHEMA, pair.tokenizer, whitespace=False)
     sums = {(method, name): dict.fromkeys(SUMS, 0.0) for method in methods for name in [*kinds(1, pair), "json schema"]}
-    for seed, ids in enumerate(prompts):
-        asked = {"max_new_tokens": length, "temperature": arguments.temperature}
-        for name, own in (kinds(ids.shape[1], pair) | {"json schema": grammar}).items():
-            reference = grammar.as_processor(ids.shape[1]) if own is grammar else own
-            by_transformers, text = timed(partial(plain, pair, ids, reference, asked))
-            for method in methods:
-                by = partial(SpeculativeDecoder(pair.target, pair.draft, method).generate, ids, seed=seed)
-                took, out = timed(partial(by, logits_processor=[own], eos_token_id=0, **asked))
-                free = asked | {"max_new_tokens": out.stats.new_tokens}
-                free_took, without = timed(partial(by, eos_token_id=None, **free))
-                added = (
-                    out.stats.new_tokens, out.stats.steps, without.stats.new_tokens, without.stats.steps, took,
-                    out.stats.seconds["processing"], free_took, by_transformers, torch.equal(out.sequences, text),
-                )  # fmt: skip
-                found = sums[method, name]
-                found.update({key: found[key] + value for key, value in zip(SUMS, added, strict=True)})
-    rows = [row_of(method, name, found) for (method, name), found in sums.items()]
-    Console(highlight=False, width=140).print(table_of(rows, len(prompts)))
+    with until_stopped():
+        for seed, ids in enumerate(prompts):
+            asked = {"max_new_tokens": length, "temperature": arguments.temperature}
+            for name, own in (kinds(ids.shape[1], pair) | {"json schema": grammar}).items():
+                reference = grammar.as_processor(ids.shape[1]) if own is grammar else own
+                by_transformers, text = timed(partial(plain, pair, ids, reference, asked))
+                for method in methods:
+                    by = partial(SpeculativeDecoder(pair.target, pair.draft, method).generate, ids, seed=seed)
+                    took, out = timed(partial(by, logits_processor=[own], eos_token_id=0, **asked))
+                    free = asked | {"max_new_tokens": out.stats.new_tokens}
+                    free_took, without = timed(partial(by, eos_token_id=None, **free))
+                    same = torch.equal(out.sequences, text)
+                    added = (
+                        out.stats.new_tokens, out.stats.steps, without.stats.new_tokens, without.stats.steps, took,
+                        out.stats.seconds["processing"], free_took, by_transformers, same, 1,
+                    )  # fmt: skip
+                    found = sums[method, name]
+                    found.update({key: found[key] + value for key, value in zip(SUMS, added, strict=True)})
+    rows = [row_of(method, name, found) for (method, name), found in sums.items() if found["prompts"]]
+    Console(highlight=False, width=140).print(table_of(rows))
     facts = environment(arguments.device) | {"prompts": len(prompts), "max_new_tokens": length}
     write_results(arguments.json, facts | {"temperature": arguments.temperature}, constraints=rows)
 
@@ -146,14 +149,15 @@ def row_of(method: str, name: str, found: dict[str, float]) -> dict[str, Any]:
         "seconds_without": round(found["plain_seconds"], 3),
         "seconds_of_transformers": round(found["transformers"], 3),
         "same": int(found["same"]),
+        "prompts": int(found["prompts"]),
     }
 
 
-def table_of(rows: list[dict[str, Any]], prompts: int) -> Table:
+def table_of(rows: list[dict[str, Any]]) -> Table:
     """The rows, and for each method what all of them have together."""
     table = Table(
         "method", "processor", "tokens/step", "without", "share", "s", "of processors", "s without", "s transformers",
-        f"same, of {prompts}",
+        "same", "of",
     )  # fmt: skip
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from devices import DEVICE, moved
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from test_decoder import assert_same_text, tiny_llama
 from test_processing import EOS, PROMPTS, left_padded
@@ -483,6 +484,21 @@ def test_a_dead_end_that_is_never_reached_is_no_error(tiny_pair):
             torch.tensor([[0, 2]]).expand(20, -1), 8, temperature=1.5, eos_token_id=EOS, logits_processor=[ends_early]
         )
         assert (out.sequences[:, 2:] == EOS).any(1).all()
+
+
+def test_texts_on_a_gpu_are_those_on_a_cpu(tiny_pair):
+    """Where there is one, or one that is played: nothing meets a tensor of another device."""
+    inputs, texts = left_padded(PROMPTS[:2]), []
+    for device in ("cpu", DEVICE):
+        pair = [tiny_llama(seed, layers=1, hidden_size=32).to(device) for seed in (1, 2)]
+        lists = [[by_last_two(2), odd_behind_even], [theirs.NoRepeatNGramLogitsProcessor(2), by_last_two(3)]]
+        for method in ("sequoia", "dyspec"):
+            out = SpeculativeDecoder(*pair, method, tree_size=4, verifier="rejection").generate(
+                **moved(inputs, device), max_new_tokens=5, temperature=0.8, logits_processor=lists, eos_token_id=EOS,
+                repetition_penalty=1.2, min_new_tokens=2, prefix_allowed_tokens_fn=lambda *_: range(1, 7),
+            )  # fmt: skip
+            texts.append(out.sequences.tolist())
+    assert texts[:2] == texts[2:]
 
 
 def test_a_member_may_begin_another_text():

@@ -14,7 +14,8 @@ from torch import Tensor
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.kinds import law_count
-from heavypath.speculative.processors.texts import Path, StepProcessors
+from heavypath.speculative.processors.matching import Path
+from heavypath.speculative.processors.texts import StepProcessors
 
 
 class ProcessedDraft:

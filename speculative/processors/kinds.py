@@ -5,6 +5,7 @@ never accepted. So what it answers must depend on its arguments alone. Classes o
 on each other are given all nodes of one depth in a call; whatever else can be called is given one row at a time.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.generation import logits_process as theirs
 
 from heavypath.speculative.processors.grammar import Grammar
 
-Processor = Callable[[Tensor, Tensor], Tensor] | Grammar  # of input_ids LongTensor[R, T'] and scores fp32 [R, V]
+Processor = Callable[..., Tensor] | Grammar  # of input_ids LongTensor[R, T'] and scores fp32 [R, V]
 
 # Of transformers' classes: those whose rows do not depend on each other, and of these the ones that read scores alone.
 TEXTLESS = {
@@ -88,7 +89,7 @@ def lists_for(given: Sequence[Any] | None, batch: int) -> list[list[Processor]]:
     if len(given) > 0 and all(own):
         if len(given) != batch:
             raise ValueError(f"logits_processor must have a list for each sequence, got {len(given)} for {batch}")
-        lists = [list(each or ()) for each in given]
+        lists: list[list[Processor]] = [list(each or ()) for each in given]
     elif any(own):
         raise TypeError("logits_processor must be processors, or a list (or None) for each sequence; got some of both")
     else:
@@ -106,7 +107,7 @@ def _check(processor: object) -> None:
     if not callable(processor) or isinstance(processor, type):
         given = f"the class {name}; make an object of it" if isinstance(processor, type) else repr(processor)
         raise TypeError(f"a logits processor is called with (input_ids, scores) and returns scores, got {given}")
-    for kind in type(processor).__mro__:
+    for kind in inspect.getmro(type(processor)):
         why = _REFUSED.get(kind.__name__) or _REFUSED_PACKAGES.get(kind.__module__.partition(".")[0])
         if why is not None:
             raise ValueError(f"the logits processor {name} cannot be asked along the paths of a tree: {why}")

@@ -8,6 +8,7 @@ the filters before these become warpers, too, and the kernels sample at temperat
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -144,12 +145,11 @@ def _warpers(config: GenerationConfig, texts: Texts) -> list[Any]:
         ("top_h", theirs.TopHLogitsWarper, None),
         ("typical_p", theirs.TypicalLogitsWarper, 1),
         ("epsilon_cutoff", theirs.EpsilonLogitsWarper, 0),
-        ("eta_cutoff", theirs.EtaLogitsWarper, 0),
+        ("eta_cutoff", partial(theirs.EtaLogitsWarper, device=str(texts.input_ids.device)), 0),
     ):
         value = getattr(config, name, None)
         if value not in (None, off):
-            on_device = {"device": str(texts.input_ids.device)} if kind is theirs.EtaLogitsWarper else {}
-            found.append(kind(value, **on_device))
+            found.append(kind(value))
     return found
 
 

@@ -7,10 +7,11 @@ which they keep when they take another slot of the batch; another text may begin
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import PrefixConstrainedLogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from heavypath.kernels.nodes import Verified
 from heavypath.speculative.processors.applying import Row, applied
@@ -18,7 +19,7 @@ from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.processors.kinds import TEXTLESS, Processor, name_of
 from heavypath.speculative.processors.matching import GrammarText, Path
 
-STEPS_ASKED_TWICE = 2  # at the beginning; the first tree of a short text may be its root alone
+STEPS_ASKED_TWICE = 2  # of each text; a tree may be its root alone
 
 PathsOf = Sequence[Sequence[Path | None]]  # of nodes, for each sequence; None for an absent one
 
@@ -34,6 +35,7 @@ class _Text:
     ids: Tensor
     stops: frozenset[int]
     produced: int = 0
+    steps: int = 0
 
     def __post_init__(self) -> None:
         kinds = [GrammarText if isinstance(each, GrammarText) else id(each) for each in self.processors]
@@ -54,6 +56,7 @@ class _Text:
     def advance(self, new: list[int]) -> None:
         self.ids = torch.cat([self.ids, self.ids.new_tensor(new)])
         self.produced += len(new)
+        self.steps += 1
         for processor in self.processors:
             if isinstance(processor, GrammarText):
                 processor.advance(new)
@@ -64,7 +67,6 @@ class BatchProcessors:
 
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
-        self._steps = 0
 
     def begin(
         self, member: int, prompt: Tensor, processors: Sequence[Processor], stops: Iterable[int], number: int
@@ -85,7 +87,6 @@ class BatchProcessors:
                 )
         if processors:
             self._texts[member] = _Text(tuple(_of_sequence(each, number) for each in processors), prompt, ends)
-            self._steps = 0  # new ones are asked twice
 
     def step(self, member: Tensor, produced: Tensor, left: Tensor, output: Tensor) -> "StepProcessors":
         """The texts before a step, brought up to date; this waits for the device.
@@ -101,11 +102,10 @@ class BatchProcessors:
             new = output[:, first : max(count for _, _, count in behind)].tolist()
             for text, each, count in behind:
                 text.advance(new[each][text.produced - first : count - first])
-        self._steps += 1
-        return StepProcessors(texts, lefts, twice=self._steps <= STEPS_ASKED_TWICE)
+        return StepProcessors(texts, lefts)
 
 
-def _of_sequence(processor: Processor, number: int) -> Processor | GrammarText:
+def _of_sequence(processor: Any, number: int) -> Processor | GrammarText:
     """A processor as it is to be asked about one sequence of its batch alone."""
     if isinstance(processor, Grammar):
         return GrammarText(processor)
@@ -121,11 +121,10 @@ class StepProcessors:
     """What is asked about the nodes of one step's trees.
 
     texts: of each slot, None where nothing is asked; left: tokens that each may still write
-    twice: whether processors of unknown kind are asked twice about the target's logits, see `applying`
     """
 
-    def __init__(self, texts: list[_Text | None], left: list[int], *, twice: bool):
-        self._texts, self._left, self._twice = texts, left, twice
+    def __init__(self, texts: list[_Text | None], left: list[int]):
+        self._texts, self._left = texts, left
         self._dead: list[tuple[int, int]] = []
 
     def of_draft(self, logits: Tensor, paths: PathsOf) -> Tensor:
@@ -133,7 +132,7 @@ class StepProcessors:
 
         What was -inf and of which a processor makes NaN stays -inf: the draft does not propose it.
         """
-        out = self._processed(logits, paths, twice=False)
+        out = self._processed(logits, paths, of_target=False)
         out = out.masked_fill(out.isnan() & (logits == -torch.inf), -torch.inf)
         self._check("draft", out, paths)
         ended = [
@@ -149,7 +148,7 @@ class StepProcessors:
 
         Where processors leave no token, the logits stay what they were: `check_reached` says whether that matters.
         """
-        out = self._processed(logits, paths, twice=self._twice)
+        out = self._processed(logits, paths, of_target=True)
         largest = self._check("target", out, paths)
         self._dead = (largest == -torch.inf).nonzero().tolist()
         if self._dead:
@@ -171,7 +170,7 @@ class StepProcessors:
                     "text: what they ask for cannot be met"
                 )
 
-    def _processed(self, logits: Tensor, paths: PathsOf, *, twice: bool) -> Tensor:
+    def _processed(self, logits: Tensor, paths: PathsOf, *, of_target: bool) -> Tensor:
         out = logits.float().clone()
         groups: dict[object, list[tuple[int, int, _Text, Path]]] = {}
         for slot, (text, own) in enumerate(zip(self._texts, paths, strict=True)):
@@ -183,6 +182,7 @@ class StepProcessors:
             each = groupby(rows, key=lambda row: row[0])
             ids = [text.with_path([row[3] for row in part]) for slot, part in each if (text := self._texts[slot])]
             asked = [Row(text.processors, path) for _, _, text, path in rows]
+            twice = of_target and any(text.steps <= STEPS_ASKED_TWICE for _, _, text, _ in rows)
             out[slots, columns] = applied(asked, torch.cat(ids), out[slots, columns], twice=twice)
         return out
 
