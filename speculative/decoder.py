@@ -51,7 +51,8 @@ from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.processors.settings import GivenProcessors
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.serving.service import Limits, Service
+from heavypath.speculative.serving.service import Service
+from heavypath.speculative.serving.slots import Limits
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
 from heavypath.speculative.trees_by_batch import FollowBatch, TreesByBatch, TreeSource, checked_profile

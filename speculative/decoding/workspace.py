@@ -192,6 +192,7 @@ class Workspace:
         for texts, starts in _pieces(before_roots, ends, cached, chunk):
             self._target.prefill(texts, target_cache, starts, taps)
             yield reused
+        cache: Any  # each part's own kind
         for (part, cache), have in zip(parts, in_parts, strict=True):
             if isinstance(part, ModelDraft | HeadDraft):
                 # An entry of a head is made of two tokens: the last of a piece is the first of the next one, too.

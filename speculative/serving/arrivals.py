@@ -153,7 +153,10 @@ class Arrivals:
     def interrupted(self) -> list[tuple[Arrival, Reason]]:
         """Those that are to end while they wait, which wait no more."""
         with self._changed:
-            found = [(each, reason) for each in self._waiting if (reason := each.interrupted()) is not None]
+            found: list[tuple[Arrival, Reason]] = []
+            for each in self._waiting:
+                if (reason := each.interrupted()) is not None:
+                    found.append((each, reason))
             for each, _ in found:
                 self._waiting.remove(each)
             return found
