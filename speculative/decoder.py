@@ -2,8 +2,7 @@
 
 The way of a step: `generate` checks the request and calls `decoding.loop.decode`, which asks `decoding.runner` for one
 step after another; `decoding.step` runs one, in which `models` do the forward passes. Between steps a sequence is its
-committed tokens: `length` of them in the target's cache, then the root, which is committed but not yet cached. At first
-the root is the last token of the prompt.
+committed tokens: `length` of them in the target's cache, then the root, which is not cached yet: first a prompt's last.
 """
 
 import logging
