@@ -7,6 +7,7 @@ the root is the last token of the prompt.
 """
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
+from heavypath.speculative.ranks.agreement import agreement_of, check_alone, holding, interruptible, own_weights
 from heavypath.speculative.replanning import ProfileTrees, Replanner
 from heavypath.speculative.serving.service import Limits, Service
 from heavypath.speculative.tree_choice import chosen_tree
@@ -192,8 +194,8 @@ class SpeculativeDecoder:
         else:
             self.profile.check(target, draft, method, self._method.verification)
             self._by_profile = ProfileTrees(self.profile, method, most_levels(self._draft))
+        self._agreement = agreement_of(models, self._target.device)
         for model in models:
-            model.check_weights()
             logger.debug(
                 "%s: a %s, %s on %s, by %s", model.name, type(model.model).__name__, model.dtype, model.device,
                 type(model).__name__,
@@ -292,8 +294,13 @@ class SpeculativeDecoder:
         )
         streamers = checked_streamers(streamer, len(input_ids))
         plan = self._plan(request)
-        for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
-            each.put(prompt[None, :length].cpu())
+        if self._agreement is not None:  # rank 0 streams, and writes the trace
+            self._agreement.begin(request.to_compare() | {"tree": plan.tree} | own_weights(self._target))
+            streamers = streamers if self._agreement.is_first else []
+            trace = trace if trace is None or self._agreement.is_first else os.devnull
+        with holding(self._agreement):
+            for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
+                each.put(prompt[None, :length].cpu())
         logger.debug(
             "%s, %d sequences, up to %d new tokens, a tree of %d nodes and %d levels, verified by %s%s",
             self.method, len(input_ids), request.max_new_tokens, len(plan.tree), plan.tree.depth,
@@ -305,6 +312,7 @@ class SpeculativeDecoder:
         stats.tree = f"{len(plan.tree)} nodes, {plan.tree.depth} levels, {self.tree_from}"
         stats.law_changed_by, stats.verification = plan.rules.law_changed_by, plan.rules.verification
         with (
+            interruptible(self._agreement),
             torch.inference_mode(),
             recording(trace, tokenizer, self.method, plan.rules, self._target, self._draft, request) as recorder,
             self.runner.workspace(request, plan) as workspace,
@@ -353,6 +361,7 @@ class SpeculativeDecoder:
         Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
         """
         self._notice_changes()
+        check_alone("serve", self._target)
         prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
         plan = self._plan(self._request(prompts, GivenSettings(1.0, **NOTHING), max_new_tokens=1))
         return Service(
@@ -470,7 +479,9 @@ class SpeculativeDecoder:
         )
         others = self._by_profile.shapes(target_filters).trees if self._replan and self._by_profile else ()
         draft = self._draft if len(tree) > 1 else None
-        return StepPlan(target=self._target, draft=draft, tree=tree, rules=rules, others=others)
+        return StepPlan(
+            target=self._target, draft=draft, tree=tree, rules=rules, others=others, agreement=self._agreement
+        )
 
     def _draft_filters(self, target: Filters) -> Filters:
         """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""
@@ -513,6 +524,6 @@ class SpeculativeDecoder:
             seed=seed,
             model_kwargs=model_kwargs,
         )
-        arguments = call.arguments(self._target.model)
+        arguments = call.arguments(self._target.model, self._agreement)
         out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer, trace=trace)
         return call.answer(out.sequences, out.cache, out.stats, out.scores, out.logits)

@@ -20,7 +20,7 @@ from heavypath.speculative import SpeculativeDecoder
 
 ROOT = Path(__file__).parent.parent
 ORDER = (
-    "kernels", "trees", "models", "drafts", "training", "demo", "decoding", "output", "serving", "root", "cli", "examples",
+    "kernels", "trees", "ranks", "models", "drafts", "training", "demo", "decoding", "output", "serving", "root", "cli", "examples",
     "package",
 )  # fmt: skip
 APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
