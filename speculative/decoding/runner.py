@@ -104,8 +104,8 @@ class StepRunner:
             if known is not None:
                 known.recording.replay()
                 return known.result
-            if levels < plan.tree.depth or (step, slots) in workspace.recordings:
-                # A cut tree is drafted once at most, and some steps cannot be replayed.
+            if levels < plan.tree.depth or (step, slots) in workspace.recordings or plan.agreement is not None:
+                # A cut tree is drafted once at most, and some steps cannot be replayed, as those with collectives.
                 return step(state, target_cache, draft_cache, longest, lap)
             with recorded() as recording:
                 stepped = step(state, target_cache, draft_cache, longest, lambda phase: do(partial(lap, phase)))

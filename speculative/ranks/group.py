@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
@@ -127,6 +128,9 @@ def ranks_of(model: nn.Module, name: str) -> Ranks | None:
 
     Raises ValueError for weights that are split in more than one way.
     """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # it leaves the outermost module's weights gathered behind a pass
     meshes = {weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)}
     if not meshes:
         return None
