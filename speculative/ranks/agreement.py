@@ -83,7 +83,9 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, device: torch.device):
         self.ranks = ranks
-        self._words = torch.zeros(len(PARTS), dtype=torch.long, device=device)  # of the last step, or that which differs
+        self._words = torch.zeros(
+            len(PARTS), dtype=torch.long, device=device
+        )  # of the last step, or that which differs
         self._ends = torch.zeros(1, dtype=torch.long, device=device)  # 1: this rank is to end
         self._differ = torch.zeros((), dtype=torch.bool, device=device)  # whether ranks did, in a step of this text
         self._problem: BaseException | None = None  # that this rank is to raise when all know of it
