@@ -7,7 +7,6 @@ the root is the last token of the prompt.
 """
 
 import logging
-import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, m
 from heavypath.speculative.drafts.kinds import extra_node_count, law_count
 from heavypath.speculative.generation import Generation
 from heavypath.speculative.generation_defaults import NOTHING, EosTokens, GivenSettings
-from heavypath.speculative.methods import check_independent, check_laws, default_verifier, row_of
+from heavypath.speculative.methods import check_independent, check_laws, check_verification, default_verifier, row_of
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.host import host_can_read
@@ -48,10 +47,10 @@ from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.ranks.agreement import agreement_of, check_alone, holding, interruptible, own_weights
+from heavypath.speculative.ranks.agreement import agreement_of, any_rank, check_alone, holding, interruptible
 from heavypath.speculative.replanning import ProfileTrees, Replanner
 from heavypath.speculative.serving.service import Limits, Service
-from heavypath.speculative.tree_choice import chosen_tree
+from heavypath.speculative.tree_choice import check_profile, chosen_tree
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -148,18 +147,7 @@ class SpeculativeDecoder:
         self._draft_filters(Filters()).check("draft_")
         self.verifier = verifier
         self._verifier = None if verifier is None or isinstance(verifier, str) else OwnVerifier(verifier)
-        if self._typical is not None and profile is not None:
-            raise ValueError(f"a profile is for methods that keep the target's law; give {method!r} tree or tree_size")
-        if self._typical is not None and self._verifier is not None:
-            raise ValueError(
-                f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'"
-            )
-        if self._verifier is not None and profile is not None:
-            raise ValueError(
-                "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
-                "instead: tree=profile.tree_for(method, Filters(temperature)) has the same tree"
-            )
-
+        check_verification(method, self._typical is not None, self._verifier is not None, profile is not None)
         self.target = target
         self._given_draft = draft
         self._target = forward_of(target, "target")
@@ -171,12 +159,7 @@ class SpeculativeDecoder:
         options |= {"width": width, "branching": branching, "threshold": threshold, "confidence": confidence}
         given = {name: value for name, value in options.items() if value is not None}
         self.profile = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
-        if self.profile is not None and given:
-            raise ValueError(f"a profile says what trees to take; leave out {', '.join(given)}")
-        if replan and self.profile is None:
-            raise ValueError("replan needs a profile, by which trees are chosen anew; `heavypath calibrate` makes one")
-        if replan and method == "autoregressive":
-            raise ValueError("method 'autoregressive' drafts nothing, so there is nothing to replan")
+        check_profile(method, given, has_profile=profile is not None, replan=replan)
         self._replan = replan
         self._draft: Draft | None = None
         models = [self._target]
@@ -195,19 +178,17 @@ class SpeculativeDecoder:
             self.profile.check(target, draft, method, self._method.verification)
             self._by_profile = ProfileTrees(self.profile, method, most_levels(self._draft))
         self._agreement = agreement_of(models, self._target.device)
-        for model in models:
-            logger.debug(
-                "%s: a %s, %s on %s, by %s", model.name, type(model.model).__name__, model.dtype, model.device,
-                type(model).__name__,
-            )  # fmt: skip
+        for each in models:
+            kinds = type(each.model).__name__, type(each).__name__
+            logger.debug("%s: a %s by %s, %s on %s", each.name, kinds[0], kinds[1], each.dtype, each.device)
 
     def _notice_changes(self) -> None:
         """Choose the forward passes of the models anew if one of them no longer consists of what it did."""
         check_no_autocast(self._target.device)
-        stale = not self._target.is_current()
+        stale = any_rank(self._agreement, not self._target.is_current())
         if stale:
             self._target = forward_of(self.target, "target")
-        stale = stale or not all(model.is_current() for model in models_of(self._draft))
+        stale = any_rank(self._agreement, stale or not all(model.is_current() for model in models_of(self._draft)))
         if stale and self._given_draft is not None and self._draft is not None:
             self._draft = as_draft(self._given_draft, self._target, self.target)
 
@@ -295,9 +276,8 @@ class SpeculativeDecoder:
         streamers = checked_streamers(streamer, len(input_ids))
         plan = self._plan(request)
         if self._agreement is not None:  # rank 0 streams, and writes the trace
-            self._agreement.begin(request.to_compare() | {"tree": plan.tree} | own_weights(self._target))
-            streamers = streamers if self._agreement.is_first else []
-            trace = trace if trace is None or self._agreement.is_first else os.devnull
+            self._agreement.begin_text(request.to_compare() | {"tree": plan.tree}, self._target)
+            streamers, trace = self._agreement.of_first(streamers, trace)
         with holding(self._agreement):
             for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
                 each.put(prompt[None, :length].cpu())
@@ -404,14 +384,7 @@ class SpeculativeDecoder:
         plan = self._plan(request)
         with torch.inference_mode(), self.runner.workspace(request, plan) as workspace:
             workspace.begin(request, plan)
-            smaller = [1 << power for power in reversed(range((batch_size - 1).bit_length()))]
-            longest = prompt_tokens + max_new_tokens
-            for each in plan.each():
-                self.runner.compile(each, workspace, batch_size)
-                for slots in (batch_size, *smaller) * 2:  # a step is run once before it is captured
-                    where = {"slots": slots, "levels": each.tree.depth, "longest": longest}
-                    self.runner.run(each, workspace, **where, lap=lambda phase: None)
-            workspace.state.numbers.cpu()  # waits for the device
+            self.runner.warm_up(plan, workspace, slots=batch_size, longest=prompt_tokens + max_new_tokens)
         seconds = time.perf_counter() - begin
         logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)
         return seconds
@@ -449,8 +422,7 @@ class SpeculativeDecoder:
         if self._remarked or self._draft is None or not stats.does_not_pay:
             return
         self._remarked = True
-        can_calibrate = extra_node_count(self._draft) == 0
-        hint = "; `heavypath calibrate` finds out which trees pay" if can_calibrate else ""
+        hint = "" if extra_node_count(self._draft) else "; `heavypath calibrate` finds out which trees pay"
         logger.warning("%s%s", stats.does_not_pay, hint)
 
     def _plan(self, request: Request) -> StepPlan:
@@ -479,9 +451,7 @@ class SpeculativeDecoder:
         )
         others = self._by_profile.shapes(target_filters).trees if self._replan and self._by_profile else ()
         draft = self._draft if len(tree) > 1 else None
-        return StepPlan(
-            target=self._target, draft=draft, tree=tree, rules=rules, others=others, agreement=self._agreement
-        )
+        return StepPlan(self._target, draft, tree, rules, others, self._agreement)
 
     def _draft_filters(self, target: Filters) -> Filters:
         """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""

@@ -60,6 +60,16 @@ def chosen_tree(
     return tree, "by the options given" if given else chosen_by
 
 
+def check_profile(method: str, given: Mapping[str, Any], *, has_profile: bool, replan: bool) -> None:
+    """Raise ValueError for options beside a profile, and for what needs one; given: the options that are not None."""
+    if has_profile and given:
+        raise ValueError(f"a profile says what trees to take; leave out {', '.join(given)}")
+    if replan and not has_profile:
+        raise ValueError("replan needs a profile, by which trees are chosen anew; `heavypath calibrate` makes one")
+    if replan and method == "autoregressive":
+        raise ValueError("method 'autoregressive' drafts nothing, so there is nothing to replan")
+
+
 def best_plan(method: str, rates: Tensor, costs: Mapping[int, float], level: float, sequence_count: int | None) -> Plan:
     """The tree of a method with which decoding is expected to be fastest.
 

@@ -40,9 +40,7 @@ def start(count, work, folder, *arguments):
 def _rank(rank, count, work, folder, arguments):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{folder}/store", timedelta(seconds=SECONDS), world_size=count, rank=rank
-    )
+    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=SECONDS), world_size=count, rank=rank)
     try:
         result = work(folder, *arguments)
     except Exception:

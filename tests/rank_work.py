@@ -14,8 +14,8 @@ from transformers.distributed import DistributedConfig
 from heavypath.kernels.nodes import Verified
 from heavypath.speculative import EarlyExit, SpeculativeDecoder, TokenTree
 from heavypath.speculative.examples.own_verifier import sample_the_target
-from heavypath.speculative.ranks.agreement import RanksDiffer
-from heavypath.speculative.ranks.group import RankFailed
+from heavypath.speculative.ranks.agreement import RankMismatchError
+from heavypath.speculative.ranks.group import RankFailedError
 
 METHODS = ("autoregressive", "chain", "specinfer", "sequoia", "dyspec", "ersd")
 PROMPTS = torch.tensor([[5, 9, 8, 7, 33, 2], [0, 0, 4, 4, 17, 60], [0, 11, 12, 13, 14, 15]])
@@ -141,10 +141,12 @@ def one_rank_decides(folder):
     usual = decoder.generate(prompt, 12, eos_token_id=None).sequences
     criterion, streamer = _OnOneRank(), _Streamer()
     trace = Path(folder, f"trace-{dist.get_rank()}")
-    out = decoder.generate(
-        prompt, 12, eos_token_id=None, stopping_criteria=[criterion], streamer=streamer, trace=trace
+    out = decoder.generate(prompt, 12, eos_token_id=None, stopping_criteria=[criterion], streamer=streamer, trace=trace)
+    found["stopped"], found["asked"], found["streamed"] = (
+        out.sequences[0, 6:].tolist(),
+        criterion.asked,
+        streamer.tokens,
     )
-    found["stopped"], found["asked"], found["streamed"] = out.sequences[0, 6:].tolist(), criterion.asked, streamer.tokens
     found["traced"] = trace.exists()
     for name, wish in {"streamer": lambda: None, "ctrl-c": lambda: os.kill(os.getpid(), signal.SIGINT)}.items():
 
@@ -157,7 +159,7 @@ def one_rank_decides(folder):
         streamer = _Streamer(fails=2 if name == "streamer" else 1 << 30)
         try:
             decoder.generate(prompt, 12, eos_token_id=None, streamer=streamer)
-        except (OSError, RankFailed, KeyboardInterrupt) as error:
+        except (OSError, RankFailedError, KeyboardInterrupt) as error:
             found[name] = type(error).__name__, str(error), len(watching.logits)
         decoder.runner = runner
     found["after all"] = torch.equal(decoder.generate(prompt, 12, eos_token_id=None).sequences, usual)
@@ -203,7 +205,7 @@ def divergences(folder, trials):
         said = None
         try:
             used.generate(PROMPTS, 12, 0.8, seed=trial + (mine and kind == "another seed"), attention_mask=PADDING)
-        except RanksDiffer as error:
+        except RankMismatchError as error:
             said = error.rank, error.what, str(error), len(watching.logits)
         used.runner, decoder._target._head = runner, head
         if changed is not None:

@@ -32,8 +32,8 @@ from heavypath.speculative import EarlyExit, SpeculativeDecoder, load_demo_pair
 from heavypath.speculative.ranks.agreement import digest, row_digests
 
 KINDS = (  # that transformers itself can split, and that run by its own forward pass
-    "apertus", "arcee", "cohere", "deepseek_v3", "exaone4", "gemma2", "glm4", "gpt_neox", "gpt_oss", "granite", "mixtral",
-    "nemotron", "olmo2", "phi3", "starcoder2",
+    "apertus", "arcee", "cohere", "deepseek_v3", "exaone4", "gemma2", "glm4", "gpt_neox", "gpt_oss", "granite",
+    "mixtral", "nemotron", "olmo2", "phi3", "starcoder2",
 )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def alone(folder):
 
 
 def every_check(folder, trials):
-    """All that two ranks do in the default tests, in one pair of processes: most of the time goes into their imports."""
+    """All that two ranks do in the default tests, in one pair of processes: imports take most of the time."""
     found = {
         "decode": decode(folder, METHODS),
         "refusals": refusals(folder),
@@ -183,7 +183,7 @@ def test_rank_0_alone_streams_and_writes_the_trace(two_ranks):
 def test_a_streamer_that_fails_on_rank_0_ends_all_ranks_after_the_same_step(two_ranks):
     (kind, said, steps), (other, told, other_steps) = (found["decides"]["streamer"] for found in two_ranks)
     assert (kind, said) == ("OSError", "nobody reads")
-    assert (other, told) == ("RankFailed", "rank 0 has raised OSError: nobody reads")
+    assert (other, told) == ("RankFailedError", "rank 0 has raised OSError: nobody reads")
     assert steps == other_steps == 3  # it fails after the second step, and says so in the third
 
 

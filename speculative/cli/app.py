@@ -60,8 +60,8 @@ from heavypath.speculative.loading import DEMO_HEAD, Pair, load_draft
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.ranks.agreement import RanksDiffer
-from heavypath.speculative.ranks.group import RankFailed
+from heavypath.speculative.ranks.agreement import RankMismatchError
+from heavypath.speculative.ranks.group import RankFailedError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")
 app.command()(chatting.chat)
@@ -238,7 +238,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except (ValueError, TypeError, OSError, ImportError, torch.OutOfMemoryError, RanksDiffer, RankFailed) as error:
+    except (
+        ValueError,
+        TypeError,
+        OSError,
+        ImportError,
+        torch.OutOfMemoryError,
+        RankMismatchError,
+        RankFailedError,
+    ) as error:
         return _fail(str(error), 1)
     except Exception as error:
         if not hasattr(error, "format_message"):

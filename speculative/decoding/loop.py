@@ -84,7 +84,7 @@ def decode(
     replan: chooses the plan of later steps, among those whose trees `plan` names; None for the same plan throughout
 
     Raises ValueError for logits that are no distribution. With ranks, only rank 0 has streamers; all of them raise
-    RanksDiffer after the step in which they differ, and what one of them is to raise, see `Agreement.hold`.
+    RankMismatchError after the step in which they differ, and what one of them is to raise, see `Agreement.hold`.
     """
     agreement = plan.agreement
     state, batch = workspace.state, len(request.prompt)

@@ -133,13 +133,25 @@ class StepRunner:
         lap("step")
         return stepped
 
+    def warm_up(self, plan: StepPlan, workspace: Workspace, slots: int, longest: int) -> None:
+        """Run, and on a GPU compile and capture, the steps of a batch of `slots` sequences and of what is left of it.
+
+        longest: as of `run`. Waits for the device.
+        """
+        smaller = [1 << power for power in reversed(range((slots - 1).bit_length()))]
+        for each in plan.each():
+            self.compile(each, workspace, slots)
+            for many in (slots, *smaller) * 2:  # a step is run once before it is captured
+                self.run(each, workspace, slots=many, levels=each.tree.depth, longest=longest, lap=_no_lap)
+        workspace.state.numbers.cpu()
+
     def compile(self, plan: StepPlan, workspace: Workspace, slots: int) -> None:
         """Compile what a step launches, side by side, before it first runs; nothing where steps are not captured.
 
         A capture tells what would be launched, and nothing runs in it. It ends where rows of a cache are first moved:
         the few kernels behind that are compiled when they are launched. Code that is not ours may keep what its first
-        call computes, so that its first call must not be a captured one: with such models nothing is done here. Nor with
-        ranks, whose first collective makes their connections.
+        call computes, so that its first call must not be a captured one: with such models nothing is done here. Nor
+        with ranks, whose first collective makes their connections.
         """
         if workspace.graphs is None or plan.agreement is not None or _has_foreign_code(plan):
             return

@@ -15,17 +15,19 @@ Not seen by it: a weight that is split exists once, so that nothing differs if i
 text by another model. Weights that each rank has for itself are compared when a decoder is made and before each text.
 """
 
+import os
 import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from heavypath.speculative.ranks.group import RankFailed, Ranks, said_of, whole_ranks
+from heavypath.speculative.ranks.group import RankFailedError, Ranks, said_of, whole_ranks
 from heavypath.speculative.ranks.shards import local_of
 
 DIFFERENT, ENDED = -2, -3  # what is LEFT of all sequences
@@ -34,7 +36,7 @@ _BITS = (1 << 62) - 1  # so that a digest has a negative
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, and without a pattern: the golden ratio
 
 
-class RanksDiffer(RuntimeError):
+class RankMismatchError(RuntimeError):
     """Ranks that are to decode one text do not agree.
 
     rank: the first one that differs from most, or from rank 0 where neither is more; what: it differs in
@@ -98,8 +100,9 @@ class Agreement:
     def begin(self, facts: Mapping[str, object]) -> None:
         """Begin a generation, of which these facts must be the same on all ranks.
 
-        facts: names, and what has them: tensors, or anything whose `repr` says all. Raises RanksDiffer for the first
-            name under which one rank has something else.
+        facts: names, and what has them: tensors, or anything whose `repr` says all
+
+        Raises RankMismatchError for the first name under which one rank has something else.
         """
         for number in (self._words, self._ends, self._differ):
             number.zero_()
@@ -109,7 +112,15 @@ class Agreement:
         for name in facts:
             values = [one.get(name) for one in every]
             if len({*values}) > 1:
-                raise RanksDiffer(_first_that_differs(values), name, "before the first step")
+                raise RankMismatchError(_first_that_differs(values), name, "before the first step")
+
+    def begin_text(self, facts: Mapping[str, object], target: Any) -> None:
+        """Begin a text: `begin` with these facts, and with the target's weights that each rank has for itself."""
+        self.begin({**facts, **own_weights(target)})
+
+    def of_first(self, streamers: list[Any], trace: str | Path | None) -> tuple[list[Any], str | Path | None]:
+        """The streamers and the trace of rank 0. Others have none; they write a trace to nowhere, to take as long."""
+        return (streamers, trace) if self.is_first else ([], None if trace is None else os.devnull)
 
     def tell(self) -> None:
         """Before a step: have it tell the other ranks if this one is to end."""
@@ -138,7 +149,7 @@ class Agreement:
             every = self.ranks.all_of(self._words).T.tolist()
             for what, values in zip(PARTS, every, strict=True):
                 if len({*values}) > 1:
-                    return RanksDiffer(_first_that_differs(values), what, f"in step {step}")
+                    return RankMismatchError(_first_that_differs(values), what, f"in step {step}")
         return self._ending() if left == ENDED else None
 
     def end(self) -> None:
@@ -157,11 +168,11 @@ class Agreement:
             if one == KeyboardInterrupt.__name__:
                 return KeyboardInterrupt()
             if one is not None:
-                return RankFailed(f"rank {rank} has raised {one}")
+                return RankFailedError(f"rank {rank} has raised {one}")
         return None
 
     def hold(self, problem: BaseException) -> None:
-        """Raise this exception, and RankFailed on the other ranks, but all of them after the same step."""
+        """Raise this exception, and RankFailedError on the other ranks, but all of them after the same step."""
         self._problem = self._problem or problem
 
     @contextmanager
@@ -199,7 +210,7 @@ def agreement_of(models: Sequence[Any], device: torch.device) -> Agreement | Non
     """How the ranks agree that some models' weights are split over; None where all models are whole in this process.
 
     models: with `ranks`, as `Forward` has them, and `check_weights`, `name` and `weights`. Checks their weights: those
-    that each rank has for itself must be the same. Raises what the checks raise, on all ranks, and RanksDiffer.
+    that each rank has for itself must be the same. Raises what the checks raise, on all ranks, and RankMismatchError.
     """
     ranks = whole_ranks([model.ranks for model in models])
     if ranks is None:
@@ -231,6 +242,11 @@ def own_weights(model: Any) -> dict[str, object]:
 def decided(agreement: Agreement | None, by: Callable[[], Any]) -> Any:
     """What a function says that ranks may answer differently: rank 0's answer, or without ranks this process's."""
     return by() if agreement is None else agreement.decided(by)
+
+
+def any_rank(agreement: Agreement | None, fact: bool) -> bool:
+    """Whether something holds on any of the ranks, or without ranks in this process."""
+    return fact if agreement is None else any(agreement.ranks.told(fact))
 
 
 def interruptible(agreement: Agreement | None) -> Any:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # which torch 2.13 calls by another name
 
 
-class RankFailed(RuntimeError):
+class RankFailedError(RuntimeError):
     """Another rank has raised an exception, or was interrupted, where all ranks do something together."""
 
 
@@ -81,7 +81,7 @@ class Ranks:
     def decided(self, by: Callable[[], T]) -> T:
         """What rank 0 answers; the others do not call the function.
 
-        Raises what it raises on rank 0, and RankFailed with its message on the others.
+        Raises what it raises on rank 0, and RankFailedError with its message on the others.
         """
         answer: list[T | None] = [None]
         problem: BaseException | None = None
@@ -95,13 +95,13 @@ class Ranks:
         if problem is not None:
             raise problem
         if told[0] is not None:
-            raise RankFailed(f"rank 0 has raised {told[0]}")
+            raise RankFailedError(f"rank 0 has raised {told[0]}")
         return told[1]  # pyright: ignore[reportReturnType]
 
     def together(self, function: Callable[[], T]) -> T:
         """What a function without collectives returns on each rank; if it raises on one, it raises on all.
 
-        Raises the rank's own exception, and RankFailed on those that have none, with the message of the first that has.
+        Raises the rank's own exception, and on those that have none RankFailedError, with the message of another's.
         """
         problem: Exception | None = None
         result: list[T] = []
@@ -114,7 +114,7 @@ class Ranks:
             raise problem
         for rank, one in enumerate(said):
             if one is not None:
-                raise RankFailed(f"rank {rank} has raised {one}")
+                raise RankFailedError(f"rank {rank} has raised {one}")
         return result[0]
 
 
@@ -137,8 +137,8 @@ def ranks_of(model: nn.Module, name: str) -> Ranks | None:
     mesh = meshes.pop()
     if meshes or mesh.ndim > 1:
         raise ValueError(
-            f"{name}'s weights must be split in one way, by a tensor-parallel plan or by FSDP, got {mesh} "
-            f"{' and '.join(['', *map(str, meshes)])}; load it with DistributedConfig(tp_plan='auto', tp_size=...) alone"
+            f"{name}'s weights must be split in one way, by a tensor-parallel plan or by FSDP, got "
+            f"{' and '.join(map(str, (mesh, *meshes)))}; load it with DistributedConfig(tp_plan='auto', tp_size=...)"
         )
     return Ranks(mesh.get_group())
 
