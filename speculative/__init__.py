@@ -34,15 +34,16 @@ from heavypath.speculative.drafts import (
     PromptLookup,
     Retrieval,
 )
-from heavypath.speculative.generation import Generation
 from heavypath.speculative.layer_choice import LayerChoice, choose_layers
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, Method
 from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.output.generation import Generation
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.output.trace import read_trace
+from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
 from heavypath.speculative.training.documents import read_documents
@@ -75,6 +76,7 @@ __all__ = [
     "EarlyExit",
     "Feed",
     "Generation",
+    "Grammar",
     "LayerChoice",
     "Lookahead",
     "MedusaHeads",

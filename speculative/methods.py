@@ -377,22 +377,6 @@ def check_laws(method: str, row: Method, draft: Draft, *, own_verifier: bool) ->
         )
 
 
-def check_verification(method: str, is_typical: bool, own_verifier: bool, has_profile: bool) -> None:
-    """Raise ValueError for what verifies and a profile that do not go together.
-
-    is_typical: whether the method is typical acceptance; own_verifier: whether there is a verifier of the user's own
-    """
-    if is_typical and has_profile:
-        raise ValueError(f"a profile is for methods that keep the target's law; give {method!r} tree or tree_size")
-    if is_typical and own_verifier:
-        raise ValueError(f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'")
-    if own_verifier and has_profile:
-        raise ValueError(
-            "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
-            "instead: tree=profile.tree_for(method, Filters(temperature)) has the same tree"
-        )
-
-
 def check_independent(method: str, verification: str, draft: Draft | None) -> None:
     """Raise ValueError for a verification that does not take a draft's likeliest tokens, draws at temperature 0."""
     if verification == "kseq" or (verification == "with_replacement" and law_count(draft) > 1):

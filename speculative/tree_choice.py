@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.attention.kernel import MAX_NODES
-from heavypath.speculative.costs import Costs
+from heavypath.speculative.costs.host import host_costs
+from heavypath.speculative.costs.roofline import Device, estimated_costs
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
 from heavypath.speculative.drafts import Draft, law_count, models_of, most_levels
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.roofline import Device, estimated_costs
 from heavypath.speculative.trees.branching import select_branching
 from heavypath.speculative.trees.planning import Plan, expected_tokens, select_tree
 from heavypath.speculative.trees.tree import TokenTree
@@ -60,16 +61,6 @@ def chosen_tree(
     return tree, "by the options given" if given else chosen_by
 
 
-def check_profile(method: str, given: Mapping[str, Any], *, has_profile: bool, replan: bool) -> None:
-    """Raise ValueError for options beside a profile, and for what needs one; given: the options that are not None."""
-    if has_profile and given:
-        raise ValueError(f"a profile says what trees to take; leave out {', '.join(given)}")
-    if replan and not has_profile:
-        raise ValueError("replan needs a profile, by which trees are chosen anew; `heavypath calibrate` makes one")
-    if replan and method == "autoregressive":
-        raise ValueError("method 'autoregressive' drafts nothing, so there is nothing to replan")
-
-
 def best_plan(method: str, rates: Tensor, costs: Mapping[int, float], level: float, sequence_count: int | None) -> Plan:
     """The tree of a method with which decoding is expected to be fastest.
 
@@ -97,11 +88,24 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
     return Growth(usual.by, len(tree), width, tree.depth, confidence=confidence if usual.by == "slot" else None)
 
 
-def default_tree(method: str, costs: Costs, levels: int | None = None) -> TokenTree | Growth:
+def tree_by_estimates(method: str, target: Forward, draft: Draft | None, batch: int) -> TokenTree | Growth:
+    """The tree of a method, in heavy-path order, for `batch` sequences together, by costs estimated for the device."""
+    device, drafting = target.device, models_of(draft)
+    if device.type == "cuda":
+        costs = estimated_costs(target, drafting, Device.of(device), batch)
+    else:
+        costs = host_costs(target, drafting, batch, range(1, CPU_SIZE + 1))
+    tree = default_tree(method, costs, most_levels(draft), batch)
+    return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
+
+
+def default_tree(method: str, costs: Costs, levels: int | None = None, batch: int = 1) -> TokenTree | Growth:
     """The tree of a method by these costs and the acceptance of the shipped pair, for models that nobody measured.
 
     levels: that the draft can draft; None for any
-    Where no tree is expected to pay it drafts one token all the same: how well these models agree is not known.
+    batch: sequences that the costs are for
+    Where no tree is expected to pay, several sequences have the root alone, which is plain decoding, and a single one
+    drafts one token all the same: how well these models agree is not known.
     """
     if method == "autoregressive":
         return TokenTree([-1])
@@ -109,6 +113,8 @@ def default_tree(method: str, costs: Costs, levels: int | None = None) -> TokenT
     rates = torch.tensor(DEFAULT_ACCEPTANCE, dtype=torch.float64).expand(min(DEPTH, levels or DEPTH), -1)
     sequences = SEQUENCES if METHODS[method].independent_sequences else None
     plan = best_plan(method, rates, steps, costs.level / costs.step[1], sequences)
+    if len(plan.tree) == 1 and batch > 1:
+        return plan.tree
     if len(plan.tree) == 1:
         logger.warning(
             "by the costs estimated for these models no tree is expected to pay: a level costs %.2f of a step; "

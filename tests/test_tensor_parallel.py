@@ -102,7 +102,7 @@ def pair(folder):
 
 
 def ended(processes, folder):
-    """The processes when all have ended, how long that took once rank 1 was about to be killed, and what others said."""
+    """The processes when all have ended, the seconds since rank 1 was to be killed, and what the others said."""
     ready = Path(folder, "ready-1")
     while not ready.exists() and any(process.is_alive() for process in processes):
         time.sleep(0.05)

@@ -1,11 +1,12 @@
-"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`, `layers`, `distil`, and
-`info`.
+"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`, `layers`, `distil`,
+`serve`, and `info`.
 
 Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, which is said in
 one line; 2 for wrong usage; 130 for Ctrl-C.
 """
 
 import importlib.metadata
+import json
 import math
 import os
 import sys
@@ -25,6 +26,7 @@ from heavypath.speculative.cli import compare as comparing
 from heavypath.speculative.cli import distil as training
 from heavypath.speculative.cli import info, planning
 from heavypath.speculative.cli import layers as choosing_layers
+from heavypath.speculative.cli import serve as serving
 from heavypath.speculative.cli import trace as trace_page
 from heavypath.speculative.cli.ranks import check_command, join_ranks, leave_ranks, this_rank
 from heavypath.speculative.cli.support import (
@@ -32,8 +34,10 @@ from heavypath.speculative.cli.support import (
     Chat,
     Draft,
     Dtype,
+    JsonSchema,
     MaxNewTokens,
     MinP,
+    Regex,
     RepetitionPenalty,
     Seed,
     Stop,
@@ -46,9 +50,11 @@ from heavypath.speculative.cli.support import (
     Verifier,
     check_choice,
     encode,
+    grammar_of,
     load,
     print_json,
     progress,
+    read_schema,
     say_if_busy,
 )
 from heavypath.speculative.comparison import compare
@@ -70,6 +76,7 @@ app.command()(planning.calibrate)
 app.command()(planning.plan)
 app.command()(training.distil)
 app.command()(choosing_layers.layers)
+app.command()(serving.serve)
 app.command()(trace_page.trace)
 app.command()(info.info)
 
@@ -149,6 +156,8 @@ def generate(
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
     stop: Stop = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
     chat: Chat = False,
     tree_size: TreeSize = None,
     profile: Annotated[
@@ -178,8 +187,10 @@ def generate(
     if profile is not None and tree_size is not None:
         raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
     measured = None if profile is None else Profile.load(profile)
+    schema = read_schema(json_schema, regex)
     pair = load(target, draft, dtype)
     ids = encode(pair, text, chat=chat)
+    grammar = grammar_of(schema, regex, pair)
     decoder = SpeculativeDecoder(
         pair.target, pair.draft, method, tree_size=tree_size, profile=measured, replan=replan, verifier=verifier
     )
@@ -193,6 +204,7 @@ def generate(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         stop_strings=stop or None,
+        logits_processor=None if grammar is None else [grammar],
         seed=seed,
         eos_token_id=pair.eos_token_ids,
         streamer=TextStream(pair.tokenizer, pieces.append if as_json else _write),
@@ -217,7 +229,8 @@ def generate(
             **in_force.filters._asdict(),
             "repetition_penalty": in_force.repetition_penalty,
         }
-        settings |= {"stop": stop or [], "chat": chat, "seed": seed}
+        settings |= {"stop": stop or [], "chat": chat, "seed": seed, "regex": regex}
+        settings |= {"json_schema": None if schema is None else json.loads(schema)}
         settings |= {"max_new_tokens": max_new_tokens, "tree_size": tree_size, "prompt": text}
         answer = {"settings": settings, "text": "".join(pieces), "token_ids": tokens, "stats": _summary(out.stats)}
         print_json(answer)

@@ -7,6 +7,7 @@ it did is discarded. Sequences that go on take the slots of those that have ende
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -44,16 +45,37 @@ def checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -
     return streamers
 
 
-class Replan(Protocol):
-    """Chooses what the next steps draft, by what steps before them have counted.
+def begin_alike(
+    plan: StepPlan, request: Request, streamers: list[Streamer], trace: str | Path | None
+) -> tuple[list[Streamer], str | Path | None]:
+    """Begin a text, which all ranks must begin alike: give streamers their prompts. This rank's streamers and trace.
 
-    every: steps between two choices
+    Raises RankMismatchError for ranks that were asked for something else.
+    """
+    if plan.agreement is not None:
+        plan.agreement.begin_text(request.to_compare() | {"tree": (plan.tree, plan.others)}, plan.target)
+        streamers, trace = plan.agreement.of_first(streamers, trace)
+    with holding(plan.agreement):
+        for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
+            each.put(prompt[None, :length].cpu())
+    return streamers, trace
+
+
+class Replan(Protocol):
+    """Chooses what the next steps draft, by how many sequences run and by what steps before them have counted.
+
+    every:        steps between two choices
+    reads_counts: whether it is given the counts
     """
 
     every: int
+    reads_counts: bool
 
-    def __call__(self, counts: Tensor) -> StepPlan:
-        """The plan of the next steps; counts: LongTensor[2, any] on the host, as `commit` has them."""
+    def __call__(self, counts: Tensor | None, running: int) -> StepPlan:
+        """The plan of the next steps.
+
+        counts: LongTensor[2, any] on the host, as `commit` has them; running: sequences that a step is to compute
+        """
         ...
 
 
@@ -89,9 +111,9 @@ def decode(
     agreement = plan.agreement
     state, batch = workspace.state, len(request.prompt)
     on_host = host_can_read(state.numbers.device)
-    watched = request.stopping is not None or len(observers) > 0
+    watched = request.stopping is not None or request.processors is not None or len(observers) > 0
     looked_at = [state.numbers]
-    looked_at += [state.counts] if replan is not None else []
+    looked_at += [state.counts] if replan is not None and replan.reads_counts else []
     looked_at += [state.output[:batch]] if streamers else []
     snapshots = Snapshots[int](looked_at, late=not on_host and not watched)
     ended: dict[int, _Ended] = {}
@@ -138,12 +160,13 @@ def decode(
         if len(ended) == batch:
             break
         seen += 1
-        if replan is not None and seen % replan.every == 0:
-            before_choice, plan = plan, replan(further[0])
-            if plan.tree != before_choice.tree:
-                stats.replans.append((seen, f"{len(plan.tree)} nodes, {plan.tree.depth} levels"))
         running = batch - len(ended)
         close_up(workspace, members, ended, running if on_host else 1 << (running - 1).bit_length())
+        if replan is not None and seen % replan.every == 0:
+            before_choice, plan = plan, replan(further[0] if replan.reads_counts else None, len(members))
+            if plan.tree != before_choice.tree:
+                stats.replans.append((seen, f"{len(plan.tree)} nodes, {plan.tree.depth} levels"))
+                workspace.turn(request, before_choice, plan, len(members))
         stats.lap("host")
 
     if agreement is not None:

@@ -15,6 +15,7 @@ Not seen by it: a weight that is split exists once, so that nothing differs if i
 text by another model. Weights that each rank has for itself are compared when a decoder is made and before each text.
 """
 
+import logging
 import os
 import signal
 import threading
@@ -29,6 +30,8 @@ from torch import Tensor
 
 from heavypath.speculative.ranks.group import RankFailedError, Ranks, said_of, whole_ranks
 from heavypath.speculative.ranks.shards import local_of
+
+logger = logging.getLogger(__name__)
 
 DIFFERENT, ENDED = -2, -3  # what is LEFT of all sequences
 PARTS = ("draft", "target logits", "verdict")
@@ -213,14 +216,15 @@ def agreement_of(models: Sequence[Any], device: torch.device) -> Agreement | Non
     that each rank has for itself must be the same. Raises what the checks raise, on all ranks, and RankMismatchError.
     """
     ranks = whole_ranks([model.ranks for model in models])
-    if ranks is None:
-        for model in models:
-            model.check_weights()
-        return None
-    agreement = Agreement(ranks, device)
+    agreement = None if ranks is None else Agreement(ranks, device)
     for model in models:
-        ranks.together(model.check_weights)
-        agreement.begin(own_weights(model))
+        if agreement is None:
+            model.check_weights()
+        else:
+            agreement.ranks.together(model.check_weights)
+            agreement.begin(own_weights(model))
+        kinds = type(model.model).__name__, type(model).__name__
+        logger.debug("%s: a %s, %s on %s, by %s", model.name, kinds[0], model.dtype, model.device, kinds[1])
     return agreement
 
 

@@ -7,7 +7,9 @@ other one by one:
     t(n) = hypot(bytes / bandwidth, 2 n parameters / peak) + layers * small kernels of a layer * the time of one
 
 A step adds the time of verifying, in which the logits of n nodes are read a few times, and of its own small kernels. A
-level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them.
+level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them. Where B
+sequences are decoded together, all of these are over B times as many tokens. What attention reads of the caches is left
+out, in any batch: it is the same for trees of all sizes, and in long texts hides some of the products of larger ones.
 
 An estimate, and no measurement: so the tree follows from the models and the kind of GPU alone, and the same seed gives
 the same text on every run. `heavypath calibrate` measures.
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from heavypath.speculative.costs import Costs
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts import Drafting, MedusaDraft, TappedDraft
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.ranks.shards import part_owned
@@ -94,14 +96,18 @@ class Work(NamedTuple):
 
 
 def estimated_costs(
-    target: Forward, drafting: Sequence[Drafting], device: Device, sizes: Sequence[int] = SIZES
+    target: Forward, drafting: Sequence[Drafting], device: Device, batch: int = 1, sizes: Sequence[int] = SIZES
 ) -> Costs:
-    """The costs of steps and levels. What drafts without a model costs nothing but the kernels of a level."""
+    """The costs of steps and levels. What drafts without a model costs nothing but the kernels of a level.
+
+    batch: sequences that are decoded together
+    """
     work = Work.of(target)
-    logits = target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read those of a node once
+    logits = batch * target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read a node's once
     step = {
-        size: work.seconds(size, device) + size * LOGIT_PASSES * logits + STEP_KERNELS * SMALL_KERNEL for size in sizes
+        size: work.seconds(batch * size, device) + size * LOGIT_PASSES * logits + STEP_KERNELS * SMALL_KERNEL
+        for size in sizes
     }
     level = LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits
-    level += sum(Work.of(model).seconds(LEVEL_NODES, device) for model in drafting)
+    level += sum(Work.of(model).seconds(batch * LEVEL_NODES, device) for model in drafting)
     return Costs(step, level)
