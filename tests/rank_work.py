@@ -75,6 +75,8 @@ def decode(folder, methods=METHODS):
     found = {"whole": texts(target, draft, methods)}
     found["split"] = texts(target, split_target(folder, "draft"), methods[-3:])
     found["exit"] = texts(target, EarlyExit(1), methods[-3:])
+    decoder = SpeculativeDecoder(target, None, "autoregressive")
+    found["forward"] = type(decoder._target).__name__, decoder._target.new_cache(1, 1).keys.shape[1]
     return found
 
 
@@ -179,13 +181,14 @@ def divergences(folder, trials):
 
     decoder = SpeculativeDecoder(target, draft, "sequoia", tree=TREE)
     own = SpeculativeDecoder(target, draft, "sequoia", tree=TREE, verifier=verifier)
+    grown = SpeculativeDecoder(target, draft, "dyspec", tree_size=8, threshold=0.2)  # trees of several sizes
     head, norm = decoder._target._head, target.model.layers[1].input_layernorm.weight
     found = []
     for trial in range(trials):
-        kind = ("another seed", "noise", "draft", "logits", "verdict", "weight")[trial % 6]
+        kind = ("another seed", "noise", "draft", "growth", "logits", "verdict", "weight")[trial % 7]
         guilty = chances.randrange(count) if count > 2 else 1
         step = chances.randint(1, 3) if kind in ("noise", "logits", "verdict") else 1
-        used = own if kind == "verdict" else decoder
+        used = {"verdict": own, "growth": grown}.get(kind, decoder)
         mine = rank == guilty
 
         def before(at, workspace, kind=kind, step=step, mine=mine):
@@ -195,11 +198,12 @@ def divergences(folder, trials):
             if mine and at == step and kind == "logits":
                 decoder._target._head = lambda hidden: head(hidden) + 1e-3
 
-        changed = {"draft": draft.model.layers[0].mlp.down_proj.weight, "weight": norm}.get(kind) if mine else None
+        of_draft = draft.model.layers[0].mlp.down_proj.weight
+        changed = {"draft": of_draft, "growth": of_draft, "weight": norm}.get(kind) if mine else None
         if changed is not None:
             kept = changed.detach().clone()
             with torch.no_grad():
-                changed.add_(1e-3)
+                changed.add_(0.5 if kind == "growth" else 1e-3)
         runner = used.runner
         watching = Watching(used, before)
         said = None

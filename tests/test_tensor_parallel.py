@@ -29,7 +29,8 @@ from test_transformers_forward import tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heavypath.speculative import EarlyExit, SpeculativeDecoder, load_demo_pair
-from heavypath.speculative.ranks.agreement import digest, row_digests
+from heavypath.speculative.decoding.drafted import Drafted
+from heavypath.speculative.ranks.agreement import Agreement, digest, row_digests
 
 KINDS = (  # that transformers itself can split, and that run by its own forward pass
     "apertus", "arcee", "cohere", "deepseek_v3", "exaone4", "gemma2", "glm4", "gpt_neox", "gpt_oss", "granite",
@@ -98,7 +99,7 @@ def every_check(folder, trials):
 @pytest.fixture(scope="module")
 def pair(folder):
     """A pair of processes that have done every check, and of which one was killed then."""
-    return ended(start(2, every_check, folder, 12), folder)
+    return ended(start(2, every_check, folder, 14), folder)
 
 
 def ended(processes, folder):
@@ -133,6 +134,10 @@ def assert_as_alone(ranks, alone):
 
 def test_texts_are_those_of_one_process_and_logits_the_same_bits_on_all_ranks(two_ranks, alone):
     assert_as_alone([found["decode"] for found in two_ranks], alone)
+
+
+def test_a_rank_runs_its_own_heads_by_our_own_pass(two_ranks):
+    assert all(found["decode"]["forward"] == ("LlamaForward", 2 * 6) for found in two_ranks)
 
 
 @pytest.mark.slow
@@ -199,20 +204,27 @@ def test_a_decoder_goes_on_behind_what_ended_a_text(two_ranks):
 
 
 def assert_found(results, trials):
-    expected = {"another seed": "seed", "noise": "draft", "draft": "draft weight", "logits": "target logits",
-                "verdict": "verdict", "weight": "target weight model.layers.1.input_layernorm.weight"}  # fmt: skip
+    expected = {
+        "another seed": "seed",
+        "noise": "draft",
+        "draft": "draft",
+        "growth": "draft",
+        "logits": "target logits",
+        "verdict": "verdict",
+        "weight": "target weight model.layers.1.input_layernorm.weight",
+    }
     assert all(result == results[0] for result in results), "ranks do not say the same"
     assert len(results[0]) == trials
     for kind, guilty, step, said in results[0]:
         assert said is not None, f"{kind} on rank {guilty} in step {step} was not found"
         rank, what, message, steps = said
-        assert (rank, what) == (guilty, "draft" if kind == "draft" else expected[kind]), message
+        assert (rank, what) == (guilty, expected[kind]), message
         assert steps == (0 if kind in ("another seed", "weight") else step), message
         assert f"rank {guilty} has another {what}" in message
 
 
 def test_ranks_that_differ_are_found_in_the_same_step_and_named(two_ranks):
-    assert_found([found["divergences"] for found in two_ranks], 12)
+    assert_found([found["divergences"] for found in two_ranks], 14)
 
 
 @pytest.mark.slow
@@ -275,6 +287,24 @@ def test_the_command_prints_one_text_under_torchrun(folder, tmp_path):
         )  # fmt: skip
         answers.append(json.loads(done.stdout))
     assert answers[0]["token_ids"] == answers[1]["token_ids"]
+
+
+class _OneRank:
+    """Ranks of which there is one, on a device without values."""
+
+    def largest(self, numbers):
+        return numbers
+
+
+def test_a_step_agrees_without_asking_the_host():
+    """On the meta device every question of the host's is an error, as it is in a CUDA graph's capture."""
+    agreement = Agreement(_OneRank(), torch.device("meta"))
+    tokens, left = torch.zeros(2, 6, dtype=torch.long, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")
+    logits = torch.zeros(2, 6, 33, dtype=torch.bfloat16, device="meta")
+    drafted = Drafted(tokens, tokens[0], tokens[0], tokens[0], tokens[0], None, None, logits)
+    agreement.check([drafted.to_compare(), [logits], [tokens, left, left]], left)
+    with pytest.raises(RuntimeError, match="meta"):
+        bool(left.sum())
 
 
 def test_a_digest_sees_swapped_numbers_and_rows():
