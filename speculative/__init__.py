@@ -45,6 +45,8 @@ from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.output.trace import read_trace
 from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.profile import Profile
+from heavypath.speculative.ranks.agreement import RankMismatchError
+from heavypath.speculative.ranks.group import RankFailedError
 from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
 from heavypath.speculative.training.documents import read_documents
 from heavypath.speculative.trees import acceptance, bounds, planning, tree
@@ -86,6 +88,8 @@ __all__ = [
     "Plan",
     "Profile",
     "PromptLookup",
+    "RankFailedError",
+    "RankMismatchError",
     "Retrieval",
     "RowCache",
     "SpeculativeDecoder",

@@ -57,6 +57,7 @@ from heavypath.speculative.profile import (
     draft_parameter_count,
     parameter_count,
 )
+from heavypath.speculative.ranks.agreement import check_alone
 from heavypath.speculative.visits import Visits, costs_by_batch, default_batch_sizes
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -121,6 +122,7 @@ def calibrate(
     row_of("sequoia", verifier)  # refuses a word that is none
     report = on_progress or (lambda line: None)
     forward = forward_of(target, "target")
+    check_alone("calibrate", forward)  # which ends when timings agree
     source = as_draft(draft, forward, target)
     if why_not := why_not_measured(source):
         raise ValueError(

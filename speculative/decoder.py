@@ -27,7 +27,7 @@ from transformers import (
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.custom_generate import GenerateCall, SpeculativeOutput
 from heavypath.speculative.decoding.growth import Growth
-from heavypath.speculative.decoding.loop import Streamer, checked_streamers, decode
+from heavypath.speculative.decoding.loop import Streamer, begin_alike, checked_streamers, decode
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
 from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.runner import StepRunner
@@ -50,6 +50,7 @@ from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.processors.settings import GivenProcessors
 from heavypath.speculative.profile import Profile
+from heavypath.speculative.ranks.agreement import agreement_of, any_rank, check_alone, interruptible
 from heavypath.speculative.serving.service import Service
 from heavypath.speculative.serving.slots import Limits
 from heavypath.speculative.trees.planning import Acceptance
@@ -177,20 +178,15 @@ class SpeculativeDecoder:
             target=self._target, draft=self._draft,
         )  # fmt: skip
         self.tree_from = self._trees.tree_from
-        for model in models:
-            model.check_weights()
-            logger.debug(
-                "%s: a %s, %s on %s, by %s", model.name, type(model.model).__name__, model.dtype, model.device,
-                type(model).__name__,
-            )  # fmt: skip
+        self._agreement = agreement_of(models, self._target.device)
 
     def _notice_changes(self) -> None:
         """Choose the forward passes of the models anew if one of them no longer consists of what it did."""
         check_no_autocast(self._target.device)
-        stale = not self._target.is_current()
+        stale = any_rank(self._agreement, not self._target.is_current())
         if stale:
             self._target = forward_of(self.target, "target")
-        stale = stale or not all(model.is_current() for model in models_of(self._draft))
+        stale = any_rank(self._agreement, stale or not all(model.is_current() for model in models_of(self._draft)))
         if stale and self._given_draft is not None and self._draft is not None:
             self._draft = as_draft(self._given_draft, self._target, self.target)
 
@@ -300,8 +296,7 @@ class SpeculativeDecoder:
         )
         streamers = checked_streamers(streamer, len(input_ids))
         plan = self._plan(request)
-        for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
-            each.put(prompt[None, :length].cpu())
+        streamers, trace = begin_alike(plan, request, streamers, trace)
         logger.debug(
             "%s, %d sequences, up to %d new tokens, a tree of %d nodes and %d levels, verified by %s%s",
             self.method, len(input_ids), request.max_new_tokens, len(plan.tree), plan.tree.depth,
@@ -312,6 +307,7 @@ class SpeculativeDecoder:
         stats.tree = self._trees.in_words(plan.tree, len(input_ids))
         stats.law_changed_by, stats.verification = plan.rules.law_changed_by, plan.rules.verification
         with (
+            interruptible(self._agreement),
             torch.inference_mode(),
             recording(trace, tokenizer, self.method, plan.rules, self._target, self._draft, request) as recorder,
             self.runner.workspace(request, plan) as workspace,
@@ -365,6 +361,7 @@ class SpeculativeDecoder:
         Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
         """
         self._notice_changes()
+        check_alone("serve", self._target)
         prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
         plan = self._plan(self._request(prompts, GivenSettings(1.0, **NOTHING), max_new_tokens=1))
         most = min(2048, *(model.max_positions for model in (self._target, *models_of(self._draft))))
@@ -457,7 +454,7 @@ class SpeculativeDecoder:
         if rules.verification == "held_traversal" and isinstance(tree, Growth) and tree.width > 1:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
         draft = self._draft if any(len(each) > 1 for each in trees.trees) else None
-        return StepPlan(target=self._target, draft=draft, tree=tree, rules=rules, others=trees.trees)
+        return StepPlan(self._target, draft, tree, rules, trees.trees, agreement=self._agreement)
 
     def __call__(
         self,
@@ -495,6 +492,6 @@ class SpeculativeDecoder:
             seed=seed,
             model_kwargs=model_kwargs,
         )
-        arguments = call.arguments(self._target.model)
+        arguments = call.arguments(self._target.model, self._agreement)
         out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer, trace=trace)
         return call.answer(out.sequences, out.cache, out.stats, out.scores, out.logits)

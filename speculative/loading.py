@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.distributed import DistributedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
@@ -53,6 +54,7 @@ def load_pair(
     draft: str | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    ranks: int = 1,
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
@@ -64,16 +66,20 @@ def load_pair(
     device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
         A head has its target's.
+    ranks: processes that the target is split over, by its own tensor-parallel plan; this is one of them, and
+        torch.distributed knows the others. Each has the whole draft.
 
     Raises ValueError, TypeError or OSError, in one line, for a missing folder, a model type that is not supported,
     files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if draft is not None and _parts(draft):
-        alone = load_pair(target, None, device, dtype)
+        alone = load_pair(target, None, device, dtype, ranks)
         return alone._replace(draft=load_draft(draft, alone, target, dtype))
     draft = str(FOLDER / "head") if draft == DEMO_HEAD else draft
     modelless = draft is not None and _check_modelless(draft)
+    if target is None and ranks > 1:
+        raise ValueError(f"the shipped target has 5 key heads, which {ranks} processes cannot share; give a target")
     if target is None:
         if draft is not None and not modelless and not is_trained_head(draft):
             raise _lacks_target(draft)
@@ -93,7 +99,10 @@ def load_pair(
     drafting = head or folders.get("draft")
     if drafting is not None and _has_tokenizer(drafting):
         _check_vocabularies(tokenizer, _load_tokenizer("draft", drafting))
-    models = {role: _load_model(role, folder, device, dtype) for role, folder in folders.items()}
+    models = {
+        role: _load_model(role, folder, device, dtype, ranks if role == "target" else 1)
+        for role, folder in folders.items()
+    }
     if head is not None:
         return Pair(models["target"], load_trained_head(head, models["target"]), tokenizer)
     return Pair(models["target"], _modelless(draft, tokenizer) if modelless else models.get("draft"), tokenizer)
@@ -252,7 +261,10 @@ def _check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokeni
     )
 
 
-def _load_model(role: str, folder: Path, device: torch.device | str, dtype: torch.dtype | None) -> PreTrainedModel:
+def _load_model(
+    role: str, folder: Path, device: torch.device | str, dtype: torch.dtype | None, ranks: int = 1
+) -> PreTrainedModel:
+    split = {} if ranks == 1 else {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=ranks)}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -261,6 +273,7 @@ def _load_model(role: str, folder: Path, device: torch.device | str, dtype: torc
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            **split,
         )
     except Exception as error:
         raise ValueError(f"cannot load the {role} from {str(folder)!r}: {error}") from error
@@ -268,4 +281,4 @@ def _load_model(role: str, folder: Path, device: torch.device | str, dtype: torc
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ValueError(f"the {role}'s weights in {str(folder)!r} lack {len(missing)} tensors, first {missing[0]!r}")
-    return model.to(device).eval()
+    return (model if split else model.to(device)).eval()

@@ -200,6 +200,12 @@ def test_batch_streaming_shows_each_text_as_it_grows(example, demo_pair):
     assert re.search(r"^new tokens +\d+$", printed, re.MULTILINE)
 
 
+def test_tensor_parallel_decodes_in_one_process_what_torchrun_splits(example):
+    text, _, stats = example("tensor_parallel", "import os\n").partition("\nnew tokens")
+    assert "import" in text
+    assert " 64\n" in stats.splitlines(keepends=True)[0]
+
+
 def test_chat_remembers_the_turns_before(example, answers, demo_pair):
     target, draft, tokenizer = demo_pair
     decoder, text, expected = SpeculativeDecoder(target, draft), "", []

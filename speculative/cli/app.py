@@ -28,6 +28,7 @@ from heavypath.speculative.cli import info, planning
 from heavypath.speculative.cli import layers as choosing_layers
 from heavypath.speculative.cli import serve as serving
 from heavypath.speculative.cli import trace as trace_page
+from heavypath.speculative.cli.ranks import check_command, join_ranks, leave_ranks, this_rank
 from heavypath.speculative.cli.support import (
     AsJson,
     Chat,
@@ -65,6 +66,8 @@ from heavypath.speculative.loading import DEMO_HEAD, Pair, load_draft
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
+from heavypath.speculative.ranks.agreement import RankMismatchError
+from heavypath.speculative.ranks.group import RankFailedError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")
 app.command()(chatting.chat)
@@ -86,11 +89,13 @@ def _say_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Tree speculative decoding."""
+    check_command(context.invoked_subcommand)
 
 
 @app.command()
@@ -169,7 +174,8 @@ def generate(
     verbose: Verbose = False,
 ) -> None:
     """Continue a text. Without --target and --draft it is continued by the shipped pair, which knows Python source."""
-    text = _read_prompt(prompt, file)
+    ranks = join_ranks()
+    text = _read_prompt(prompt, file) if ranks is None else ranks.decided(lambda: _read_prompt(prompt, file))
     Filters(temperature, top_k, top_p, min_p).check()
     if repetition_penalty is not None and not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
         raise ValueError(f"--repetition-penalty must be a finite number > 0, got {repetition_penalty:g}")
@@ -230,7 +236,9 @@ def generate(
         print_json(answer)
     else:
         _write("\n")
-        typer.echo(f"{out.stats}", err=True)
+        if this_rank() == 0:
+            typer.echo(f"{out.stats}", err=True)
+    leave_ranks()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -243,7 +251,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except (ValueError, TypeError, OSError, ImportError, torch.OutOfMemoryError) as error:
+    except (
+        ValueError,
+        TypeError,
+        OSError,
+        ImportError,
+        torch.OutOfMemoryError,
+        RankMismatchError,
+        RankFailedError,
+    ) as error:
         return _fail(str(error), 1)
     except Exception as error:
         if not hasattr(error, "format_message"):
@@ -253,7 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    typer.echo(f"heavypath: {' '.join(message.split())}", err=True)
+    who = f"heavypath, rank {this_rank()}" if this_rank() else "heavypath"
+    typer.echo(f"{who}: {' '.join(message.split())}", err=True)
     return code
 
 

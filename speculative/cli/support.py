@@ -20,6 +20,7 @@ from rich.console import Console
 
 from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.kernels.native.library import library
+from heavypath.speculative.cli.ranks import rank_count, this_rank
 from heavypath.speculative.loading import Pair, find_folder, load_pair
 from heavypath.speculative.methods import METHODS, VERIFIERS, row_of
 from heavypath.speculative.processors.grammar import Grammar
@@ -123,7 +124,7 @@ def load(target: str | None = None, draft: str | None = None, dtype: Precision |
         with progress("compiling kernels for this CPU, once"):
             library()
     with progress("loading the models"):
-        return load_pair(target, draft, dtype=None if dtype is None else getattr(torch, dtype))
+        return load_pair(target, draft, dtype=None if dtype is None else getattr(torch, dtype), ranks=rank_count())
 
 
 def say_if_busy() -> None:
@@ -199,7 +200,7 @@ def grammar_of(schema: str | None, regex: str | None, pair: Pair) -> Grammar | N
 def progress(text: str) -> Iterator[Callable[[str], object]]:
     """A status line on standard error while the block runs, if that is a terminal."""
     console = Console(stderr=True)
-    if console.is_terminal:
+    if console.is_terminal and this_rank() == 0:
         with console.status(text) as status:
             yield status.update
     else:

@@ -24,6 +24,7 @@ import torch
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts import Drafting, MedusaDraft, TappedDraft
 from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.ranks.shards import part_owned
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose costs are estimated
 LEVEL_NODES = 8  # that a level has, about
@@ -70,6 +71,7 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, model: Drafting) -> "Work":
         """That of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too.
+        Of ranks that hold a model together each has its part; what they tell each other is not counted.
 
         Of Medusa heads a level takes one, and the step computes them side by side: no level has layers of its own.
         """
@@ -80,7 +82,8 @@ class Work(NamedTuple):
         head: Any = model.model.get_output_embeddings()
         own_head = getattr(head, "weight", None) is not model.embedding.weight
         passed = [weight for _, weight in model.weights() if not (own_head and weight is model.embedding.weight)]
-        weight_bytes, weights = sum(weight.nbytes for weight in passed), sum(weight.numel() for weight in passed)
+        weights = sum(weight.numel() * part_owned(weight) for weight in passed)
+        weight_bytes = sum(weight.nbytes * part_owned(weight) for weight in passed)
         every = model.config.get_text_config(decoder=True).num_hidden_layers
         share = model.layers / every  # of an early exit
         return cls(int(weight_bytes * share), int(weights * share), model.layers, model.dtype.itemsize)

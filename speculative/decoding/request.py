@@ -72,6 +72,20 @@ class Request:
     stopping: Stopping | None
     past: TextCache | None
 
+    def to_compare(self) -> dict[str, object]:
+        """What all ranks of a generation must have alike, by name."""
+        return {
+            "prompt": self.prompt,
+            "lengths of prompts": self.lengths,
+            "max_new_tokens": self.max_new_tokens,
+            "sampling": (self.filters, self.processing),
+            "seed": self.seed,
+            "sequence_ids": self.sequence_ids,
+            "eos_token_id": self.stops,
+            "stopping criteria": self.stopping is None,
+            "past": None if self.past is None else self.past.tokens,
+        }
+
 
 def checked_request(
     target: Forward,

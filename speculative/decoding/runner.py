@@ -108,8 +108,8 @@ class StepRunner:
             if known is not None:
                 known.recording.replay()
                 return known.result
-            if levels < plan.tree.depth or (step, slots) in workspace.recordings:
-                # A cut tree is drafted once at most, and some steps cannot be replayed.
+            if levels < plan.tree.depth or (step, slots) in workspace.recordings or plan.agreement is not None:
+                # A cut tree is drafted once at most, and some steps cannot be replayed, as those with collectives.
                 return step(state, target_cache, draft_cache, longest, lap)
             with recorded() as recording:
                 stepped = step(state, target_cache, draft_cache, longest, lambda phase: do(partial(lap, phase)))
@@ -142,9 +142,10 @@ class StepRunner:
 
         A capture tells what would be launched, and nothing runs in it. It ends where rows of a cache are first moved:
         the few kernels behind that are compiled when they are launched. Code that is not ours may keep what its first
-        call computes, so that its first call must not be a captured one: with such models nothing is done here.
+        call computes, so that its first call must not be a captured one: with such models nothing is done here. Nor
+        with ranks, whose first collective makes their connections.
         """
-        if workspace.graphs is None or _has_foreign_code(plan):
+        if workspace.graphs is None or plan.agreement is not None or _has_foreign_code(plan):
             return
         with uncompiled_launches() as compilations:
             workspace.graphs.try_out(self._launch(plan, workspace, slots))

@@ -9,6 +9,7 @@ own_method:      a method of one's own: a tree, how it is drawn, and a rule for 
 constrained:     JSON of a schema, a pattern, and a rule for logits of one's own
 batch_streaming: several prompts at once, each streamed as it grows
 serving:         requests that come while others are decoded, in asyncio
+tensor_parallel: a target split over processes by torchrun
 chat:            a conversation with a model that has a chat template
 
 All of them run offline on a CPU with the shipped pair. Those that take models of one's own have `--models TARGET DRAFT`
