@@ -75,6 +75,14 @@ def by_transformers(model, ids, processors, eos, new_tokens):
     )  # fmt: skip
 
 
+def assert_same_or_tie(model, ours, theirs):
+    """As `assert_same_text`, also of texts [1, any] that end at different places because they parted at a tie."""
+    shortest = min(ours.shape[1], theirs.shape[1])
+    assert_same_text(model, ours[:, :shortest], theirs[:, :shortest])
+    if ours.shape != theirs.shape:
+        assert not torch.equal(ours[:, :shortest], theirs[:, :shortest])
+
+
 def check_classes(pair, prompts, methods, new_tokens=24):
     """Greedy text under each class is transformers'; the tokens per step under each, for each method."""
     target, draft, tokenizer = pair
@@ -91,7 +99,7 @@ def check_classes(pair, prompts, methods, new_tokens=24):
                 out = SpeculativeDecoder(target, draft, method).generate(
                     ids, new_tokens, eos_token_id=0, logits_processor=own
                 )
-                assert_same_text(target, out.sequences, expected)
+                assert_same_or_tie(target, out.sequences, expected)
                 tokens, steps = speeds.setdefault((method, name), [0, 0])
                 speeds[method, name] = [tokens + out.stats.new_tokens, steps + out.stats.steps]
     assert changed > len(prompts) * 4, "the processors change the texts"
