@@ -157,7 +157,7 @@ class LlamaForward(Forward):
         self.watch(model)  # as it is after weights were joined
         self.windows = {layer.window for layer in self._layers}
         self._head_dim: int = every[0].self_attn.head_dim
-        self._kv_heads = len(self._layers[0].projections[1].weight) // self._head_dim
+        self._kv_heads: int = self.config.num_key_value_heads // (1 if self.ranks is None else self.ranks.count)
         self._rotary = self._rotary_table(1)
 
     def _look_up(self) -> None:

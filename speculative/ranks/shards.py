@@ -42,7 +42,7 @@ def part_owned(tensor: Tensor) -> float:
 
 def is_split(module: nn.Module) -> bool:
     """Whether the module's own weights are split over ranks."""
-    return any(isinstance(weight, DTensor) for weight in module.parameters(recurse=False))
+    return any(isinstance(weight, DTensor) for weight in module._parameters.values())
 
 
 def is_split_by_transformers(module: nn.Module) -> bool:
