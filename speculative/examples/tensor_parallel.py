@@ -8,7 +8,7 @@ import os
 
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from heavypath.speculative import SpeculativeDecoder, TextStream, load_demo_pair
 
@@ -27,7 +27,8 @@ if __name__ == "__main__":
     if args.models:
         split = DistributedConfig(tp_plan="auto", tp_size=int(os.environ.get("WORLD_SIZE", "1")))
         target = AutoModelForCausalLM.from_pretrained(args.models[0], distributed_config=split).eval()
-        draft = AutoModelForCausalLM.from_pretrained(args.models[1]).to(target.device).eval()  # each rank has all of it
+        draft = AutoModelForCausalLM.from_pretrained(args.models[1]).eval()  # each rank has all of it
+        draft.to(target.device)  # pyright: ignore[reportArgumentType]
         tokenizer = AutoTokenizer.from_pretrained(args.models[0])
     inputs = tokenizer(args.prompt, return_tensors="pt").to(target.device)
     out = SpeculativeDecoder(target, draft).generate(inputs.input_ids, 64, streamer=TextStream(tokenizer, write))
