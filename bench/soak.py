@@ -36,7 +36,7 @@ from heavypath.speculative.demo import demo_prompts
 
 PATH = "/v1/completions"
 MEMORY = 30e6  # bytes that may come and go; see tests/test_soak.py
-CHECKED = 200  # texts that are compared with `generate`, at most
+CHECKED = 2000  # texts that are compared with `generate`, at most
 PATIENCE = 120.0  # seconds for one answer
 NONSENSE: tuple[dict[str, Any], ...] = (
     {"model": "another"},
@@ -46,7 +46,7 @@ NONSENSE: tuple[dict[str, Any], ...] = (
     {"frobnicate": True},
     {"max_tokens": 10_000},
     {"n": 1000},
-    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "xml"}},
 )
 
 
