@@ -66,8 +66,8 @@ class SpeculativeDecoder:
     method: a row of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
         top-k, naive, naive-distinct, which keep the target's law; and typical-lossy, which does not
     tree_size: nodes of the drafted tree, root included; a method whose trees cannot have that size takes the next
-        smaller one. Default: 5 on a CPU; on a GPU the size and the levels that pay by costs which `roofline` estimates
-        from the device and the models, for one sequence
+        smaller one. Default: 5 on a CPU; 256 where weights are streamed; on a GPU the size and the levels that pay by
+        costs which `roofline` estimates from the device and the models, for one sequence
     tree: a TokenTree to use instead, for methods whose trees do not grow
     profile: instead of both, what `heavypath calibrate` measured, as a file or a `Profile`: each generation takes the
         tree with which it is expected to be fastest
@@ -272,6 +272,8 @@ class SpeculativeDecoder:
         """
         begin = self.clock()
         self._notice_changes()
+        stream = self._target.stream
+        read_before = None if stream is None else stream.counts()
         request = self._request(
             Prompts(input_ids=input_ids, attention_mask=attention_mask, sequence_ids=sequence_ids, past=past),
             GivenSettings(
@@ -326,6 +328,7 @@ class SpeculativeDecoder:
                 replan=None if by_profile is None else Replanner(plan, by_profile.shapes(request.filters)),
             )
             cache = workspace.finish(request, plan)
+        stats.streaming = stream.counts().since(read_before) if stream and read_before else None
         logger.debug(
             "%d new tokens in %d steps, %.3f s, of which prefill %.3f s",
             stats.new_tokens, stats.steps, stats.total_seconds, stats.seconds["prefill"],

@@ -32,6 +32,8 @@ from heavypath.speculative.trees.tree import TokenTree
 logger = logging.getLogger(__name__)
 
 CPU_SIZE = 5  # nodes of a tree on a CPU, by default; measured with the shipped pair
+# Where weights are streamed, a step takes the time to read them, whatever its tree is: hundreds of nodes are free.
+STREAMED = Costs(step={1: 1.0, 256: 1.0}, level=0.01)
 DEPTH = 8  # levels of trees of a kind, where the acceptance says nothing about levels
 SEQUENCES = 3  # independent ones, by default
 
@@ -48,6 +50,9 @@ def chosen_tree(
     if device.type == "cuda" and not {"tree", "tree_size"} & given.keys():
         default = default_tree(method, estimated_costs(target, models_of(draft), Device.of(device)), levels)
         size, chosen_by = max(2, len(default)), f"by costs estimated for {torch.cuda.get_device_name(device)}"
+    if target.stream is not None and not {"tree", "tree_size"} & given.keys():
+        default = default_tree(method, STREAMED, levels)
+        size, chosen_by = max(2, len(default)), "the default of weights that are streamed"
     tree = tree_of_options(method, given, size, levels) if given or default is None else default
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")

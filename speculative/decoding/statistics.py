@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from heavypath.speculative.streaming.slots import StreamCounts
+
 ENOUGH_STEPS = 32  # to tell whether a draft pays
 LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
 MOST_REPLANS = 5  # that the table shows
@@ -32,6 +34,7 @@ class Statistics:
     cache_bytes:   of the target's and the draft's caches
     prefill_tokens: prompt tokens that the target computed before the first step; each prompt's last one is a root
     reused_tokens: prompt tokens that it did not compute, since their rows were in `past`
+    streaming:     what the stream of the target's weights did meanwhile; None where they are all in memory
     steps_of, tokens_of: LongTensor[B], steps and new_tokens of each sequence
     offered:       LongTensor[depth, branching], how often an accepted node at depth d had child j
     accepted:      LongTensor[depth, branching], how often that child was the accepted one
@@ -53,6 +56,7 @@ class Statistics:
     cache_bytes: int = 0
     prefill_tokens: int = 0
     reused_tokens: int = 0
+    streaming: StreamCounts | None = None
     steps_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long), repr=False)
     tokens_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long), repr=False)
     offered: Tensor = field(init=False, repr=False)
@@ -80,6 +84,11 @@ class Statistics:
         """Of the time after the prompt, the share of drafting; 0 where steps are CUDA graphs, which hide it."""
         steps = sum(seconds for phase, seconds in self.seconds.items() if phase not in ("prefill", "trace"))
         return sum(self.seconds.get(phase, 0.0) for phase in ("draft", "sampling")) / steps if steps else 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """Of the time of the whole call, the share in which the target waited for its weights to be read."""
+        return self.streaming.waiting / self.total_seconds if self.streaming and self.total_seconds else 0.0
 
     @property
     def gain_at_most(self) -> float:
@@ -135,6 +144,16 @@ class Statistics:
         each = self.tokens_of / self.steps_of.clamp(min=1)
         return [("  of each sequence", f"{float(each.min()):.2f} to {float(each.max()):.2f} tokens per step")]
 
+    def _rows_of_streaming(self) -> list[tuple[str, str]]:
+        """Rows of the table for weights that were read meanwhile."""
+        if self.streaming is None:
+            return []
+        read, rate = self.streaming.bytes_read / 1e9, self.streaming.bandwidth / 1e9
+        return [
+            ("weights read, GB", f"{read:.2f} at {rate:.2f} GB/s"),
+            ("  waited for them", f"{self.waiting_share:.0%} of the time"),
+        ]
+
     def __str__(self) -> str:
         rows = [
             ("new tokens", f"{self.new_tokens}"),
@@ -147,6 +166,7 @@ class Statistics:
             *self._rows_of_sequences(),
             ("prompt tokens", f"{self.prefill_tokens} computed, {self.reused_tokens} reused"),
             ("cache, MiB", f"{self.cache_bytes / 2**20:.1f}"),
+            *self._rows_of_streaming(),
             ("acceptance by rank", " ".join(f"{share:.2f}" for share in _to_the_last(self.acceptance_by_rank))),
             ("acceptance by depth", " ".join(f"{share:.2f}" for share in self.acceptance_by_depth)),
             *((f"seconds, {name}", f"{self.seconds[name]:.3f}") for name in PHASES if name in self.seconds),

@@ -31,6 +31,7 @@ from heavypath.speculative.models.joined import Joining
 from heavypath.speculative.models.linear import Linears, Product, Products, each_alone
 from heavypath.speculative.models.native import native_pass
 from heavypath.speculative.models.structure import has_hooks
+from heavypath.speculative.streaming.layer_weights import streamed, weights_of
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
@@ -44,6 +45,7 @@ class _Layer:
         self.projections = attention.q_proj, attention.k_proj, attention.v_proj
         self.gates = mlp.gate_proj, mlp.up_proj
         self.mixing, self.last = attention.o_proj, mlp.down_proj
+        self.weights = weights_of(layer)
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.head_norms = None if None in norms else HeadNorms(*map(norm_of, norms))
         self.scaling: float = attention.scaling
@@ -131,6 +133,7 @@ class LlamaForward(Forward):
         every = list(model.model.layers)
         if layers is not None:
             _check_layers(layers, len(every))
+            _check_resident(layers, every)
         self._indices = tuple(range(len(every)) if layers is None else layers)
         self.layers = len(self._indices)
         self._look_up()
@@ -145,7 +148,9 @@ class LlamaForward(Forward):
         model: Any = self.model
         self._layers = [_Layer(model.model.layers[index]) for index in self._indices]
         self._norm = norm_of(model.model.norm)
-        linears = self._linears = Linears(self.name, (weight for _, weight in self.weights()))
+        # Weights that pass through memory are multiplied as they lie there.
+        copied = (weight for _, weight in self.weights()) if self.stream is None else ()
+        linears = self._linears = Linears(self.name, copied)
         self._native = native_pass(self._layers, model, self._norm, linears, self.rope_limit)
         joining = Joining(model)
         one, apart = (linears.one, linears.together) if self._native is None else (_itself, each_alone)
@@ -201,17 +206,19 @@ class LlamaForward(Forward):
 
         hidden, computed = self.embedding(tokens.flatten()), None
         states: dict[int, Tensor] = {}
-        for index, layer in enumerate(self._layers):
-            hidden, normed = add_rms_norm(hidden, computed, layer.norm)
-            if taps is not None and index in taps.numbers:
-                states[index] = hidden
-            projected = Projected(*[states.view(by_head) for states in layer.project(normed)])
-            keys, values = cache.read(index)
-            query = rotate_and_store(projected, turns, keys, values, cache_rows, layer.head_norms)
-            mixed = attends[layer.window](query.transpose(1, 2), keys, values, layer.scaling)
-            mixed = layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
-            hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
-            computed = layer.down(layer.gated(*layer.gate_and_up(normed)))
+        with self.alone:
+            for index, layer in enumerate(self._layers):
+                with layer.weights:
+                    hidden, normed = add_rms_norm(hidden, computed, layer.norm)
+                    if taps is not None and index in taps.numbers:
+                        states[index] = hidden
+                    projected = Projected(*[states.view(by_head) for states in layer.project(normed)])
+                    keys, values = cache.read(index)
+                    query = rotate_and_store(projected, turns, keys, values, cache_rows, layer.head_norms)
+                    mixed = attends[layer.window](query.transpose(1, 2), keys, values, layer.scaling)
+                    mixed = layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
+                    hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
+                    computed = layer.down(layer.gated(*layer.gate_and_up(normed)))
         if not needs_logits and (taps is None or self.layers not in taps.numbers):
             last = hidden.new_empty(0)
         else:
@@ -252,6 +259,17 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
         raise ValueError(f"an early exit must leave 1 .. {count - 1} layers, got {len(layers)}")
     if not all(0 <= layer < count for layer in layers) or [*layers] != sorted({*layers}):
         raise ValueError(f"the layers of an early exit must rise within 0 .. {count - 1}, got {[*layers]}")
+
+
+def _check_resident(layers: Sequence[int], every: Sequence[nn.Module]) -> None:
+    """Raise ValueError for an early exit some of whose layers would have to be read for each of its passes."""
+    found = {index: streamed(every[index]) for index in layers}
+    passing = [index for index, one in found.items() if one is not None and one.index not in one.stream.resident]
+    if passing:
+        raise ValueError(
+            f"the layers of an early exit must stay in memory, got {[*layers]} of which {passing} are streamed; load "
+            f"the target with resident={[*layers]}"
+        )
 
 
 def turns_of(rotary_emb: Any, positions: Tensor, like: Tensor) -> Tensor:
