@@ -78,6 +78,7 @@ def stream_layers(
     for tensor in tensors:
         if id(tensor.module) not in number_of:
             _put(tensor, tensor.weights[tensor.key], of_id)
+    _read_from_files(model)
     numbers, sizes = sorted(sources), [Layout(sources[index]).nbytes for index in sorted(sources)]
     others = sum({id(one): one.nbytes for one in model.parameters() if one.device.type != "meta"}.values())
     wanted = [numbers.index(index) for index in sorted({*resident}) if index in sources]
@@ -165,6 +166,17 @@ def _put(tensor: _Offloaded, value: Tensor, of_id: dict[int, nn.Parameter]) -> N
         setattr(tensor.module, tensor.name, made)
     else:
         setattr(tensor.module, tensor.name, value)
+
+
+@torch.no_grad()
+def _read_from_files(model: nn.Module) -> None:
+    """Give the weights that are there memory of their own: transformers maps files, and one cut off kills the process.
+
+    What is mapped is also read only when it is first looked at, and its memory is in no one's count.
+    """
+    for one in model.parameters():
+        if one.device.type == "cpu":
+            one.data = one.detach().clone()
 
 
 def _detach_hooks(model: nn.Module) -> None:
