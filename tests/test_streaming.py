@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, load_demo_head, load_demo_pair
+from heavypath.speculative.cli.app import main
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.streaming.file import WeightFile
@@ -616,3 +617,33 @@ def test_a_model_in_memory_has_nothing_to_stream(demo_pair):
     with pytest.raises(ValueError, match="no weight of the model is offloaded to disk; load it by load_streamed"):
         stream_layers(demo_pair[0], "20M")
     assert stream_of(demo_pair[0]) is None
+
+
+# The command line
+
+
+@pytest.mark.parametrize("draft", ["early-exit:2+prompt-lookup", "prompt-lookup"])
+def test_the_command_line_decodes_within_the_memory_that_it_is_told(folder, demo_pair, capsys, draft):
+    demo_pair[2].save_pretrained(folder)
+    command = ["generate", "def read_lines(path):", "--target", str(folder), "--draft", draft, "--max-new-tokens", "8"]
+    texts = []
+    for options in ([], ["--memory", "20M"]):
+        assert main([*command, *options, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        texts.append(answer["text"])
+        assert ("bytes_read" in answer["stats"]) == bool(options)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "much"], "expected a size of memory such as 8G, 500M or 8GiB, got 'much'"),
+        (["--memory", "8G", "--dtype", "bfloat16"], "memory is for a target in a folder of its own"),
+        (["--memory", "1M"], "a memory of 0.001G is too little"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong_with_a_memory(folder, demo_pair, capsys, options, message):
+    demo_pair[2].save_pretrained(folder)
+    assert main(["generate", "x", "--target", str(folder), "--draft", "prompt-lookup", *options]) == 1
+    assert message in capsys.readouterr().err

@@ -26,12 +26,14 @@ from heavypath.speculative.cli import distil as training
 from heavypath.speculative.cli import info, planning
 from heavypath.speculative.cli import layers as choosing_layers
 from heavypath.speculative.cli import trace as trace_page
+from heavypath.speculative.cli.reading import reading
 from heavypath.speculative.cli.support import (
     AsJson,
     Chat,
     Draft,
     Dtype,
     MaxNewTokens,
+    Memory,
     MinP,
     RepetitionPenalty,
     Seed,
@@ -155,6 +157,7 @@ def generate(
     verifier: Verifier = None,
     seed: Seed = 0,
     dtype: Dtype = None,
+    memory: Memory = None,
     trace: trace_page.TraceFile = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -172,27 +175,33 @@ def generate(
     if profile is not None and tree_size is not None:
         raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
     measured = None if profile is None else Profile.load(profile)
-    pair = load(target, draft, dtype)
+    pair = load(target, draft, dtype, memory)
     ids = encode(pair, text, chat=chat)
-    decoder = SpeculativeDecoder(
-        pair.target, pair.draft, method, tree_size=tree_size, profile=measured, replan=replan, verifier=verifier
-    )
     pieces: list[str] = []
-    out = decoder.generate(
-        ids,
-        max_new_tokens,
-        temperature,
-        top_k,
-        top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop_strings=stop or None,
-        seed=seed,
-        eos_token_id=pair.eos_token_ids,
-        streamer=TextStream(pair.tokenizer, pieces.append if as_json else _write),
-        tokenizer=pair.tokenizer,
-        trace=trace,
-    )
+    with reading(pair.target, ids.shape[1]) as end_status:
+
+        def write(piece: str) -> None:
+            end_status()
+            (pieces.append if as_json else _write)(piece)
+
+        decoder = SpeculativeDecoder(
+            pair.target, pair.draft, method, tree_size=tree_size, profile=measured, replan=replan, verifier=verifier
+        )
+        out = decoder.generate(
+            ids,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            stop_strings=stop or None,
+            seed=seed,
+            eos_token_id=pair.eos_token_ids,
+            streamer=TextStream(pair.tokenizer, write),
+            tokenizer=pair.tokenizer,
+            trace=trace,
+        )
     if as_json:
         tokens = out.sequences[0, ids.shape[1] :].tolist()
         in_force = GivenSettings(
@@ -290,6 +299,7 @@ def _summary(stats: Statistics) -> dict:
         "acceptance_by_rank": stats.acceptance_by_rank,
         "acceptance_by_depth": stats.acceptance_by_depth,
         "cache_bytes": stats.cache_bytes,
+        **({} if stats.streaming is None else stats.streaming._asdict() | {"waiting_share": stats.waiting_share}),
         "seconds": stats.seconds,
         "total_seconds": stats.total_seconds,
     }

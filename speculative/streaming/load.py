@@ -36,7 +36,7 @@ def load_streamed(
     with torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(config)
     name, _ = layers_in(empty)
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype="auto",
         device_map=dict(_places(empty, "", name)),
@@ -44,7 +44,11 @@ def load_streamed(
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
+        output_loading_info=True,
     )
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ValueError(f"the weights in {str(folder)!r} lack {len(missing)} tensors, first {missing[0]!r}")
     stream_layers(model, memory, resident)
     return model.eval()
 
