@@ -47,7 +47,7 @@ from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.replanning import ProfileTrees, Replanner
+from heavypath.speculative.replanning import ProfileTrees, Replanner, checked_profile
 from heavypath.speculative.serving.service import Limits, Service
 from heavypath.speculative.tree_choice import chosen_tree
 from heavypath.speculative.trees.planning import Acceptance
@@ -146,18 +146,13 @@ class SpeculativeDecoder:
         self._draft_filters(Filters()).check("draft_")
         self.verifier = verifier
         self._verifier = None if verifier is None or isinstance(verifier, str) else OwnVerifier(verifier)
-        if self._typical is not None and profile is not None:
-            raise ValueError(f"a profile is for methods that keep the target's law; give {method!r} tree or tree_size")
         if self._typical is not None and self._verifier is not None:
             raise ValueError(
                 f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'"
             )
-        if self._verifier is not None and profile is not None:
-            raise ValueError(
-                "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
-                "instead: tree=profile.tree_for(method, Filters(temperature)) has the same tree"
-            )
-
+        self.profile = checked_profile(
+            profile, method, is_lossy=self._typical is not None, is_own=self._verifier is not None, replan=replan
+        )
         self.target = target
         self._given_draft = draft
         self._target = forward_of(target, "target")
@@ -168,13 +163,8 @@ class SpeculativeDecoder:
         options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
         options |= {"width": width, "branching": branching, "threshold": threshold, "confidence": confidence}
         given = {name: value for name, value in options.items() if value is not None}
-        self.profile = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
         if self.profile is not None and given:
             raise ValueError(f"a profile says what trees to take; leave out {', '.join(given)}")
-        if replan and self.profile is None:
-            raise ValueError("replan needs a profile, by which trees are chosen anew; `heavypath calibrate` makes one")
-        if replan and method == "autoregressive":
-            raise ValueError("method 'autoregressive' drafts nothing, so there is nothing to replan")
         self._replan = replan
         self._draft: Draft | None = None
         models = [self._target]
@@ -194,10 +184,8 @@ class SpeculativeDecoder:
             self._by_profile = ProfileTrees(self.profile, method, most_levels(self._draft))
         for model in models:
             model.check_weights()
-            logger.debug(
-                "%s: a %s, %s on %s, by %s", model.name, type(model.model).__name__, model.dtype, model.device,
-                type(model).__name__,
-            )  # fmt: skip
+            what = f"a {type(model.model).__name__}, {model.dtype} on {model.device}, by {type(model).__name__}"
+            logger.debug("%s: %s", model.name, what)
 
     def _notice_changes(self) -> None:
         """Choose the forward passes of the models anew if one of them no longer consists of what it did."""
@@ -272,8 +260,6 @@ class SpeculativeDecoder:
         """
         begin = self.clock()
         self._notice_changes()
-        stream = self._target.stream
-        read_before = None if stream is None else stream.counts()
         request = self._request(
             Prompts(input_ids=input_ids, attention_mask=attention_mask, sequence_ids=sequence_ids, past=past),
             GivenSettings(
@@ -303,7 +289,7 @@ class SpeculativeDecoder:
             plan.rules.law_changed_by and f"; the text's law is changed by {plan.rules.law_changed_by}",
         )  # fmt: skip
         by_profile = self._by_profile if plan.others else None
-        stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin)
+        stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin, stream=self._target.stream)
         stats.tree = f"{len(plan.tree)} nodes, {plan.tree.depth} levels, {self.tree_from}"
         stats.law_changed_by, stats.verification = plan.rules.law_changed_by, plan.rules.verification
         with (
@@ -328,7 +314,6 @@ class SpeculativeDecoder:
                 replan=None if by_profile is None else Replanner(plan, by_profile.shapes(request.filters)),
             )
             cache = workspace.finish(request, plan)
-        stats.streaming = stream.counts().since(read_before) if stream and read_before else None
         logger.debug(
             "%d new tokens in %d steps, %.3f s, of which prefill %.3f s",
             stats.new_tokens, stats.steps, stats.total_seconds, stats.seconds["prefill"],
@@ -398,13 +383,7 @@ class SpeculativeDecoder:
         plan = self._plan(request)
         with torch.inference_mode(), self.runner.workspace(request, plan) as workspace:
             workspace.begin(request, plan)
-            smaller = [1 << power for power in reversed(range((batch_size - 1).bit_length()))]
-            longest = prompt_tokens + max_new_tokens
-            for each in plan.each():
-                self.runner.compile(each, workspace, batch_size)
-                for slots in (batch_size, *smaller) * 2:  # a step is run once before it is captured
-                    where = {"slots": slots, "levels": each.tree.depth, "longest": longest}
-                    self.runner.run(each, workspace, **where, lap=lambda phase: None)
+            self.runner.warm_up(plan, workspace, batch_size, prompt_tokens + max_new_tokens)
             workspace.state.numbers.cpu()  # waits for the device
         seconds = time.perf_counter() - begin
         logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)

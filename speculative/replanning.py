@@ -25,6 +25,7 @@ Source: Sequoia (Chen et al. 2024) plans once; that acceptance is measured while
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +83,29 @@ class Shapes(NamedTuple):
     def trees(self) -> tuple[TokenTree | Growth, ...]:
         """The trees."""
         return tuple(shape.tree for shape in self.shapes)
+
+
+def checked_profile(
+    profile: Profile | str | Path | None, method: str, *, is_lossy: bool, is_own: bool, replan: bool
+) -> Profile | None:
+    """The profile of a decoder's options, loaded if it is a file.
+
+    is_lossy: whether the method changes the target's law; is_own: whether the verifier is the user's own
+
+    Raises ValueError for one that says nothing of such a decoder, and if `replan` lacks one.
+    """
+    if is_lossy and profile is not None:
+        raise ValueError(f"a profile is for methods that keep the target's law; give {method!r} tree or tree_size")
+    if is_own and profile is not None:
+        raise ValueError(
+            "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
+            "instead: tree=profile.tree_for(method, Filters(temperature)) has the same tree"
+        )
+    if replan and profile is None:
+        raise ValueError("replan needs a profile, by which trees are chosen anew; `heavypath calibrate` makes one")
+    if replan and method == "autoregressive":
+        raise ValueError("method 'autoregressive' drafts nothing, so there is nothing to replan")
+    return profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
 
 
 class ProfileTrees:

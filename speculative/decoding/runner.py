@@ -133,6 +133,14 @@ class StepRunner:
         lap("step")
         return stepped
 
+    def warm_up(self, plan: StepPlan, workspace: Workspace, batch: int, longest: int) -> None:
+        """Compile and capture the steps of a plan for a batch, and for all sizes that it may close up to."""
+        smaller = [1 << power for power in reversed(range((batch - 1).bit_length()))]
+        for each in plan.each():
+            self.compile(each, workspace, batch)
+            for slots in (batch, *smaller) * 2:  # a step is run once before it is captured
+                self.run(each, workspace, slots=slots, levels=each.tree.depth, longest=longest, lap=_no_lap)
+
     def compile(self, plan: StepPlan, workspace: Workspace, slots: int) -> None:
         """Compile what a step launches, side by side, before it first runs; nothing where steps are not captured.
 

@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
 
 from heavypath.speculative.streaming.slots import StreamCounts
+from heavypath.speculative.streaming.stream import LayerStream
 
 ENOUGH_STEPS = 32  # to tell whether a draft pays
 LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
+LEAST_WAITING = 0.1  # of the time: a streamed target that waits less for its weights has a larger tree than is free
 MOST_REPLANS = 5  # that the table shows
 PHASES = ("prefill", "draft", "sampling", "target", "verification", "compaction", "step", "host", "trace")
 
@@ -40,6 +42,7 @@ class Statistics:
     accepted:      LongTensor[depth, branching], how often that child was the accepted one
     clock:         returns seconds; on a GPU only a clock that waits for it can tell phases apart
     begin:         what the clock said at the beginning; None for now
+    stream:        what reads the target's weights meanwhile, if anything does
     """
 
     depth: int
@@ -63,8 +66,10 @@ class Statistics:
     accepted: Tensor = field(init=False, repr=False)
     clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
     begin: float | None = None
+    stream: InitVar[LayerStream | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, stream: LayerStream | None) -> None:
+        self._stream, self.streaming = stream, None if stream is None else stream.counts()
         self.offered = torch.zeros(self.depth, self.branching, dtype=torch.long)
         self.accepted = torch.zeros_like(self.offered)
         self._last = self.begin = self.clock() if self.begin is None else self.begin
@@ -102,6 +107,12 @@ class Statistics:
     @property
     def does_not_pay(self) -> str:
         """That speculation costs more than it brings, in words; "" where it pays, or after too few steps to tell."""
+        if self.streaming and self.nodes > self.steps > 7 and self.waiting_share < LEAST_WAITING:
+            return (
+                f"the target waited for its weights in {self.waiting_share:.0%} of the time: its trees of "
+                f"{self.nodes // self.steps} nodes take longer to compute than weights to be read, so that a smaller "
+                "tree_size is faster"
+            )
         if self.steps < ENOUGH_STEPS or self.gain_at_most > LEAST_GAIN:
             return ""
         return (
@@ -134,6 +145,8 @@ class Statistics:
         self.offered, self.accepted = counts.cpu()[:, : self.offered.numel()].view(2, *self.offered.shape)
         self.tokens_of, self.steps_of = tokens_of, steps_of
         self.new_tokens, self.steps, self.nodes = int(tokens_of.sum()), int(steps_of.sum()), nodes
+        if self._stream is not None and self.streaming is not None:
+            self._stream, self.streaming = None, self._stream.counts().since(self.streaming)
         self.lap("host")
         self.total_seconds = self._last - (self.begin or 0.0)
 
