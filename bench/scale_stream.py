@@ -17,7 +17,8 @@ memory: there a step is all reading, and what a tree costs to compute does not m
 s/token     seconds for each new token behind the prompt; x plain: that of tree 1 in the same regime over it
 tok/step    tokens for each pass of the target
 waited      share of the whole call in which the target waited for weights
-asked       anonymous memory of the process beyond what it had before the target was loaded, over --memory
+taken       anonymous memory of the process beyond what it had before the target was loaded, after two tokens: later come
+            the caches and activations of larger trees
 """
 
 import argparse
@@ -103,34 +104,32 @@ class Bench:
         write_target(fast, self.small, given.gigabytes * 1e9, given.width)
         self.raw(fast)
         self.of_accelerate(fast)
-        gc.collect()
-        model, before = self.load(fast, given.memory)
+        model = self.load(fast, given.memory)
         self.of_generate("generate", model, fast)
         self.of_trees("full speed", model, fast, 0.0)
-        self.done(model, given.memory, before)
+        stream_of(model).close()
         remove(fast)
 
     def slowed(self, slow: Path) -> None:
         """The small target, with reads slowed down."""
         given = self.given
         write_target(slow, self.small, given.slow_gigabytes * 1e9, given.slow_width)
-        gc.collect()
-        model, before = self.load(slow, given.slow_memory)
+        model = self.load(slow, given.slow_memory)
         stream_of(model).slots.read = Slowed(given.rate)
         for temperature in (0.0, 0.6):
             self.of_trees(f"{given.rate / 1e6:.0f} MB/s", model, None, temperature)
-        self.done(model, given.slow_memory, before)
+        stream_of(model).close()
         remove(slow)
 
-    def load(self, folder: Path, memory: str) -> tuple[LlamaForCausalLM, int]:
-        """A streamed target, and the process's memory before."""
+    def load(self, folder: Path, memory: str) -> LlamaForCausalLM:
+        """A streamed target, and what it takes once it has been run."""
+        gc.collect()
         before = anonymous_memory()
-        return load_streamed(folder, memory), before
-
-    def done(self, model: LlamaForCausalLM, memory: str, before: int) -> None:
+        model = load_streamed(folder, memory)
+        model.generate(self.prompts[0], max_new_tokens=2, do_sample=False)
         taken = anonymous_memory() - before
         self.add(way="memory", taken=taken, stream=stream_of(model).nbytes, asked=bytes_of(memory))
-        stream_of(model).close()
+        return model
 
     def raw(self, folder: Path) -> float:
         """Read all files past the page cache, at most 4 GB of them; bytes a second."""

@@ -40,6 +40,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 TREE, NEW, PATIENCE = 12, 24, 30  # nodes; tokens; seconds after which something hangs
 
 
+@pytest.fixture(autouse=True)
+def patience():
+    """A test that waits for ever fails."""
+
+    def fail(*given):
+        raise TimeoutError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, 4 * PATIENCE)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.fixture(scope="module")
 def folder(demo_pair, tmp_path_factory):
     """The shipped target in float32, in several files, so that some layers lie in two of them."""
