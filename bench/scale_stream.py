@@ -17,8 +17,8 @@ memory: there a step is all reading, and what a tree costs to compute does not m
 s/token     seconds for each new token behind the prompt; x plain: that of tree 1 in the same regime over it
 tok/step    tokens for each pass of the target
 waited      share of the whole call in which the target waited for weights
-taken       anonymous memory of the process beyond what it had before the target was loaded, after two tokens: later come
-            the caches and activations of larger trees
+taken       anonymous memory of the process beyond what it had before the target was loaded, after two tokens: caches and
+            activations of larger trees come later
 """
 
 import argparse

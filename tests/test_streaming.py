@@ -37,7 +37,7 @@ from heavypath.speculative.streaming.source import layers_of, places_in, places_
 from heavypath.speculative.streaming.stream import LayerStream
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
-TREE, NEW, PATIENCE = 12, 24, 30  # nodes; tokens; seconds after which something hangs
+TREE, NEW, PATIENCE = 12, 24, 3  # nodes; tokens; seconds after which something hangs
 
 
 @pytest.fixture(autouse=True)
@@ -523,6 +523,13 @@ def test_ctrl_c_at_any_time_leaves_the_next_text_right(demo_pair, folder, ids, e
     assert interrupted
     (out,) = in_time(lambda: decoder.generate(ids, NEW, temperature=0.6, seed=3, eos_token_id=None))
     assert torch.equal(out.sequences, expected)
+
+
+def test_layers_that_an_interrupted_pass_never_released_do_not_stop_their_thread(shared):
+    stream = stream_of(shared)
+    for layer in [*range(stream.layers), *reversed(range(stream.layers)), 3, 7, 3]:
+        stream.take(layer)
+    stream.release(3)
 
 
 def test_two_decoders_of_one_model_may_take_turns(demo_pair, shared, ids, expected):
