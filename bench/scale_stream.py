@@ -7,7 +7,8 @@ goes at the end. Prompts are Python, the draft is the shipped one. One process d
 raw         the files read by as many threads in pieces of the same size, past the page cache: before and behind each
             row. A row's "of raw" is its bandwidth over the mean of its two raw ones
 accelerate  transformers' generate, with accelerate bringing each weight: the first pass, and later ones, which are
-            "warm" as far as the files fit into the page cache
+            "warm" as far as the files fit into the page cache. What is there accelerate maps, without a copy:
+            so a target that fits there needs no stream
 generate    transformers' generate through the stream
 1, 16, ...  the decoder with trees of so many nodes, by the stream; 1 is plain decoding
 
@@ -17,8 +18,8 @@ memory: there a step is all reading, and what a tree costs to compute does not m
 s/token     seconds for each new token behind the prompt; x plain: that of tree 1 in the same regime over it
 tok/step    tokens for each pass of the target
 waited      share of the whole call in which the target waited for weights
-taken       anonymous memory of the process beyond what it had before the target was loaded, after two tokens: caches and
-            activations of larger trees come later
+taken       anonymous memory of the process beyond what it had before the target was loaded, after two tokens; caches
+            and activations of larger trees come later
 """
 
 import argparse
