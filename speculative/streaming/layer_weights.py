@@ -43,12 +43,18 @@ class LayerWeights:
 
 def is_own(hook: object) -> bool:
     """Whether a hook of a module does no more than to have its weights there."""
-    return isinstance(getattr(hook, "__self__", None), LayerWeights)
+    return _owner(hook) is not None
 
 
 def streamed(layer: nn.Module) -> LayerWeights | None:
     """The weights of a module that a stream has; None if they are its own."""
-    return next((hook.__self__ for hook in layer._forward_pre_hooks.values() if is_own(hook)), None)
+    return next(filter(None, map(_owner, layer._forward_pre_hooks.values())), None)
+
+
+def _owner(hook: object) -> LayerWeights | None:
+    """The weights that a hook takes or releases; None for a hook of others."""
+    owner = getattr(hook, "__self__", None)
+    return owner if isinstance(owner, LayerWeights) else None
 
 
 def weights_of(layer: nn.Module) -> AbstractContextManager[None]:

@@ -36,7 +36,7 @@ def load_streamed(
     with torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(config)
     name, _ = layers_in(empty)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype="auto",
         device_map=dict(_places(empty, "", name)),
@@ -46,6 +46,7 @@ def load_streamed(
         use_safetensors=True,
         output_loading_info=True,
     )
+    model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ValueError(f"the weights in {str(folder)!r} lack {len(missing)} tensors, first {missing[0]!r}")

@@ -119,9 +119,9 @@ def _offloaded(model: nn.Module) -> Iterator[_Offloaded]:
             weights = getattr(each, "weights_map", None)
             if weights is None or not getattr(each, "offload", False):
                 continue
-            every = [*module.named_parameters(recurse=False, remove_duplicate=False)]
-            every += module.named_buffers(recurse=False, remove_duplicate=False) if each.offload_buffers else []
-            for name, tensor in every:
+            parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+            buffers = module.named_buffers(recurse=False, remove_duplicate=False) if each.offload_buffers else ()
+            for name, tensor in (*parameters, *buffers):
                 if tensor.device.type == "meta":
                     yield _Offloaded(module, name, f"{weights.prefix}{name}", weights.dataset)
 

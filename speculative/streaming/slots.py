@@ -42,7 +42,9 @@ class StreamCounts(NamedTuple):
 
     def since(self, before: "StreamCounts") -> "StreamCounts":
         """What has been done since it was `before`."""
-        return StreamCounts(*(now - then for now, then in zip(self, before, strict=True)))
+        return StreamCounts(
+            self.bytes_read - before.bytes_read, self.reading - before.reading, self.waiting - before.waiting
+        )
 
     @property
     def bandwidth(self) -> float:
