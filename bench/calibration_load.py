@@ -72,7 +72,7 @@ def main() -> None:
             begin = time.perf_counter()
             try:
                 profiles[name] = calibrate(
-                    target, draft, temperatures=arguments.temperatures, on_progress=status.update
+                    target, draft, temperatures=arguments.temperatures, batch_sizes=[1], on_progress=status.update
                 )
             except ValueError as error:
                 raise SystemExit(f"{name}: refused after {time.perf_counter() - begin:.0f} s: {error}") from error

@@ -28,9 +28,9 @@ SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 
 def tree_of(profile: Profile, size: int, filters: Filters):
     """The tree of `size` nodes that the profile expects to be fastest, for method sequoia."""
-    cost = profile.costs.steps_of([size])
+    cost = profile.costs.at(1).steps_of([size])
     return select_tree(
-        profile.measured("sequoia", filters)[0].rates(), cost, profile.costs.level / profile.costs.step[1]
+        profile.measured("sequoia", filters)[0].rates(), cost, profile.costs.at(1).level / profile.costs.at(1).step[1]
     )
 
 
@@ -41,7 +41,7 @@ def sweep(
     target, draft, tokenizer = quiet_demo_pair()
     filters = Filters(temperature)
     plans = {"profile": profile.plan("sequoia", filters).plan} | {
-        size: tree_of(profile, size, filters) for size in SIZES if size <= max(profile.costs.step)
+        size: tree_of(profile, size, filters) for size in SIZES if size <= max(profile.costs.at(1).step)
     }
     decoders = {name: SpeculativeDecoder(target, draft, "sequoia", tree=plan.tree) for name, plan in plans.items()}
     decoders["profile"] = SpeculativeDecoder(target, draft, "sequoia", profile=profile)
@@ -81,7 +81,9 @@ def main() -> None:
     target, draft, _ = quiet_demo_pair()
     with Console(stderr=True).status("") as status:
         begin = time.perf_counter()
-        profile = calibrate(target, draft, temperatures=arguments.temperatures, on_progress=status.update)
+        profile = calibrate(
+            target, draft, temperatures=arguments.temperatures, batch_sizes=[1], on_progress=status.update
+        )
         calibrated = time.perf_counter() - begin
         for temperature in arguments.temperatures:
             rows += sweep(arguments, temperature, profile, status.update)

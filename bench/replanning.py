@@ -103,7 +103,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(arguments.threads)
     pair, console = quiet_demo_pair(), Console(highlight=False, width=110)
     profile = calibrate(
-        pair.target, pair.draft, temperatures=[arguments.temperature], limit=arguments.limit, on_progress=None
+        pair.target,
+        pair.draft,
+        temperatures=[arguments.temperature],
+        batch_sizes=[1],
+        limit=arguments.limit,
+        on_progress=None,
     )
     shapes = Shapes.of(profile, arguments.method, Filters(arguments.temperature), None)
     runs: dict[str, tuple[SpeculativeDecoder, Turning]] = {}

@@ -51,7 +51,7 @@ def _reference(logits: Tensor, settings: Tensor, filters: bool) -> Tensor:
     vocab_size = logits.shape[-1]
     largest = logits.amax(-1, keepdim=True)
     scores = (logits - largest) / temperature.clamp(min=LEAST_TEMPERATURE).float()
-    scores = scores.clamp(min=LOWEST).where(logits > -torch.inf, logits - largest)
+    scores = scores.clamp(min=LOWEST).masked_fill(logits == -torch.inf, -torch.inf)
     if filters:
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         place = (top_k.long() - 1).clamp(0, vocab_size - 1).expand(*logits.shape[:2], 1)
@@ -62,7 +62,6 @@ def _reference(logits: Tensor, settings: Tensor, filters: bool) -> Tensor:
         scores = scores.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
         scores = scores.masked_fill((scores < min_p.log().float()) & (min_p > 0), -torch.inf)
     first = logits.argmax(-1, keepdim=True) == torch.arange(vocab_size, device=logits.device)
-    one = torch.zeros_like(scores).masked_fill(~first, -torch.inf) + (
-        largest - largest
-    )  # NaN where there is no largest
-    return torch.where(temperature > 0, scores, one.where(largest > -torch.inf, -torch.inf))
+    one = torch.zeros_like(scores).masked_fill(~first | (largest == -torch.inf), -torch.inf)
+    no_number = largest.isnan() | (largest == torch.inf)
+    return torch.where(temperature > 0, scores, one).masked_fill(no_number, torch.nan)

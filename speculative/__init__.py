@@ -34,16 +34,19 @@ from heavypath.speculative.drafts import (
     PromptLookup,
     Retrieval,
 )
-from heavypath.speculative.generation import Generation
 from heavypath.speculative.layer_choice import LayerChoice, choose_layers
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, Method
 from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.output.generation import Generation
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.output.trace import read_trace
+from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.profile import Profile
+from heavypath.speculative.ranks.agreement import RankMismatchError
+from heavypath.speculative.ranks.group import RankFailedError
 from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.offloaded import stream_layers
@@ -79,6 +82,7 @@ __all__ = [
     "EarlyExit",
     "Feed",
     "Generation",
+    "Grammar",
     "LayerChoice",
     "LayerStream",
     "Lookahead",
@@ -89,6 +93,8 @@ __all__ = [
     "Plan",
     "Profile",
     "PromptLookup",
+    "RankFailedError",
+    "RankMismatchError",
     "Retrieval",
     "RowCache",
     "SpeculativeDecoder",

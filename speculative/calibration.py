@@ -1,8 +1,7 @@
 """Measure what planning a tree needs: what steps cost on this machine, and how often which child is accepted.
 
-Costs are those of real decoding: it is run for a few steps with trees of some sizes, in turn and for several rounds,
-and the phases of its steps are timed (`costs` says how figures follow from that). Acceptance is counted first, so that
-only sizes are timed that could be planned.
+Costs are those of real decoding, which `visits` times. Acceptance is counted first, so that only sizes are timed that
+could be planned.
 
 Acceptance [depth, child] is counted on a walk along text that the target itself writes. At every token the draft offers
 `children` tokens, and the verifier decides as it would at a node of a tree:
@@ -22,7 +21,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,12 +28,10 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import verify_tree
-from heavypath.speculative.costs import Costs, Timed, time_costs
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.drafted import Reach, check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
@@ -51,7 +47,7 @@ from heavypath.speculative.drafts import (
     why_not_measured,
 )
 from heavypath.speculative.generation_defaults import NOTHING
-from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS, Kind, measured_row, row_of
+from heavypath.speculative.methods import METHODS, Kind, measured_row, row_of
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.profile import (
@@ -61,15 +57,13 @@ from heavypath.speculative.profile import (
     draft_parameter_count,
     parameter_count,
 )
-from heavypath.speculative.trees.planning import greedy_tree, select_tree
-from heavypath.speculative.trees.tree import TokenTree
+from heavypath.speculative.ranks.agreement import check_alone
+from heavypath.speculative.visits import Visits, costs_by_batch, default_batch_sizes
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 DEPTH = 8
 CHILDREN = 8
 SEQUENCE_COUNTS = (2, 3, 4, 6, 8)  # of SpecInfer and SpecTr: how many are drawn decides how often one is accepted
-VISIT_SECONDS = 0.1  # of decoding, to time the steps with a tree: several time slices of a busy machine
-VISIT_TOKENS = (4, 16)  # the least and the most that are decoded in it
 PARTS = 4  # of the texts walked along: acceptance is counted in so many passes over all ways
 LEAST_TOKENS = 8  # of each text, where the time is over
 ACCEPTANCE_SHARE = 0.5  # of the time limit
@@ -89,6 +83,7 @@ def calibrate(
     top_p: float | None = None,
     min_p: float | None = None,
     sizes: Sequence[int] = SIZES,
+    batch_sizes: Sequence[int] | None = None,
     tokens: int = 48,
     sequences: int = 48,
     seed: int = 0,
@@ -102,11 +97,13 @@ def calibrate(
         its own, from its first token on.
     temperatures, top_k, top_p, min_p: how the target will be sampled; temperature 0 takes no filters.
     sizes: nodes of the trees that are timed, root included.
+    batch_sizes: numbers of sequences that are decoded together, for each of which trees are timed; a single sequence is
+        always among them. Default: 1, 2, 4, 8 and 16; on a GPU also 32 and 64, as far as there is memory.
     tokens, sequences: length of each text that is walked along, and number of these texts.
     on_progress: called with a line of text that says what is going on and about how long it will take.
-    limit: seconds that it may take. Half of them are for acceptance, the rest, with what acceptance left, for costs, of
-        which a few rounds are timed in any case. What could not be measured well then has a larger error in the
-        profile.
+    limit: seconds that it may take. Half of them are for acceptance, the rest, with what acceptance left, for costs:
+        half of that for one sequence, the rest for larger batches alike. A few rounds are timed in any case. What could
+        not be measured well then has a larger error in the profile.
     verifier: what verifies the methods that take one, as `SpeculativeDecoder` has it by name, and its default.
 
     Raises ValueError for models that do not fit each other, for `Lookahead` and `Merge`, which need whole steps,
@@ -120,9 +117,12 @@ def calibrate(
         raise ValueError(f"expected tokens >= 2, sequences >= 1, sizes >= 1, got {tokens}, {sequences} and {[*sizes]}")
     if not limit > 0:
         raise ValueError(f"limit must be a number of seconds above 0, got {limit}")
+    if batch_sizes is not None and (not batch_sizes or min(batch_sizes) < 1):
+        raise ValueError(f"batch_sizes must be numbers of sequences of at least 1, got {[*batch_sizes]}")
     row_of("sequoia", verifier)  # refuses a word that is none
     report = on_progress or (lambda line: None)
     forward = forward_of(target, "target")
+    check_alone("calibrate", forward)  # which ends when timings agree
     source = as_draft(draft, forward, target)
     if why_not := why_not_measured(source):
         raise ValueError(
@@ -148,12 +148,12 @@ def calibrate(
     )  # fmt: skip
     levels = min(DEPTH, most_levels(source) or DEPTH)
     sizes = [size for size in sizes if size <= sum(CHILDREN**depth for depth in range(levels + 1))]
-    costs = time_costs(
+    costs = costs_by_batch(
         Visits(target, draft, prompts, levels, verifier),
+        default_batch_sizes(kind) if batch_sizes is None else batch_sizes,
         sizes,
-        partial(sizes_worth_timing, measured, sizes),
+        measured,
         limit=limit - (time.perf_counter() - begin),
-        clock=time.perf_counter,
         report=report,
     )
     logger.debug("calibrated in %.1f s: %s", time.perf_counter() - begin, costs)
@@ -213,86 +213,6 @@ def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> 
     start = torch.full((count, 1), first, device=target.device)
     plain = SpeculativeDecoder(target, None, "autoregressive")
     return list(plain.generate(start, length, temperature=1.0, seed=seed, **NOTHING).sequences)
-
-
-class Visits:
-    """Decodes a few steps with a tree of some size, and tells what one of them took.
-
-    The first visit finds how many tokens of plain decoding take `VISIT_SECONDS`; the others decode as many. Trees have
-    at most `levels` levels.
-    """
-
-    def __init__(
-        self, target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], levels: int = DEPTH,
-        verifier: str | None = None,
-    ):  # fmt: skip
-        self.target, self.draft, self.prompts, self.levels = target, draft, prompts, levels
-        self.verifier = verifier
-        self._decoders: dict[int, SpeculativeDecoder] = {}
-        self._tokens = 0
-
-    def __call__(self, size: int, round_: int) -> Timed:
-        """The seconds of a step with a tree of `size` nodes, and of a level of its drafting.
-
-        The text could go on for another step when it is cut off, so that every step has the whole tree.
-        """
-        if not self._tokens:
-            least, most = VISIT_TOKENS
-            self._tokens = max(least, min(most, round(VISIT_SECONDS / self._visit(1, round_, least).step)))
-        return self._visit(size, round_, self._tokens)
-
-    def _visit(self, size: int, round_: int, tokens: int) -> Timed:
-        decoder = self._decoder(size)
-        assert isinstance(decoder.tree, TokenTree)
-        depth, prompt = decoder.tree.depth, self.prompts[round_ % len(self.prompts)][None]
-        end = MaxLengthCriteria(prompt.shape[1] + tokens)
-        stats = decoder.generate(
-            prompt, tokens + depth + 1, temperature=1.0, seed=round_, stopping_criteria=[end], **NOTHING
-        ).stats
-        seconds = stats.seconds
-        step = sum(seconds[phase] for phase in ("target", "verification", "compaction")) / stats.steps
-        level = (seconds["draft"] + seconds["sampling"]) / stats.steps / depth if size > 1 else None
-        return Timed(step, level)
-
-    def _decoder(self, size: int) -> SpeculativeDecoder:
-        if size not in self._decoders:
-            tree = greedy_tree(DEFAULT_ACCEPTANCE, size, self.levels) if size > 1 else TokenTree([-1])
-            gpu = self.target.device.type == "cuda"
-            options = {"tree": tree, "verifier": self.verifier, "cuda_graphs": False if gpu else None}
-            decoder = SpeculativeDecoder(self.target, self.draft, "sequoia", **options)
-            if gpu:
-                decoder.clock = _clock_of_gpu
-            self._decoders[size] = decoder
-        return self._decoders[size]
-
-
-def sizes_worth_timing(measured: Sequence[MeasuredAcceptance], sizes: Sequence[int], costs: Costs) -> set[int]:
-    """Of some sizes those that are planned by the costs known so far, and their neighbours.
-
-    A tree larger than all that were timed is taken to cost as much as the largest of them, since it does not cost less:
-    where it could be planned by that, it is worth timing.
-    """
-    sizes, timed = sorted({1, *sizes}), max(costs.step)
-    known = costs.steps_of([size for size in sizes if size <= timed])
-    known |= {size: known[timed] for size in sizes if size > timed}
-    level = costs.level / costs.step[1]
-    found = set()
-    for entry in measured:
-        if entry.sequence_count is None:
-            best = sizes.index(len(select_tree(_falling(entry.rates()), known, level).tree))
-            found |= {*sizes[max(0, best - 1) : best + 2]}
-    return found
-
-
-def _falling(rates: Tensor) -> Tensor:
-    """Acceptance with the children of each depth from the likeliest on, which no tree of the given ones exceeds."""
-    return rates.sort(1, descending=True).values
-
-
-def _clock_of_gpu() -> float:
-    """The time in seconds, when the GPU has finished what it was given."""
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 class Extent(NamedTuple):

@@ -4,7 +4,8 @@ transformers prepares the inputs, the settings, the logits processors and the st
 
     decoder(model, input_ids, logits_processor=, stopping_criteria=, generation_config=, **model_kwargs)
 
-So each processor is turned back into the setting that it was made of.
+So the processors that the decoder's own penalties and filters stand for are turned back into settings; all others stay
+processors.
 """
 
 import sys
@@ -17,7 +18,6 @@ from transformers import (
     EosTokenCriteria,
     GenerationConfig,
     LogitNormalization,
-    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
@@ -36,6 +36,7 @@ from heavypath.speculative.decoding.loop import Streamer
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.ranks.agreement import Agreement, decided
 
 # Settings that leave no trace among the processors and criteria, and the values with which they do nothing.
 _UNSUPPORTED = {
@@ -58,16 +59,18 @@ _UNSUPPORTED = {
 # Arguments of a model's forward pass that the decoder takes care of itself; any other is refused.
 _SERVED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache", "cache_position")
 
-# In the order in which the decoder does what they do; the first three may change places.
-_ORDER: dict[type[LogitsProcessor], int] = {
-    RepetitionPenaltyLogitsProcessor: 0,
-    MinLengthLogitsProcessor: 0,
-    MinNewTokensLengthLogitsProcessor: 0,
-    TemperatureLogitsWarper: 1,
-    TopKLogitsWarper: 2,
-    TopPLogitsWarper: 3,
-    MinPLogitsWarper: 4,
-    LogitNormalization: 5,  # changes no probability
+# What the decoder does by itself: penalties first of all, and filters last, in this order.
+_PENALTIES = (
+    RepetitionPenaltyLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+)
+_FILTERS: dict[type, int] = {
+    TemperatureLogitsWarper: 0,
+    TopKLogitsWarper: 1,
+    TopPLogitsWarper: 2,
+    MinPLogitsWarper: 3,
+    LogitNormalization: 4,  # changes no probability
 }
 
 
@@ -109,9 +112,10 @@ class GenerateCall:
     seed: int | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def arguments(self, target: PreTrainedModel) -> dict[str, Any]:
+    def arguments(self, target: PreTrainedModel, agreement: Agreement | None = None) -> dict[str, Any]:
         """The arguments of the decoder's own `generate`.
 
+        agreement: of ranks, among which rank 0 draws a seed that is not given
         Raises ValueError for whatever would change the text, or what is returned, and is not supported.
         """
         if self.model is not target:
@@ -123,24 +127,23 @@ class GenerateCall:
         caller = _generate_call(self.input_ids)
         if caller.get("assistant_model") is not None:
             raise _unsupported("assistant_model", "the decoder has a draft of its own")
-        if caller.get("synced_gpus"):
+        if caller.get("synced_gpus") and agreement is None:
             raise _unsupported("synced_gpus", "one process decodes")
         streamer, has_prompt = self.streamer, False
         if streamer is None and caller.get("streamer") is not None:
             streamer, has_prompt = caller["streamer"], True
 
         width = self.input_ids.shape[1]
-        options = NOTHING | _from_processors(self.logits_processor or [], config, width, attention_mask)
-        options |= _from_criteria(self.stopping_criteria or [], width)
-        for tokens in options.pop("held_back"):
-            if tokens != set(options["eos_token_id"] or []):
-                raise _unsupported(f"a least length with eos_token_id={sorted(tokens)}", "give generate the same ones")
+        options = NOTHING | _from_criteria(self.stopping_criteria or [], width)
+        processors = [*(self.logits_processor or ())]
+        first = _own_first(processors, set(options["eos_token_id"] or ()), attention_mask)
+        options |= _from_processors(processors, first, _own_last(processors), config, width)
         if "max_new_tokens" not in options:
             raise _unsupported("a stopping_criteria without MaxLengthCriteria", "say max_new_tokens or max_length")
         options["min_new_tokens"] = min(options["min_new_tokens"], options["max_new_tokens"])  # transformers has warned
         seed = self.seed
         if seed is None:
-            seed = int(torch.randint(2**63 - 1, ())) if options["temperature"] > 0 else 0
+            seed = decided(agreement, _drawn_seed) if options["temperature"] > 0 else 0
         pad = getattr(config, "_pad_token_tensor", config.pad_token_id)
         past = self.model_kwargs.get("past_key_values")
         return options | {
@@ -177,6 +180,10 @@ class GenerateCall:
         config = self.generation_config or self.model.generation_config
         assert config is not None
         return config
+
+
+def _drawn_seed() -> int:
+    return int(torch.randint(2**63 - 1, ()))
 
 
 def _unsupported(what: str, why: str) -> ValueError:
@@ -224,40 +231,55 @@ def _generate_call(input_ids: Tensor) -> dict[str, Any]:
     return {}
 
 
+def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> int:
+    """How many of the first processors the decoder's own penalties stand for.
+
+    stops: the tokens that end a text
+    """
+    kinds: list[type] = []
+    for processor in processors:
+        match processor:
+            case RepetitionPenaltyLogitsProcessor():
+                own = type(processor) not in kinds and _is_all_penalised(processor.prompt_ignore_length, mask)
+            case MinLengthLogitsProcessor() | MinNewTokensLengthLogitsProcessor():
+                own = set(processor.eos_token_id.tolist()) == stops
+            case _:
+                own = False
+        if not own or type(processor) not in _PENALTIES:
+            break
+        kinds.append(type(processor))
+    return len(kinds)
+
+
+def _own_last(processors: list[Any]) -> int:
+    """The place behind which there are only processors that the decoder's own filters stand for."""
+    place, before = len(processors), len(_FILTERS)
+    for processor in reversed(processors):
+        order = _FILTERS.get(type(processor), before)
+        as_usual = getattr(processor, "filter_value", -torch.inf) == -torch.inf
+        if order >= before or not as_usual or getattr(processor, "min_tokens_to_keep", 1) != 1:
+            break
+        place, before = place - 1, order
+    return place
+
+
 def _from_processors(
-    processors: list[LogitsProcessor], config: GenerationConfig, width: int, mask: Tensor | None
+    processors: list[Any], first: int, last: int, config: GenerationConfig, width: int
 ) -> dict[str, Any]:
     """Options of the decoder that do what the processors do, one after the other.
 
-    "held_back" among them is a list of the sets of tokens that a least length keeps from ending a text.
+    first, last: those before `first` and from `last` on are the decoder's own; what is between stays as it is
     """
-    options: dict[str, Any] = {"temperature": 1.0, "min_new_tokens": 0, "held_back": []}
-    last_place = -1
-    for processor in processors:
-        name, place = type(processor).__name__, _ORDER.get(type(processor))
-        if place is None:
-            supported = ", ".join(kind.__name__ for kind in _ORDER)
-            raise _unsupported(f"the logits processor {name}", f"supported are {supported}")
-        if place < last_place or (place == last_place and place > 0):
-            raise _unsupported(f"{name} at this place", "filters come once each: temperature, top_k, top_p, min_p")
-        last_place = place
-        if getattr(processor, "filter_value", -torch.inf) != -torch.inf:
-            raise _unsupported(f"{name} with filter_value={processor.filter_value}", "tokens are left out, -inf")  # pyright: ignore[reportAttributeAccessIssue]
-        if getattr(processor, "min_tokens_to_keep", 1) != 1:
-            raise _unsupported(f"{name} with min_tokens_to_keep={processor.min_tokens_to_keep}", "1 is kept")  # pyright: ignore[reportAttributeAccessIssue]
+    options: dict[str, Any] = {"temperature": 1.0, "min_new_tokens": 0}
+    for processor in processors[:first] + processors[last:]:
         match processor:
             case RepetitionPenaltyLogitsProcessor():
-                if "repetition_penalty" in options:
-                    raise _unsupported(f"two of {name}", "give one")
-                _check_penalised(processor.prompt_ignore_length, mask)
                 options["repetition_penalty"] = processor.penalty
             case MinLengthLogitsProcessor():
                 options["min_new_tokens"] = max(options["min_new_tokens"], processor.min_length - width)
-                options["held_back"].append(set(processor.eos_token_id.tolist()))
             case MinNewTokensLengthLogitsProcessor():
                 least = processor.min_new_tokens + processor.prompt_length_to_skip - width
                 options["min_new_tokens"] = max(options["min_new_tokens"], least)
-                options["held_back"].append(set(processor.eos_token_id.tolist()))
             case TemperatureLogitsWarper():
                 options["temperature"] = processor.temperature
             case TopKLogitsWarper():
@@ -266,23 +288,21 @@ def _from_processors(
                 options["top_p"] = processor.top_p
             case MinPLogitsWarper():
                 options["min_p"] = processor.min_p
+    options["logits_processor"] = processors[first:last] or None
     if not config.do_sample:
         options["temperature"] = 0.0  # no filter changes the likeliest token
     return options
 
 
-def _check_penalised(ignored: int | Tensor | None, mask: Tensor | None) -> None:
-    """Raise ValueError if part of a text would not be penalised.
+def _is_all_penalised(ignored: int | Tensor | None, mask: Tensor | None) -> bool:
+    """Whether all of a text is penalised, but padding.
 
     Before 5.23 transformers counts padding as text, and `ignored` is None; later `ignored` is the padding's lengths.
     """
     if isinstance(ignored, Tensor):
         padding = 0 if mask is None else (mask != 0).int().argmax(1)
-        if bool((ignored == padding).all()):
-            return
-    elif not ignored:
-        return
-    raise _unsupported(f"prompt_ignore_length={ignored}", "all of the prompt counts, and padding does not")
+        return bool((ignored == padding).all())
+    return not ignored
 
 
 def _from_criteria(criteria: list[Any], width: int) -> dict[str, Any]:

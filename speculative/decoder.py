@@ -2,14 +2,14 @@
 
 The way of a step: `generate` checks the request and calls `decoding.loop.decode`, which asks `decoding.runner` for one
 step after another; `decoding.step` runs one, in which `models` do the forward passes. Between steps a sequence is its
-committed tokens: `length` of them in the target's cache, then the root, which is committed but not yet cached. At first
-the root is the last token of the prompt.
+committed tokens: `length` of them in the target's cache, then the root, which is not cached yet: first a prompt's last.
 """
 
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,32 +26,36 @@ from transformers import (
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.custom_generate import GenerateCall, SpeculativeOutput
-from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE, Growth
-from heavypath.speculative.decoding.loop import Streamer, checked_streamers, decode
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.loop import Streamer, begin_alike, checked_streamers, decode
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
-from heavypath.speculative.decoding.rules import OWN, OwnVerifier, Rules, Verifier
+from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
-from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of, most_levels, proposes_every_token
-from heavypath.speculative.drafts.kinds import extra_node_count, law_count
-from heavypath.speculative.generation import Generation
+from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of
+from heavypath.speculative.drafts.kinds import law_count
 from heavypath.speculative.generation_defaults import NOTHING, EosTokens, GivenSettings
-from heavypath.speculative.methods import check_independent, check_laws, default_verifier, row_of
+from heavypath.speculative.method_rules import MethodRules
+from heavypath.speculative.methods import check_laws, default_verifier
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.output.generation import Generation
+from heavypath.speculative.output.remark import Remark
 from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
+from heavypath.speculative.processors.settings import GivenProcessors
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.replanning import ProfileTrees, Replanner, checked_profile
-from heavypath.speculative.serving.service import Limits, Service
-from heavypath.speculative.tree_choice import chosen_tree
+from heavypath.speculative.ranks.agreement import agreement_of, any_rank, check_alone, interruptible
+from heavypath.speculative.serving.service import Service
+from heavypath.speculative.serving.slots import Limits
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
+from heavypath.speculative.trees_by_batch import FollowBatch, TreesByBatch, TreeSource, checked_profile
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +71,14 @@ class SpeculativeDecoder:
         top-k, naive, naive-distinct, which keep the target's law; and typical-lossy, which does not
     tree_size: nodes of the drafted tree, root included; a method whose trees cannot have that size takes the next
         smaller one. Default: 5 on a CPU; 256 where weights are streamed; on a GPU the size and the levels that pay by
-        costs which `roofline` estimates from the device and the models, for one sequence
+        costs which `costs.roofline` estimates from the device and the models, for one sequence. At temperature 0, and
+        for ersd, whose texts do not depend on trees, the default follows the batch: several sequences have smaller
+        trees by estimated costs, down to plain decoding, and larger ones again while the batch shrinks
     tree: a TokenTree to use instead, for methods whose trees do not grow
-    profile: instead of both, what `heavypath calibrate` measured, as a file or a `Profile`: each generation takes the
-        tree with which it is expected to be fastest
+    profile: instead of both, what `heavypath calibrate` measured, as a file or a `Profile`: each step takes the tree
+        with which decoding is expected to be fastest, for as many sequences as are running. So a sampled text, other
+        than by ersd, is another sample of the same law in another batch, for the same seed and id; where that must not
+        be, calibrate with batch_sizes=[1]
     replan: with a profile, change the tree every few steps by what was accepted of this text so far, see `replanning`
     verifier: what decides about drafted nodes. For methods whose papers have recursive rejection (chain, specinfer,
         sequoia, dyspec, rsd-c, rsd-s) "rejection", or what accepts more of the same trees: "held" holds siblings back
@@ -134,25 +142,13 @@ class SpeculativeDecoder:
     ):
         self.method = method
         self.clock = time.perf_counter
-        row = row_of(method, verifier if isinstance(verifier, str) else None)
-        self._typical = row.typical(epsilon, delta)
-        self._remarked = False
-        self._draft_options = {
-            "temperature": draft_temperature,
-            "top_k": draft_top_k,
-            "top_p": draft_top_p,
-            "min_p": draft_min_p,
-        }
-        self._draft_filters(Filters()).check("draft_")
-        self.verifier = verifier
-        self._verifier = None if verifier is None or isinstance(verifier, str) else OwnVerifier(verifier)
-        if self._typical is not None and self._verifier is not None:
-            raise ValueError(
-                f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'"
-            )
-        self.profile = checked_profile(
-            profile, method, is_lossy=self._typical is not None, is_own=self._verifier is not None, replan=replan
-        )
+        draft_options = {"temperature": draft_temperature, "top_k": draft_top_k}
+        draft_options |= {"top_p": draft_top_p, "min_p": draft_min_p}
+        self._rules = MethodRules(method, verifier, epsilon, delta, draft_options)
+        self.verifier, is_own_verifier = verifier, self._rules.own_verifier is not None
+        row = self._rules.row
+        self.profile = checked_profile(profile, method, row, is_own_verifier=is_own_verifier, replan=replan)
+        self._remark = Remark()
         self.target = target
         self._given_draft = draft
         self._target = forward_of(target, "target")
@@ -165,7 +161,6 @@ class SpeculativeDecoder:
         given = {name: value for name, value in options.items() if value is not None}
         if self.profile is not None and given:
             raise ValueError(f"a profile says what trees to take; leave out {', '.join(given)}")
-        self._replan = replan
         self._draft: Draft | None = None
         models = [self._target]
         if method != "autoregressive":
@@ -175,34 +170,46 @@ class SpeculativeDecoder:
             check_laws(method, row, self._draft, own_verifier=callable(verifier))
             models += models_of(self._draft)
         by_default = default_verifier(method, self._target.device.type, law_count(self._draft))
-        self._method = row.verified_by(by_default) if verifier is None else row
-        self.tree, self.tree_from, self._by_profile = None, "by the profile", None
-        if self.profile is None:
-            self.tree, self.tree_from = chosen_tree(method, given, self._target, self._draft)
-        else:
-            self.profile.check(target, draft, method, self._method.verification)
-            self._by_profile = ProfileTrees(self.profile, method, most_levels(self._draft))
-        for model in models:
-            model.check_weights()
-            what = f"a {type(model.model).__name__}, {model.dtype} on {model.device}, by {type(model).__name__}"
-            logger.debug("%s: %s", model.name, what)
+        row = self._rules.verified_by(by_default) if verifier is None else row
+        if self.profile is not None:
+            self.profile.check(target, draft, method, row.verification)
+        self._trees = TreeSource(
+            method, row, given, self.profile, replan=replan, is_own_verifier=is_own_verifier,
+            target=self._target, draft=self._draft,
+        )  # fmt: skip
+        self.tree_from = self._trees.tree_from
+        self._agreement = agreement_of(models, self._target.device)
 
     def _notice_changes(self) -> None:
         """Choose the forward passes of the models anew if one of them no longer consists of what it did."""
         check_no_autocast(self._target.device)
-        stale = not self._target.is_current()
+        stale = any_rank(self._agreement, not self._target.is_current())
         if stale:
             self._target = forward_of(self.target, "target")
-        stale = stale or not all(model.is_current() for model in models_of(self._draft))
+        stale = any_rank(self._agreement, stale or not all(model.is_current() for model in models_of(self._draft)))
         if stale and self._given_draft is not None and self._draft is not None:
             self._draft = as_draft(self._given_draft, self._target, self.target)
 
-    def tree_for(self, filters: Filters) -> TokenTree | Growth:
-        """The tree, or how trees grow, where the target is sampled so: by the options, or by the profile."""
-        if self.tree is not None:
-            return self.tree
-        assert self._by_profile is not None
-        return self._by_profile.shapes(filters).trees[0] if self._replan else self._by_profile.tree(filters)
+    @property
+    def tree(self) -> TokenTree | Growth | None:
+        """The tree of the options, or the default of one sequence; None by a profile. Another may take its place."""
+        return self._trees.tree
+
+    @tree.setter
+    def tree(self, tree: TokenTree | Growth) -> None:
+        self._trees.tree = tree
+
+    def trees_by_batch(self, filters: Filters, most: int, *, rests: bool = True) -> TreesByBatch:
+        """What steps draft while 1 to `most` sequences are decoded together, where the target is sampled so.
+
+        It is one tree where that was given by options; and where a sampled text would be another one in another batch,
+        unless a profile was given. rests: whether steps may draft nothing, which asks for `Workspace.turn`
+        """
+        return self._trees.by_batch(filters, most, rests)
+
+    def tree_for(self, filters: Filters, batch: int = 1) -> TokenTree | Growth:
+        """The tree that so many sequences begin with, or how trees grow, where the target is sampled so."""
+        return self._trees.first(filters, batch)[0]
 
     def generate(
         self,
@@ -227,6 +234,8 @@ class SpeculativeDecoder:
         output_scores: bool = False,
         output_logits: bool = False,
         past: TextCache | None = None,
+        logits_processor: Sequence[Any] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
     ) -> Generation:
         """Continue each prompt of input_ids LongTensor[B, T] by up to max_new_tokens tokens.
 
@@ -237,7 +246,7 @@ class SpeculativeDecoder:
             (default: the first eos_token_id).
         attention_mask: [B, T], with zeros for left padding.
         sequence_ids: LongTensor[B] in 0 .. 2**27 - 1 (default 0 .. B - 1) names each sequence's noise: a sequence
-            decoded alone under its id gets the text that it has in the batch.
+            decoded alone under its id gets the text that it has in the batch; but see `profile`.
         streamer: a transformers streamer for one sequence, or a list with one streamer for each sequence.
         repetition_penalty: 1 is none; more makes tokens of the text so far less likely, prompt included.
         min_new_tokens: until there are so many, no end-of-sequence token is drawn.
@@ -249,6 +258,12 @@ class SpeculativeDecoder:
         past: the .cache of an earlier generation with this target, by this decoder or another. The longest prefix that
             a prompt has in common with any of its texts is not computed again; input_ids are whole prompts all the
             same. The cache is left as it is. The text is the same with and without, up to ties of rounding.
+        logits_processor: transformers' processors, `Grammar`s and functions of (input_ids LongTensor[R, T'], scores
+            fp32 [R, V]), one after the other on the logits of both models before the filters; in a batch also a list
+            with a list, or None, for each sequence. They are shown the prompt as given and what follows on the path to
+            a node. Other classes than transformers' own have one row at a time, and must answer by their arguments
+            alone. The host takes part in each step, so that on a GPU no CUDA graph is used.
+        prefix_allowed_tokens_fn: of (sequence, its text LongTensor[T']), the tokens that may follow.
 
         What is left out of temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, stop_strings,
         eos_token_id and pad_token_id is taken from target.generation_config: without do_sample the temperature is 0.
@@ -277,22 +292,22 @@ class SpeculativeDecoder:
             seed=seed,
             tokenizer=tokenizer,
             stopping_criteria=stopping_criteria,
+            processors=GivenProcessors(logits_processor, prefix_allowed_tokens_fn),
         )
         streamers = checked_streamers(streamer, len(input_ids))
         plan = self._plan(request)
-        for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
-            each.put(prompt[None, :length].cpu())
+        streamers, trace = begin_alike(plan, request, streamers, trace)
         logger.debug(
             "%s, %d sequences, up to %d new tokens, a tree of %d nodes and %d levels, verified by %s%s",
             self.method, len(input_ids), request.max_new_tokens, len(plan.tree), plan.tree.depth,
             plan.rules.verification,
             plan.rules.law_changed_by and f"; the text's law is changed by {plan.rules.law_changed_by}",
         )  # fmt: skip
-        by_profile = self._by_profile if plan.others else None
         stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin, stream=self._target.stream)
-        stats.tree = f"{len(plan.tree)} nodes, {plan.tree.depth} levels, {self.tree_from}"
+        stats.tree = self._trees.in_words(plan.tree, len(input_ids))
         stats.law_changed_by, stats.verification = plan.rules.law_changed_by, plan.rules.verification
         with (
+            interruptible(self._agreement),
             torch.inference_mode(),
             recording(trace, tokenizer, self.method, plan.rules, self._target, self._draft, request) as recorder,
             self.runner.workspace(request, plan) as workspace,
@@ -311,7 +326,7 @@ class SpeculativeDecoder:
                 stats=stats,
                 streamers=streamers,
                 observers=[each.step for each in (recorder, chosen) if each is not None],
-                replan=None if by_profile is None else Replanner(plan, by_profile.shapes(request.filters)),
+                replan=self._trees.changing(plan, request.filters, len(input_ids)),
             )
             cache = workspace.finish(request, plan)
         logger.debug(
@@ -320,7 +335,7 @@ class SpeculativeDecoder:
         )  # fmt: skip
         kept = self.runner.kept
         kept.append(cache)
-        self._remark(stats)
+        self._remark(stats, self._draft if plan.drafts_always else None)
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
             stats=stats,
@@ -331,23 +346,33 @@ class SpeculativeDecoder:
         )
 
     def serve(
-        self, slots: int = 8, *, max_tokens: int = 2048, queue: int = 64, prefill_tokens: int = 256, seed: int = 0
+        self,
+        slots: int = 8,
+        *,
+        max_tokens: int | None = None,
+        queue: int = 64,
+        prefill_tokens: int = 256,
+        seed: int = 0,
     ) -> Service:
-        """Decode requests as they come, side by side, until the service is closed; see `Service`.
+        """Decode requests as they come, side by side, until the service is closed; see `Service` and its `Limits`.
 
-        slots: sequences in a step; max_tokens: of a prompt with its new tokens; queue: requests that may wait
-        prefill_tokens: of a prompt between two steps; seed: of the noise
+        max_tokens: default 2,048, or as many as the models have positions. seed: of the noise
 
         Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
         """
         self._notice_changes()
+        check_alone("serve", self._target)
         prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
         plan = self._plan(self._request(prompts, GivenSettings(1.0, **NOTHING), max_new_tokens=1))
+        most = min(2048, *(model.max_positions for model in (self._target, *models_of(self._draft))))
+        limits = Limits(slots, most if max_tokens is None else max_tokens, queue, prefill_tokens).check()
+        trees = self._trees.for_serving(slots)
         return Service(
-            plan,
+            replace(plan, tree=trees.of(slots), others=trees.trees),
+            trees.of,
             lambda prompts, given, **rest: self._request(prompts, GivenSettings(**given), **rest),
-            self._draft_filters,
-            limits=Limits(slots, max_tokens, queue, prefill_tokens),
+            self._rules.draft_filters,
+            limits=limits,
             seed=seed,
             cuda_graphs=self.runner.cuda_graphs,
         )
@@ -383,7 +408,9 @@ class SpeculativeDecoder:
         plan = self._plan(request)
         with torch.inference_mode(), self.runner.workspace(request, plan) as workspace:
             workspace.begin(request, plan)
-            self.runner.warm_up(plan, workspace, batch_size, prompt_tokens + max_new_tokens)
+            follow = self._trees.changing(plan, request.filters, batch_size)
+            tree_of = follow.trees.of if isinstance(follow, FollowBatch) else None
+            self.runner.warm_up(plan, workspace, batch_size, prompt_tokens + max_new_tokens, tree_of)
             workspace.state.numbers.cpu()  # waits for the device
         seconds = time.perf_counter() - begin
         logger.debug("warmed up in %.2f s: up to %d sequences, %s", seconds, batch_size, request.filters)
@@ -398,6 +425,7 @@ class SpeculativeDecoder:
         seed: int = 0,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Sequence[StoppingCriteria] | None = None,
+        processors: GivenProcessors = GivenProcessors(),  # noqa: B008
     ) -> Request:
         """What `generate` was asked for, with what the model's generation config adds to it."""
         settings = given.filled_from(self.target.generation_config, self._target.vocab_size)
@@ -415,49 +443,18 @@ class SpeculativeDecoder:
             filters=settings.filters,
             seed=seed,
             repetition_penalty=settings.repetition_penalty,
+            processors=replace(processors, config=settings.config),
         )
-
-    def _remark(self, stats: Statistics) -> None:
-        """Say once if speculation costs more than it brings."""
-        if self._remarked or self._draft is None or not stats.does_not_pay:
-            return
-        self._remarked = True
-        can_calibrate = extra_node_count(self._draft) == 0
-        hint = "; `heavypath calibrate` finds out which trees pay" if can_calibrate else ""
-        logger.warning("%s%s", stats.does_not_pay, hint)
 
     def _plan(self, request: Request) -> StepPlan:
         """What the steps of a request have in common; ValueError where the method cannot sample so."""
-        target_filters = request.filters
-        draft_filters = self._draft_filters(target_filters)
-        kind = self._method.kind(target_filters.temperature, draft_filters.temperature)
-        verification = kind.verification if self._verifier is None else OWN
-        if draft_filters.temperature == 0:
-            check_independent(self.method, verification, self._draft)
-        tree = self.tree_for(target_filters)
-        if verification == "held_traversal" and isinstance(tree, Growth) and tree.width > 1:
+        masked = request.processors is not None
+        rules = self._rules.of(request.filters, self._draft, request.processing, masked=masked)
+        tree, trees = self._trees.first(request.filters, len(request.prompt))
+        if rules.verification == "held_traversal" and isinstance(tree, Growth) and tree.width > 1:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
-        rules = Rules(
-            replacement=kind.replacement,
-            # A draft without a model that proposes few tokens means it: random ones beside them would be rejected.
-            fill=self._method.fill and proposes_every_token(self._draft),
-            verification=verification,
-            target_filters=target_filters,
-            draft_filters=draft_filters,
-            drawing_filters=kind.drawing_filters(draft_filters),
-            value_temperature=self._draft_options["temperature"] or VALUE_TEMPERATURE,
-            processing=request.processing,
-            own_verifier=self._verifier,
-            typical=self._typical,
-        )
-        others = self._by_profile.shapes(target_filters).trees if self._replan and self._by_profile else ()
-        draft = self._draft if len(tree) > 1 else None
-        return StepPlan(target=self._target, draft=draft, tree=tree, rules=rules, others=others)
-
-    def _draft_filters(self, target: Filters) -> Filters:
-        """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""
-        filters = target.override(**self._draft_options)
-        return filters if target.temperature > 0 else filters._replace(temperature=0.0)
+        draft = self._draft if any(len(each) > 1 for each in trees.trees) else None
+        return StepPlan(self._target, draft, tree, rules, trees.trees, agreement=self._agreement)
 
     def __call__(
         self,
@@ -495,6 +492,6 @@ class SpeculativeDecoder:
             seed=seed,
             model_kwargs=model_kwargs,
         )
-        arguments = call.arguments(self._target.model)
+        arguments = call.arguments(self._target.model, self._agreement)
         out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer, trace=trace)
         return call.answer(out.sequences, out.cache, out.stats, out.scores, out.logits)

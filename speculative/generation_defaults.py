@@ -29,36 +29,23 @@ _UNSERVED = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
     "num_return_sequences": (None, 1),
-    "min_length": (None, 0),
     "penalty_alpha": (None, 0),
     "dola_layers": (None,),
     "constraints": (None,),
     "force_words_ids": (None,),
     "token_healing": (None, False),
     "guidance_scale": (None, 1),
-    "no_repeat_ngram_size": (None, 0),
     "encoder_repetition_penalty": (None, 1),
     "encoder_no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None,),
-    "suppress_tokens": (None,),
-    "begin_suppress_tokens": (None,),
-    "sequence_bias": (None,),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "exponential_decay_length_penalty": (None,),
-    "watermarking_config": (None,),
     "max_time": (None,),
-}
-_UNSERVED_IN_SAMPLING = {
-    "typical_p": (None, 1),
-    "epsilon_cutoff": (None, 0),
-    "eta_cutoff": (None, 0),
-    "top_h": (None,),
 }
 
 
 class Settings(NamedTuple):
-    """Settings with nothing left out; see `SpeculativeDecoder.generate`. A filter that is off is None."""
+    """Settings with nothing left out; see `SpeculativeDecoder.generate`. A filter that is off is None.
+
+    config: whose settings of logits processors are in force, too; None for none
+    """
 
     filters: Filters
     repetition_penalty: float
@@ -66,6 +53,7 @@ class Settings(NamedTuple):
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int | None
     stop_strings: str | Sequence[str] | None
+    config: GenerationConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -106,14 +94,15 @@ class GivenSettings:
                 given[name] = NOTHING[name] if found[name] is None else found[name]
             if self.stop_strings is None:
                 given["stop_strings"] = config.stop_strings
-            _check_served(config, sampled=given["temperature"] > 0)
+            _check_served(config)
+            given["config"] = config
         filters = {name: given.pop(name) for name in ("top_k", "top_p", "min_p")}
         filters = {name: None if value == NOTHING[name] else value for name, value in filters.items()}
         return Settings(Filters(given.pop("temperature"), **filters), **given)
 
 
-def _check_served(config: GenerationConfig, sampled: bool) -> None:
-    for name, without in (_UNSERVED | (_UNSERVED_IN_SAMPLING if sampled else {})).items():
+def _check_served(config: GenerationConfig) -> None:
+    for name, without in _UNSERVED.items():
         value = getattr(config, name, None)
         if value not in without:
             raise ValueError(

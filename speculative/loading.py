@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
@@ -55,6 +56,7 @@ def load_pair(
     draft: str | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    ranks: int = 1,
     memory: int | str | None = None,
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
@@ -67,8 +69,11 @@ def load_pair(
     device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
         A head has its target's.
+    ranks: processes that the target is split over, by its own tensor-parallel plan; this is one of them, and
+        torch.distributed knows the others. Each has the whole draft.
     memory: bytes that the target's weights may take, or a text such as "8G"; what is more is read from its folder in
-        each forward pass, see `load_streamed`. The models are then on the CPU, in the type that they were saved in.
+        each forward pass, see `load_streamed`. The models are then on the CPU, in the type that they were saved in, and
+        in one process.
 
     Raises ValueError, TypeError or OSError, in one line, for a missing folder, a model type that is not supported,
     files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
@@ -78,11 +83,15 @@ def load_pair(
             "memory is for a target in a folder of its own, on the CPU and in the type that it was saved in; got "
             f"target {target!r}, dtype {dtype}, device {device}"
         )
+    if memory is not None and ranks > 1:
+        raise ValueError(f"a target is either split over processes or streamed, got {ranks} and memory {memory!r}")
+    if target is None and ranks > 1:
+        raise ValueError(f"the shipped target has 5 key heads, which {ranks} processes cannot share; give a target")
     device = device or ("cuda" if torch.cuda.is_available() and memory is None else "cpu")
 
     def load_target(folder: Path) -> PreTrainedModel:
         if memory is None:
-            return _load_model("target", folder, device, dtype)
+            return _load_model("target", folder, device, dtype, ranks)
         return load_streamed(folder, memory, resident=_exit_layers(draft))
 
     return _load_pair(target, draft, device, dtype, load_target)
@@ -289,7 +298,10 @@ def _check_vocabularies(target: PreTrainedTokenizerBase, draft: PreTrainedTokeni
     )
 
 
-def _load_model(role: str, folder: Path, device: torch.device | str, dtype: torch.dtype | None) -> PreTrainedModel:
+def _load_model(
+    role: str, folder: Path, device: torch.device | str, dtype: torch.dtype | None, ranks: int = 1
+) -> PreTrainedModel:
+    split = {} if ranks == 1 else {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=ranks)}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -298,6 +310,7 @@ def _load_model(role: str, folder: Path, device: torch.device | str, dtype: torc
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            **split,
         )
     except Exception as error:
         raise ValueError(f"cannot load the {role} from {str(folder)!r}: {error}") from error
@@ -305,4 +318,4 @@ def _load_model(role: str, folder: Path, device: torch.device | str, dtype: torc
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ValueError(f"the {role}'s weights in {str(folder)!r} lack {len(missing)} tensors, first {missing[0]!r}")
-    return model.to(device).eval()
+    return (model if split else model.to(device)).eval()

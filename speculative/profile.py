@@ -1,13 +1,13 @@
 """What was measured of a pair of models on one machine, and which trees follow from it.
 
-A profile is a small JSON file. It has the seconds that a step takes with a tree of n nodes, the seconds that drafting
-one level takes and, for each way to draw and verify and each sampling, how often child j of a node at depth d is
-accepted. A plan is the tree with the largest
+A profile is a small JSON file. It has the seconds that a step takes with a tree of n nodes and those that drafting one
+level takes, for some numbers of sequences that are decoded together; and for each way to draw and verify and each
+sampling, how often child j of a node at depth d is accepted. A plan is the tree with the largest
 
     expected tokens(tree, acceptance) / (t(nodes) + depth * c),        t, c in steps of plain decoding
 
-(Sequoia, Chen et al. 2024, section 4.1). It is chosen among all trees for the methods that may have any, and among the
-trees of their kind for the others.
+of as many sequences (Sequoia, Chen et al. 2024, section 4.1). It is chosen among all trees for the methods that may
+have any, and among the trees of their kind for the others.
 """
 
 import json
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.costs import Costs
+from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.drafts import (
@@ -43,9 +43,10 @@ from heavypath.speculative.tree_choice import as_drafted, best_plan
 from heavypath.speculative.trees.planning import Plan, node_probabilities
 from heavypath.speculative.trees.tree import TokenTree
 
-# Of the file. 3 had rejection where it names no verifier, 2 did not say how sure its figures are, 1 had no numbers of
-# parameters.
-VERSION = 4
+# Of the file. 4 had the costs of one sequence alone, 3 rejection where it names no verifier, 2 did not say how sure its
+# figures are, 1 had no numbers of parameters. All are refused: no release wrote one, and with 4 no tree would follow
+# the batch, without a word.
+VERSION = 5
 PRIOR = 50  # nodes' worth of the mean over all depths in each depth's acceptance: deep nodes are seen seldom
 
 
@@ -137,6 +138,7 @@ class Profile:
     target, draft: what the models are, see `describe`
     target_parameters, draft_parameters: their sizes, see `parameter_count`
     environment:   what else the costs depend on, see `calibration.cost_environment`
+    costs:         by the number of sequences that are decoded together
     verifier:      what verified methods that take one, of `methods.VERIFIERS`; None for what each method has by default
                    on that kind of device
     """
@@ -146,14 +148,15 @@ class Profile:
     target_parameters: int
     draft_parameters: int
     environment: dict[str, str | int]
-    costs: Costs
+    costs: CostsByBatch
     acceptance: tuple[MeasuredAcceptance, ...]
     verifier: str | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
         acceptance = [asdict(entry) | {"filters": entry.filters._asdict()} for entry in self.acceptance]
-        content = {"heavypath profile": VERSION, **asdict(self), "acceptance": acceptance}
+        costs = {batch: asdict(self.costs.at(batch)) for batch in self.costs.batches}
+        content = {"heavypath profile": VERSION, **asdict(self), "costs": costs, "acceptance": acceptance}
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -183,12 +186,13 @@ class Profile:
 
     @classmethod
     def _from_json(cls, content: dict[str, Any]) -> "Profile":
-        costs, measured = content.pop("costs"), content.pop("acceptance")
-        for name in ("step", "step_error"):
-            costs[name] = {int(size): float(seconds) for size, seconds in costs[name].items()}
+        by_batch, measured = content.pop("costs"), content.pop("acceptance")
+        for costs in by_batch.values():
+            for name in ("step", "step_error"):
+                costs[name] = {int(size): float(seconds) for size, seconds in costs[name].items()}
         return cls(
             **content,
-            costs=Costs(**costs),
+            costs=CostsByBatch({int(batch): Costs(**costs) for batch, costs in by_batch.items()}),
             acceptance=tuple(
                 MeasuredAcceptance(**entry | {"filters": Filters(**entry["filters"])}) for entry in measured
             ),
@@ -240,30 +244,35 @@ class Profile:
         nearest = min(map(distance, fitting))
         return [entry for entry in fitting if distance(entry) == nearest]
 
-    def plan(self, method: str, filters: Filters) -> Planned:
+    def plan(self, method: str, filters: Filters, batch: int = 1) -> Planned:
         """The best tree of a method under some sampling, and the acceptance that it was chosen by.
+
+        batch: sequences that are decoded together
 
         For methods whose trees grow it is the best static tree, since how many tokens a grown tree yields depends on
         the draft of each step. For a method whose siblings may carry equal tokens the expected tokens are a little too
         few: they count the children of the first of equal siblings alone.
         """
-        sizes = range(1, max(self.costs.step) + 1)
-        costs, level = self.costs.steps_of(sizes), self.costs.level / self.costs.step[1]
+        known = self.costs.at(batch)
+        costs, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
         plans = [
             Planned(best_plan(method, entry.rates(), costs, level, entry.sequence_count), entry)
             for entry in self.measured(method, filters)
         ]
         return max(plans, key=lambda planned: planned.plan.speedup)
 
-    def speedup_error(self, planned: Planned) -> float:
+    def speedup_error(self, planned: Planned, batch: int = 1) -> float:
         """How far a plan's speed-up may be off: what its expected tokens and its costs may be, together."""
         plan = planned.plan
-        cost = self.costs.relative_error(len(plan.tree), plan.tree.depth)
+        cost = self.costs.at(batch).relative_error(len(plan.tree), plan.tree.depth)
         return plan.speedup * math.hypot(planned.tokens_error / plan.expected_tokens, cost)
 
-    def tree_for(self, method: str, filters: Filters) -> TokenTree | Growth:
-        """The tree that `SpeculativeDecoder` drafts with a method under some sampling, or how its trees grow."""
-        plan, entry = self.plan(method, filters)
+    def tree_for(self, method: str, filters: Filters, batch: int = 1) -> TokenTree | Growth:
+        """The tree that `SpeculativeDecoder` drafts with a method under some sampling, or how its trees grow.
+
+        batch: sequences that are decoded together
+        """
+        plan, entry = self.plan(method, filters, batch)
         return as_drafted(method, plan.tree, entry.confidence() if filters.temperature > 0 else None)
 
     def mbsu(self, plan: Plan) -> float:

@@ -10,10 +10,11 @@ times. c[d, j] is the share of T that the profile expects, and W = WEIGHT counts
     share[d, j] = (A + W min(1, s c)) / (T + W)           rate[d, j] = share[d, j] prod_{i<j} (1 - share[d, i])
     speed(tree) = expected tokens(tree, rate) / cost(tree)
 
-The next steps draft the shape of most speed. The shapes are few, so that on a GPU each is captured once: the best trees
-where the profile's shares are multiplied by SCALES. What was never offered is believed to be s times as good as usual;
-and as counts fade, the profile is believed again, so that larger trees are tried again by themselves. Each shape drafts
-a level at least, since nothing is learned without a draft.
+The next steps draft the shape of most speed, by the costs for as many sequences as are running. The shapes are few, so
+that on a GPU each is captured once: the best trees where the profile's shares are multiplied by SCALES, for each of the
+profile's batches up to this one. What was never offered is believed to be s times as good as usual; and as counts fade,
+the profile is believed again, so that larger trees are tried again by themselves. Each shape drafts a level at least,
+since nothing is learned without a draft.
 
 The choice depends on steps that are over, and on a GPU not on the last of them either: so what is drawn and verified in
 a step follows the target's law whatever was chosen. A text depends on the choice, though, as it does on the tree: in a
@@ -22,10 +23,8 @@ batch, which shares its trees, it is another sample than alone.
 Source: Sequoia (Chen et al. 2024) plans once; that acceptance is measured while decoding is ours.
 """
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -33,14 +32,13 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
+from heavypath.speculative.costs.table import standing_for
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.tree_choice import as_drafted, best_plan, top
 from heavypath.speculative.trees.planning import node_probabilities
 from heavypath.speculative.trees.tree import TokenTree
-
-logger = logging.getLogger(__name__)
 
 EVERY = 4  # steps between two choices
 HALF_LIFE = 8  # steps
@@ -49,11 +47,14 @@ SCALES = (0.5, 0.75, 1.0, 1.25, 1.6)  # of the profile's shares, for each of whi
 
 
 class Shape(NamedTuple):
-    """A tree, or how trees grow; the static tree that it is valued as, and what a step with it costs."""
+    """A tree, or how trees grow; the static tree that it is valued as, and what a step with it costs.
+
+    costs: {sequences decoded together: seconds}
+    """
 
     tree: TokenTree | Growth
     planned: TokenTree
-    cost: float
+    costs: Mapping[int, float]
 
 
 class Shapes(NamedTuple):
@@ -63,21 +64,33 @@ class Shapes(NamedTuple):
     rates: Tensor
 
     @classmethod
-    def of(cls, profile: Profile, method: str, filters: Filters, levels: int | None) -> "Shapes":
-        """The shapes of a method under some sampling; levels: that the draft can draft, None for any."""
-        costs = profile.costs
-        steps, level = costs.steps_of(range(1, max(costs.step) + 1)), costs.level / costs.step[1]
-        _, entry = profile.plan(method, filters)
+    def of(cls, profile: Profile, method: str, filters: Filters, levels: int | None, most: int = 1) -> "Shapes":
+        """The shapes of a method under some sampling; levels: that the draft can draft, None for any.
+
+        most: sequences that are decoded together, at first
+        """
+        batches = sorted({standing_for(running, profile.costs.batches) for running in range(1, most + 1)})
+        _, entry = profile.plan(method, filters, batches[-1])
         confidence = entry.confidence() if filters.temperature > 0 else None
-        found: dict[TokenTree, Shape] = {}
-        for scale in (1.0, *SCALES):
-            rates = _rates((scale * _shares(entry.rates())).clamp(max=1))
-            planned = best_plan(method, rates, steps, level, entry.sequence_count).tree
-            planned = top(planned if len(planned) > 1 else TokenTree.chain(1), levels)
-            assert isinstance(planned, TokenTree)
-            cost = steps[len(planned)] + planned.depth * level
-            found.setdefault(planned, Shape(as_drafted(method, planned, confidence), planned, cost))
-        return cls(tuple(found.values()), entry.rates())
+        found: dict[TokenTree, None] = {}
+        for batch in reversed(batches):
+            known = profile.costs.at(batch)
+            steps, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
+            for scale in (1.0, *SCALES):
+                rates = _rates((scale * _shares(entry.rates())).clamp(max=1))
+                planned = best_plan(method, rates, steps, level, entry.sequence_count).tree
+                planned = top(planned if len(planned) > 1 else TokenTree.chain(1), levels)
+                assert isinstance(planned, TokenTree)
+                found[planned] = None
+        shapes = [
+            Shape(
+                as_drafted(method, planned, confidence),
+                planned,
+                {batch: profile.costs.at(batch).step_seconds(len(planned), planned.depth) for batch in batches},
+            )
+            for planned in found
+        ]
+        return cls(tuple(shapes), entry.rates())
 
     @property
     def trees(self) -> tuple[TokenTree | Growth, ...]:
@@ -85,82 +98,32 @@ class Shapes(NamedTuple):
         return tuple(shape.tree for shape in self.shapes)
 
 
-def checked_profile(
-    profile: Profile | str | Path | None, method: str, *, is_lossy: bool, is_own: bool, replan: bool
-) -> Profile | None:
-    """The profile of a decoder's options, loaded if it is a file.
-
-    is_lossy: whether the method changes the target's law; is_own: whether the verifier is the user's own
-
-    Raises ValueError for one that says nothing of such a decoder, and if `replan` lacks one.
-    """
-    if is_lossy and profile is not None:
-        raise ValueError(f"a profile is for methods that keep the target's law; give {method!r} tree or tree_size")
-    if is_own and profile is not None:
-        raise ValueError(
-            "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
-            "instead: tree=profile.tree_for(method, Filters(temperature)) has the same tree"
-        )
-    if replan and profile is None:
-        raise ValueError("replan needs a profile, by which trees are chosen anew; `heavypath calibrate` makes one")
-    if replan and method == "autoregressive":
-        raise ValueError("method 'autoregressive' drafts nothing, so there is nothing to replan")
-    return profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
-
-
-class ProfileTrees:
-    """What a decoder drafts by a profile, for each way to sample, computed once."""
-
-    def __init__(self, profile: Profile, method: str, levels: int | None):
-        """levels: that the draft can draft, None for any."""
-        self._profile, self._method, self._levels = profile, method, levels
-        self._trees: dict[Filters, TokenTree | Growth] = {}
-        self._shapes: dict[Filters, Shapes] = {}
-
-    def tree(self, filters: Filters) -> TokenTree | Growth:
-        """The tree that is best on average, or how trees grow."""
-        if filters not in self._trees:
-            tree = top(self._profile.tree_for(self._method, filters), self._levels)
-            self._trees[filters] = tree
-            logger.debug("the profile's tree for %s: %d nodes, %d levels", filters, len(tree), tree.depth)
-            if len(tree) == 1:
-                logger.warning(
-                    "by the profile no tree of %r pays at temperature %g: decoding without the draft",
-                    self._method, filters.temperature,
-                )  # fmt: skip
-        return self._trees[filters]
-
-    def shapes(self, filters: Filters) -> Shapes:
-        """What may be drafted where trees are chosen anew."""
-        if filters not in self._shapes:
-            self._shapes[filters] = shapes = Shapes.of(self._profile, self._method, filters, self._levels)
-            logger.debug("%d shapes for %s, by the profile", len(shapes.shapes), filters)
-        return self._shapes[filters]
-
-
 class Replanner:
     """Chooses among the shapes of one generation. `every`: steps between two choices."""
 
-    every = EVERY
+    every, reads_counts = EVERY, True
 
     def __init__(self, plan: StepPlan, shapes: Shapes):
         """plan: of the first steps, which names all shapes' trees."""
         self._plan, self._shapes = plan, shapes.shapes
         self._nodes, self._has = _together([shape.planned for shape in self._shapes])
-        self._costs = np.array([shape.cost for shape in self._shapes])
+        batches = self._shapes[0].costs
+        self._costs = {batch: np.array([shape.costs[batch] for shape in self._shapes]) for batch in batches}
         self._expected = torch.zeros(plan.depth, plan.branching, dtype=torch.float64)
         rows, children = (min(pair) for pair in zip(self._expected.shape, shapes.rates.shape, strict=True))
         self._expected[:rows, :children] = _shares(shapes.rates)[:rows, :children]
         self._before = torch.zeros(2, *self._expected.shape, dtype=torch.float64)
         self._counts = torch.zeros_like(self._before)
 
-    def __call__(self, counts: Tensor) -> StepPlan:
+    def __call__(self, counts: Tensor | None, running: int) -> StepPlan:
         """The plan of the next steps. counts: LongTensor[2, any] on the host, as `commit` has them, of all steps."""
+        assert counts is not None
         counts = counts[:, : self._expected.numel()].view_as(self._before).double()
         self._counts = self._counts * 0.5 ** (self.every / HALF_LIFE) + counts - self._before
         self._before = counts
         tokens = self._has @ node_probabilities(self._nodes, self.rates()).numpy()
-        return replace(self._plan, tree=self._shapes[int((tokens / self._costs).argmax())].tree)
+        costs = self._costs[standing_for(running, self._costs)]
+        return replace(self._plan, tree=self._shapes[int((tokens / costs).argmax())].tree)
 
     def rates(self) -> Tensor:
         """The acceptance of this text, as far as it is known: fp64 [depth, child]."""

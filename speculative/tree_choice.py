@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.attention.kernel import MAX_NODES
-from heavypath.speculative.costs import Costs
+from heavypath.speculative.costs.host import host_costs
+from heavypath.speculative.costs.roofline import Device, estimated_costs
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
 from heavypath.speculative.drafts import Draft, law_count, models_of, most_levels
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.roofline import Device, estimated_costs
 from heavypath.speculative.trees.branching import select_branching
 from heavypath.speculative.trees.planning import Plan, expected_tokens, select_tree
 from heavypath.speculative.trees.tree import TokenTree
@@ -32,8 +33,7 @@ from heavypath.speculative.trees.tree import TokenTree
 logger = logging.getLogger(__name__)
 
 CPU_SIZE = 5  # nodes of a tree on a CPU, by default; measured with the shipped pair
-# Where weights are streamed, a step takes the time to read them, whatever its tree is: hundreds of nodes are free.
-STREAMED = Costs(step={1: 1.0, 256: 1.0}, level=0.01)
+STREAMED_SIZE = 256  # nodes that are free where weights are streamed: a step takes the time to read these
 DEPTH = 8  # levels of trees of a kind, where the acceptance says nothing about levels
 SEQUENCES = 3  # independent ones, by default
 
@@ -51,7 +51,7 @@ def chosen_tree(
         default = default_tree(method, estimated_costs(target, models_of(draft), Device.of(device)), levels)
         size, chosen_by = max(2, len(default)), f"by costs estimated for {torch.cuda.get_device_name(device)}"
     if target.stream is not None and not {"tree", "tree_size"} & given.keys():
-        default = default_tree(method, STREAMED, levels)
+        default = default_tree(method, streamed_costs(), levels)
         size, chosen_by = max(2, len(default)), "the default of weights that are streamed"
     tree = tree_of_options(method, given, size, levels) if given or default is None else default
     if isinstance(tree, TokenTree):
@@ -92,11 +92,34 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
     return Growth(usual.by, len(tree), width, tree.depth, confidence=confidence if usual.by == "slot" else None)
 
 
-def default_tree(method: str, costs: Costs, levels: int | None = None) -> TokenTree | Growth:
+def tree_by_estimates(method: str, target: Forward, draft: Draft | None, batch: int) -> TokenTree | Growth:
+    """The tree of a method, in heavy-path order, for `batch` sequences together, by costs estimated for the device."""
+    device, drafting = target.device, models_of(draft)
+    if target.stream is not None:
+        costs = streamed_costs(batch)
+    elif device.type == "cuda":
+        costs = estimated_costs(target, drafting, Device.of(device), batch)
+    else:
+        costs = host_costs(target, drafting, batch, range(1, CPU_SIZE + 1))
+    tree = default_tree(method, costs, most_levels(draft), batch)
+    return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
+
+
+def streamed_costs(batch: int = 1) -> Costs:
+    """The costs of a target whose weights are streamed, whose steps take the time to read them, whatever their trees.
+
+    So hundreds of nodes are free, which the sequences of a batch share.
+    """
+    return Costs(step={1: 1.0, max(STREAMED_SIZE // batch, CPU_SIZE): 1.0}, level=0.01)
+
+
+def default_tree(method: str, costs: Costs, levels: int | None = None, batch: int = 1) -> TokenTree | Growth:
     """The tree of a method by these costs and the acceptance of the shipped pair, for models that nobody measured.
 
     levels: that the draft can draft; None for any
-    Where no tree is expected to pay it drafts one token all the same: how well these models agree is not known.
+    batch: sequences that the costs are for
+    Where no tree is expected to pay, several sequences have the root alone, which is plain decoding, and a single one
+    drafts one token all the same: how well these models agree is not known.
     """
     if method == "autoregressive":
         return TokenTree([-1])
@@ -104,6 +127,8 @@ def default_tree(method: str, costs: Costs, levels: int | None = None) -> TokenT
     rates = torch.tensor(DEFAULT_ACCEPTANCE, dtype=torch.float64).expand(min(DEPTH, levels or DEPTH), -1)
     sequences = SEQUENCES if METHODS[method].independent_sequences else None
     plan = best_plan(method, rates, steps, costs.level / costs.step[1], sequences)
+    if len(plan.tree) == 1 and batch > 1:
+        return plan.tree
     if len(plan.tree) == 1:
         logger.warning(
             "by the costs estimated for these models no tree is expected to pay: a level costs %.2f of a step; "

@@ -53,11 +53,11 @@ def interpreter():
 @pytest.fixture
 def any_noise(monkeypatch):
     """Real timings count, however busy the machine is. What noise does is tested with made-up ones in test_costs."""
-    from heavypath.speculative import costs
+    from heavypath.speculative.costs import timing
 
-    monkeypatch.setattr(costs, "MOST", math.inf)
-    monkeypatch.setattr(costs, "MOST_MOVED", math.inf)
-    monkeypatch.setattr(costs, "MOST_ROUNDS", 5)
+    monkeypatch.setattr(timing, "MOST", math.inf)
+    monkeypatch.setattr(timing, "MOST_MOVED", math.inf)
+    monkeypatch.setattr(timing, "MOST_ROUNDS", 5)
 
 
 @pytest.fixture(scope="session")

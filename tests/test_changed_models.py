@@ -140,19 +140,19 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_decoded_as_it_is(change, model, draft):
-    decoder = SpeculativeDecoder(model, draft)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
     before = greedy(model)
     assert torch.equal(text(decoder), before)
     CHANGES[change](model)
     expected = greedy(model)
     assert torch.equal(expected, before) == (change in ("a wider type", "eager attention"))
     assert torch.equal(text(decoder), expected)
-    assert torch.equal(text(SpeculativeDecoder(model, draft, "dyspec")), expected)
+    assert torch.equal(text(SpeculativeDecoder(model, draft, "dyspec", tree_size=5)), expected)
 
 
 @pytest.mark.parametrize("change", ["a subclass", "another module", "a hook on a layer", "adapters", "a wider type"])
 def test_a_changed_draft_costs_acceptance_alone(change, model, draft):
-    decoder = SpeculativeDecoder(model, draft, "ersd")
+    decoder = SpeculativeDecoder(model, draft, "ersd", tree_size=5)
     options = {"max_new_tokens": 12, "temperature": 0.9, "seed": 3}
     plain = SpeculativeDecoder(model, None, "autoregressive").generate(PROMPTS, **options).sequences
     CHANGES[change](draft)
@@ -171,7 +171,7 @@ def test_a_large_models_linear_layers_are_looked_at_too(draft):
 
 
 def test_a_hook_that_is_gone_is_gone(model, draft):
-    decoder = SpeculativeDecoder(model, draft)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
     expected = text(decoder)
     with model.model.layers[0].register_forward_hook(lambda module, args, out: -out):
         changed = text(decoder)
@@ -183,7 +183,7 @@ def test_a_hook_that_is_gone_is_gone(model, draft):
 
 
 def test_a_hook_on_all_modules(model, draft):
-    decoder = SpeculativeDecoder(model, draft)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
     expected = text(decoder)
     with nn.modules.module.register_module_forward_hook(
         lambda module, args, out: -out if isinstance(module, modeling_llama.LlamaMLP) else None
@@ -194,7 +194,7 @@ def test_a_hook_on_all_modules(model, draft):
 
 
 def test_attention_patched_for_all_llamas(model, draft, monkeypatch):
-    decoder = SpeculativeDecoder(model, draft)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
     forward, before = modeling_llama.LlamaAttention.forward, greedy(model)
 
     def patched(self, *args, **kwargs):
@@ -205,11 +205,11 @@ def test_attention_patched_for_all_llamas(model, draft, monkeypatch):
     expected = greedy(model)
     assert not torch.equal(expected, before)
     assert torch.equal(text(decoder), expected)
-    assert torch.equal(text(SpeculativeDecoder(model, draft)), expected)
+    assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), expected)
 
 
 def test_attention_functions_of_ones_own(model, draft, monkeypatch):
-    decoder = SpeculativeDecoder(model, draft)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
     sdpa, before = ALL_ATTENTION_FUNCTIONS["sdpa"], greedy(model)
 
     def sharper(module, query, key, value, attention_mask, **kwargs):
@@ -219,7 +219,7 @@ def test_attention_functions_of_ones_own(model, draft, monkeypatch):
     expected = greedy(model)
     assert not torch.equal(expected, before)
     assert torch.equal(text(decoder), expected)
-    assert torch.equal(text(SpeculativeDecoder(model, draft)), expected)
+    assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), expected)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sharper", sharper)
     model.config._attn_implementation = "sharper"
@@ -229,7 +229,7 @@ def test_attention_functions_of_ones_own(model, draft, monkeypatch):
 
 def test_adapters_are_switched(model, draft):
     adapted(model)
-    decoder = SpeculativeDecoder(model, draft)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
     texts = []
     for switch in (
         lambda: model.set_adapter("first"),
@@ -251,7 +251,7 @@ def test_a_peft_model_and_what_is_inside(model, draft):
     expected = greedy(target)
     assert not torch.equal(expected, plain)
     for given in (target, target.get_base_model()):
-        decoder = SpeculativeDecoder(given, draft)
+        decoder = SpeculativeDecoder(given, draft, tree_size=5)
         assert torch.equal(text(decoder), expected)
         with target.disable_adapter():
             assert torch.equal(text(decoder), plain)
@@ -259,16 +259,16 @@ def test_a_peft_model_and_what_is_inside(model, draft):
         out = target.generate(input_ids=PROMPTS, custom_generate=decoder, max_new_tokens=12, do_sample=False,
                               eos_token_id=None, pad_token_id=0)  # fmt: skip
         assert torch.equal(out, expected)
-    assert torch.equal(text(SpeculativeDecoder(target, target, "dyspec")), expected)  # and as a draft
+    assert torch.equal(text(SpeculativeDecoder(target, target, "dyspec", tree_size=5)), expected)  # and as a draft
     merged = target.merge_and_unload()
-    assert torch.equal(text(SpeculativeDecoder(merged, draft)), expected)
+    assert torch.equal(text(SpeculativeDecoder(merged, draft, tree_size=5)), expected)
 
 
 @pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
 def test_virtual_tokens_are_refused(config, model, draft):
     target = get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     with pytest.raises(ValueError, match=r"target has a P.*_TUNING adapter, which puts virtual tokens before"):
-        SpeculativeDecoder(target, draft)
+        SpeculativeDecoder(target, draft, tree_size=5)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
@@ -280,21 +280,21 @@ def test_wrappers_are_refused_by_name(wrap, model, draft):
 
 def test_layers_that_mix_tokens_are_refused(model, draft, caplog):
     """Quantised per tensor, a token's numbers depend on which others are in the same forward pass."""
-    decoder = SpeculativeDecoder(model, draft)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
     text(decoder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8)
         torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8, inplace=True)
-    for generate in (lambda: SpeculativeDecoder(quantised, draft), lambda: text(decoder)):
+    for generate in (lambda: SpeculativeDecoder(quantised, draft, tree_size=5), lambda: text(decoder)):
         with pytest.raises(ValueError, match=r"cannot be decoded by trees .* layers must treat each token by itself"):
             generate()
-    assert torch.equal(text(SpeculativeDecoder(draft, quantised)), greedy(draft))  # as a draft it will do
+    assert torch.equal(text(SpeculativeDecoder(draft, quantised, tree_size=5)), greedy(draft))  # as a draft it will do
     assert "draft's logits are not its own" in caplog.text
 
 
 def test_a_model_back_in_training_is_refused(model, draft):
-    decoder = SpeculativeDecoder(model, draft)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
     model.train()
     with pytest.raises(ValueError, match=r"target is in training mode; call target.eval\(\) first"):
         text(decoder)
@@ -311,7 +311,7 @@ def test_relatives_of_llama_are_tried_as_well(kind, draft):
     assert isinstance(forward_of(model, "target"), LlamaForward)
     hooked("model.layers.0.self_attn")(model)
     assert isinstance(forward_of(model, "target"), TransformersForward)
-    assert torch.equal(text(SpeculativeDecoder(model, draft)), greedy(model))
+    assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), greedy(model))
 
 
 def test_a_llama_that_computes_something_else_is_found_by_trying(model, draft, monkeypatch):
@@ -320,14 +320,14 @@ def test_a_llama_that_computes_something_else_is_found_by_trying(model, draft, m
         modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos[:, None], k * cos[:, None])
     )
     assert isinstance(forward_of(model, "target"), TransformersForward)
-    assert torch.equal(text(SpeculativeDecoder(model, draft)), greedy(model))
+    assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), greedy(model))
 
 
 @pytest.mark.parametrize(
     "change", ["a hook on a layer", "another head", "adapters", "weights in place", "a wider type"]
 )
 def test_what_a_model_computed_before_it_changed_is_not_used_after(change, model, draft):
-    decoder = SpeculativeDecoder(model, draft)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
     cache = decoder.generate(PROMPTS, 4, eos_token_id=None).cache
     decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
     CHANGES[change](model)
@@ -339,7 +339,7 @@ def test_what_a_model_computed_before_it_changed_is_not_used_after(change, model
 
 def test_adapters_switched_between_turns(model, draft):
     adapted(model)
-    decoder = SpeculativeDecoder(model, draft)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
     model.set_adapter("first")
     cache = decoder.generate(PROMPTS, 4, eos_token_id=None).cache
     model.set_adapter("second")
@@ -350,14 +350,14 @@ def test_adapters_switched_between_turns(model, draft):
 
 
 def test_a_changed_draft_computes_its_rows_anew(model, draft):
-    decoder = SpeculativeDecoder(model, draft, "ersd")
+    decoder = SpeculativeDecoder(model, draft, "ersd", tree_size=5)
     options = {"temperature": 0.9, "seed": 3, "eos_token_id": None}
     cache = decoder.generate(PROMPTS, 4, **options).cache
     scaled(draft)
     out = decoder.generate(PROMPTS, 12, past=cache, **options)
     assert out.stats.reused_tokens > 0
     assert torch.equal(
-        out.sequences, SpeculativeDecoder(model, draft, "ersd").generate(PROMPTS, 12, **options).sequences
+        out.sequences, SpeculativeDecoder(model, draft, "ersd", tree_size=5).generate(PROMPTS, 12, **options).sequences
     )
 
 
@@ -373,7 +373,7 @@ SETTINGS = {
 def test_a_setting_that_changes_is_noticed(setting, draft):
     torch.manual_seed(1)
     model = MistralForCausalLM(MistralConfig(**TINY, sliding_window=None)).eval()
-    decoder = SpeculativeDecoder(model, draft)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
     out, before = decoder.generate(PROMPTS, 12, eos_token_id=None), greedy(model)
     assert torch.equal(out.sequences, before)
     SETTINGS[setting](model)
@@ -384,8 +384,8 @@ def test_a_setting_that_changes_is_noticed(setting, draft):
 
 
 def test_autocast_is_refused_by_name(model, draft):
-    decoder = SpeculativeDecoder(model, draft)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for refused in (lambda: text(decoder), lambda: SpeculativeDecoder(model, draft)):
+        for refused in (lambda: text(decoder), lambda: SpeculativeDecoder(model, draft, tree_size=5)):
             with pytest.raises(ValueError, match=r"does not run under torch.autocast\('cpu', ...\)"):
                 refused()

@@ -114,6 +114,43 @@ def test_generate_reads_a_file_or_standard_input_and_prints_json(heavypath, tmp_
     assert json.loads(heavypath("generate", "-", *options, "--json")[1])["token_ids"] == answer["token_ids"]
 
 
+def test_generate_writes_json_of_a_schema_or_what_matches_a_pattern(heavypath, tmp_path):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "sizes": {"type": "array", "maxItems": 2,
+                       "items": {"type": "integer", "minimum": 0, "maximum": 99}}},
+        "required": ["name", "sizes"], "additionalProperties": False,
+    }  # fmt: skip
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    for options in ((), ("--temperature", 0.9, "--seed", 2, "--method", "dyspec")):
+        code, text, _ = heavypath("generate", "config = ", "--json-schema", tmp_path / "schema.json", *options)
+        content = json.loads(text)
+        assert code == 0
+        assert [*content] == ["name", "sizes"]
+        assert len(content["name"]) <= 9
+        assert all(0 <= size <= 99 for size in content["sizes"])
+    pattern = "[a-z]{3,5}\\.py"
+    answer = json.loads(heavypath("generate", "import ", "--regex", pattern, "--json")[1])
+    assert re.fullmatch(pattern, answer["text"])
+    assert (answer["settings"]["regex"], answer["settings"]["json_schema"]) == (pattern, None)
+
+
+def test_generate_says_what_is_wrong_with_a_grammar(heavypath, tmp_path):
+    (tmp_path / "text").write_text("{")
+    (tmp_path / "schema").write_text('{"type": "objekt"}')
+    for options, message in (
+        (("--json-schema", tmp_path / "none"), "cannot read the JSON schema in .*none': No such file"),
+        (("--json-schema", tmp_path / "text"), "--json-schema must be a file of JSON, got .*: Expecting property name"),
+        (("--json-schema", tmp_path / "schema"), "the JSON schema cannot be followed: Invalid type: objekt"),
+        (("--regex", "(a"), "regular expression .* unclosed group"),
+        (("--regex", "a", "--json-schema", tmp_path / "schema"), "one grammar: give --json-schema or --regex"),
+    ):
+        code, text, errors = heavypath("generate", "import", *options)
+        assert (code, text) == (1, "")
+        assert re.search(message, errors), errors
+        assert errors.count("\n") == 1
+
+
 @pytest.mark.parametrize("method", ["sequoia", "autoregressive"])
 def test_generate_takes_models_from_folders_and_ends_at_their_end_token(heavypath, folders, tmp_path, method):
     models = ("--target", folders / "target", "--draft", folders / "draft")
@@ -177,7 +214,7 @@ def calibrated(heavypath, folders, tmp_path, monkeypatch, any_noise):
     (tmp_path / "own.txt").write_text("one two three four five six " * 30)
     models = ("--target", folders / "target", "--draft", folders / "draft")
     path = tmp_path / "profile.json"
-    options = ("--text", tmp_path / "own.txt", "--out", path, "--limit", 3600)
+    options = ("--text", tmp_path / "own.txt", "--out", path, "--limit", 3600, "--batch-sizes", "1,2")
     code, output, errors = heavypath("calibrate", *models, *options)
     assert (code, output) == (0, "")
     assert "heavypath plan" in errors
@@ -201,8 +238,14 @@ def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, cal
     assert all(row["expected_tokens"] <= row["bound"] + 1e-9 for row in answer["plans"])
     assert all(row["expected_tokens_error"] >= 0 <= row["speedup_error"] for row in answer["plans"])
     assert re.search(
-        r"milliseconds of a step by nodes, in \d+ rounds: 1: [\d.e+-]+ ± [\d.e+-]+, 2: ", output.replace("\n", " ")
+        r"milliseconds of a step of 1 sequence by nodes, in \d+ rounds: 1: [\d.e+-]+ ± [\d.e+-]+, 2: ",
+        output.replace("\n", " "),
     )
+    assert "chain by the number of sequences decoded together" in output
+    assert "milliseconds of a step of 2 sequences by nodes" in output
+    assert [row["sequences"] for row in answer["by_batch"]] == 3 * [1, 2]
+    assert {row["method"] for row in answer["by_batch"]} == {"sequoia"}
+    assert re.search(r"^ *2 +\d+ +\d+ +[\d.]+ ± ", output, re.MULTILINE), "a row for two sequences"
     assert re.search(r"sequoia +\d+ +\d+ +[\d.]+ ± [\d.]+ +[\d.]+ [a-z ]+ [\d.]+ ± [\d.]+ ", output)
 
 
@@ -375,6 +418,8 @@ def test_log_lines_say_what_is_chosen_and_none_comes_with_each_token(heavypath, 
         ("generate x --profile p --tree-size 4", 1, "leave out --tree-size or --profile"),
         ("calibrate --min-p 2", 1, r"min_p must be .*, got 2.0"),
         ("calibrate --limit 0", 1, "--limit must be a number of seconds above 0, got 0"),
+        ("calibrate --batch-sizes 1,two", 1, "--batch-sizes must be numbers of sequences with commas between"),
+        ("calibrate --batch-sizes 0", 1, "--batch-sizes must be numbers of sequences with commas between"),
         ("calibrate --target somewhere", 1, "calibrate needs a --draft with the --target"),
         ("decode x", 2, "No such command 'decode'"),
         ("", 2, "Missing command"),

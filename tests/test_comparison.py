@@ -121,7 +121,7 @@ def test_shapes_and_profiles_are_those_of_the_decoders(pair, tmp_path):
     options = {"methods": ["sequoia"], "max_new_tokens": 12}
     four = compare(target, target, PROMPTS, tree=TokenTree.chain(3), **options)[-1]
     assert four.tokens_per_forward == 4  # 3 drafted and a bonus token
-    calibrate(target, draft, temperatures=[0.0], sizes=(1, 2, 3), tokens=4, sequences=2, limit=2).save(
+    calibrate(target, draft, temperatures=[0.0], sizes=(1, 2, 3), batch_sizes=[1], tokens=4, sequences=2, limit=2).save(
         tmp_path / "profile"
     )
     assert compare(target, draft, PROMPTS, profile=tmp_path / "profile", **options)[-1].text == "equal"

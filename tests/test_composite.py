@@ -252,6 +252,7 @@ def test_calibration_asks_each_part_at_its_own_depth(target):
     profile = calibrate(
         target, Cascade([target, Bigrams(torch.full((7, 7), -torch.inf))], levels=[2, 2]),
         prompts=[torch.tensor([3, 1, 4, 1, 5])], temperatures=[1.0], tokens=24, sequences=4, sizes=(1, 4), limit=2,
+        batch_sizes=[1],
     )  # fmt: skip
     for entry in profile.acceptance:
         if entry.kind.verification == "without_replacement":

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from heavypath.speculative.costs import AGREE, MOST_ROUNDS, ROUNDS, Costs, Ratio, Timed, rising_fit, time_costs
+from heavypath.speculative.costs.table import Costs
+from heavypath.speculative.costs.timing import AGREE, MOST_ROUNDS, ROUNDS, Ratio, Timed, rising_fit, time_costs
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 

@@ -210,6 +210,26 @@ def test_a_pipeline_writes_through_the_decoder(demo_pair):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("processors", [
+    [RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=2)],
+    [RepetitionPenaltyLogitsProcessor(1.3), RepetitionPenaltyLogitsProcessor(1.4)],
+    [NoRepeatNGramLogitsProcessor(2), RepetitionPenaltyLogitsProcessor(1.7)],
+    [MinNewTokensLengthLogitsProcessor(3, 9, 4)],
+    [TopKLogitsWarper(3, -9.0)],
+    [TopPLogitsWarper(0.3, min_tokens_to_keep=2)],
+], ids=lambda each: " ".join(type(one).__name__ for one in each))  # fmt: skip
+def test_a_setting_that_differs_from_the_decoders_own_is_a_processor(processors, decoder):
+    """Another place in the order, a part of the prompt, another end of sequence, ..."""
+    settings = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": EOS, "output_scores": True}
+    settings |= {"return_dict_in_generate": True, "logits_processor": LogitsProcessorList(processors)}
+    expected = decoder.target.generate(IDS, **settings)
+    out = decoder.target.generate(IDS, **settings, custom_generate=decoder)
+    assert torch.equal(out.sequences, expected.sequences)
+    filters = (TopKLogitsWarper, TopPLogitsWarper)  # which do nothing to greedy text, and to our scores, if usual
+    if not isinstance(processors[0], filters):
+        torch.testing.assert_close(torch.stack(out.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("settings", "message"), [
     ({"num_beams": 2}, "num_beams=2"),
     ({"assistant_model": tiny_llama(2, layers=1)}, "assistant_model: the decoder has a draft"),
@@ -220,19 +240,8 @@ def test_a_pipeline_writes_through_the_decoder(demo_pair):
     ({"past_key_values": DynamicCache()}, "past_key_values"),
     ({"synced_gpus": True}, "synced_gpus"),
     ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
-    ({"no_repeat_ngram_size": 2}, "the logits processor NoRepeatNGramLogitsProcessor"),
-    ({"bad_words_ids": [[1]]}, "the logits processor NoBadWordsLogitsProcessor"),
-    ({"guidance_scale": 1.5}, "the logits processor UnbatchedClassifierFreeGuidance"),
-    ({"do_sample": True, "typical_p": 0.5}, "the logits processor TypicalLogitsWarper"),
-    ({"prefix_allowed_tokens_fn": lambda *_: [1]}, "the logits processor PrefixConstrained"),
-    ({"logits_processor": [NoRepeatNGramLogitsProcessor(2)]}, "the logits processor NoRepeatNGram"),
-    ({"logits_processor": [lambda ids, scores: scores]}, "the logits processor function"),
-    ({"logits_processor": [TopPLogitsWarper(0.5), TopKLogitsWarper(2)]}, "TopKLogitsWarper at this place"),
-    ({"logits_processor": [TopKLogitsWarper(3)], "do_sample": True, "temperature": 0.5}, "Temperature.* at this place"),
-    ({"logits_processor": [TopKLogitsWarper(3, -9.0)]}, "TopKLogitsWarper with filter_value=-9.0"),
-    ({"logits_processor": [TopPLogitsWarper(0.3, min_tokens_to_keep=2)]}, "TopPLogitsWarper with min_tokens_to_keep=2"),
-    ({"logits_processor": [RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)]}, "prompt_ignore_length=3"),
-    ({"logits_processor": [MinNewTokensLengthLogitsProcessor(3, 2, 4)]}, r"a least length with eos_token_id=\[4\]"),
+    ({"guidance_scale": 1.5}, "the logits processor UnbatchedClassifierFreeGuidance.* decode without guidance_scale"),
+    ({"encoder_no_repeat_ngram_size": 2}, "the logits processor EncoderNoRepeatNGram.* leave it out"),
     ({"stopping_criteria": [ConfidenceCriteria(0.5)]}, "ConfidenceCriteria needs the scores"),
     ({"stop_strings": "x"}, "stop_strings need tokenizer="),
     ({"position_ids": torch.tensor([[4, 5, 6]])}, "position_ids"),
@@ -457,6 +466,6 @@ def test_a_draft_that_does_not_pay_is_remarked_once(tiny_pair, caplog):
     for _ in range(2):
         stats = slow.generate(IDS, 50, eos_token_id=None).stats
     assert stats.gain_at_most == stats.tokens_per_step * (1 - stats.drafting_share) < 1
-    remarks = [record.getMessage() for record in caplog.records if record.name == "heavypath.speculative.decoder"]
+    remarks = [record.getMessage() for record in caplog.records if record.name == "heavypath.speculative.output.remark"]
     assert len(remarks) == 1
     assert f"{stats.tokens_per_step:.2f} tokens a step, and {100 * stats.drafting_share:.0f}%" in remarks[0]

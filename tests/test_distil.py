@@ -293,7 +293,7 @@ def test_the_command_trains_a_head_that_the_others_take(heavypath, tmp_path):
     code, _, errors = heavypath("distil", SOURCE, "--out", head, *short)
     assert code == 0
     assert "held-out overlap after" in errors
-    assert heavypath("calibrate", "--draft", head, "--limit", 20, "--out", profile)[0] == 0
+    assert heavypath("calibrate", "--draft", head, "--limit", 20, "--batch-sizes", 1, "--out", profile)[0] == 0
     code, text, _ = heavypath("generate", demo_prompts()[0], "--draft", head, "--profile", profile)
     assert code == 0
     assert text == heavypath("generate", demo_prompts()[0], "--method", "autoregressive")[1]

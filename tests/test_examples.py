@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import json
 import re
 import runpy
 import subprocess
@@ -101,6 +102,15 @@ def test_compare_methods_prints_all_methods_and_draws_them(example, tmp_path):
     assert bars >= len(numbers) - 1  # transformers' own ratio is 1
 
 
+def test_serving_prints_each_text_as_it_comes_and_its_end(example):
+    printed = example("serving", "import os", "def f(x):", "class A:")
+    for number in range(3):
+        pieces = re.findall(rf"^\[{number}\] ('.*'|\".*\")$", printed, re.MULTILINE)
+        assert len(pieces) > 5
+        assert re.search(rf"^\[{number}\] (length|stop): \d+ tokens in \d+ steps", printed, re.MULTILINE)
+    assert "submitted=3, completed=3" in printed
+
+
 def test_own_tree_draws_a_tree_and_says_what_is_expected_of_it(example):
     printed = example("own_tree", "import os", "--branching", 2, 1, "--acceptance", 0.5, 0.25)
     assert printed.startswith(f"{TokenTree.from_branching([2, 1])}\nexpected: 2.12 tokens per step\n")  # 1 + 3/4 * 3/2
@@ -164,6 +174,17 @@ def test_own_method_decodes_its_trees_by_its_rule(example, demo_pair, monkeypatc
     assert float(printed[1][1]) > 1.5
 
 
+def test_constrained_writes_what_it_is_told(example):
+    pattern = r"^(\w+): ('.*'), ([\d.]+) tokens per step$"
+    texts = {name: (ast.literal_eval(text), float(speed)) for name, text, speed in re.findall(
+        pattern, example("constrained"), re.M
+    )}  # fmt: skip
+    assert {*json.loads(texts["schema"][0])} == {"name", "size"}
+    assert re.fullmatch(r"[a-z]+\.py(, [a-z]+\.py){2}", texts["pattern"][0])
+    assert texts["rule"][0]
+    assert all(speed > 1.2 for _, speed in texts.values())
+
+
 def test_batch_streaming_shows_each_text_as_it_grows(example, demo_pair):
     target, draft, tokenizer = demo_pair
     prompts = [demo_prompts()[3], "import os", "def read(self, size=-1):"]
@@ -177,6 +198,12 @@ def test_batch_streaming_shows_each_text_as_it_grows(example, demo_pair):
         expected = tokenizer.decode(alone[ids.shape[1] :], skip_special_tokens=True)
         assert "".join(piece for owner, piece in pieces if owner == number) == expected
     assert re.search(r"^new tokens +\d+$", printed, re.MULTILINE)
+
+
+def test_tensor_parallel_decodes_in_one_process_what_torchrun_splits(example):
+    text, _, stats = example("tensor_parallel", "import os\n").partition("\nnew tokens")
+    assert "import" in text
+    assert " 64\n" in stats.splitlines(keepends=True)[0]
 
 
 def test_chat_remembers_the_turns_before(example, answers, demo_pair):

@@ -20,8 +20,8 @@ from heavypath.speculative import SpeculativeDecoder
 
 ROOT = Path(__file__).parent.parent
 ORDER = (
-    "kernels", "streaming", "trees", "models", "drafts", "training", "demo", "decoding", "output", "serving", "root",
-    "cli", "examples", "package",
+    "kernels", "streaming", "trees", "ranks", "models", "drafts", "processors", "costs", "training", "demo", "decoding",
+    "output", "serving", "root", "http", "cli", "examples", "package",
 )  # fmt: skip
 APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
 MOST_MODULES, MOST_LINES, MEDIAN_LINES, MOST_PARAMETERS = 20, 500, 160, 8
@@ -39,9 +39,11 @@ FORMER_PATHS = {  # of modules that moved into folders, and a name of each
 PUBLIC = {
     "gumbel_topk", "stochastic_beam", "tree_attention", "chain_attention", "verify_tree", "accept_typical", "calibrate",
     "compare", "generate", "__init__", "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up",
-    "distil",
+    "distil", "serve", "submit",
 }  # fmt: skip
-FREE_OF_NAMES = ("zip", "zip_longest", "gcd", "print", "ctx.save_for_backward", "func")  # take any arguments alike
+FREE_OF_NAMES = (  # take any arguments alike
+    "zip", "zip_longest", "gcd", "print", "ctx.save_for_backward", "func", "field_validator",
+)  # fmt: skip
 OPERATORS = {"_tree_attention"}  # torch.library takes no tuples
 
 
@@ -136,7 +138,7 @@ def test_functions_have_few_parameters():
     wrong = []
     for path in [*modules().values(), *(ROOT / "bench").glob("*.py")]:
         for node in ast.walk(syntax(path)):
-            if not isinstance(node, ast.FunctionDef) or node.name in PUBLIC | OPERATORS:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in PUBLIC | OPERATORS:
                 continue
             if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
                 continue
@@ -170,7 +172,7 @@ def definitions(path: Path) -> set[str]:
     """Private names that a file defines: functions, classes, variables and attributes of self."""
     found = set()
     for node in ast.walk(syntax(path)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)

@@ -27,13 +27,13 @@ from heavypath.speculative import (
     calibrate,
     read_trace,
 )
+from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.drafts import Feed, as_draft, most_levels
 from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.profile import describe, draft_parameter_count
-from heavypath.speculative.roofline import Device, Work, estimated_costs
 from heavypath.speculative.tree_choice import default_tree
 
 DRAFTED = [method for method in METHODS if method != "autoregressive"]
@@ -274,12 +274,13 @@ def test_acceptance_at_a_depth_is_that_of_the_head_for_it(target, tmp_path):
 def test_calibration_knows_of_no_acceptance_beyond_the_heads(target, tmp_path):
     heads, _ = heads_of(target, tmp_path, heads=2)
     profile = calibrate(
-        target, heads, prompts=[PROMPT[0]], temperatures=[0.0], sizes=[1, 2, 4, 96], tokens=12, sequences=4, limit=60
-    )
+        target, heads, prompts=[PROMPT[0]], temperatures=[0.0], sizes=[1, 2, 4, 96], batch_sizes=[1], tokens=12,
+        sequences=4, limit=60,
+    )  # fmt: skip
     accepted = torch.tensor(profile.acceptance[0].accepted)
     assert accepted[0].sum() > 0
     assert accepted[2:].sum() == 0
-    assert max(profile.costs.step) <= 1 + 8 + 64, "trees of two levels have no more nodes"
+    assert max(profile.costs.at(1).step) <= 1 + 8 + 64, "trees of two levels have no more nodes"
     decoder = SpeculativeDecoder(target, heads, "sequoia", profile=profile)
     assert decoder.tree_for(Filters(0.0)).depth <= 2
     assert profile.draft == describe(heads)

@@ -280,6 +280,28 @@ def test_two_decoders_in_turn_and_two_threads_write_their_own_texts(pair):
         assert_alike(found[number], right)
 
 
+def test_served_texts_are_those_of_each_prompt_alone(pair):
+    """One after the other, with the shapes of a text alone, to the token; side by side all come to their ends."""
+    decoder = SpeculativeDecoder(*pair, "ersd", tree_size=size(6, 2))
+    ways = [(9, {"temperature": 0.0}), (40, {"temperature": 0.8}), (3, {"temperature": 0.7, "top_k": 9, "top_p": 0.9})]
+    wanted = [
+        (prompts(1, size(length, 3), seed=length)[0], {"max_new_tokens": size(60, 3), **sampling}, length)
+        for length, sampling in ways[size(0, 2) :]
+    ]
+    for slots in size((1, 2), (1,)):
+        with decoder.serve(slots=slots, max_tokens=128, prefill_tokens=16) as service:
+            sent = [
+                service.submit(prompt, **settings, seed=seed, eos_token_id=None) for prompt, settings, seed in wanted
+            ]
+            found = [completion.result(300) for completion in sent]
+        for done, (prompt, settings, seed) in zip(found, wanted, strict=True):
+            ids = torch.tensor([seed], device="cuda")
+            alone = decoder.generate(prompt[None], **settings, sequence_ids=ids, eos_token_id=None)
+            assert (len(done.tokens), done.reason) == (settings["max_new_tokens"], "length")
+            if slots == 1:
+                assert done.tokens == alone.sequences[0, len(prompt) :].tolist()
+
+
 def test_streamers_criteria_and_traces_see_what_an_eager_text_shows(pair, tmp_path):
     class Recorder:
         def __init__(self):

@@ -217,7 +217,9 @@ def test_what_a_draft_returns_is_checked_when_it_is_asked(change, error, message
 @pytest.mark.usefixtures("any_noise")
 def test_a_trace_and_a_profile_know_a_draft_by_its_class(tmp_path):
     target, draft = tiny_llama(1), Bigrams(random_table(VOCAB))
-    profile = calibrate(target, draft, temperatures=[1.0], sizes=(1, 2), tokens=4, sequences=2, limit=2)
+    profile = calibrate(
+        target, draft, temperatures=[1.0], sizes=(1, 2), batch_sizes=[1], tokens=4, sequences=2, limit=2
+    )
     assert (profile.draft, profile.draft_parameters) == ("own draft Bigrams", 0)
     profile.save(tmp_path / "profile.json")
     decoder = SpeculativeDecoder(target, draft, profile=Profile.load(tmp_path / "profile.json"))

@@ -30,17 +30,17 @@ from heavypath.speculative.calibration import (
     measure_way,
     measure_ways,
     own_prompts,
-    sizes_worth_timing,
     walk,
     ways_to_draft,
 )
 from heavypath.speculative.cli.planning import warnings_of
-from heavypath.speculative.costs import Costs
+from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.drafts import as_draft
 from heavypath.speculative.methods import Kind, default_verifier, row_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import PRIOR, VERSION, MeasuredAcceptance, Planned, describe, draft_parameter_count
+from heavypath.speculative.visits import sizes_worth_timing
 
 
 def constant_llama(logits):
@@ -83,7 +83,7 @@ def profile_of(*acceptance, step=None, level=0.001):
         target_parameters=1000,
         draft_parameters=50,
         environment={"dtype": "float32", "device_type": "cpu"},
-        costs=Costs(step or {1: 0.01, 4: 0.012, 16: 0.03}, level),
+        costs=CostsByBatch({1: Costs(step or {1: 0.01, 4: 0.012, 16: 0.03}, level)}),
         acceptance=acceptance,
         verifier="rejection",
     )
@@ -174,7 +174,14 @@ def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path, any_noise):
     draft = draft or tiny_llama(2, layers=1, max_position_embeddings=128)
     lines = []
     profile = calibrate(
-        target, draft, temperatures=(0.0, 0.9), sizes=(1, 2, 8), tokens=12, sequences=4, on_progress=lines.append
+        target,
+        draft,
+        temperatures=(0.0, 0.9),
+        sizes=(1, 2, 8),
+        batch_sizes=(1, 3),
+        tokens=12,
+        sequences=4,
+        on_progress=lines.append,
     )
     drafting = [method for method in LOSSLESS_METHODS if method != "autoregressive"]
     kinds = {row_of(method, default_verifier(method, "cpu")).kind(0.9) for method in drafting}
@@ -184,6 +191,8 @@ def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path, any_noise):
     assert profile.draft_parameters == draft_parameter_count(draft, target)
     assert any("pass 1 of 4" in line and "s left" in line for line in lines)
     assert any("timing trees of 1 to 8 nodes, round 3, about " in line for line in lines)
+    assert any("nodes for 3 sequences, round 3, about " in line for line in lines)
+    assert profile.costs.batches == (1, 3)
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
     prompt = torch.tensor([[1, 2, 3]])
@@ -279,7 +288,8 @@ def test_the_error_of_expected_tokens_is_what_they_vary_by():
     exact = Costs({1: 0.01, 7: 0.02}, 0.001)
     rough = replace(exact, step_error={1: 0.0, 7: 0.002})
     sure, unsure = (
-        replace(profile_of(plans[0].acceptance), costs=costs).speedup_error(plans[0]) for costs in (exact, rough)
+        replace(profile_of(plans[0].acceptance), costs=CostsByBatch({1: costs})).speedup_error(plans[0])
+        for costs in (exact, rough)
     )
     assert sure == pytest.approx(plans[0].tokens_error / plans[0].plan.expected_tokens)
     assert unsure == pytest.approx((sure**2 + (0.002 / 0.022) ** 2) ** 0.5)
@@ -312,7 +322,7 @@ def test_confidence_is_the_line_of_least_squares():
 def test_plans_are_the_fastest_of_their_kind():
     acceptance = [[550, 150, 60], [500, 120, 70], [450, 100, 60]]
     profile = profile_of(*(counts(acceptance, kind=kind) for kind in KINDS))
-    rates, costs = counts(acceptance).rates(), profile.costs.steps_of(range(1, 17))
+    rates, costs = counts(acceptance).rates(), profile.costs.at(1).steps_of(range(1, 17))
 
     def speedup(tree):
         return expected_tokens(tree, rates) / (costs[len(tree)] + 0.1 * tree.depth)

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ def profile(target=None, draft=None, accepted=ACCEPTED):
 
 
 def replanner(rates, *shapes):
-    shapes = shapes or (Shape(CHAIN, CHAIN, 1.3), Shape(WIDE, WIDE, 1.0))
+    shapes = shapes or (Shape(CHAIN, CHAIN, {1: 1.3}), Shape(WIDE, WIDE, {1: 1.0}))
     plan = StepPlan(None, None, shapes[0].tree, None, tuple(shape.tree for shape in shapes))
     return Replanner(plan, Shapes(shapes, torch.tensor(rates, dtype=torch.float64)))
 
@@ -69,7 +68,7 @@ def test_the_acceptance_of_a_text_by_hand():
     chosen = replanner([[0.5, 0.1], [0.4, 0.1]])
     table = counted([20, 10, 0], [10, 6, 0])
     table[0, 1], table[1, 1] = 20, 3  # second children of the root, of which 10 were tried
-    chosen(table)
+    chosen(table, 1)
     scale = (19 + WEIGHT) / (20 * 0.5 + 10 * 0.1 / 0.5 + 10 * 0.4 + WEIGHT)
     first = (10 + WEIGHT * scale * 0.5) / (20 + WEIGHT)
     rates = chosen.rates()
@@ -84,11 +83,11 @@ def test_the_shape_of_most_speed_is_drafted_and_counts_fade():
     by_profile = expected_tokens(CHAIN, [0.4]) / 1.3, expected_tokens(WIDE, [0.4, 0.2, 0.1])
     assert by_profile[0] < by_profile[1]
     sure = counted([100, 95, 90], [95, 90, 85])
-    assert chosen(sure).tree == CHAIN, "nearly all is accepted, three levels deep"
+    assert chosen(sure, 1).tree == CHAIN, "nearly all is accepted, three levels deep"
     for _ in range(8 * HALF_LIFE // chosen.every):
-        plan = chosen(sure)  # nothing new is counted
+        plan = chosen(sure, 1)  # nothing new is counted
     assert plan.tree == WIDE, "what was counted long ago is forgotten"
-    assert chosen(sure + counted([60, 0, 0], [0, 0, 0])).tree == WIDE
+    assert chosen(sure + counted([60, 0, 0], [0, 0, 0]), 1).tree == WIDE
 
 
 def test_shapes_are_valued_together_as_each_alone():
@@ -107,7 +106,7 @@ def test_shapes_are_valued_together_as_each_alone():
 
 def test_no_row_of_acceptance_sums_to_more_than_one():
     chosen = replanner([[0.6, 0.3, 0.1]] * 3)
-    chosen(counted([400, 0, 0], [400, 0, 0]))
+    chosen(counted([400, 0, 0], [400, 0, 0]), 1)
     assert float(chosen.rates().sum(1).max()) <= 1 + 1e-12
 
 
@@ -179,13 +178,13 @@ class Schedule:
     delay: 1 where the host sees each step only after the next one, and chooses for the step behind that
     """
 
-    every = 1
+    every, reads_counts = 1, False
 
     def __init__(self, plan, deep, shallow, delay):
         self.deep, self.shallow = (replace(plan, tree=tree) for tree in (deep, shallow))
         self.step = 1 + delay
 
-    def __call__(self, counts):
+    def __call__(self, counts, running):
         self.step += 1
         return self.shallow if self.step > 2 and self.step % 2 else self.deep
 
@@ -206,9 +205,7 @@ def test_drafts_are_told_what_deeper_trees_before_have_accepted(kind, as_on_a_gp
         decoder = SpeculativeDecoder(target, draft, "sequoia", tree=deep)
         plan_of = decoder._plan
         monkeypatch.setattr(decoder, "_plan", lambda request: replace(plan_of(request), others=(deep, shallow)))
-        monkeypatch.setattr(decoder, "_by_profile", SimpleNamespace(shapes=lambda filters: None))
-        schedule = "heavypath.speculative.decoder.Replanner"
-        monkeypatch.setattr(schedule, lambda plan, shapes: Schedule(plan, deep, shallow, delay))
+        monkeypatch.setattr(decoder._trees, "changing", lambda plan, *given: Schedule(plan, deep, shallow, delay))
         options = {"attention_mask": PADDING, "max_new_tokens": 16, "pad_token_id": 0, "temperature": 4.0, "seed": 4}
         return decoder.generate(PROMPTS, **options)
 

@@ -7,10 +7,10 @@ import torch
 from test_decoder import tiny_llama
 
 from heavypath.speculative import METHODS, SpeculativeDecoder, load_demo_pair
-from heavypath.speculative.costs import Costs
+from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.roofline import Device, Work, estimated_costs
 from heavypath.speculative.tree_choice import chosen_tree, default_tree
 
 H100 = SimpleNamespace(

@@ -160,6 +160,7 @@ def as_on_a_gpu(monkeypatch, interpreter):
             monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor, native=False: "triton")
         for place in ("models.joined", "decoding.noise_rows", "decoding.drafting"):
             monkeypatch.setattr(f"heavypath.speculative.{place}.choose_impl", lambda *_, native=False: "triton")
+        monkeypatch.setattr("heavypath.kernels.sequence_scores.choose_impl", lambda *_, native=False: "torch")
         monkeypatch.setattr("heavypath.speculative.models.linear.library", lambda: None)  # no compiled pass
         for name, module in [*sys.modules.items()]:
             if name.startswith("heavypath.") and hasattr(module, "host_can_read"):

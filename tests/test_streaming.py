@@ -11,6 +11,7 @@ import time
 import weakref
 from contextlib import suppress
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,10 +26,13 @@ from transformers import (
     OPTConfig,
 )
 
+from heavypath.kernels.filtering import Filters
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, load_demo_head, load_demo_pair
 from heavypath.speculative.cli.app import main
+from heavypath.speculative.loading import load_pair
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.ranks.agreement import agreement_of
 from heavypath.speculative.streaming.file import WeightFile
 from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.streaming.load import load_streamed
@@ -87,6 +91,11 @@ def expected(demo_pair, ids):
     return text_of(demo_pair[0], demo_pair[1], ids)
 
 
+def some_time(*case):
+    """A case like others, for `make test-all`."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def text_of(target, draft, ids, method="ersd", temperature=0.6):
     decoder = SpeculativeDecoder(target, draft, method, tree_size=TREE)
     return decoder.generate(ids, NEW, temperature=temperature, seed=3, eos_token_id=None).sequences
@@ -131,8 +140,8 @@ def spoil(number, into):
 # The same text
 
 
-@pytest.mark.parametrize(("method", "temperature"), [("autoregressive", 0), ("sequoia", 0), ("sequoia", 0.6),
-                                                     ("dyspec", 0.6), ("specinfer", 0.6)])  # fmt: skip
+@pytest.mark.parametrize(("method", "temperature"), [("autoregressive", 0), ("sequoia", 0.6), ("dyspec", 0.6),
+                                                     some_time("sequoia", 0), some_time("specinfer", 0.6)])  # fmt: skip
 def test_a_streamed_target_writes_the_text_of_the_one_in_memory(demo_pair, shared, ids, method, temperature):
     target, draft, _ = demo_pair
     draft = None if method == "autoregressive" else draft
@@ -146,7 +155,7 @@ def test_a_streamed_target_writes_the_text_of_the_one_in_memory(demo_pair, share
     assert torch.equal(texts[0], texts[1])
 
 
-@pytest.mark.parametrize("draft", ["head", "lookup", "early exit"])
+@pytest.mark.parametrize("draft", ["head", "early exit", some_time("lookup")])
 def test_every_draft_drafts_for_a_streamed_target(demo_pair, shared, ids, draft):
     make = {"head": load_demo_head, "lookup": lambda target: PromptLookup(), "early exit": lambda target: EarlyExit(2)}
     texts = [text_of(target, make[draft](target), ids) for target in (demo_pair[0], shared)]
@@ -159,6 +168,51 @@ def test_a_batch_of_padded_prompts_has_the_texts_of_the_target_in_memory(demo_pa
     sampling = {"max_new_tokens": NEW, "temperature": 0.6, "seed": 2, "eos_token_id": None}
     decoders = [SpeculativeDecoder(each, draft, "ersd", tree_size=TREE) for each in (target, shared)]
     assert torch.equal(*(decoder.generate(**given, **sampling).sequences for decoder in decoders))
+
+
+def test_a_service_decodes_by_a_streamed_target_whatever_is_read_late(demo_pair, folder, ids):
+    model = load_streamed(folder, "20M", resident=[0, 1])
+    decoders = [SpeculativeDecoder(each, demo_pair[1], "ersd", tree_size=TREE) for each in (demo_pair[0], model)]
+    on_read(stream_of(model), spoil)
+    texts = []
+    for decoder in decoders:
+        with decoder.serve(slots=2, max_tokens=64, prefill_tokens=4) as service:
+            sent = [service.submit(ids[0, : 3 + number], 8, 0.6, seed=number) for number in range(4)]
+            texts.append([completion.result(2 * PATIENCE).tokens for completion in sent])
+    assert texts[0] == texts[1]
+
+
+def test_a_service_goes_on_after_a_read_that_failed(demo_pair, folder, ids):
+    model = load_streamed(folder, "20M")
+    fails = []
+
+    def fail(number, into):
+        if fails:
+            raise fails.pop()
+
+    on_read(stream_of(model), fail)
+    with SpeculativeDecoder(model, demo_pair[1], "ersd", tree_size=TREE).serve(slots=2, max_tokens=64) as service:
+        expected = service.submit(ids[0], 8, 0.6, seed=1).result(PATIENCE).tokens
+        fails += [OSError(5, "Input/output error")] * 3
+        with suppress(OSError):  # unless it was retried in time
+            service.submit(ids[0], 8, 0.6, seed=2).result(PATIENCE)
+        fails.clear()
+        assert service.submit(ids[0], 8, 0.6, seed=1).result(PATIENCE).tokens == expected
+
+
+def test_a_batch_shares_the_nodes_that_are_free(demo_pair, shared):
+    trees = SpeculativeDecoder(shared, demo_pair[1]).trees_by_batch(Filters(0.0), 8)
+    assert [len(trees.of(running)) for running in (1, 4, 8)] == [256, 64, 32]
+
+
+def test_a_target_is_split_or_streamed(shared):
+    with pytest.raises(ValueError, match="either split over processes or streamed, got 2 and memory '20M'"):
+        load_pair("anywhere", memory="20M", ranks=2)
+    two = Mock(count=2)  # ranks
+    models = [Mock(ranks=None, stream=stream_of(shared)), Mock(ranks=two, stream=None)]
+    models[0].name = "target"
+    with pytest.raises(ValueError, match="target is streamed, and another model split over 2 processes"):
+        agreement_of(models, torch.device("cpu"))
 
 
 def test_a_streamed_llama_runs_by_its_own_modules_and_transformers_generate_through_the_same_stream(
@@ -193,7 +247,7 @@ ARCHITECTURES = {
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", some_time("opt"), some_time("mixtral")])
 def test_other_architectures_are_streamed_by_transformers_own_forward_pass(name, tmp_path):
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[name], attn_implementation="sdpa").eval()
@@ -357,8 +411,8 @@ def test_reads_that_are_late_and_in_disorder_are_never_used_half(demo_pair, fold
         assert torch.equal(text_of(model, demo_pair[1], ids), expected)
 
 
-@pytest.mark.parametrize("number", [0, 1, 7, 30, 61])
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("no room")])
+@pytest.mark.parametrize("number", [0, 30, *map(some_time, (1, 7, 61))])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), some_time(MemoryError("no room"))])
 def test_a_read_that_fails_is_an_error_with_the_layer_and_the_next_text_is_right(
     demo_pair, folder, ids, expected, number, error
 ):
@@ -484,7 +538,7 @@ class InterruptionError(Exception):
     pass
 
 
-@pytest.mark.parametrize("layer", [0, 3, 7])
+@pytest.mark.parametrize("layer", [3, some_time(0), some_time(7)])
 def test_a_pass_that_an_exception_ends_leaves_the_next_one_right(demo_pair, folder, ids, expected, layer):
     model = load_streamed(folder, "20M")
     decoder = SpeculativeDecoder(model, demo_pair[1], "ersd", tree_size=TREE)
@@ -500,7 +554,7 @@ def test_a_pass_that_an_exception_ends_leaves_the_next_one_right(demo_pair, fold
     assert torch.equal(out.sequences, expected)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *map(some_time, (1, 2))])
 def test_ctrl_c_at_any_time_leaves_the_next_text_right(demo_pair, folder, ids, expected, seed):
     model = load_streamed(folder, "20M")
     decoder = SpeculativeDecoder(model, demo_pair[1], "ersd", tree_size=TREE)
@@ -570,7 +624,7 @@ def test_a_stream_that_is_closed_while_somebody_decodes_raises_an_error_there(de
     assert "closed" in str(error)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+@pytest.mark.parametrize("seed", [1, *map(some_time, range(2, 12))])
 def test_threads_that_take_layers_at_random_always_find_the_layers_own_bytes(tmp_path, seed):
     """Every layer's numbers are its own; reads fail now and then, and threads take any layer, and die holding one."""
     count, chance = 9, random.Random(seed)
@@ -645,7 +699,7 @@ def test_a_model_in_memory_has_nothing_to_stream(demo_pair):
 # The command line
 
 
-@pytest.mark.parametrize("draft", ["early-exit:2+prompt-lookup", "prompt-lookup"])
+@pytest.mark.parametrize("draft", ["early-exit:2+prompt-lookup", some_time("prompt-lookup")])
 def test_the_command_line_decodes_within_the_memory_that_it_is_told(folder, demo_pair, capsys, draft):
     demo_pair[2].save_pretrained(folder)
     command = ["generate", "def read_lines(path):", "--target", str(folder), "--draft", draft, "--max-new-tokens", "8"]

@@ -78,11 +78,11 @@ def test_greedy_text_is_that_of_transformers_generate(kind, llama, llamas_text):
     model = tiny(kind)
     expected = greedy(model, 20)
     for method in ("sequoia", "dyspec"):
-        ours = SpeculativeDecoder(model, llama, method).generate(PROMPTS, 20, attention_mask=PADDING)
+        ours = SpeculativeDecoder(model, llama, method, tree_size=5).generate(PROMPTS, 20, attention_mask=PADDING)
         assert_same_text(model, ours.sequences, expected)
-    drafted = SpeculativeDecoder(llama, model, "dyspec").generate(PROMPTS, 20, attention_mask=PADDING)
+    drafted = SpeculativeDecoder(llama, model, "dyspec", tree_size=5).generate(PROMPTS, 20, attention_mask=PADDING)
     assert_same_text(llama, drafted.sequences, llamas_text)
-    own = SpeculativeDecoder(model, model, "sequoia").generate(PROMPTS, 20, attention_mask=PADDING)
+    own = SpeculativeDecoder(model, model, "sequoia", tree_size=5).generate(PROMPTS, 20, attention_mask=PADDING)
     assert own.stats.acceptance_by_rank[0] == 1  # a draft equal to the target is always right
 
 
@@ -92,7 +92,7 @@ def test_every_attention_gives_the_same_text(kind, attention, llama):
     model = tiny(kind)
     expected = greedy(model, 20)
     model.set_attn_implementation(attention)
-    decoder = SpeculativeDecoder(model, llama, "dyspec")
+    decoder = SpeculativeDecoder(model, llama, "dyspec", tree_size=5)
     assert_same_text(model, decoder.generate(PROMPTS, 20, attention_mask=PADDING).sequences, expected)
     assert model.config._attn_implementation == attention
 
@@ -101,7 +101,9 @@ def test_sampled_text_does_not_depend_on_a_races_tree(llama):
     model = tiny("granite")
     options = {"max_new_tokens": 24, "temperature": 0.8, "seed": 3, "attention_mask": PADDING}
     plain = SpeculativeDecoder(model, None, "autoregressive").generate(PROMPTS, **options)
-    assert torch.equal(SpeculativeDecoder(model, llama, "ersd").generate(PROMPTS, **options).sequences, plain.sequences)
+    assert torch.equal(
+        SpeculativeDecoder(model, llama, "ersd", tree_size=5).generate(PROMPTS, **options).sequences, plain.sequences
+    )
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -241,7 +243,7 @@ def test_trying_a_model_leaves_no_trace():
 
 def test_another_attention_is_noticed(llama):
     model = tiny("granite")
-    decoder = SpeculativeDecoder(model, llama)
+    decoder = SpeculativeDecoder(model, llama, tree_size=5)
     for attention in ("eager", "heavypath", "sdpa"):
         model.set_attn_implementation(attention)
         assert_same_text(model, decoder.generate(PROMPTS, 10, attention_mask=PADDING).sequences, greedy(model, 10))

@@ -179,7 +179,9 @@ def test_it_is_not_lossless_in_the_table_and_nothing_else_is_lossy(pair):
 
 @pytest.mark.usefixtures("any_noise")
 def test_a_profile_measures_no_lossy_method(pair):
-    profile = calibrate(*pair, prompts=[PROMPT], temperatures=[1.0], sizes=[1, 2], tokens=8, sequences=2, limit=60)
+    profile = calibrate(
+        *pair, prompts=[PROMPT], temperatures=[1.0], sizes=[1, 2], batch_sizes=[1], tokens=8, sequences=2, limit=60
+    )
     with pytest.raises(ValueError, match="a profile is for methods that keep the target's law; give 'typical-lossy'"):
         SpeculativeDecoder(*pair, "typical-lossy", profile=profile)
     with pytest.raises(ValueError, match="a profile measures methods that keep the target's law, got 'typical-lossy'"):

@@ -27,7 +27,7 @@ from heavypath.speculative.methods import VERIFIERS, default_verifier, row_of
 from heavypath.speculative.output.page import trace_page
 
 PROMPT = torch.tensor([3, 1, 4])
-SMALL = {"tokens": 8, "sequences": 4, "sizes": (1, 2, 4), "limit": 60}  # for `calibrate`
+SMALL = {"tokens": 8, "sequences": 4, "sizes": (1, 2, 4), "batch_sizes": [1], "limit": 60}  # for `calibrate`
 TAKEN = [(verifier, name) for verifier in VERIFIERS for name, row in METHODS.items() if verifier in row.verifiers]
 OWN = [pair for pair in TAKEN if pair[0] != "rejection"]  # which traces name as they are given
 

@@ -1,11 +1,12 @@
-"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`, `layers`, `distil`, and
-`info`.
+"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`, `layers`, `distil`,
+`serve`, and `info`.
 
 Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, which is said in
 one line; 2 for wrong usage; 130 for Ctrl-C.
 """
 
 import importlib.metadata
+import json
 import math
 import os
 import sys
@@ -25,16 +26,20 @@ from heavypath.speculative.cli import compare as comparing
 from heavypath.speculative.cli import distil as training
 from heavypath.speculative.cli import info, planning
 from heavypath.speculative.cli import layers as choosing_layers
+from heavypath.speculative.cli import serve as serving
 from heavypath.speculative.cli import trace as trace_page
+from heavypath.speculative.cli.ranks import check_command, join_ranks, leave_ranks, this_rank
 from heavypath.speculative.cli.reading import reading
 from heavypath.speculative.cli.support import (
     AsJson,
     Chat,
     Draft,
     Dtype,
+    JsonSchema,
     MaxNewTokens,
     Memory,
     MinP,
+    Regex,
     RepetitionPenalty,
     Seed,
     Stop,
@@ -47,9 +52,11 @@ from heavypath.speculative.cli.support import (
     Verifier,
     check_choice,
     encode,
+    grammar_of,
     load,
     print_json,
     progress,
+    read_schema,
     say_if_busy,
 )
 from heavypath.speculative.comparison import compare
@@ -61,6 +68,8 @@ from heavypath.speculative.loading import DEMO_HEAD, Pair, load_draft
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
+from heavypath.speculative.ranks.agreement import RankMismatchError
+from heavypath.speculative.ranks.group import RankFailedError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Tree speculative decoding.")
 app.command()(chatting.chat)
@@ -69,6 +78,7 @@ app.command()(planning.calibrate)
 app.command()(planning.plan)
 app.command()(training.distil)
 app.command()(choosing_layers.layers)
+app.command()(serving.serve)
 app.command()(trace_page.trace)
 app.command()(info.info)
 
@@ -81,11 +91,13 @@ def _say_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Tree speculative decoding."""
+    check_command(context.invoked_subcommand)
 
 
 @app.command()
@@ -146,6 +158,8 @@ def generate(
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
     stop: Stop = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
     chat: Chat = False,
     tree_size: TreeSize = None,
     profile: Annotated[
@@ -163,7 +177,8 @@ def generate(
     verbose: Verbose = False,
 ) -> None:
     """Continue a text. Without --target and --draft it is continued by the shipped pair, which knows Python source."""
-    text = _read_prompt(prompt, file)
+    ranks = join_ranks()
+    text = _read_prompt(prompt, file) if ranks is None else ranks.decided(lambda: _read_prompt(prompt, file))
     Filters(temperature, top_k, top_p, min_p).check()
     if repetition_penalty is not None and not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
         raise ValueError(f"--repetition-penalty must be a finite number > 0, got {repetition_penalty:g}")
@@ -175,8 +190,10 @@ def generate(
     if profile is not None and tree_size is not None:
         raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
     measured = None if profile is None else Profile.load(profile)
+    schema = read_schema(json_schema, regex)
     pair = load(target, draft, dtype, memory)
     ids = encode(pair, text, chat=chat)
+    grammar = grammar_of(schema, regex, pair)
     pieces: list[str] = []
     with reading(pair.target, ids.shape[1]) as end_status:
 
@@ -196,6 +213,7 @@ def generate(
             min_p=min_p,
             repetition_penalty=repetition_penalty,
             stop_strings=stop or None,
+            logits_processor=None if grammar is None else [grammar],
             seed=seed,
             eos_token_id=pair.eos_token_ids,
             streamer=TextStream(pair.tokenizer, write),
@@ -220,13 +238,16 @@ def generate(
             **in_force.filters._asdict(),
             "repetition_penalty": in_force.repetition_penalty,
         }
-        settings |= {"stop": stop or [], "chat": chat, "seed": seed}
+        settings |= {"stop": stop or [], "chat": chat, "seed": seed, "regex": regex}
+        settings |= {"json_schema": None if schema is None else json.loads(schema)}
         settings |= {"max_new_tokens": max_new_tokens, "tree_size": tree_size, "prompt": text}
         answer = {"settings": settings, "text": "".join(pieces), "token_ids": tokens, "stats": _summary(out.stats)}
         print_json(answer)
     else:
         _write("\n")
-        typer.echo(f"{out.stats}", err=True)
+        if this_rank() == 0:
+            typer.echo(f"{out.stats}", err=True)
+    leave_ranks()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -239,7 +260,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except (ValueError, TypeError, OSError, ImportError, torch.OutOfMemoryError) as error:
+    except (
+        ValueError,
+        TypeError,
+        OSError,
+        ImportError,
+        torch.OutOfMemoryError,
+        RankMismatchError,
+        RankFailedError,
+    ) as error:
         return _fail(str(error), 1)
     except Exception as error:
         if not hasattr(error, "format_message"):
@@ -249,7 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    typer.echo(f"heavypath: {' '.join(message.split())}", err=True)
+    who = f"heavypath, rank {this_rank()}" if this_rank() else "heavypath"
+    typer.echo(f"{who}: {' '.join(message.split())}", err=True)
     return code
 
 

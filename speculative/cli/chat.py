@@ -26,10 +26,10 @@ from heavypath.speculative.cli.support import (
     load,
 )
 from heavypath.speculative.decoder import SpeculativeDecoder
-from heavypath.speculative.generation import Generation
 from heavypath.speculative.loading import Pair
 from heavypath.speculative.methods import METHODS
 from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.output.generation import Generation
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
 

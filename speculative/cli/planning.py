@@ -29,7 +29,7 @@ from heavypath.speculative.cli.support import (
     progress,
     say_if_busy,
 )
-from heavypath.speculative.costs import Costs
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.loading import Pair
 from heavypath.speculative.methods import LOSSLESS_METHODS, row_of
 from heavypath.speculative.output.page import sampling_in_words
@@ -57,6 +57,14 @@ def calibrate(
     limit: Annotated[
         float, typer.Option(help="Seconds that it may take, loading aside; less leaves the figures less sure.")
     ] = LIMIT,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Numbers of sequences decoded together to time trees for; 1 is always among them. Default: 1,2,4,8,16 "
+            "and, on a GPU, 32,64.",
+        ),
+    ] = None,
     verifier: Verifier = None,
     dtype: Dtype = None,
     out: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path("profile.json"),
@@ -69,6 +77,7 @@ def calibrate(
         Filters(each, top_k, top_p, min_p).check()
     if not limit > 0:
         raise ValueError(f"--limit must be a number of seconds above 0, got {limit}")
+    batches = None if batch_sizes is None else _numbers(batch_sizes)
     row_of("sequoia", verifier)  # refuses a word that is none
     if not out.parent.is_dir():
         raise ValueError(f"--out must be in a folder that exists, got {str(out)!r}")
@@ -82,7 +91,7 @@ def calibrate(
     with progress("calibrating") as report:
         profile = measure(
             pair.target, pair.draft, prompts=prompts, temperatures=temperatures, top_k=top_k, top_p=top_p, min_p=min_p,
-            seed=seed, on_progress=report, limit=limit, verifier=verifier,
+            batch_sizes=batches, seed=seed, on_progress=report, limit=limit, verifier=verifier,
         )  # fmt: skip
     profile.save(out)
     for line in warnings_of(profile):
@@ -97,7 +106,7 @@ def warnings_of(profile: Profile) -> list[str]:
         planned = profile.plan("sequoia", filters)
         if len(planned.plan.tree) > 1:
             continue
-        costs = profile.costs
+        costs = profile.costs.at(1)
         unit, smallest = costs.step[1], min(size for size in costs.step if size > 1)
         error = costs.step_error.get(smallest, 0.0) / unit
         lines.append(
@@ -122,7 +131,7 @@ def plan(
     svg: Annotated[Path | None, typer.Option(help="Also draw the tree into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the best tree of every method for each sampling of a profile, and draw one."""
+    """Show the best tree of every method for each sampling of a profile, and of one method by batch, and draw one."""
     if method not in LOSSLESS_METHODS or method == "autoregressive":
         names = ", ".join(name for name in LOSSLESS_METHODS if name != "autoregressive")
         raise ValueError(f"--method must be one of {names}, got {method!r}")
@@ -132,23 +141,31 @@ def plan(
     rows = [
         _row(measured, name, filters) for filters in samplings for name in LOSSLESS_METHODS if name != "autoregressive"
     ]
+    by_batch = [_row(measured, method, filters, batch) for filters in samplings for batch in measured.costs.batches]
     drawn, acceptance = measured.plan(method, chosen)
     if svg is not None:
         probabilities = node_probabilities(drawn.tree, acceptance.rates())
         svg.write_text(tree_svg(drawn.tree, probabilities=probabilities), encoding="utf-8")
     if as_json:
         tree = {"method": method, "temperature": chosen.temperature, "parents": drawn.tree.parents.tolist()}
-        print_json({"plans": rows, "tree": tree | {"ranks": drawn.tree.ranks.tolist()}})
+        print_json({"plans": rows, "by_batch": by_batch, "tree": tree | {"ranks": drawn.tree.ranks.tolist()}})
         return
     console = Console(highlight=False)
     console.print(f"target: {measured.target}\ndraft: {measured.draft}", style="dim")
     facts = ", ".join(f"{name} {value}" for name, value in measured.environment.items())
     verified = "" if measured.verifier is None else f", verifier {measured.verifier}"
     console.print(f"measured with {facts}{verified}", style="dim")
-    console.print(f"{_costs_in_words(measured.costs)}\n", style="dim")
+    for batch in measured.costs.batches:
+        console.print(_costs_in_words(measured.costs.at(batch), batch), style="dim")
+    console.print()
     for filters in samplings:
         console.print(sampling_in_words(filters._asdict()))
         console.print(_table([row for row in rows if row["temperature"] == filters.temperature]))
+        if len(measured.costs.batches) > 1:
+            console.print(f"{method} by the number of sequences decoded together")
+            console.print(
+                _table([row for row in by_batch if row["temperature"] == filters.temperature], key="sequences")
+            )
     for line in warnings_of(measured):
         console.print(line, style="bold")
     for note in NOTES:
@@ -162,21 +179,23 @@ NOTES = (
     "bound: no tree of so many nodes is expected to yield more. It is the least of four: merged is ERSD's lemma 4.2, "
     "leaves a form of its theorem 4.1; renewal and moments are our own. heavypath.speculative.trees.bounds has the "
     "proofs.",
-    "speed-up: over plain decoding, by the costs that were measured. What follows +- is one standard error, by the "
+    "speed-up: over plain decoding of as many sequences, by the costs that were measured. What follows +- is one "
+    "standard error, by the "
     "timings' spread and by the number of nodes whose acceptance was counted.",
     "MBSU: memory-bound speed-up, expected / (1 + depth x draft's parameters / target's parameters) (RSD).",
     "rsd-s, dyspec and eagle-2 grow their trees anew in each step: shown is the static tree that gives their size.",
 )
 
 
-def _row(profile: Profile, method: str, filters: Filters) -> dict:
-    found = profile.plan(method, filters)
+def _row(profile: Profile, method: str, filters: Filters, batch: int = 1) -> dict:
+    found = profile.plan(method, filters, batch)
     planned, acceptance = found
     tree = planned.tree
     limits = tree_bounds(_dominating(acceptance), len(tree))
     return {
         "temperature": filters.temperature,
         "method": method,
+        "sequences": batch,
         "nodes": len(tree),
         "depth": tree.depth,
         "expected_tokens": planned.expected_tokens,
@@ -184,7 +203,7 @@ def _row(profile: Profile, method: str, filters: Filters) -> dict:
         "bound": limits.least,
         "bound_by": limits.tightest,
         "speedup": planned.speedup,
-        "speedup_error": profile.speedup_error(found),
+        "speedup_error": profile.speedup_error(found, batch),
         "mbsu": profile.mbsu(planned),
     }
 
@@ -199,8 +218,9 @@ def _dominating(measured: MeasuredAcceptance) -> torch.Tensor:
     return sums.diff(prepend=sums.new_zeros(1))
 
 
-def _table(rows: list[dict]) -> Table:
-    table = Table(Column("method", no_wrap=True), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+def _table(rows: list[dict], key: str = "method") -> Table:
+    """The rows, each with what it has under `key` first."""
+    table = Table(Column(key, no_wrap=True), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("nodes", "depth", "expected", "bound", "by", "speed-up", "MBSU"):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -211,21 +231,35 @@ def _table(rows: list[dict]) -> Table:
             f"{row['speedup']:.2f} ± {row['speedup_error']:.2f}",
             f"{row['mbsu']:.2f}",
         )
-        table.add_row(row["method"], str(row["nodes"]), str(row["depth"]), *figures)
+        table.add_row(str(row[key]), str(row["nodes"]), str(row["depth"]), *figures)
     return table
 
 
-def _costs_in_words(costs: Costs) -> str:
-    """What steps take, with errors, in milliseconds."""
+def _costs_in_words(costs: Costs, batch: int) -> str:
+    """What steps of a batch take, with errors, in milliseconds."""
     steps = ", ".join(
         f"{size}: {_milliseconds(seconds, costs.step_error.get(size, 0.0))}" for size, seconds in costs.step.items()
     )
     level = _milliseconds(costs.level, costs.level_error)
-    return f"milliseconds of a step by nodes, in {costs.rounds} rounds: {steps}; of drafting a level: {level}"
+    of = "1 sequence" if batch == 1 else f"{batch} sequences"
+    return f"milliseconds of a step of {of} by nodes, in {costs.rounds} rounds: {steps}; of drafting a level: {level}"
 
 
 def _milliseconds(seconds: float, error: float) -> str:
     return f"{1e3 * seconds:.3g} ± {1e3 * error:.1g}"
+
+
+def _numbers(given: str) -> list[int]:
+    """The numbers of sequences that --batch-sizes lists."""
+    try:
+        numbers = [int(number) for number in given.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ValueError(
+            f"--batch-sizes must be numbers of sequences with commas between them, as 1,4,16; got {given!r}"
+        )
+    return numbers
 
 
 def _read(file: Path) -> str:

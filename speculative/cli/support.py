@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -19,8 +20,10 @@ from rich.console import Console
 
 from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.kernels.native.library import library
+from heavypath.speculative.cli.ranks import rank_count, this_rank
 from heavypath.speculative.loading import Pair, find_folder, load_pair
 from heavypath.speculative.methods import METHODS, VERIFIERS, row_of
+from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.threads import Load, usable_cores
 
 KERNELS = ("tree_attention", "heavy_path_order", "gumbel_topk", "verify_tree", "commit", "compact_cache")
@@ -69,6 +72,10 @@ Stop = Annotated[
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Above 1, tokens of the text so far, prompt included, become less likely.")
 ]
+JsonSchema = Annotated[
+    Path | None, typer.Option(help="Write JSON of the schema in this file, without whitespace between its tokens.")
+]
+Regex = Annotated[str | None, typer.Option(help="Write what matches this regular expression from begin to end.")]
 Chat = Annotated[
     bool, typer.Option("--chat", help="The prompt is a user's message: put it into the tokenizer's chat template.")
 ]
@@ -127,7 +134,8 @@ def load(
         with progress("compiling kernels for this CPU, once"):
             library()
     with progress("loading the models"):
-        return load_pair(target, draft, dtype=None if dtype is None else getattr(torch, dtype), memory=memory)
+        precision = None if dtype is None else getattr(torch, dtype)
+        return load_pair(target, draft, dtype=precision, ranks=rank_count(), memory=memory)
 
 
 def say_if_busy() -> None:
@@ -172,11 +180,38 @@ def encode(pair: Pair, text: str, *, chat: bool = False) -> torch.Tensor:
     return ids.to(pair.target.device)
 
 
+def read_schema(file: Path | None, regex: str | None) -> str | None:
+    """The text of a file with a JSON schema, if one is given; before any model is loaded.
+
+    Raises OSError for a file that cannot be read, ValueError for one that is no JSON and for two grammars.
+    """
+    if file is not None and regex is not None:
+        raise ValueError("a text follows one grammar: give --json-schema or --regex")
+    if file is None:
+        return None
+    try:
+        text = file.read_text(encoding="utf-8")
+        json.loads(text)
+    except OSError as error:
+        raise OSError(f"cannot read the JSON schema in {str(file)!r}: {error.strerror}") from error
+    except ValueError as error:  # UnicodeError and JSONDecodeError are such
+        raise ValueError(f"--json-schema must be a file of JSON, got {str(file)!r}: {error}") from error
+    return text
+
+
+def grammar_of(schema: str | None, regex: str | None, pair: Pair) -> Grammar | None:
+    """The grammar that a command was given, if any; its texts end as those of the target do."""
+    ends = pair.eos_token_ids or None
+    if schema is not None:
+        return Grammar.json_schema(schema, pair.tokenizer, whitespace=False, eos_token_id=ends)
+    return None if regex is None else Grammar.regex(regex, pair.tokenizer, eos_token_id=ends)
+
+
 @contextmanager
 def progress(text: str) -> Iterator[Callable[[str], object]]:
     """A status line on standard error while the block runs, if that is a terminal."""
     console = Console(stderr=True)
-    if console.is_terminal:
+    if console.is_terminal and this_rank() == 0:
         with console.status(text) as status:
             yield status.update
     else:

@@ -84,12 +84,12 @@ def grow_tree(
     rules: Rules,
     lap: Lap,
 ) -> Drafted:
-    """Grow a tree for each sequence: of growth.size nodes on a GPU; on a CPU of as many as the largest one has.
+    """Grow a tree for each sequence: of growth.size nodes on a GPU or by ranks; else of as many as the largest one has.
 
     root_rows: LongTensor[B], the roots' noise rows; slot s of a tree has its root's row + s
     """
     batch, device = len(state.root), state.root.device
-    can_trim = host_can_read(device)
+    can_trim = reach.trims and host_can_read(device)
     filters = rules.draft_filters if growth.by == "beam" else rules.drawing_filters
     roots = Roots(state.root, state.lengths, root_rows, state.left)
     slots = Slots.room_for(batch, growth.slots, device)

@@ -7,6 +7,7 @@ it did is discarded. Sequences that go on take the slots of those that have ende
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.ranks.agreement import Agreement, decided, holding
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +45,37 @@ def checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -
     return streamers
 
 
-class Replan(Protocol):
-    """Chooses what the next steps draft, by what steps before them have counted.
+def begin_alike(
+    plan: StepPlan, request: Request, streamers: list[Streamer], trace: str | Path | None
+) -> tuple[list[Streamer], str | Path | None]:
+    """Begin a text, which all ranks must begin alike: give streamers their prompts. This rank's streamers and trace.
 
-    every: steps between two choices
+    Raises RankMismatchError for ranks that were asked for something else.
+    """
+    if plan.agreement is not None:
+        plan.agreement.begin_text(request.to_compare() | {"tree": (plan.tree, plan.others)}, plan.target)
+        streamers, trace = plan.agreement.of_first(streamers, trace)
+    with holding(plan.agreement):
+        for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
+            each.put(prompt[None, :length].cpu())
+    return streamers, trace
+
+
+class Replan(Protocol):
+    """Chooses what the next steps draft, by how many sequences run and by what steps before them have counted.
+
+    every:        steps between two choices
+    reads_counts: whether it is given the counts
     """
 
     every: int
+    reads_counts: bool
 
-    def __call__(self, counts: Tensor) -> StepPlan:
-        """The plan of the next steps; counts: LongTensor[2, any] on the host, as `commit` has them."""
+    def __call__(self, counts: Tensor | None, running: int) -> StepPlan:
+        """The plan of the next steps.
+
+        counts: LongTensor[2, any] on the host, as `commit` has them; running: sequences that a step is to compute
+        """
         ...
 
 
@@ -82,13 +105,15 @@ def decode(
     observers: called after each step; the host then waits for every step
     replan: chooses the plan of later steps, among those whose trees `plan` names; None for the same plan throughout
 
-    Raises ValueError for logits that are no distribution.
+    Raises ValueError for logits that are no distribution. With ranks, only rank 0 has streamers; all of them raise
+    RankMismatchError after the step in which they differ, and what one of them is to raise, see `Agreement.hold`.
     """
+    agreement = plan.agreement
     state, batch = workspace.state, len(request.prompt)
     on_host = host_can_read(state.numbers.device)
-    watched = request.stopping is not None or len(observers) > 0
+    watched = request.stopping is not None or request.processors is not None or len(observers) > 0
     looked_at = [state.numbers]
-    looked_at += [state.counts] if replan is not None else []
+    looked_at += [state.counts] if replan is not None and replan.reads_counts else []
     looked_at += [state.output[:batch]] if streamers else []
     snapshots = Snapshots[int](looked_at, late=not on_host and not watched)
     ended: dict[int, _Ended] = {}
@@ -99,58 +124,93 @@ def decode(
     seen = 0  # steps whose outcome the host knows
     while True:
         before = replace(state, numbers=state.numbers.clone()) if observers else state
+        if agreement is not None:
+            agreement.tell()
         stepped = runner.run(plan, workspace, slots=len(members), levels=most_left - 1, longest=longest, lap=stats.lap)
         snapshot = snapshots.take(len(members))
         if snapshot is None:
             continue
         (numbers, *further), slots = snapshot
         table = numbers[:, :slots].tolist()
+        _check(table, ended, agreement, seen + 1)
+        going_on = [member for member in table[StateField.MEMBER] if member not in ended]
+        ends = _ends(request, state, table, going_on, asked, agreement)
         longest, most_left = max(table[StateField.LENGTHS]), 0
         for slot, member in enumerate(table[StateField.MEMBER]):
             if member in ended:
                 continue
-            length, produced, left = (
-                table[field][slot] for field in (StateField.LENGTHS, StateField.PRODUCED, StateField.LEFT)
-            )
-            if left < 0:
-                raise ValueError(
-                    f"the target's logits hold NaN or +inf, or nothing but -inf, within a step after position {length} "
-                    f"of sequence {member}"
-                )
-            if request.stopping is not None:
-                kept = request.stopping.kept(member, state.output[member, :produced], asked[member])
-                asked[member] = produced
-                if kept is not None:
-                    produced, left = kept, 0
-                    state.produced[slot], state.left[slot] = produced, left
+            produced, left = table[StateField.PRODUCED][slot], table[StateField.LEFT][slot]
+            asked[member] = produced
+            if member in ends:
+                produced, left = ends[member], 0
+                state.produced[slot], state.left[slot] = produced, left
             if left == 0:
                 ended[member] = _Ended(produced, table[StateField.STEPS][slot], table[StateField.NODES][slot])
             most_left = max(most_left, left)
             if streamers:
-                streamers[member].put(further[-1][member, streamed[member] : produced].clone())
-                streamed[member] = produced
-                if left == 0:
-                    streamers[member].end()
+                with holding(agreement):
+                    streamers[member].put(further[-1][member, streamed[member] : produced].clone())
+                    streamed[member] = produced
+                    if left == 0:
+                        streamers[member].end()
         for observe in observers:
-            observe(stepped, before.first(slots), state)
+            with holding(agreement):
+                observe(stepped, before.first(slots), state)
             stats.lap("trace")
         if len(ended) == batch:
             break
         seen += 1
-        if replan is not None and seen % replan.every == 0:
-            before_choice, plan = plan, replan(further[0])
-            if plan.tree != before_choice.tree:
-                stats.replans.append((seen, f"{len(plan.tree)} nodes, {plan.tree.depth} levels"))
         running = batch - len(ended)
         close_up(workspace, members, ended, running if on_host else 1 << (running - 1).bit_length())
+        if replan is not None and seen % replan.every == 0:
+            before_choice, plan = plan, replan(further[0] if replan.reads_counts else None, len(members))
+            if plan.tree != before_choice.tree:
+                stats.replans.append((seen, f"{len(plan.tree)} nodes, {plan.tree.depth} levels"))
+                workspace.turn(request, before_choice, plan, len(members))
         stats.lap("host")
 
+    if agreement is not None:
+        agreement.end()
     counts = torch.tensor([ended[member] for member in range(batch)])  # [B, 3]
     tokens_of, steps_of, nodes_of = counts.unbind(1)
     stats.end(state.counts, tokens_of.clone(), steps_of.clone(), int(nodes_of.sum()))
     new = state.output[:batch, : int(tokens_of.max())]
     column = torch.arange(new.shape[1])
     return new.where((column < tokens_of[:, None]).to(new.device), request.pad)
+
+
+def _check(table: list[list[int]], ended: dict[int, _Ended], agreement: Agreement | None, step: int) -> None:
+    """Raise what a step has left in the state of a sequence that went on. table: of each `StateField` and slot."""
+    for slot, member in enumerate(table[StateField.MEMBER]):
+        left = table[StateField.LEFT][slot]
+        if left >= 0 or member in ended:
+            continue
+        problem = None if agreement is None else agreement.error(left, step)
+        raise problem or ValueError(
+            "the target's logits hold NaN or +inf, or nothing but -inf, within a step after position "
+            f"{table[StateField.LENGTHS][slot]} of sequence {member}"
+        )
+
+
+def _ends(
+    request: Request,
+    state: Sequences,
+    table: list[list[int]],
+    going_on: list[int],
+    asked: list[int],
+    agreement: Agreement | None,
+) -> dict[int, int]:
+    """With how many of its new tokens each sequence ends that its stopping criteria, which rank 0 asks, end now."""
+    stopping = request.stopping
+    if stopping is None:
+        return {}
+    produced = dict(zip(table[StateField.MEMBER], table[StateField.PRODUCED], strict=True))
+
+    def ask() -> dict[int, int]:
+        kept = {each: stopping.kept(each, state.output[each, : produced[each]], asked[each]) for each in going_on}
+        return {member: count for member, count in kept.items() if count is not None}
+
+    return decided(agreement, ask)
 
 
 def close_up(workspace: Workspace, members: list[int], ended: dict[int, _Ended], slots: int) -> None:

@@ -16,6 +16,8 @@ from heavypath.speculative.decoding.stopping import Stopping
 from heavypath.speculative.drafts import Drafting
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.processors.kinds import Processor
+from heavypath.speculative.processors.settings import GivenProcessors, Penalties, Texts, chain_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Request:
     stops:        LongTensor[any], end-of-sequence tokens
     pad:          the token that follows them
     processing:   what is done to the target's logits before the filters; None for nothing
+    processors:   logits processors of each sequence, for target and draft, before the filters; None for none at all
+    input_ids:    LongTensor[B, T], the prompts as they were given, which processors are shown
     stopping:     what else ends a sequence; None for nothing
     past:         cached texts that prompts may have prefixes in common with; None for none
     """
@@ -63,8 +67,24 @@ class Request:
     stops: Tensor
     pad: int
     processing: Processing | None
+    processors: list[list[Processor]] | None
+    input_ids: Tensor
     stopping: Stopping | None
     past: TextCache | None
+
+    def to_compare(self) -> dict[str, object]:
+        """What all ranks of a generation must have alike, by name."""
+        return {
+            "prompt": self.prompt,
+            "lengths of prompts": self.lengths,
+            "max_new_tokens": self.max_new_tokens,
+            "sampling": (self.filters, self.processing),
+            "seed": self.seed,
+            "sequence_ids": self.sequence_ids,
+            "eos_token_id": self.stops,
+            "stopping criteria": self.stopping is None,
+            "past": None if self.past is None else self.past.tokens,
+        }
 
 
 def checked_request(
@@ -76,6 +96,7 @@ def checked_request(
     filters: Filters,
     seed: int,
     repetition_penalty: float,
+    processors: GivenProcessors,
 ) -> Request:
     """The request, or a ValueError that says what was given and what is expected."""
     filters.check()
@@ -93,17 +114,29 @@ def checked_request(
     batch, width = input_ids.shape
     if ending.criteria and batch > 1 and not eos and ending.pad_token_id is None:
         raise ValueError("sequences of a batch that stop early need pad_token_id or eos_token_id, got neither")
+    processing = _processing(repetition_penalty, ending.min_new_tokens, max_new_tokens, bool(eos))
+    penalties = Penalties()
+    if processing is not None:
+        penalties = Penalties(processing.repetition_penalty, processing.min_new_tokens)
+    chain = chain_of(
+        processors,
+        Texts(input_ids, lengths, max_new_tokens, eos, target.vocab_size),
+        penalties,
+        filters,
+    )
     columns = torch.arange(int(lengths.max()), device=input_ids.device) + (width - lengths)[:, None]
     return Request(
         prompt=input_ids.gather(1, columns.clamp(max=width - 1)),
         lengths=lengths,
         max_new_tokens=max_new_tokens,
-        filters=filters,
+        filters=chain.filters,
         seed=seed,
         sequence_ids=_checked_sequence_ids(prompts.sequence_ids, batch, input_ids.device),
         stops=torch.tensor(eos, dtype=torch.long, device=input_ids.device),
         pad=pad,
-        processing=_processing(repetition_penalty, ending.min_new_tokens, max_new_tokens, bool(eos)),
+        processing=processing if chain.lists is None else None,
+        processors=chain.lists,
+        input_ids=input_ids,
         stopping=Stopping(input_ids, ending.criteria) if ending.criteria else None,
         past=prompts.past,
     )

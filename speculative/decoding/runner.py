@@ -16,6 +16,7 @@ from heavypath.kernels.compiling import compile_all, uncompiled_launches
 from heavypath.kernels.native.recording import do, recorded
 from heavypath.speculative.decoding.drafted import Lap
 from heavypath.speculative.decoding.graphs import Graphs
+from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Recorded, Size, Workspace, tree_rows
@@ -23,6 +24,7 @@ from heavypath.speculative.drafts import OwnDraft, leaves_of, models_of
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +102,14 @@ class StepRunner:
         state, target_cache, draft_cache = workspace.first(slots)
         if host_can_read(plan.target.device):
             step = self._step(plan, min(plan.tree.depth, levels))
+            if workspace.processors is not None:
+                return step(state, target_cache, draft_cache, longest, lap, workspace.processors)
             known = workspace.recordings.get((step, slots))
             if known is not None:
                 known.recording.replay()
                 return known.result
-            if levels < plan.tree.depth or (step, slots) in workspace.recordings:
-                # A cut tree is drafted once at most, and some steps cannot be replayed.
+            if levels < plan.tree.depth or (step, slots) in workspace.recordings or plan.agreement is not None:
+                # A cut tree is drafted once at most, and some steps cannot be replayed, as those with collectives.
                 return step(state, target_cache, draft_cache, longest, lap)
             with recorded() as recording:
                 stepped = step(state, target_cache, draft_cache, longest, lambda phase: do(partial(lap, phase)))
@@ -115,8 +119,8 @@ class StepRunner:
             return stepped
         # To know the lengths the host would have to wait for the GPU. Besides, one graph is to serve all steps.
         step = self._step(plan, plan.tree.depth)
-        if workspace.graphs is None:
-            return step(state, target_cache, draft_cache, _most_visible(plan, workspace), lap)
+        if workspace.graphs is None or workspace.processors is not None:  # processors ask the host
+            return step(state, target_cache, draft_cache, _most_visible(plan, workspace), lap, workspace.processors)
         graph, launch = workspace.graphs.of((step, slots)), self._launch(plan, workspace, slots)
         if graph.is_warm and not graph.is_captured and not graph.fails:
             logger.debug("capturing a CUDA graph: %d slots, a tree of %d nodes", slots, len(plan.tree))
@@ -133,27 +137,36 @@ class StepRunner:
         lap("step")
         return stepped
 
-    def warm_up(self, plan: StepPlan, workspace: Workspace, batch: int, longest: int) -> None:
-        """Compile and capture the steps of a plan for a batch, and for all sizes that it may close up to."""
-        smaller = [1 << power for power in reversed(range((batch - 1).bit_length()))]
-        for each in plan.each():
-            self.compile(each, workspace, batch)
-            for slots in (batch, *smaller) * 2:  # a step is run once before it is captured
-                self.run(each, workspace, slots=slots, levels=each.tree.depth, longest=longest, lap=_no_lap)
-
     def compile(self, plan: StepPlan, workspace: Workspace, slots: int) -> None:
         """Compile what a step launches, side by side, before it first runs; nothing where steps are not captured.
 
         A capture tells what would be launched, and nothing runs in it. It ends where rows of a cache are first moved:
         the few kernels behind that are compiled when they are launched. Code that is not ours may keep what its first
-        call computes, so that its first call must not be a captured one: with such models nothing is done here.
+        call computes, so that its first call must not be a captured one: with such models nothing is done here. Nor
+        with ranks, whose first collective makes their connections.
         """
-        if workspace.graphs is None or _has_foreign_code(plan):
+        if workspace.graphs is None or plan.agreement is not None or _has_foreign_code(plan):
             return
         with uncompiled_launches() as compilations:
             workspace.graphs.try_out(self._launch(plan, workspace, slots))
         logger.debug("compiling %d kernels", len(compilations))
         compile_all(compilations, plan.target.device)
+
+    def warm_up(
+        self, plan: StepPlan, workspace: Workspace, batch: int, longest: int,
+        tree_of: Callable[[int], TokenTree | Growth] | None,
+    ) -> None:  # fmt: skip
+        """Run each step that a batch may take, twice: a step is run once before it is captured.
+
+        longest: as of `run`; tree_of: the tree of so many sequences; None where a batch may take any of the plan's
+        """
+        sizes = [batch, *(1 << power for power in reversed(range((batch - 1).bit_length())))]
+        for each in plan.each():
+            own = [size for size in sizes if tree_of is None or tree_of(size) == each.tree]
+            if own:
+                self.compile(each, workspace, own[0])
+            for slots in own * 2:
+                self.run(each, workspace, slots=slots, levels=each.tree.depth, longest=longest, lap=_no_lap)
 
     def _launch(self, plan: StepPlan, workspace: Workspace, slots: int) -> Callable[[], Stepped]:
         """What a graph of a step is captured of; one graph serves texts of all lengths."""

@@ -14,7 +14,9 @@ ENOUGH_STEPS = 32  # to tell whether a draft pays
 LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
 LEAST_WAITING = 0.1  # of the time: a streamed target that waits less for its weights has a larger tree than is free
 MOST_REPLANS = 5  # that the table shows
-PHASES = ("prefill", "draft", "sampling", "target", "verification", "compaction", "step", "host", "trace")
+PHASES = (
+    "prefill", "draft", "sampling", "target", "processing", "verification", "compaction", "step", "host", "trace",
+)  # fmt: skip
 
 
 @dataclass
@@ -23,14 +25,14 @@ class Statistics:
 
     depth, branching: levels of the largest tree drafted, and the most children of a node
     tree:          its size in words, and what it was chosen by
-    replans:       with replan=True, after which step the tree changed, and to what
+    replans:       after which step the tree changed, and to what: with replan=True, or because fewer sequences ran
     law_changed_by: what gave the text another law than the target's, such as typical acceptance; "" for nothing
     verification:  what verified: `method` of `verify_tree`, "typical", or "own" for a verifier of the user's own
     steps:         target forwards over a tree; the prompt's forward pass does not count
     new_tokens:    tokens generated, end-of-sequence tokens included, padding not
     seconds:       wall time by phase. "prefill"; "draft", its forward passes; "sampling" of its tokens; "target", its
-                   forward pass; "verification"; "compaction" of the caches, and commit; "trace"; "host", the rest.
-                   Where steps are CUDA graphs, "step" stands for all that they do
+                   forward pass; "processing", logits processors on both; "verification"; "compaction" of the caches,
+                   and commit; "trace"; "host", the rest. Where steps are CUDA graphs, "step" stands for all they do
     total_seconds: wall time of the whole call
     nodes:         nodes that the target scored, roots and absent ones included
     cache_bytes:   of the target's and the draft's caches

@@ -27,13 +27,16 @@ from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.kinds import extra_nodes_of, law_count, taps_of
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
+from heavypath.speculative.processors.draft import ProcessedDraft
+from heavypath.speculative.processors.texts import BatchProcessors, StepProcessors, drafted_paths
+from heavypath.speculative.ranks.agreement import Agreement
 from heavypath.speculative.trees.tree import TokenTree
 
 
 class Stepped(NamedTuple):
     """What a step did: the trees, the target's logits after their nodes, and what was accepted of them.
 
-    raw_logits, logits: [B, N, V], as the model gave them, in its own dtype, and after `rules.processing`
+    raw_logits, logits: [B, N, V], as the model gave them, in its own dtype, and after `rules.processing` or processors
     """
 
     drafted: Drafted
@@ -48,6 +51,7 @@ class StepPlan:
 
     tree:   what the next steps draft
     others: what other steps of the same texts may draft
+    agreement: by which ranks that decode together agree; None for one process
     """
 
     target: Forward
@@ -55,10 +59,16 @@ class StepPlan:
     tree: TokenTree | Growth
     rules: Rules
     others: tuple[TokenTree | Growth, ...] = ()
+    agreement: Agreement | None = None
 
     def each(self) -> "list[StepPlan]":
         """The plan with each of its trees, this one's first."""
         return [replace(self, tree=tree) for tree in dict.fromkeys((self.tree, *self.others))]
+
+    @property
+    def drafts_always(self) -> bool:
+        """Whether each of the trees has drafted nodes."""
+        return min(len(tree) for tree in (self.tree, *self.others)) > 1
 
     @property
     def depth(self) -> int:
@@ -83,6 +93,7 @@ class Step:
     tree:      the static tree that is drafted, or how trees grow; near the end of a text only its top levels
     branching: the most children that a node has in any tree of the text, which is how `commit` numbers its counts
     most_levels: that any step of the text drafts
+    agreement: by which ranks agree after the step; None for one process
     """
 
     target: Forward
@@ -91,6 +102,7 @@ class Step:
     branching: int
     most_levels: int
     rules: Rules
+    agreement: Agreement | None = None
 
     @property
     def depth(self) -> int:
@@ -98,12 +110,26 @@ class Step:
         return self.tree.depth if isinstance(self.tree, Growth) else len(self.tree.levels)
 
     def __call__(
-        self, state: Sequences, target_cache: KeyValueCache, draft_cache: RowCache | None, visible_rows: int, lap: Lap
+        self,
+        state: Sequences,
+        target_cache: KeyValueCache,
+        draft_cache: RowCache | None,
+        visible_rows: int,
+        lap: Lap,
+        processors: BatchProcessors | None = None,
     ) -> Stepped:
-        """Run one step. visible_rows: cache rows that hold the longest prefix, or more."""
-        drafted = self._drafted(state, draft_cache, Reach(visible_rows, self.most_levels + 1), lap)
+        """Run one step. visible_rows: cache rows that hold the longest prefix, or more.
+
+        processors: what else is done to the logits of both models; it asks the host
+        """
+        asked = None
+        if processors is not None:
+            asked = processors.step(state.member, state.produced, state.left, state.output)
+            lap("processing")
+        reach = Reach(visible_rows, self.most_levels + 1, trims=self.agreement is None)
+        drafted = self._drafted(state, draft_cache, reach, lap, asked)
         lengths, nodes = state.lengths, drafted.tokens.shape[1]
-        # A step that drafts nothing is the last one of all texts.
+        # A step that drafts nothing is the last one of all texts, or its draft has no nodes of its own.
         extra = extra_nodes_of(self.draft, draft_cache, state.root, lengths) if self.depth else None
         given = given_to_target(drafted, extra, lengths)
         rows = visible_rows + given.tokens.shape[1]
@@ -120,11 +146,16 @@ class Step:
         lap("target")
         if self.rules.processing is not None:
             logits = self.rules.processing(logits, drafted, state)
+        if asked is not None:
+            logits = asked.of_target(logits, drafted_paths(drafted.tokens, drafted.parents))
+            lap("processing")
         if self.rules.by_sequence:
             logits = sequence_scores(logits, state.settings[:, 0])
         drafted_nodes = Nodes(drafted.tokens, drafted.parents, drafted.ranks)
         noise = Noise(state.seed, drafted.noise_rows)
         verified = self.rules.verify(drafted_nodes, logits, drafted.drawn_from, min(self.depth, nodes - 1), noise)
+        if asked is not None:
+            asked.check_reached(verified)
         lap("verification")
         if extra is not None:
             extra.read(every[:, nodes:], verified.length)
@@ -133,17 +164,22 @@ class Step:
             draft_cache.accept(verified.path, verified.length, lengths, drafted.draft_rows)
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
         commit(written, drafted_nodes, drafted.depths, verified, self.branching)
+        if self.agreement is not None:
+            self.agreement.check([drafted.to_compare(), [every], verified], state.left)
         lap("compaction")
         return Stepped(drafted, raw_logits, logits, verified)
 
-    def _drafted(self, state: Sequences, cache: RowCache | None, reach: Reach, lap: Lap) -> Drafted:
+    def _drafted(
+        self, state: Sequences, cache: RowCache | None, reach: Reach, lap: Lap, asked: StepProcessors | None
+    ) -> Drafted:
         """The tree that each sequence drafts."""
         roots = root_rows(state.noise, state.lengths)
+        draft = self.draft if self.draft is None or asked is None else ProcessedDraft(self.draft, asked, lap)
         if isinstance(self.tree, Growth):
-            assert self.draft is not None
+            assert draft is not None
             assert cache is not None
             return grow_tree(
-                self.draft,
+                draft,
                 cache,
                 self.tree,
                 state,
@@ -154,10 +190,10 @@ class Step:
             )
         races = self.rules.verification == "race"
         noise_rows = race_rows(roots, self.tree.every.depths) if races else node_rows(roots, self.tree.whole_numbers)
-        if self.draft is None or cache is None or not self.tree.levels:
+        if draft is None or cache is None or not self.tree.levels:
             return root_alone(state, noise_rows, self.tree)
         return draft_tree(
-            self.draft,
+            draft,
             cache,
             self.tree,
             state,
@@ -183,4 +219,5 @@ def new_step(plan: StepPlan, depth: int) -> Step:
         branching=plan.branching,
         most_levels=plan.depth,
         rules=plan.rules,
+        agreement=plan.agreement,
     )

@@ -22,6 +22,7 @@ from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
+from heavypath.speculative.processors.texts import BatchProcessors
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +88,13 @@ class Workspace:
     def __init__(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None):
         target, draft = plan.target, plan.draft
         self.size, self.graphs = size, graphs
+        self.processors: BatchProcessors | None = None  # of the generation that is under way
         self.recordings = dict[tuple[Step, int], Recorded | None]()  # on a CPU; None where a step has an obstacle
         if graphs is not None:
             self._home = torch.cuda.current_stream()
             self._left: Any = None  # the event at which the last generation ends
         self._target, self._draft = target, draft
+        self._behind = dict[int, int]()  # see `turn`
         self._views = dict[int, tuple[Sequences, KeyValueCache, RowCache | None]]()
         self.target_cache = target.new_cache(size.sequences, size.cache_rows)
         self.draft_cache = None if draft is None else draft.new_cache(size.sequences, size.cache_rows)
@@ -153,9 +156,15 @@ class Workspace:
             sequence_ids=request.sequence_ids,
             seed=request.seed,
         )
+        self.processors = None
+        if request.processors is not None:
+            self.processors, stops = BatchProcessors(), request.stops.tolist()
+            for member, own in enumerate(request.processors):
+                self.processors.begin(member, request.input_ids[member], own, stops, member)
         before_roots = request.prompt[:, :-1]
         batch, width = before_roots.shape
         draft = plan.draft
+        self._behind.clear()
         _, target_cache, draft_cache = self.first(batch)
         if draft_cache is not None:
             draft_cache.begin(request.lengths - 1)
@@ -183,29 +192,81 @@ class Workspace:
         for texts, starts in _pieces(before_roots, ends, cached, chunk):
             self._target.prefill(texts, target_cache, starts, taps)
             yield reused
+        cache: Any  # each part's own kind
         for (part, cache), have in zip(parts, in_parts, strict=True):
             if isinstance(part, ModelDraft | HeadDraft):
-                for texts, starts in _pieces(before_roots, ends, have, chunk):
+                # An entry of a head is made of two tokens: the last of a piece is the first of the next one, too.
+                for texts, starts in _pieces(before_roots, ends, have, chunk, shared=int(isinstance(part, HeadDraft))):
                     part.prefill(texts, cache, starts)
                     yield reused
             else:
                 part.prefill(before_roots, cache)
+        if draft is not None and plan.tree.depth == 0:
+            self._rest(batch)
         yield reused
+
+    def turn(self, request: Request, before: StepPlan, after: StepPlan, slots: int) -> None:
+        """Have the draft rest or catch up, between steps by one plan and steps by another; waits for the device.
+
+        A step that drafts nothing gives the draft nothing to read. So what it had read of each text is noted before the
+        first of such steps, and before the next one that drafts it reads what was written since, in one pass.
+
+        slots: the first of them, which go on
+        """
+        if before.tree.depth > 0 and after.tree.depth == 0:
+            self._rest(slots)
+        elif before.tree.depth == 0 and after.tree.depth > 0:
+            self._catch_up(request, after, slots)
+
+    def _rest(self, slots: int) -> None:
+        """Note how many rows the draft's cache has of the texts in the first slots.
+
+        It may lack an accepted leaf, the token before the root.
+        """
+        numbers = self.state.numbers[:, :slots].cpu()
+        lengths, members = numbers[[StateField.LENGTHS, StateField.MEMBER]].tolist()
+        self._behind |= {member: max(0, length - 1) for member, length in zip(members, lengths, strict=True)}
+
+    def _catch_up(self, request: Request, plan: StepPlan, slots: int) -> None:
+        """Give the draft the tokens before the roots in the first slots that it has not read."""
+        draft, (state, _, cache) = plan.draft, self.first(slots)
+        assert isinstance(draft, ModelDraft), "only a model may rest"
+        numbers = state.numbers.cpu()
+        members = numbers[StateField.MEMBER]
+        ends = self._text_lengths(request, numbers).tolist()
+        texts = self._texts(request)[members.to(request.prompt.device)]
+        have = [self._behind.pop(member) for member in members.tolist()]
+        for tokens, starts in _pieces(texts, ends, have, None):
+            draft.prefill(tokens, cache, starts)
+        logger.debug("the draft has caught up with %d texts", slots)
+
+    def _texts(self, request: Request) -> Tensor:
+        """The tokens of all texts so far, LongTensor[B, T + M]; what is behind a text's end is undefined."""
+        batch, width = request.prompt.shape
+        texts = pad(request.prompt, (0, self.state.output.shape[1]))
+        after = request.lengths[:, None] + torch.arange(texts.shape[1] - width, device=texts.device)
+        return texts.scatter(1, after, self.state.output[:batch])
+
+    def _text_lengths(self, request: Request, numbers: Tensor) -> Tensor:
+        """How many tokens are before the roots in some slots, LongTensor[b] on the CPU.
+
+        They are those of the target's cache; where a text has ended, more may have been accepted than it has tokens.
+
+        numbers: of these slots, on the CPU
+        """
+        prompts = request.lengths.cpu()[numbers[StateField.MEMBER]]
+        return numbers[StateField.LENGTHS].minimum(prompts + numbers[StateField.PRODUCED])
 
     def finish(self, request: Request, plan: StepPlan) -> TextCache:
         """The texts of a request that has been decoded, with their cache rows.
 
         With graphs another generation will use the same memory, so the rows are copied; without, this one was the last.
         """
-        batch, width = request.prompt.shape
         draft = plan.draft
-        numbers = self.state.numbers[:, :batch].cpu()
+        numbers = self.state.numbers[:, : len(request.prompt)].cpu()
         slots = numbers[StateField.MEMBER].argsort()
-        lengths, produced = numbers[[StateField.LENGTHS, StateField.PRODUCED]][:, slots]
-        lengths = lengths.minimum(request.lengths.cpu() + produced)  # more was accepted than a text has tokens
-        texts = pad(request.prompt, (0, self.state.output.shape[1]))
-        after = request.lengths[:, None] + torch.arange(texts.shape[1] - width, device=texts.device)
-        texts = texts.scatter(1, after, self.state.output[:batch])[:, : int(lengths.max())].cpu()
+        lengths = self._text_lengths(request, numbers)[slots]
+        texts = self._texts(request)[:, : int(lengths.max())].cpu()
         texts = texts.where(torch.arange(texts.shape[1]) < lengths[:, None], -1)
         models = [ModelRows(self._target, self._kept(self.target_cache, texts))]
         for part, cache in [] if draft is None or self.draft_cache is None else parts_of(draft, self.draft_cache):
@@ -216,6 +277,7 @@ class Workspace:
                 unsure = 2 + plan.depth * isinstance(draft, CompositeDraft)
                 if isinstance(model, TappedDraft):
                     unsure = model.unsure_rows(plan.depth)
+                unsure = max([unsure, *(int(lengths[member]) - rows for member, rows in self._behind.items())])
                 models.append(ModelRows(model, self._kept(cache, texts), unsure))
         return TextCache(texts, slots.tolist(), models)
 
@@ -253,15 +315,16 @@ def _starts(ends: list[int], cached: list[int]) -> list[int]:
 
 
 def _pieces(
-    tokens: Tensor, ends: list[int], cached: list[int], chunk: int | None
+    tokens: Tensor, ends: list[int], cached: list[int], chunk: int | None, shared: int = 0
 ) -> Iterator[tuple[Tensor, list[int]]]:
     """What is missing of texts LongTensor[B, T], which end at `ends` and of which `cached` tokens are cached.
 
-    Pieces of at most `chunk` tokens of each text, LongTensor[B, any], and where each of them begins.
+    Pieces of at most `chunk` tokens of each text and the first `shared` ones of the next piece, LongTensor[B, any], and
+    where each of them begins.
     """
     starts = _starts(ends, cached)
     width = max(end - have for end, have in zip(ends, cached, strict=True))
     first = torch.tensor(starts, device=tokens.device)[:, None]
     for begin in range(0, width, chunk or max(1, width)):
-        column = torch.arange(begin, min(width, begin + (chunk or width)), device=tokens.device)
+        column = torch.arange(begin, min(width, begin + (chunk or width) + shared), device=tokens.device)
         yield tokens.gather(1, first + column), [start + begin for start in starts]

@@ -23,6 +23,7 @@ class TappedDraft(ABC):
     """
 
     name = "draft"
+    ranks = None  # each rank has the whole module
     rope_limit: int | None = None
     has_dynamic_rope = False
     most_levels: int | None = None

@@ -6,7 +6,10 @@ kinds_of_draft:  what can draft: a model, the text itself, or the target's first
 own_draft:       a draft of one's own, a table of bigrams
 own_verifier:    a verification of one's own, in plain PyTorch
 own_method:      a method of one's own: a tree, how it is drawn, and a rule for one node
+constrained:     JSON of a schema, a pattern, and a rule for logits of one's own
 batch_streaming: several prompts at once, each streamed as it grows
+serving:         requests that come while others are decoded, in asyncio
+tensor_parallel: a target split over processes by torchrun
 chat:            a conversation with a model that has a chat template
 
 All of them run offline on a CPU with the shipped pair. Those that take models of one's own have `--models TARGET DRAFT`

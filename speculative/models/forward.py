@@ -19,6 +19,8 @@ from heavypath.kernels.attention.masks import attention_bias, interval_mask
 from heavypath.kernels.attention.prepared import first_row_seen, prepared_attention
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.structure import structure_of, weight_versions
+from heavypath.speculative.ranks.group import Ranks, ranks_of
+from heavypath.speculative.ranks.shards import check_heads, local_of
 from heavypath.speculative.streaming.layer_weights import stream_of, streamed
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
@@ -118,7 +120,7 @@ class Forward(ABC):
     rope_limit: where rotary embeddings of type longrope change their factors, for all tokens of a text, because the
                 text has more positions than this; None for other types. A text must lie on one side of it: `settled`.
                 (Those of type dynamic change them beyond max_positions, which no text reaches.)
-
+    ranks:      the processes that the weights are split over, all of which call it alike; None for one process
     stream:     what reads the weights of its layers when they are needed; None if they are all in memory
 
     Raises TypeError for a model without a language-model head. Raises ValueError for a model in training mode, without
@@ -135,14 +137,18 @@ class Forward(ABC):
         if model.training:
             raise ValueError(f"{name} is in training mode; call {name}.eval() first")
         devices = sorted({str(weight.device) for weight in model.parameters()})
-        if any(type(weight).__name__ == "DTensor" for weight in model.parameters()):
-            raise ValueError(f"{name} has weights that are spread over processes (DTensor), expected all in this one")
         if "meta" in devices:
             raise ValueError(f"{name} is on the meta device, it has no weights; load it first")
         if len(devices) > 1:
             spread = f"{name} must be on one device, got one spread over {', '.join(devices)}"
             raise ValueError(spread + "; load it with device_map={'': device}")
         check_no_autocast(model.device)
+        self.ranks: Ranks | None = ranks_of(model, name)
+        if self.ranks is not None:
+            check_heads(model, name, self.ranks)
+        self.stream = stream_of(model)
+        if self.ranks is not None and self.stream is not None:
+            raise ValueError(f"{name} is split over {self.ranks.count} processes and streamed; it can be one of these")
 
         self.name = name
         self.config: Any = model.config
@@ -157,10 +163,9 @@ class Forward(ABC):
             raise ValueError(f"{name}'s rotary embeddings must change at one length of the text, got {sorted(limits)}")
         self.rope_limit: int | None = limits.pop() if limits else None
         self.model = model
-        self.stream = stream_of(model)
         self.watch(model)
         self.embedding: nn.Embedding = model.get_input_embeddings()  # pyright: ignore[reportAttributeAccessIssue]
-        if not is_plain(self.embedding.weight):
+        if not is_plain(self.like):
             raise ValueError(f"{name} has a quantised token embedding; quantise its linear layers alone")
 
     def watch(self, model: nn.Module) -> None:
@@ -181,14 +186,19 @@ class Forward(ABC):
         return nullcontext() if self.stream is None else self.stream.alone
 
     @property
+    def like(self) -> Tensor:
+        """A tensor of the type and on the device of weights, activations and caches."""
+        return local_of(self.embedding.weight)
+
+    @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self.embedding.weight.device
+        return self.like.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the weights, the activations and the cache."""
-        return self.embedding.weight.dtype
+        return self.like.dtype
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters with their names."""
@@ -292,13 +302,14 @@ def check_no_autocast(device: torch.device) -> None:
 def check_finite(whose: str, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError if one of the weights, given with their names, is NaN or infinite; quantised ones may be."""
     for name, weight in weights:
-        if is_plain(weight) and not weight.sum(dtype=torch.float32).isfinite():
+        own = local_of(weight)
+        if is_plain(own) and not own.sum(dtype=torch.float32).isfinite():
             raise ValueError(f"{whose} has NaN or infinite weights in {name}")
 
 
 def is_plain(weight: Tensor) -> bool:
     """Whether a weight is an ordinary floating-point tensor; a quantised weight has a class or a dtype of its own."""
-    return type(weight) is nn.Parameter and weight.is_floating_point() and weight.dtype.itemsize > 1
+    return type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1
 
 
 def _ropes(parameters: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:

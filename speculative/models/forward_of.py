@@ -19,6 +19,7 @@ from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward, is_as_published, with_a_layer_of_each_kind
 from heavypath.speculative.models.probe import gap
 from heavypath.speculative.models.window_probe import check_windows
+from heavypath.speculative.ranks.shards import is_split, is_split_as_usual
 from heavypath.speculative.streaming.offloaded import streamed_if_offloaded
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
     if layers is not None:  # only ever a draft, whose logits may be any
         if kind not in MODEL_TYPES:
             raise ValueError(f"an early exit needs a target of type {', '.join(MODEL_TYPES)}; got {kind!r}")
+        if any(map(is_split, inner.modules())) and not is_split_as_usual(inner):
+            raise ValueError("an early exit needs a target that is whole, or split by its own tensor-parallel plan")
         forward = LlamaForward(inner, name, layers)
     elif is_as_published(inner) and _is_a_llama(with_a_layer_of_each_kind(inner), name):
         forward = LlamaForward(inner, name)

@@ -67,7 +67,7 @@ class TransformersForward(Forward):
         """An empty cache of `rows` rows for each of `batch` sequences."""
         heads, columns = self._heads_and_columns
         return KeyValueCache(
-            batch=batch, layers=self.layers, kv_heads=heads, rows=rows, head_dim=columns, like=self.embedding.weight
+            batch=batch, layers=self.layers, kv_heads=heads, rows=rows, head_dim=columns, like=self.like
         )
 
     def __call__(

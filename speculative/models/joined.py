@@ -23,6 +23,7 @@ from heavypath.kernels.implementation import choose_impl
 from heavypath.speculative.models.forward import is_plain
 from heavypath.speculative.models.linear import Products
 from heavypath.speculative.models.structure import has_hooks
+from heavypath.speculative.ranks.shards import local_of
 
 # What is joined now, by the identity of the first parameter: all forward passes of a model share it.
 _shared: weakref.WeakValueDictionary[int, "_Together"] = weakref.WeakValueDictionary()
@@ -33,7 +34,7 @@ class Joining:
     """Finds out which linear layers of a model can be joined: on a GPU, plain ones, whose weights nothing else uses."""
 
     def __init__(self, model: nn.Module):
-        self._uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+        self._uses = Counter(id(local_of(weight)) for _, weight in model.named_parameters(remove_duplicate=False))
 
     def products(self, layers: Sequence[nn.Module]) -> Products | None:
         """The products of linear layers with one input as one; None if they must stay apart."""

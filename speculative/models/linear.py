@@ -118,7 +118,7 @@ def are_plain(layers: Sequence[Any]) -> bool:
     plain = all(
         type(layer) is nn.Linear
         and not has_hooks(layer)
-        and type(layer.weight) is nn.Parameter  # torchao quantises the weight, not the module
+        and type(layer.weight) in (nn.Parameter, Tensor)  # torchao quantises the weight, not the module
         and layer.weight.is_cpu
         and layer.weight.dtype in TYPES
         for layer in layers

@@ -31,6 +31,18 @@ from heavypath.speculative.models.joined import Joining
 from heavypath.speculative.models.linear import Linears, Product, Products, each_alone
 from heavypath.speculative.models.native import native_pass
 from heavypath.speculative.models.structure import has_hooks
+from heavypath.speculative.ranks.group import Ranks
+from heavypath.speculative.ranks.shards import (
+    embedded,
+    is_split,
+    is_split_as_usual,
+    is_split_by_transformers,
+    joined,
+    local_of,
+    part_of,
+    parts_of,
+    summed,
+)
 from heavypath.speculative.streaming.layer_weights import streamed, weights_of
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -42,8 +54,8 @@ class _Layer:
 
     def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp
-        self.projections = attention.q_proj, attention.k_proj, attention.v_proj
-        self.gates = mlp.gate_proj, mlp.up_proj
+        self.projections = parts_of([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gates = parts_of([mlp.gate_proj, mlp.up_proj])
         self.mixing, self.last = attention.o_proj, mlp.down_proj
         self.weights = weights_of(layer)
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
@@ -59,19 +71,26 @@ class _Layer:
         """All linear layers."""
         return [*self.projections, self.mixing, *self.gates, self.last]
 
-    def look_up(self, one: Callable[[nn.Module], Product], together: Callable[[Sequence[nn.Module]], Products]) -> None:
+    def look_up(
+        self,
+        one: Callable[[nn.Module], Product],
+        together: Callable[[Sequence[nn.Module]], Products],
+        ranks: Ranks | None,
+    ) -> None:
         """Find the functions that PyTorch multiplies by."""
         self.project, self.gate_and_up = together(self.projections), together(self.gates)
-        self.mix, self.down = one(self.mixing), one(self.last)
+        self.mix, self.down = (summed(layer, one(part_of(layer)), ranks) for layer in (self.mixing, self.last))
 
 
 def is_as_published(model: PreTrainedModel) -> bool:
     """Whether a model is of one of the `MODEL_TYPES`, made of transformers' own modules, without any hook or patch.
 
-    `LlamaForward` does not call most of them, so what somebody put there would be left out.
+    `LlamaForward` does not call most of them, so what somebody put there would be left out. What transformers puts
+    there to split a model over ranks in its usual way is known.
     """
     kind = model.config.model_type
-    if kind not in MODEL_TYPES or any(map(has_hooks, model.modules())):
+    hooked = [module for module in model.modules() if has_hooks(module)] if kind in MODEL_TYPES else []
+    if kind not in MODEL_TYPES or not all(map(is_split_by_transformers, hooked)):
         return False
     try:
         inner: Any = model.model
@@ -83,7 +102,8 @@ def is_as_published(model: PreTrainedModel) -> bool:
     except AttributeError:
         return False
     home = f"transformers.models.{kind}.modeling_{kind}"
-    return all(type(module).__module__ == type(module).forward.__module__ == home for module in passed_by)
+    own = all(type(module).__module__ == type(module).forward.__module__ == home for module in passed_by)
+    return own and (not any(map(is_split, model.modules())) or is_split_as_usual(model))
 
 
 def with_a_layer_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
@@ -140,7 +160,7 @@ class LlamaForward(Forward):
         self.watch(model)  # as it is after weights were joined
         self.windows = {layer.window for layer in self._layers}
         self._head_dim: int = every[0].self_attn.head_dim
-        self._kv_heads: int = self.config.num_key_value_heads
+        self._kv_heads: int = self.config.num_key_value_heads // (1 if self.ranks is None else self.ranks.count)
         self._rotary = self._rotary_table(1)
 
     def _look_up(self) -> None:
@@ -149,14 +169,15 @@ class LlamaForward(Forward):
         self._layers = [_Layer(model.model.layers[index]) for index in self._indices]
         self._norm = norm_of(model.model.norm)
         # Weights that pass through memory are multiplied as they lie there.
-        copied = (weight for _, weight in self.weights()) if self.stream is None else ()
+        copied = (local_of(weight) for _, weight in self.weights()) if self.stream is None else ()
         linears = self._linears = Linears(self.name, copied)
         self._native = native_pass(self._layers, model, self._norm, linears, self.rope_limit)
         joining = Joining(model)
         one, apart = (linears.one, linears.together) if self._native is None else (_itself, each_alone)
         for layer in self._layers:
-            layer.look_up(one, lambda modules: joining.products(modules) or apart(modules))
-        self._head = one(model.lm_head)
+            layer.look_up(one, lambda modules: joining.products(modules) or apart(modules), self.ranks)
+        self._head = joined(model.lm_head, one(part_of(model.lm_head)), self.ranks)
+        self._embed = embedded(self.embedding, self.ranks)
 
     def is_current(self) -> bool:
         """Whether the model still consists of what it did, and copies of its weights are what these are now."""
@@ -177,7 +198,7 @@ class LlamaForward(Forward):
             kv_heads=self._kv_heads,
             rows=rows,
             head_dim=self._head_dim,
-            like=self.embedding.weight,
+            like=self.like,
             rotary=rotary,
         )
 
@@ -204,7 +225,7 @@ class LlamaForward(Forward):
             table = cache.rotary[(positions.amax(1, keepdim=True) >= self.rope_limit).long(), positions]
             turns = Turns(*table[:, :, :, None].unbind(2))  # [B, N, 1, D]
 
-        hidden, computed = self.embedding(tokens.flatten()), None
+        hidden, computed = self._embed(tokens.flatten()), None
         states: dict[int, Tensor] = {}
         with self.alone:
             for index, layer in enumerate(self._layers):
@@ -246,7 +267,7 @@ class LlamaForward(Forward):
 
     def _turns(self, positions: Tensor) -> Tensor:
         """The rotary table [N, 2, D] of LongTensor[N] as the positions of one text."""
-        return turns_of(self.model.model.rotary_emb, positions, self.embedding.weight)
+        return turns_of(self.model.model.rotary_emb, positions, self.like)
 
 
 def _itself(layer: Any) -> Product:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from heavypath.speculative.ranks.shards import local_of
 from heavypath.speculative.streaming.layer_weights import is_own
 
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of an adapter's layer in PEFT
@@ -104,9 +105,11 @@ def _buffers(own: dict[str, Any]) -> Iterator[Tensor]:
 
 def _place_of(tensor: Tensor) -> int:
     """What tells one tensor from another: its memory if it has one of its own, else the object."""
+    tensor = local_of(tensor)
     return tensor.data_ptr() if type(tensor) in (nn.Parameter, Tensor) else id(tensor)
 
 
 def version_of(tensor: Tensor) -> int:
     """A number that rises when a tensor is changed in place, unless through `.data` or in inference mode."""
+    tensor = local_of(tensor)
     return 0 if tensor.is_inference() else tensor._version

@@ -26,7 +26,7 @@ class Closed(RuntimeError):  # noqa: N818
     """The service takes no requests any more."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Arrival:
     """A request that was checked, of one sequence.
 
@@ -35,6 +35,8 @@ class Arrival:
     deadline:      by that clock; None for none
     submitted, began, first: when it came, when its prompt's turn came, and when it had its first tokens
     tokens, steps: new tokens and steps so far
+    stops:         tokens that end its text
+    processors:    of the logits after it
     """
 
     request: Request
@@ -51,7 +53,8 @@ class Arrival:
 
     def __post_init__(self) -> None:
         self.submitted = self.clock()
-        self._stops = frozenset(self.request.stops.tolist())
+        self.stops = frozenset(self.request.stops.tolist())
+        self.processors = self.request.processors[0] if self.request.processors else []
 
     @property
     def prompt_length(self) -> int:
@@ -80,7 +83,7 @@ class Arrival:
     def take(self, new: list[int]) -> Reason | None:
         """Take the tokens that a step brought, and pass them on; why the text ends with them, None if it goes on."""
         before = len(self.tokens)
-        end = next((place for place, token in enumerate(new, 1) if token in self._stops), None)
+        end = next((place for place, token in enumerate(new, 1) if token in self.stops), None)
         kept = new[:end]
         if self.request.stopping is not None:
             text = torch.tensor(self.tokens + kept, device=self.request.prompt.device)
@@ -150,7 +153,10 @@ class Arrivals:
     def interrupted(self) -> list[tuple[Arrival, Reason]]:
         """Those that are to end while they wait, which wait no more."""
         with self._changed:
-            found = [(each, reason) for each in self._waiting if (reason := each.interrupted()) is not None]
+            found: list[tuple[Arrival, Reason]] = []
+            for each in self._waiting:
+                if (reason := each.interrupted()) is not None:
+                    found.append((each, reason))
             for each, _ in found:
                 self._waiting.remove(each)
             return found

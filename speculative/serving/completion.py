@@ -70,9 +70,9 @@ class Completion:
                     await changed.wait()
 
     def __await__(self) -> Generator[Any, None, Completed]:
-        return self._ended().__await__()
+        return self._at_the_end().__await__()
 
-    async def _ended(self) -> Completed:
+    async def _at_the_end(self) -> Completed:
         async for _ in self:
             pass
         return self.result()

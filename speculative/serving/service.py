@@ -6,21 +6,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from heavypath.kernels.filtering import Filters
+from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.request import Prompts, Request
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.processors.settings import GivenProcessors
 from heavypath.speculative.serving.arrivals import Arrival, Arrivals, Closed, QueueFull
 from heavypath.speculative.serving.completion import Completion
 from heavypath.speculative.serving.progress import Reason
 from heavypath.speculative.serving.slots import Limits, Slots, serving_plan
+from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
@@ -68,20 +71,23 @@ class Service:
             for tokens in completion:
                 ...
 
-    Requests have prompts, sampling, lengths, stops and noise of their own. Up to `slots` are decoded in each step; up
-    to `queue` more wait, first come, first served. A prompt goes through the models in pieces of `prefill_tokens`,
-    between steps, so that no running request waits for more than one piece. All memory is taken at the beginning.
+    Requests have prompts, sampling, processors, lengths, stops and noise of their own. Up to `slots` are decoded in
+    each step; up to `queue` more wait, first come, first served. A prompt goes through the models in pieces of
+    `prefill_tokens`, between steps, so that no running request waits for more than one piece. All memory is taken at
+    the beginning.
 
     A request's text is the one that it has alone, whatever else runs (in float32; in 16 bits up to ties of rounding).
     With method "ersd", and for greedy text with any method, it is that of
     `decoder.generate(prompt, ..., seed=SERVICE_SEED, sequence_ids=torch.tensor([REQUEST_SEED]))`.
 
+    Trees follow the number of running requests where texts do not depend on them (ersd), and are the same elsewhere.
     An error while decoding ends the requests that it is about. `SpeculativeDecoder.serve` makes a service.
     """
 
     def __init__(
         self,
         plan: StepPlan,
+        tree_of: Callable[[int], TokenTree | Growth],
         checked: Callable[..., Request],
         draft_filters: Callable[[Filters], Filters],
         *,
@@ -89,20 +95,19 @@ class Service:
         seed: int,
         cuda_graphs: bool,
     ):
-        """plan: for temperature 1 without filters; checked: makes a request of prompts, of how they are sampled, by
-        name, and of keyword arguments for the rest, as `SpeculativeDecoder.generate` does.
+        """Begin to serve.
 
+        plan: for temperature 1 without filters; tree_of: one of its trees, for so many running requests
+        checked: makes a request of prompts, of how they are sampled, by name, and of keyword arguments for the rest, as
+            `SpeculativeDecoder.generate` does
         draft_filters: how the draft is sampled where the target is sampled so
         """
-        for name, value in limits._asdict().items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         self._checked, self._draft_filters, self._seed = checked, draft_filters, seed
         self.limits, self._device = limits, plan.target.device
         self._in_device = nullcontext if host_can_read(self._device) else lambda: torch.cuda.device(self._device)
         with torch.inference_mode(), self._in_device():
             plan = serving_plan(plan)
-            self._slots = Slots(plan, limits, cuda_graphs=cuda_graphs)
+            self._slots = Slots(plan, tree_of, limits, seed, cuda_graphs=cuda_graphs)
         self._arrivals = Arrivals(limits.queue)
         self._lock = threading.Lock()  # of the counts
         self._counts = ServiceStatistics(limits.slots, self._slots.cache_bytes)
@@ -122,10 +127,14 @@ class Service:
         top_p: float | None = None,
         min_p: float | None = None,
         seed: int | None = None,
+        repetition_penalty: float | None = None,
+        min_new_tokens: int | None = None,
         eos_token_id: int | Sequence[int] | Literal["model"] | None = "model",
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Sequence[StoppingCriteria] | None = None,
+        logits_processor: Sequence[Any] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
         deadline: float | None = None,
     ) -> Completion:
         """Take a request, from any thread, without waiting for anything.
@@ -161,6 +170,8 @@ class Service:
                 "top_k": top_k,
                 "top_p": top_p,
                 "min_p": min_p,
+                "repetition_penalty": repetition_penalty,
+                "min_new_tokens": min_new_tokens,
                 "eos_token_id": eos_token_id,
                 "stop_strings": stop_strings,
             },
@@ -168,6 +179,7 @@ class Service:
             seed=self._seed,
             tokenizer=tokenizer,
             stopping_criteria=stopping_criteria,
+            processors=GivenProcessors(logits_processor, prefix_allowed_tokens_fn, always=True),
         )
         now = time.monotonic()
         arrival = Arrival(
@@ -183,6 +195,11 @@ class Service:
             raise
         self._count(submitted=1, prompt_tokens=arrival.prompt_length)
         return Completion(arrival.progress, self._arrivals.wake)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: until it is closed, or has ended by an error."""
+        return self._arrivals.is_open
 
     def stats(self) -> ServiceStatistics:
         """What it does now, and what it has done so far."""
@@ -211,8 +228,8 @@ class Service:
 
     def _run(self) -> None:
         """What the thread does."""
-        try:
-            with torch.inference_mode(), self._in_device():
+        with torch.inference_mode(), self._in_device():  # also for what an error leaves behind: slots are emptied
+            try:
                 while self._is_busy() or self._arrivals.is_open:
                     if not self._is_busy():
                         self._arrivals.wait()
@@ -221,13 +238,13 @@ class Service:
                     self._admit()
                     self._advance()
                     self._count(seconds_busy=time.monotonic() - begin)
-        except BaseException as error:  # which is none of a request: nobody may wait for ever
-            logger.exception("serving has ended by an error")
-            self._arrivals.close()
-            self._end_all(error if isinstance(error, Exception) else RuntimeError("the service was stopped"))
-            raise
-        finally:
-            self._slots.free()
+            except BaseException as error:  # which is none of a request: nobody may wait for ever
+                logger.exception("serving has ended by an error")
+                self._arrivals.close()
+                self._end_all(error if isinstance(error, Exception) else RuntimeError("the service was stopped"))
+                raise
+            finally:
+                self._slots.free()
 
     def _is_busy(self) -> bool:
         return bool(self._slots.running) or self._entering is not None or len(self._arrivals) > 0
@@ -264,10 +281,9 @@ class Service:
             arrival, pieces = self._entering
             budget -= min(self._slots.limits.prefill_tokens, arrival.prompt_length)
             try:
-                next(pieces)
-            except StopIteration:
-                self._entering = None
-                self._slots.join(arrival)
+                if next(pieces, self) is self:
+                    self._entering = None
+                    self._slots.join(arrival)
             except Exception as error:
                 self._entering = None
                 self._end(arrival, error)

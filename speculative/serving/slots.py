@@ -7,7 +7,7 @@ A prompt goes through the models in an anteroom, the memory of one sequence, pie
 that run, so that none of these waits for more than one piece. Then its rows are copied into a slot.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,14 +15,18 @@ from torch import Tensor
 
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.native.sampling import seed_tensor
 from heavypath.speculative.decoding.graphs import Graphs
+from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.snapshots import Snapshots
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
 from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.processors.texts import BatchProcessors
 from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.progress import Reason
+from heavypath.speculative.trees.tree import TokenTree
 
 
 @dataclass(eq=False)
@@ -76,12 +80,28 @@ class Limits(NamedTuple):
     queue: int
     prefill_tokens: int
 
+    def check(self) -> "Limits":
+        """Raise ValueError for a number below 1; returns self."""
+        for name, value in self._asdict().items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        return self
+
 
 class Slots:
     """The memory and the state of the sequences that are decoded."""
 
-    def __init__(self, plan: StepPlan, limits: Limits, *, cuda_graphs: bool):
-        self.plan, self.limits = plan, limits
+    def __init__(
+        self,
+        plan: StepPlan,
+        tree_of: Callable[[int], TokenTree | Growth],
+        limits: Limits,
+        seed: int,
+        *,
+        cuda_graphs: bool,
+    ):
+        """tree_of: one of the plan's trees, for so many members; seed: of the noise."""
+        self.plan, self.limits, self._tree_of = plan, limits, tree_of
         count, max_tokens = limits.slots, limits.max_tokens
         device = plan.target.device
         self._on_host = host_can_read(device)
@@ -97,10 +117,14 @@ class Slots:
         self._workspace = Workspace(plan, size, Graphs(device) if cuda_graphs else None)
         self._anteroom = Workspace(plan, size._replace(sequences=1))
         self._state = self._workspace.state
+        self._state.seed.copy_(seed_tensor(seed))
         self.cache_bytes = self._workspace.cache_bytes + self._anteroom.cache_bytes
         self._snapshots = Snapshots[list[Member]]([self._state.numbers, self._state.output], late=not self._on_host)
+        self._processors = BatchProcessors()
         self.running: list[Member] = []  # in the first slots, in their order
         self._rows = list(range(count))  # of `output` that nobody has
+        if cuda_graphs:
+            self._runner.warm_up(plan, self._workspace, count, max_tokens, tree_of)
 
     @property
     def is_full(self) -> bool:
@@ -109,12 +133,16 @@ class Slots:
 
     def entering(self, arrival: Arrival) -> Iterator[None]:
         """Bring a request's prompt into the anteroom, a piece at a time; behind the last piece it may `join`."""
-        for _ in self._anteroom.beginning(arrival.request, self.plan, self.limits.prefill_tokens):
+        # Its end is found by `Arrival.take`: what ends one text does not end the others.
+        request = replace(arrival.request, stops=arrival.request.stops[:0], processors=None)
+        for _ in self._anteroom.beginning(request, self.plan, self.limits.prefill_tokens):
             yield
 
     def join(self, arrival: Arrival) -> None:
-        """Move the request that is in the anteroom into a slot."""
-        slot, member = len(self.running), Member(arrival, self._rows.pop())
+        """Move the request that is in the anteroom into a slot. Raises ValueError where its processors do not fit."""
+        slot, row, prompt = len(self.running), self._rows[-1], arrival.request.input_ids[0]
+        self._processors.begin(row, prompt, arrival.processors, arrival.stops, 0)
+        member = Member(arrival, self._rows.pop())
         self._workspace.receive(slot, self._anteroom, 0, arrival.prompt_length)
         self._state.numbers[StateField.MEMBER, slot] = member.row
         self._state.settings[slot] = arrival.settings()
@@ -166,11 +194,14 @@ class Slots:
     def _step(self, count: int) -> list[tuple[Member, Reason | Exception]]:
         members = self.running[:count]
         arrivals = [member.arrival for member in members]
+        asked = any(arrival.processors for arrival in arrivals)
+        self._workspace.processors = self._processors if asked else None
+        # On a GPU, where each number of slots is a graph, there are few numbers.
+        slots = count if self._on_host else min(self.limits.slots, 1 << (count - 1).bit_length())
         self._runner.run(
-            self.plan,
+            replace(self.plan, tree=self._tree_of(slots)),
             self._workspace,
-            # On a GPU, where each number of slots is a graph, there are few numbers.
-            slots=count if self._on_host else min(self.limits.slots, 1 << (count - 1).bit_length()),
+            slots=slots,
             levels=max(arrival.left for arrival in arrivals) - 1,
             longest=max(arrival.prompt_length + len(arrival.tokens) for arrival in arrivals),
             lap=_no_lap,

@@ -16,6 +16,7 @@ from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps, as_logits
+from heavypath.speculative.ranks.shards import joined, part_of
 
 
 class MedusaCache(RowCache):
@@ -64,6 +65,7 @@ class MedusaDraft(TappedDraft):
             )
         super().__init__(heads, target)
         self.heads, self.config, self.layers, self.most_levels = heads, config, config.layers, config.heads
+        self._lm_head = joined(self.target_lm_head, part_of(self.target_lm_head), target.ranks)
 
     def new_cache(self, batch: int, rows: int) -> MedusaCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
@@ -110,4 +112,4 @@ class MedusaDraft(TappedDraft):
         """
         before = cache.keys[torch.arange(len(lengths), device=lengths.device), 0, (lengths - 1).clamp(min=0)]
         before = before.masked_fill((lengths == 0)[:, None], 0)
-        cache.logits[:, :heads] = self.heads(before, self.target_lm_head, heads)
+        cache.logits[:, :heads] = self.heads(before, self._lm_head, heads)

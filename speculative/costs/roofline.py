@@ -7,7 +7,9 @@ other one by one:
     t(n) = hypot(bytes / bandwidth, 2 n parameters / peak) + layers * small kernels of a layer * the time of one
 
 A step adds the time of verifying, in which the logits of n nodes are read a few times, and of its own small kernels. A
-level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them.
+level costs the draft's t(nodes of a level), a draw from each node's logits, and the small kernels around them. Where B
+sequences are decoded together, all of these are over B times as many tokens. What attention reads of the caches is left
+out, in any batch: it is the same for trees of all sizes, and in long texts hides some of the products of larger ones.
 
 An estimate, and no measurement: so the tree follows from the models and the kind of GPU alone, and the same seed gives
 the same text on every run. `heavypath calibrate` measures.
@@ -19,9 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from heavypath.speculative.costs import Costs
+from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts import Drafting, MedusaDraft, TappedDraft
 from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.ranks.shards import part_owned
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # nodes of the trees whose costs are estimated
 LEVEL_NODES = 8  # that a level has, about
@@ -68,6 +71,7 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, model: Drafting) -> "Work":
         """That of a model's pass. Of the token embedding a few rows are read, unless it is the head's weight, too.
+        Of ranks that hold a model together each has its part; what they tell each other is not counted.
 
         Of Medusa heads a level takes one, and the step computes them side by side: no level has layers of its own.
         """
@@ -78,7 +82,8 @@ class Work(NamedTuple):
         head: Any = model.model.get_output_embeddings()
         own_head = getattr(head, "weight", None) is not model.embedding.weight
         passed = [weight for _, weight in model.weights() if not (own_head and weight is model.embedding.weight)]
-        weight_bytes, weights = sum(weight.nbytes for weight in passed), sum(weight.numel() for weight in passed)
+        weights = sum(weight.numel() * part_owned(weight) for weight in passed)
+        weight_bytes = sum(weight.nbytes * part_owned(weight) for weight in passed)
         every = model.config.get_text_config(decoder=True).num_hidden_layers
         share = model.layers / every  # of an early exit
         return cls(int(weight_bytes * share), int(weights * share), model.layers, model.dtype.itemsize)
@@ -91,14 +96,18 @@ class Work(NamedTuple):
 
 
 def estimated_costs(
-    target: Forward, drafting: Sequence[Drafting], device: Device, sizes: Sequence[int] = SIZES
+    target: Forward, drafting: Sequence[Drafting], device: Device, batch: int = 1, sizes: Sequence[int] = SIZES
 ) -> Costs:
-    """The costs of steps and levels. What drafts without a model costs nothing but the kernels of a level."""
+    """The costs of steps and levels. What drafts without a model costs nothing but the kernels of a level.
+
+    batch: sequences that are decoded together
+    """
     work = Work.of(target)
-    logits = target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read those of a node once
+    logits = batch * target.vocab_size * target.dtype.itemsize / device.bandwidth  # seconds to read a node's once
     step = {
-        size: work.seconds(size, device) + size * LOGIT_PASSES * logits + STEP_KERNELS * SMALL_KERNEL for size in sizes
+        size: work.seconds(batch * size, device) + size * LOGIT_PASSES * logits + STEP_KERNELS * SMALL_KERNEL
+        for size in sizes
     }
     level = LEVEL_KERNELS * SMALL_KERNEL + DRAW + LEVEL_NODES * logits
-    level += sum(Work.of(model).seconds(LEVEL_NODES, device) for model in drafting)
+    level += sum(Work.of(model).seconds(batch * LEVEL_NODES, device) for model in drafting)
     return Costs(step, level)

@@ -19,10 +19,10 @@ each other. One node alone is not part of the sequence: products with one row ha
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import median, quantiles
 from typing import NamedTuple
+
+from heavypath.speculative.costs.table import Costs
 
 AGREE = 0.03  # of a figure: when its standard error is below that, it is not timed further
 MOST = 0.2  # of a figure: with a standard error above that it is no measurement
@@ -39,41 +39,6 @@ class Timed(NamedTuple):
 
     step: float
     level: float | None = None
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds on the machine of the profile.
-
-    step:  {nodes of the tree: seconds of a step without its drafting}, which never fall; 1 node is plain decoding
-    level: seconds of drafting one level of a tree
-    step_error, level_error: how far these may be off, in seconds: the standard error, and what contradictions add.
-        Where nothing is said they are exact
-    rounds: in which sizes were timed
-    """
-
-    step: dict[int, float]
-    level: float
-    step_error: dict[int, float] = field(default_factory=dict)
-    level_error: float = 0.0
-    rounds: int = 0
-
-    def steps_of(self, sizes: Sequence[int]) -> dict[int, float]:
-        """{size: cost} in steps of plain decoding; on straight lines between the sizes that were measured."""
-        return {size: self._between(self.step, size) / self.step[1] for size in sizes if size <= max(self.step)}
-
-    def relative_error(self, size: int, depth: int) -> float:
-        """How far the cost of a step with a tree of so many nodes and levels may be off, as a share of that cost."""
-        error = math.hypot(self._between(self.step_error, size), depth * self.level_error)
-        return error / (self._between(self.step, size) + depth * self.level)
-
-    @staticmethod
-    def _between(figures: dict[int, float], size: int) -> float:
-        known = sorted(figures.items())
-        for (low, at_low), (high, at_high) in pairwise(known):
-            if low <= size <= high:
-                return at_low + (at_high - at_low) * (size - low) / (high - low)
-        return figures.get(size, 0.0)
 
 
 class Ratio(NamedTuple):
@@ -156,6 +121,7 @@ def time_costs(
     limit: float,
     clock: Callable[[], float],
     report: Callable[[str], object],
+    of: str = "",
 ) -> Costs:
     """Time trees in rounds until the figures that count agree, or the time is over.
 
@@ -163,6 +129,7 @@ def time_costs(
     sizes: nodes of the trees that may be timed. The rounds begin with a few small ones, of doubling sizes
     worth: which sizes are worth timing by what is known so far; those beyond the ones timed are reached by doubling
     limit: seconds by `clock`; looked at after each round, and a few rounds are always made
+    of: what is timed beside the trees, for reports and errors
 
     Raises ValueError if the figures still contradict each other at the end.
     """
@@ -177,7 +144,7 @@ def time_costs(
     left = ""
     while True:
         number += 1
-        report(f"timing trees of 1 to {max(active)} nodes, round {number}{left}")
+        report(f"timing trees of 1 to {max(active)} nodes{of}, round {number}{left}")
         turn = number % len(active)
         timings.rounds.append({size: visit(size, number) for size in active[turn:] + active[:turn]})
         known = timings.costs()
@@ -198,7 +165,12 @@ def time_costs(
         active = sorted({1} | keep)
         left = f", about {_seconds_left(timings, active, spent, limit):.0f} s left"
     costs = timings.costs(LEAST_ROUNDS)
-    _check(timings, costs, {size for size in costs.step if size <= max(wanted)}, spent)
+    _check(
+        timings,
+        costs,
+        {size for size in costs.step if size <= max(wanted)},
+        f"{of} in {number} rounds of {spent:.0f} s",
+    )
     return costs
 
 
@@ -220,8 +192,8 @@ def _seconds_left(timings: Timings, active: Sequence[int], spent: float, limit: 
     return max(0.0, min(limit - spent, needed * spent / rounds))
 
 
-def _check(timings: Timings, costs: Costs, sizes: set[int], spent: float) -> None:
-    """Raise ValueError if figures of these sizes are off by more than `MOST`."""
+def _check(timings: Timings, costs: Costs, sizes: set[int], how: str) -> None:
+    """Raise ValueError if figures of these sizes are off by more than `MOST`; how: they were timed, in words."""
     unit = costs.step[1]
 
     def share(size: int) -> float:
@@ -230,7 +202,7 @@ def _check(timings: Timings, costs: Costs, sizes: set[int], spent: float) -> Non
         return max(ratio.error / MOST, abs(ratio.value - fitted) / MOST_MOVED) / fitted
 
     worst = max(sizes - {1}, key=share, default=None)
-    rounds = f"in {len(timings.rounds)} rounds of {spent:.0f} s together"
+    rounds = f"{how} together".lstrip()
     advice = (
         "Nothing was written. Calibrate while the machine is idle, with fewer threads than it has free cores "
         "(OMP_NUM_THREADS=1 where one core is free), or for longer (limit=, --limit)"

@@ -1,0 +1,194 @@
+"""Requests that come as they like: how many are served a second, and how long each waits for its tokens.
+
+    python bench/serving.py [--requests 32] [--rate 1 --rate 4] [--slots 1 --slots 8] [--temperature 0.6] [--threads 2]
+                            [--http] [--json bench/results/serving-cpu.json] [--plot bench/results/serving.svg]
+
+Requests come by a Poisson process, at several rates, and all at once ("16 at once"). Each has one of the shipped
+prompts and 16 to 128 new tokens, with the same lengths and times for every way to serve them: heavypath's service by
+`ersd`, and by `autoregressive`, which has its compiled forward pass and drafts nothing; transformers' continuous
+batching; and its `generate`, one request after the other. All on the shipped pair, in this process, one way after the
+other; `--http` adds `heavypath serve` in a process of its own, with the client in this one.
+
+requests/s, tokens/s: from the first arrival to the last token; a rate above what a way can do lets its queue grow
+first token: from a request's arrival to its first token, waiting included; median and 99th percentile over requests
+between tokens: time since the tokens before, shared among those that come at a time; median and 99th percentile over
+all tokens (over HTTP by pieces of text)
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import PICTURE, argument_parser, environment, made, quiet_demo_pair, until_stopped, write_results
+from serving_ways import Ask, ContinuousBatching, Heavypath, OneByOne, OverHttp, Way
+
+from heavypath.speculative.demo import demo_prompts
+
+AT_ONCE = 16
+SHORTEST, LONGEST = 16, 128
+BLUE, GRAY, GREEN, ORANGE = "#2b6cb8", "#9aa1ab", "#0f7a57", "#a84e06"
+
+
+@dataclass
+class Timeline:
+    """When a request came and when its tokens did, in seconds of one clock."""
+
+    arrived: float
+    times: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    @property
+    def to_first(self) -> float:
+        return self.times[0] - self.arrived
+
+    @property
+    def gaps(self) -> list[float]:
+        """Of each token but the first ones."""
+        found = []
+        for before, now, count in zip(self.times, self.times[1:], self.counts[1:], strict=False):
+            found += count * [(now - before) / count]
+        return found
+
+
+def main() -> None:
+    parser = argument_parser(__doc__, plot=PICTURE)
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--rate", type=float, action="append", help="requests a second; repeat it for several")
+    parser.add_argument("--slots", type=int, action="append", help="of the service; repeat it for several")
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--http", action="store_true", help="also over HTTP")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rates, slots = arguments.rate or [1.0, 2.0, 4.0, 8.0], arguments.slots or [1, 2, 4, 8, 16, 32]
+    count, longest, at_once = arguments.requests, LONGEST, AT_ONCE
+    if arguments.miniature:
+        rates, slots, count, longest, at_once = [50.0], [2], 3, SHORTEST + 2, 3
+
+    tokenizer = quiet_demo_pair().tokenizer
+    prompts = [tokenizer(text)["input_ids"] for text in demo_prompts()]
+    loads = {f"{at_once} at once": asks(prompts, at_once, None, longest)}
+    loads |= {f"{rate:g}/s": asks(prompts, count, rate, longest) for rate in rates}
+    facts = environment("cpu") | {"requests": count, "at_once": at_once, "temperature": arguments.temperature}
+    rows: list[dict[str, Any]] = []
+    print(f"{'way':<34}{'load':>12}{'requests/s':>12}{'tokens/s':>10}{'first token, ms':>20}{'between, ms':>16}")
+    with until_stopped():
+        for name, make in ways(slots, arguments.temperature, http=arguments.http).items():
+            with make() as way, asyncio.Runner() as runner:
+                runner.run(served(way, loads[f"{at_once} at once"][:2]))  # what the first requests alone wait for
+                for load, each in loads.items():
+                    row = {"way": name, "load": load} | figures(runner.run(served(way, each)), each)
+                    rows.append(row)
+                    print(line(row), flush=True)
+                    write_results(arguments.json, facts, rows=rows)
+    if arguments.plot:
+        draw(rows, arguments.plot)
+
+
+def ways(slots: Sequence[int], temperature: float, *, http: bool) -> dict[str, Callable[[], Way]]:
+    """What is compared, by name."""
+    most = 8 if 8 in slots else max(slots)
+    found: dict[str, Callable[[], Way]] = {
+        f"heavypath ersd, {count} slot{'s' if count > 1 else ''}": lambda count=count: Heavypath(
+            "ersd", count, temperature
+        )
+        for count in slots
+    }
+    found[f"heavypath autoregressive, {most} slots"] = lambda: Heavypath("autoregressive", most, temperature)
+    if http:
+        found[f"heavypath serve, {most} slots"] = lambda: OverHttp("ersd", most, temperature)
+    found[f"transformers batching, {most} slots"] = lambda: ContinuousBatching(most, temperature)
+    found["transformers generate"] = lambda: OneByOne(temperature)
+    return found
+
+
+def asks(prompts: Sequence[list[int]], count: int, rate: float | None, longest: int) -> list[Ask]:
+    """Requests of mixed lengths, at a rate a second; None lets all come at once."""
+    chance, at, found = random.Random(0), 0.0, []
+    for number in range(count):
+        at += 0.0 if rate is None else chance.expovariate(rate)
+        found.append(Ask(prompts[number % len(prompts)], chance.randint(SHORTEST, longest), number, at))
+    return found
+
+
+async def served(way: Way, requests: Sequence[Ask]) -> list[Timeline]:
+    """Let the requests come at their times, and wait until all have been served."""
+    begin = time.perf_counter()
+
+    async def one(ask: Ask) -> Timeline:
+        await asyncio.sleep(max(0.0, begin + ask.at - time.perf_counter()))
+        timeline = Timeline(begin + ask.at)
+        async for count in way.tokens(ask):
+            timeline.times.append(time.perf_counter())
+            timeline.counts.append(count)
+        assert sum(timeline.counts) == ask.new_tokens or isinstance(way, OverHttp)  # which has pieces of several
+        return timeline
+
+    return await asyncio.gather(*map(one, requests))
+
+
+def figures(timelines: Sequence[Timeline], requests: Sequence[Ask]) -> dict[str, float]:
+    """What a load came to."""
+    seconds = max(each.times[-1] for each in timelines) - min(each.arrived for each in timelines)
+    first = [each.to_first for each in timelines]
+    gaps = [gap for each in timelines for gap in each.gaps]
+    return {
+        "requests_per_second": len(requests) / seconds,
+        "tokens_per_second": sum(ask.new_tokens for ask in requests) / seconds,
+        "first_p50_ms": 1e3 * quantile(first, 0.5),
+        "first_p99_ms": 1e3 * quantile(first, 0.99),
+        "between_p50_ms": 1e3 * quantile(gaps, 0.5),
+        "between_p99_ms": 1e3 * quantile(gaps, 0.99),
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that this share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def line(row: dict[str, Any]) -> str:
+    first, between = (f"{row[f'{name}_p50_ms']:.1f} / {row[f'{name}_p99_ms']:.1f}" for name in ("first", "between"))
+    rates = f"{row['requests_per_second']:12.2f}{row['tokens_per_second']:10.0f}"
+    return f"{row['way']:<34}{row['load']:>12}{rates}{first:>20}{between:>16}"
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Tokens/s where all come at once, and the time to the first token by load."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    bars, lines = figure.subplots(1, 2, width_ratios=[1, 1.2])
+    burst = [row for row in rows if row["load"].endswith("at once")][::-1]
+    colours = {"heavypath ersd": BLUE, "heavypath autoregressive": GREEN, "heavypath serve": ORANGE}
+
+    def colour(name: str) -> str:
+        return next((shade for begin, shade in colours.items() if name.startswith(begin)), GRAY)
+
+    bars.barh([row["way"] for row in burst], [row["tokens_per_second"] for row in burst])
+    for bar, row in zip(bars.patches, burst, strict=True):
+        bar.set_color(colour(row["way"]))
+    bars.set_xlabel(f"tokens/s, {burst[0]['load']}")
+    names = dict.fromkeys(row["way"] for row in rows)
+    for name in names:
+        if name.startswith("heavypath ersd") and not name.endswith(" 8 slots") and len(names) > 4:
+            continue
+        of_way = [row for row in rows if row["way"] == name and row["load"].endswith("/s")]
+        rates = [float(row["load"].removesuffix("/s")) for row in of_way]
+        style = "--" if name == "transformers generate" else "-"
+        lines.plot(rates, [row["first_p50_ms"] for row in of_way], style, marker="o", color=colour(name), label=name)
+    lines.set_xscale("log")
+    lines.set_yscale("log")
+    lines.set_xlabel("requests a second")
+    lines.set_ylabel("ms to the first token, median")
+    lines.legend(fontsize=8, frameon=False)
+    figure.savefig(made(path))
+
+
+if __name__ == "__main__":
+    main()

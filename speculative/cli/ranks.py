@@ -1,0 +1,54 @@
+"""`torchrun --nproc-per-node N -m heavypath.speculative generate ...`: the target split over N processes.
+
+Rank 0 reads the prompt and writes the text; the others write errors of their own alone.
+"""
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from heavypath.speculative.ranks.group import Ranks
+
+LIMIT = timedelta(minutes=10)  # how long a rank waits for another one; the others may still read their weights
+
+
+def rank_count() -> int:
+    """How many processes torchrun has started, 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def this_rank() -> int:
+    """Which of them this process is, from 0."""
+    return int(os.environ.get("RANK", "0")) if rank_count() > 1 else 0
+
+
+def check_command(name: str | None) -> None:
+    """Raise ValueError for a command that torchrun cannot start."""
+    if rank_count() > 1 and name not in (None, "generate"):
+        raise ValueError(f"torchrun starts `generate` alone, got {name} in {rank_count()} processes")
+
+
+def join_ranks() -> Ranks | None:
+    """Join the other processes that torchrun has started; None without them. What but rank 0 prints is lost."""
+    if rank_count() == 1:
+        return None
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device is None else "nccl", timeout=LIMIT, device_id=device)
+    if this_rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process runs
+    group = dist.group.WORLD
+    assert group is not None
+    return Ranks(group)
+
+
+def leave_ranks() -> None:
+    """Wait for the other processes, and part from them."""
+    if rank_count() > 1 and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,141 @@
+"""`heavypath serve`: an HTTP server in the shapes of OpenAI's API."""
+
+import importlib.metadata
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from heavypath.speculative.cli.support import (
+    Draft,
+    Dtype,
+    Seed,
+    Target,
+    TreeSize,
+    Verbose,
+    Verifier,
+    check_choice,
+    load,
+    progress,
+)
+from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.loading import Pair
+from heavypath.speculative.methods import METHODS
+from heavypath.speculative.profile import Profile
+
+logger = logging.getLogger(__name__)
+DEMO_NAME = "heavypath-demo"
+WARM_UP_TOKENS = 4
+
+
+def serve(
+    target: Target = None,
+    draft: Draft = None,
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "ersd",
+    tree_size: TreeSize = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A profile that `heavypath calibrate` wrote, which chooses the tree.")
+    ] = None,
+    verifier: Verifier = None,
+    dtype: Dtype = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; by default nobody but this machine reaches it.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="What requests call the model; default: --target, of a folder the last part.")
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="How many texts are decoded side by side.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Room for a prompt with its new tokens.")] = 2048,
+    queue: Annotated[int, typer.Option(min=1, help="How many texts may wait for a slot; more are refused.")] = 64,
+    max_choices: Annotated[int, typer.Option(min=1, help="Most texts of a request: its prompts times n.")] = 16,
+    max_body: Annotated[int, typer.Option(min=1024, help="Most bytes of a request.")] = 1 << 20,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a text may take, the queue included.")] = 600,
+    grace: Annotated[
+        int, typer.Option(min=0, help="Seconds that requests under way have after SIGTERM or Ctrl-C.")
+    ] = 30,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable with a key, which clients then have to send.")
+    ] = None,
+    seed: Seed = 0,
+    verbose: Verbose = False,
+) -> None:
+    """Serve a model over HTTP, in the shapes of OpenAI's API, until SIGTERM or Ctrl-C."""
+    check_can_serve()
+    from heavypath.speculative.http.app import create_app
+    from heavypath.speculative.http.exchange import Served
+    from heavypath.speculative.http.limits import Limits
+    from heavypath.speculative.http.metrics import Metrics
+    from heavypath.speculative.http.server import Server, bound_socket, is_loopback
+
+    check_choice(method, target, draft, verifier)
+    api_key = None if api_key_env is None else _key(api_key_env)
+    if profile is not None and tree_size is not None:
+        raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
+    measured = None if profile is None else Profile.load(profile)
+    limits = Limits(max_tokens, choices=max_choices, body_bytes=max_body, seconds=timeout)
+    with bound_socket(host, port) as bound:  # an address that is taken is said before models are loaded
+        if not is_loopback(host):
+            keyed = "with its key" if api_key else "without a key: give --api-key-env"
+            logger.warning("other machines reach this server on %s, %s; it does not encrypt", host, keyed)
+        pair = load(target, draft, dtype)
+        decoder = SpeculativeDecoder(
+            pair.target, pair.draft, method, tree_size=tree_size, profile=measured, verifier=verifier
+        )
+        service = decoder.serve(slots=slots, max_tokens=max_tokens, queue=queue, seed=seed)
+        try:
+            served = Served(
+                service=service,
+                tokenizer=pair.tokenizer,
+                name=name or _name_of(target),
+                temperature=_default_temperature(pair),
+                eos_token_ids=pair.eos_token_ids,
+                limits=limits,
+                metrics=Metrics(service),
+            )
+            with progress("warming up"):  # which also finds settings of the model that are not served
+                service.submit([1], max_new_tokens=min(WARM_UP_TOKENS, max_tokens - 1)).result()
+            fingerprint = f"heavypath-{importlib.metadata.version('heavypath')}-{method}-{seed}"
+            app = create_app(served, fingerprint, api_key)
+            address, number = bound.getsockname()[:2]
+            where = f"http://{f'[{address}]' if ':' in address else address}:{number}/v1"
+            ready = f"heavypath: serving {served.name} by {method} at {where}"
+            Server(app, grace=grace, ready=lambda: typer.echo(ready, err=True)).serve_until_stopped(bound)
+        finally:
+            service.close(graceful=False)
+    typer.echo("heavypath: stopped", err=True)
+
+
+def check_can_serve() -> None:
+    """Raise ImportError, with what to install, where the server's packages are missing."""
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"a server needs more packages: pip install heavypath[serve] ({error})") from None
+
+
+def _key(variable: str) -> str:
+    key = os.environ.get(variable, "")
+    if not key or not key.isascii() or key != key.strip():
+        what = "is empty or not there" if not key else "has characters that a header cannot have"
+        raise ValueError(f"--api-key-env: expected a key in the environment variable {variable!r}, which {what}")
+    return key
+
+
+def _name_of(target: str | None) -> str:
+    """What requests call the model, unless the server was told."""
+    if target is None:
+        return DEMO_NAME
+    folder = Path(target).expanduser()
+    return folder.resolve().name if folder.is_dir() else target
+
+
+def _default_temperature(pair: Pair) -> float:
+    """Where a request has none: the model's own if it samples, else OpenAI's."""
+    config = pair.target.generation_config
+    own = config.temperature if config is not None and config.do_sample else None
+    return 1.0 if own is None else own

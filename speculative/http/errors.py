@@ -1,0 +1,99 @@
+"""Refusals, in the shape of OpenAI's errors.
+
+{"error": {"message": ..., "type": ..., "param": the field or null, "code": for programs, or null}}
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+logger = logging.getLogger(__name__)
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # others by their hundreds
+
+
+class Answer(JSONResponse):
+    """JSON in ASCII alone, which also writes what a client sent as half a character."""
+
+    def render(self, content: Any) -> bytes:
+        """The body's bytes."""
+        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+class Refusal(Exception):  # noqa: N818 - an answer, too
+    """Why a request gets no text, or no more of it.
+
+    status: of HTTP; param: the field of the request that is to blame; code: for programs
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    def content(self) -> dict[str, Any]:
+        """The body."""
+        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Answer:
+        """The whole answer."""
+        return Answer(self.content(), self.status, self.headers)
+
+
+def failed(error: Exception) -> Refusal:
+    """What a client is told of an error that is ours; the log has the rest."""
+    logger.error("a request failed", exc_info=error)
+    return Refusal(500, "the server failed; its log says why", code="internal_error")
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Give all errors of the app OpenAI's shape, also those of FastAPI and Starlette."""
+
+    async def refuse(request: Request, error: Exception) -> Answer:
+        assert isinstance(error, Refusal)
+        return error.response()
+
+    async def refuse_fields(request: Request, error: Exception) -> Answer:
+        assert isinstance(error, RequestValidationError)
+        return _of_fields(error).response()
+
+    async def refuse_path(request: Request, error: Exception) -> Answer:
+        assert isinstance(error, HTTPException)
+        return Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
+
+    async def admit_failure(request: Request, error: Exception) -> Answer:
+        return failed(error).response()
+
+    app.add_exception_handler(Exception, admit_failure)
+    app.add_exception_handler(Refusal, refuse)
+    app.add_exception_handler(RequestValidationError, refuse_fields)
+    app.add_exception_handler(HTTPException, refuse_path)
+
+
+def _of_fields(error: RequestValidationError) -> Refusal:
+    """The first field that does not fit, and all that was said of it."""
+    found: dict[str, list[str]] = {}
+    for each in error.errors():
+        place = each["loc"][1:] if each["type"] != "json_invalid" else ()  # without "body"
+        message = each["msg"].removeprefix("Value error, ")
+        if each["type"] == "extra_forbidden":
+            message = "this server does not know this field"
+        found.setdefault(str(place[0]) if place else "", []).append(message)
+    field, messages = next(iter(found.items()))
+    text = "; or: ".join(dict.fromkeys(messages))
+    return Refusal(
+        400, f"{field}: {text}" if field else f"the body is not what is expected: {text}", param=field or None
+    )

@@ -1,0 +1,89 @@
+"""What stands before every route: the key, the size of a body and its time to arrive, and a count of the answers."""
+
+import asyncio
+import hmac
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from heavypath.speculative.http.errors import Refusal
+from heavypath.speculative.http.limits import Limits
+from heavypath.speculative.http.metrics import Metrics
+
+OPEN = "/health"  # which asks for no key: what watches a server has none
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", OPEN, "/metrics")  # others are counted as one
+DROPPED = 16  # times the limit of a body are read and dropped, for clients that read no answer before they have written
+
+
+class Guard:
+    """An application of ASGI around another, which gets bodies whole.
+
+    api_key: what clients send as `Authorization: Bearer KEY`; None for none
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits, metrics: Metrics, api_key: str | None):
+        self._app, self._limits, self._metrics = app, limits, metrics
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or let it through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in PATHS else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.requests.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        try:
+            self._check_key(scope)
+            body = await self._body(scope, receive)
+        except Refusal as refusal:
+            await refusal.response()(scope, receive, counted)
+            return
+        if body is not None:  # else the client is gone
+            await self._app(scope, _again(body, receive), counted)
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._expected is None or scope["path"] == OPEN:
+            return
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1 or not hmac.compare_digest(given[0], self._expected):
+            message = "expected the server's key, as `Authorization: Bearer KEY`, and there is " + (
+                "another one" if given else "none"
+            )
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise Refusal(401, message, code="invalid_api_key", headers=headers)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body; None if the client went away before it had sent it."""
+        most, seconds = self._limits.body_bytes, self._limits.body_seconds
+        parts, size, more = [], 0, True
+        try:
+            async with asyncio.timeout(seconds):
+                while more and size <= DROPPED * most:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    size, more = size + len(part), message.get("more_body", False)
+                    if size <= most:
+                        parts.append(part)
+                    else:
+                        parts.clear()
+        except TimeoutError:
+            raise Refusal(408, f"the request's body did not arrive within {seconds:g} seconds") from None
+        if size > most:
+            raise Refusal(413, f"the request's body must have at most {most} bytes, and it has more", code="too_large")
+        return b"".join(parts)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """A receive that gives the whole body first."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return first.pop() if first else await receive()
+
+    return again

@@ -1,0 +1,125 @@
+"""What /metrics says, in Prometheus' format.
+
+Counts of requests and times are taken here, as clients see them; what the service counts is asked for when somebody
+looks.
+"""
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from heavypath.speculative.serving import Service
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
+SECONDS_OF_A_TOKEN = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
+TOKENS_OF_A_STEP = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
+
+
+class Metrics:
+    """Counts and times of one server, in a registry of its own."""
+
+    def __init__(self, service: Service):
+        self._registry = registry = CollectorRegistry()
+        registry.register(_OfService(service))
+        self.requests = Counter(
+            "heavypath_http_requests", "Requests by route and HTTP status.", ["path", "status"], registry=registry
+        )
+        self.completions = Counter(
+            "heavypath_completions",
+            "Texts by what ended them: stop, length, deadline, disconnected, refused, closed, failed.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter("heavypath_prompt_tokens", "Tokens of accepted prompts.", registry=registry)
+        self.new_tokens = Counter("heavypath_new_tokens", "Tokens in answers.", registry=registry)
+        self.first = Histogram(
+            "heavypath_time_to_first_token_seconds",
+            "From when a request was taken to its first token.",
+            registry=registry,
+            buckets=SECONDS,
+        )
+        self.between = Histogram(
+            "heavypath_time_between_tokens_seconds",
+            "Time to the next tokens, shared among as many as came at a time.",
+            registry=registry,
+            buckets=SECONDS_OF_A_TOKEN,
+        )
+        self.whole = Histogram(
+            "heavypath_completion_seconds",
+            "From when a request was taken to its last token.",
+            registry=registry,
+            buckets=SECONDS,
+        )
+        self.per_step = Histogram(
+            "heavypath_tokens_per_step",
+            "New tokens for each step of a text.",
+            registry=registry,
+            buckets=TOKENS_OF_A_STEP,
+        )
+
+    def text(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+    def watch(self, prompt_tokens: int) -> "Watch":
+        """Begin to take the times of one text."""
+        self.prompt_tokens.inc(prompt_tokens)
+        return Watch(self)
+
+
+class Watch:
+    """Takes the times of one text, from now on."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics, self._begin = metrics, time.perf_counter()
+        self._last: float | None = None
+        self._finished = False
+
+    def tokens(self, count: int) -> None:
+        """So many tokens have come."""
+        now = time.perf_counter()
+        if self._last is None:
+            self._metrics.first.observe(now - self._begin)
+        else:
+            for _ in range(count):
+                self._metrics.between.observe((now - self._last) / count)
+        self._last = now
+
+    def finish(self, outcome: str, tokens: int, steps: int = 0) -> None:
+        """The text has ended, with so many tokens in so many steps, if they are known; said again, nothing happens."""
+        if self._finished:
+            return
+        self._finished = True
+        self._metrics.completions.labels(outcome).inc()
+        self._metrics.new_tokens.inc(tokens)
+        self._metrics.whole.observe(time.perf_counter() - self._begin)
+        if steps:
+            self._metrics.per_step.observe(tokens / steps)
+
+
+class _OfService:
+    """The service's own numbers, as they are when somebody looks."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._service.stats()
+        gauges = {
+            "running": "Sequences that are being decoded.",
+            "waiting": "Sequences that wait for a slot.",
+            "slots": "Sequences that can be decoded at a time.",
+            "cache_bytes": "Memory of the slots' caches.",
+        }
+        for name, what in gauges.items():
+            yield GaugeMetricFamily(f"heavypath_{name}", what, value=getattr(stats, name))
+        counters = {
+            "submitted": "Sequences that were accepted.",
+            "refused": "Sequences that were refused because the queue was full.",
+            "steps": "Steps of the decoder, each for all running sequences.",
+            "seconds_busy": "Time that the decoder spent on steps and prompts.",
+        }
+        for name, what in counters.items():
+            yield CounterMetricFamily(f"heavypath_service_{name}", what, value=getattr(stats, name))

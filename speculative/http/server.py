@@ -1,0 +1,71 @@
+"""The server itself: where it listens, and how it stops."""
+
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from starlette.types import ASGIApp
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket at the address, which does not listen yet; port 0 is any free one. Raises OSError where it cannot be."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}") from error
+    return bound
+
+
+class Server(uvicorn.Server):
+    """Serves an app until SIGTERM or SIGINT; then it takes no more requests, and ends those under way.
+
+    grace: seconds that these have; what is not done by then is cancelled
+    ready: called once it listens
+    """
+
+    def __init__(self, app: ASGIApp, *, grace: int, ready: Callable[[], object]):
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=grace,
+        )
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    def serve_until_stopped(self, bound: socket.socket) -> None:
+        """Serve at a socket. Returns when the server has stopped: a signal that it obeyed does not end the process."""
+        before = {number: signal.signal(number, _obeyed) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self.run(sockets=[bound])
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _obeyed(number: int, frame: object) -> None:
+    """What uvicorn calls with the signals that it has obeyed."""

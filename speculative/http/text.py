@@ -1,0 +1,68 @@
+"""The text of one answer while its tokens arrive: whole characters, and up to its stop string."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from heavypath.speculative.output.text_stream import TextStream
+
+
+class StoppedText:
+    """Text in whole characters that ends before the first of `stops`, as OpenAI's API has it.
+
+    Stop strings are looked for in the text that the client gets, wherever tokens begin and end. Tokens are looked at
+    one by one, so the text does not depend on how many of them a step gave. What may be the beginning of a stop string
+    is held back until it is known.
+
+    tokens: how many were taken, up to the one that completed a stop string
+    ended:  whether a stop string was found; nothing is taken after it
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str]):
+        self.tokens, self.ended = 0, False
+        self._stops = stops
+        self._arrived: list[str] = []
+        self._held = ""
+        self._stream = TextStream(tokenizer, self._arrived.append)
+        self._stream.put(torch.tensor(prompt))
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that is certain by new tokens, and was not before."""
+        text = ""
+        for token in tokens:
+            if self.ended:
+                break
+            self._stream.put(torch.tensor([token]))
+            self.tokens += 1
+            text += self._certain()
+        return text
+
+    def end(self) -> str:
+        """The rest, once no more tokens come. Half a character is then U+FFFD, as a tokenizer decodes it."""
+        if self.ended:
+            return ""
+        self._stream.end()
+        text = self._certain()
+        rest, self._held = self._held, ""
+        return text + rest
+
+    def _certain(self) -> str:
+        self._held += "".join(self._arrived)
+        self._arrived.clear()
+        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            self.ended = True
+            text, self._held = self._held[: min(found)], ""
+            return text
+        keep = self._beginning()
+        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return text
+
+    def _beginning(self) -> int:
+        """How many of the last characters may be the beginning of a stop string."""
+        longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,73 @@
+"""How a decoder's method draws and verifies: its row of the table, with the options that the decoder was given."""
+
+from typing import Any
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE
+from heavypath.speculative.decoding.processing import Processing
+from heavypath.speculative.decoding.rules import OWN, OwnVerifier, Rules, Verifier
+from heavypath.speculative.drafts import Draft, proposes_every_token
+from heavypath.speculative.methods import Method, check_independent, row_of
+
+
+class MethodRules:
+    """The rules of one decoder.
+
+    row: of the method, verified as was asked for; own_verifier: a verifier of the user's own, or None
+
+    Raises TypeError or ValueError for options that the method does not have, or that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        verifier: Verifier | str | None,
+        epsilon: float | None,
+        delta: float | None,
+        draft_options: dict[str, Any],
+    ):
+        """draft_options: temperature, top_k, top_p and min_p of the draft; None for the target's."""
+        self._method, self._draft_options = method, draft_options
+        self.row = row_of(method, verifier if isinstance(verifier, str) else None)
+        self._typical = self.row.typical(epsilon, delta)
+        self.draft_filters(Filters()).check("draft_")
+        self.own_verifier = None if verifier is None or isinstance(verifier, str) else OwnVerifier(verifier)
+        if self._typical is not None and self.own_verifier is not None:
+            raise ValueError(
+                f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'"
+            )
+
+    def verified_by(self, verifier: str | None) -> Method:
+        """Have another verifier, where none was given; the row that is in force then."""
+        self.row = self.row.verified_by(verifier)
+        return self.row
+
+    def draft_filters(self, target: Filters) -> Filters:
+        """The draft's filters. Greedy text needs the draft's likeliest tokens, which is what temperature 0 draws."""
+        filters = target.override(**self._draft_options)
+        return filters if target.temperature > 0 else filters._replace(temperature=0.0)
+
+    def of(self, filters: Filters, draft: Draft | None, processing: Processing | None, *, masked: bool) -> Rules:
+        """The rules where the target is sampled so; ValueError where the method cannot sample so.
+
+        masked: whether logits processors may leave tokens out
+        """
+        draft_filters = self.draft_filters(filters)
+        kind = self.row.kind(filters.temperature, draft_filters.temperature)
+        verification = kind.verification if self.own_verifier is None else OWN
+        if draft_filters.temperature == 0:
+            check_independent(self._method, verification, draft)
+        return Rules(
+            replacement=kind.replacement,
+            # A draft without a model that proposes few tokens means it: random ones beside them would be rejected. So
+            # would be those that logits processors left out.
+            fill=self.row.fill and proposes_every_token(draft) and not masked,
+            verification=verification,
+            target_filters=filters,
+            draft_filters=draft_filters,
+            drawing_filters=kind.drawing_filters(draft_filters),
+            value_temperature=self._draft_options["temperature"] or VALUE_TEMPERATURE,
+            processing=processing,
+            own_verifier=self.own_verifier,
+            typical=self._typical,
+        )

@@ -1,0 +1,65 @@
+"""Ask processors about some texts, one processor after the other, and hold them to what they must keep to."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.processors.grammar import masked
+from heavypath.speculative.processors.kinds import BATCHED, Processor, name_of
+from heavypath.speculative.processors.matching import GrammarText, Path
+
+
+class Row(NamedTuple):
+    """A text to be asked about: its processors, and what of it is drafted, for grammars, which know the rest."""
+
+    processors: Sequence[Processor | GrammarText]
+    path: Path
+
+
+def applied(rows: Sequence[Row], ids: Tensor, scores: Tensor, *, twice: bool) -> Tensor:
+    """What processors make of scores fp32 [R, V] after the texts LongTensor[R, T'].
+
+    rows:  whose processors are the same, but for grammars, of which each text has its own in the same place
+    twice: whether those of unknown kind are asked again, in another order, to find out whether they answer alike
+
+    Raises TypeError for an answer that is none, ValueError for a processor whose answers depend on earlier calls.
+    """
+    for place, processor in enumerate(rows[0].processors):
+        if isinstance(processor, GrammarText):
+            own = [(row.processors[place], row.path) for row in rows]
+            words = [each.words_after(path) for each, path in own if isinstance(each, GrammarText)]
+            scores = masked(scores, torch.stack(words))
+        elif type(processor) in BATCHED:
+            scores = _answer(processor, ids, scores)
+        else:
+            answers = [_asked_about(processor, ids, scores, row) for row in range(len(rows))]
+            if twice:
+                for row in reversed(range(len(rows))):
+                    again = _asked_about(processor, ids, scores, row)
+                    if not torch.equal(again.nan_to_num(), answers[row].nan_to_num()):
+                        raise ValueError(
+                            f"the logits processor {name_of(processor)} answered differently when it was asked again "
+                            "about the same text and scores: along a tree its answer must depend on its arguments "
+                            "alone, not on the calls before. Compute what it needs from input_ids, which is the whole "
+                            "text; for a grammar take heavypath.speculative.Grammar"
+                        )
+            scores = torch.cat(answers)
+    return scores
+
+
+def _asked_about(processor: Processor, ids: Tensor, scores: Tensor, row: int) -> Tensor:
+    """The answer about one row; copies are given, so that a processor may write into them."""
+    return _answer(processor, ids[row : row + 1].clone(), scores[row : row + 1].clone())
+
+
+def _answer(processor: Processor, ids: Tensor, scores: Tensor) -> Tensor:
+    answer = processor(ids, scores)  # pyright: ignore[reportCallIssue]
+    if not isinstance(answer, Tensor) or answer.shape != scores.shape or not answer.is_floating_point():
+        given = f"{answer.dtype} {[*answer.shape]}" if isinstance(answer, Tensor) else type(answer).__name__
+        raise TypeError(
+            f"the logits processor {name_of(processor)} must return scores [R, V] = {[*scores.shape]} as it is given "
+            f"them, got {given}"
+        )
+    return answer.to(scores)

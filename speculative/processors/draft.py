@@ -1,0 +1,77 @@
+"""Show a draft's logits to the processors before anything is drawn from them.
+
+What is drawn, and what a verification weighs it by, is the processed distribution: so little is drafted that the
+processed target would refuse. Static and growing trees are drafted through the same call, a level at a time, whose
+`Feed` tells the tree: a node's number is its cache row behind the prefix.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.kinds import law_count
+from heavypath.speculative.processors.matching import Path
+from heavypath.speculative.processors.texts import StepProcessors
+
+
+class ProcessedDraft:
+    """A draft, for one step, whose logits are processed.
+
+    An absent node is given to a draft as a node of token 0. Where token 0 could not have been drawn, nobody is asked
+    about such a text; elsewhere that text might as well have been drafted.
+
+    lap: told "draft" when the draft's pass ends, and "processing"
+    """
+
+    def __init__(self, draft: Draft, step: StepProcessors, lap: Callable[[str], object]):
+        self._draft, self._step, self._lap = draft, step, lap
+        self._laws = law_count(draft)  # a Merge gives the logits of each draft, one behind the other
+        self._paths: list[dict[int, Path | None]] = []  # of each sequence, by the numbers of nodes
+        self._columns: dict[int, int] = {}  # of nodes of the level above, in its logits
+        self._above = torch.empty(0)
+
+    def new_cache(self, batch: int, rows: int) -> Any:
+        """That of the draft."""
+        return self._draft.new_cache(batch, rows)
+
+    def prefill(self, tokens: Tensor, cache: Any) -> None:
+        """That of the draft."""
+        self._draft.prefill(tokens, cache)
+
+    def __call__(self, feed: Feed, cache: Any) -> Tensor:
+        """The logits [B, n, V] after the nodes of a level, processed, fp32; of the first feed after the root alone.
+
+        Of a draft of D drafts [B, D * n, V].
+        """
+        after = self._draft(feed, cache)
+        self._lap("draft")
+        if feed.level == 0:
+            after = after[:, -self._laws :]
+            self._paths = [{0: ()} for _ in after]
+            self._columns = {0: 0}
+            nodes = [[0]] * len(after)
+        else:
+            nodes = self._note(feed)
+            self._columns = {node: column for column, node in enumerate(nodes[0])}
+        paths = [[own[node] for node in each] * self._laws for own, each in zip(self._paths, nodes, strict=True)]
+        self._above = after = self._step.of_draft(after, paths)
+        self._lap("processing")
+        return after
+
+    def _note(self, feed: Feed) -> list[list[int]]:
+        """Note the paths to the nodes of a level below the root; their numbers."""
+        numbers, parents = (rows - feed.prefix_lengths[:, None] for rows in (feed.cache_rows, feed.parent_rows))
+        nodes, above, tokens = torch.stack([numbers, parents, feed.tokens]).tolist()
+        columns = torch.tensor([[self._columns[parent] for parent in own] for own in above], device=feed.tokens.device)
+        each = self._above.unflatten(1, (self._laws, -1))  # [B, D, n, V]
+        slot = torch.arange(len(nodes), device=feed.tokens.device)[:, None]
+        drawable = (each[slot, :, columns, feed.tokens] > -torch.inf).any(-1).tolist()
+        for own, *level in zip(self._paths, nodes, above, tokens, drawable, strict=True):
+            for node, parent, token, could in zip(*level, strict=True):
+                before = own[parent]
+                own[node] = (*before, token) if could and before is not None else None
+        return nodes

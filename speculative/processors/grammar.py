@@ -1,0 +1,195 @@
+"""Grammars: which texts are allowed, as a JSON schema, a regular expression or a Lark grammar.
+
+A grammar is of the new tokens alone. After a text w the token t is allowed iff some text that begins with w t is in the
+language; an end-of-sequence token iff w itself is. Where w cannot go on, only the end of the sequence is left.
+llguidance (Microsoft 2025) says which tokens those are: an Earley parser over a lexer of derivatives, along the prefix
+tree of the vocabulary. `matching` follows a text and the paths of its trees.
+"""
+
+import json
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+_tokenizers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # a second's work each
+
+
+class Grammar:
+    """What the new text may be. Given to `generate(logits_processor=[...])`, it masks what cannot go on in it.
+
+        Grammar.json_schema({"type": "array", "items": {"type": "integer"}}, tokenizer)
+        Grammar.regex("[0-9]{4}-[0-9]{2}-[0-9]{2}", tokenizer)
+        Grammar.lark('start: "yes" | "no"', tokenizer)
+
+    One object serves any number of texts. The text ends by an end-of-sequence token once it is complete; where
+    max_new_tokens come first, it is the beginning of a text of the language. Needs `pip install heavypath[grammar]`.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        eos_token_id: int | Sequence[int] | None = None,
+        what: str = "grammar",
+    ):
+        """The grammar of an llguidance source; the class methods make one of a schema, a pattern or a Lark grammar.
+
+        tokenizer:    a fast one of transformers
+        eos_token_id: the tokens that end a text (default: the tokenizer's)
+        what:         what messages call the source
+
+        Raises ValueError for a source that is no grammar, with what is wrong with it, and for a tokenizer without an
+        end-of-sequence token. Raises ImportError without llguidance.
+        """
+        library = _library()
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise TypeError(f"a grammar needs a fast tokenizer of transformers, got {type(tokenizer).__name__}")
+        self.eos_token_ids = _eos_tokens(eos_token_id, tokenizer)
+        vocabulary = _vocabulary(tokenizer, self.eos_token_ids)
+        error, messages = library.LLMatcher.validate_grammar_with_warnings(source, vocabulary)
+        if error:
+            raise ValueError(f"the {what} cannot be followed: {' '.join(messages)}")
+        limits = library.LLParserLimits(verbose_errors=False)
+        self._beginning = library.LLMatcher(vocabulary, source, log_level=0, limits=limits)
+        if self._beginning.is_error():
+            raise ValueError(f"the {what} cannot be followed: {self._beginning.get_error()}")
+
+    @classmethod
+    def json_schema(
+        cls,
+        schema: str | Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        whitespace: bool = True,
+        eos_token_id: int | Sequence[int] | None = None,
+    ) -> "Grammar":
+        """Texts that are JSON of this schema; {} is any object or value of JSON.
+
+        schema:     as a dictionary, or as JSON text
+        whitespace: whether there may be any between JSON's tokens; without it, a small model cannot lose itself in it
+
+        Raises ValueError for a schema that is no JSON, and for one that cannot be followed, by the name of what is
+        unknown, impossible or not implemented in it.
+        """
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"the JSON schema is no JSON: {error}") from None
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        if not isinstance(schema, Mapping):
+            raise TypeError(f"a JSON schema must be an object, got {type(schema).__name__}")
+        options = {"whitespace_flexible": whitespace}
+        text = json.dumps(dict(schema))
+        source = _library().LLMatcher.grammar_from_json_schema(text, overrides=options)
+        return cls(source, tokenizer, eos_token_id=eos_token_id, what="JSON schema")
+
+    @classmethod
+    def regex(
+        cls, pattern: str, tokenizer: PreTrainedTokenizerBase, *, eos_token_id: int | Sequence[int] | None = None
+    ) -> "Grammar":
+        """Texts that match a regular expression from begin to end; without look-around and back-references."""
+        source = _library().LLMatcher.grammar_from_regex(pattern)
+        return cls(source, tokenizer, eos_token_id=eos_token_id, what=f"regular expression {pattern!r}")
+
+    @classmethod
+    def lark(
+        cls, grammar: str, tokenizer: PreTrainedTokenizerBase, *, eos_token_id: int | Sequence[int] | None = None
+    ) -> "Grammar":
+        """Texts of a context-free grammar as Lark has them, with `start` as its first rule."""
+        source = _library().LLMatcher.grammar_from_lark(grammar)
+        return cls(source, tokenizer, eos_token_id=eos_token_id, what="Lark grammar")
+
+    def matcher(self) -> Any:
+        """An LLMatcher of llguidance at the beginning of a text."""
+        return self._beginning.deep_copy()
+
+    def as_processor(self, prompt_length: int) -> "GrammarProcessor":
+        """The same for transformers' own generate, where prompts have so many tokens, padding included."""
+        return GrammarProcessor(self, prompt_length)
+
+
+class GrammarProcessor:
+    """A grammar as a logits processor of transformers, and the reference of `matching`: it reads each text anew.
+
+    So it keeps no state, and serves beams, too, in time that grows with the square of the text.
+    """
+
+    def __init__(self, grammar: Grammar, prompt_length: int):
+        self._grammar, self._prompt_length = grammar, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [R, V] with -inf for what the texts LongTensor[R, T'] cannot go on with."""
+        words = []
+        for text in input_ids[:, self._prompt_length :].tolist():
+            ends, matcher = self._grammar.eos_token_ids, self._grammar.matcher()
+            read, ended = before_end(text, ends)
+            if not matcher.consume_tokens(read):
+                raise ValueError(f"the text {text} is not of the grammar: {matcher.get_error()}")
+            may_follow = words_of(matcher)
+            words.append(words_with(ends, len(may_follow)) if ended else may_follow)
+        return masked(scores, torch.stack(words))
+
+
+def before_end(text: Sequence[int], ends: Sequence[int]) -> tuple[Sequence[int], bool]:
+    """The tokens before the first that ends a text, and whether there is one."""
+    place = next((place for place, token in enumerate(text) if token in ends), None)
+    return (text, False) if place is None else (text[:place], True)
+
+
+def words_of(matcher: Any) -> Tensor:
+    """The tokens that may follow, a bit each: an IntTensor[V / 32]. Raises ValueError where the parser gives up."""
+    words = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(f"the grammar could not be followed any further: {matcher.get_error()}")
+    return torch.frombuffer(bytearray(words), dtype=torch.int32)
+
+
+def words_with(tokens: Iterable[int], words: int) -> Tensor:
+    """These tokens as bits, an IntTensor[words]."""
+    bits = np.zeros(words, np.uint32)
+    for token in tokens:
+        bits[token // 32] |= np.uint32(1 << token % 32)
+    return torch.from_numpy(bits.view(np.int32))
+
+
+def masked(scores: Tensor, words: Tensor) -> Tensor:
+    """Scores [R, V] with -inf where the bits of words IntTensor[R, any] are 0, or where there are none."""
+    bit = torch.arange(32, device=scores.device, dtype=torch.int32)
+    allowed = ((words.to(scores.device)[..., None] >> bit) & 1).bool().flatten(1)
+    vocab_size = scores.shape[1]
+    allowed = torch.nn.functional.pad(allowed, (0, max(0, vocab_size - allowed.shape[1])))[:, :vocab_size]
+    return scores.masked_fill(~allowed, -torch.inf)
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+        import llguidance.hf
+    except ImportError:
+        raise ImportError("grammars need llguidance: pip install 'heavypath[grammar]'") from None
+    return llguidance
+
+
+def _eos_tokens(given: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    own: Any = tokenizer.eos_token_id if given is None else given
+    tokens = tuple(own) if isinstance(own, Sequence) else () if own is None else (own,)
+    if not tokens:
+        raise ValueError("a grammar's text ends by a token, and the tokenizer has none: give eos_token_id")
+    return tokens
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, eos_token_ids: tuple[int, ...]) -> Any:
+    """The tokens as llguidance looks them up, made once for a tokenizer as it is."""
+    made = _tokenizers.setdefault(tokenizer, {})
+    key = len(tokenizer), eos_token_ids
+    if key not in made:
+        made[key] = _library().hf.from_tokenizer(tokenizer, eos_token=list(eos_token_ids))
+    return made[key]

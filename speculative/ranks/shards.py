@@ -1,0 +1,158 @@
+"""What a rank has of a Llama that transformers has split by its tensor-parallel plan, and how the parts make a whole.
+
+With n ranks, and the parts of rank r as transformers cuts them:
+
+    q, k, v, gate, up    rows of W        x W_r'                  this rank's heads and channels
+    o, down              columns of W     sum_r x_r W_r' + b      one all-reduce each
+    embedding            rows, by token   sum_r E_r[t], where others have 0
+    lm_head              rows, by token   the logits of rank r's tokens, side by side: one all-gather
+
+A part is called as an ordinary linear layer over this rank's own tensor, so that what multiplies fastest on a device
+(`models.linear`, `models.joined`) takes it like a whole one. transformers calls its own through DTensor, which asks the
+host and is no part of what a CUDA graph can hold.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import embedding as look_up
+
+from heavypath.speculative.ranks.group import Ranks
+
+Product = Callable[[Tensor], Tensor]  # of [rows, K]
+
+_ROWS, _COLUMNS = (Shard(0),), (Shard(1),)
+_LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+_parts: "weakref.WeakKeyDictionary[nn.Module, nn.Linear]" = weakref.WeakKeyDictionary()
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor: all of it, unless it is a DTensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def part_owned(tensor: Tensor) -> float:
+    """The part of a tensor that each rank has; it is the same for all, even where one has a row more."""
+    return 1 / tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1.0
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether the module's own weights are split over ranks."""
+    return any(isinstance(weight, DTensor) for weight in module._parameters.values())
+
+
+def is_split_by_transformers(module: nn.Module) -> bool:
+    """Whether a module's forward was replaced by transformers' tensor parallelism, and it has no hooks besides."""
+    own = module.__dict__
+    place, name = (getattr(own.get("forward"), part, "") for part in ("__module__", "__qualname__"))
+    replaced = place == "transformers.distributed.tensor_parallel" and name.endswith(".<locals>.tp_forward")
+    return replaced and not (own["_forward_hooks"] or own["_forward_pre_hooks"])
+
+
+def is_split_as_usual(model: Any) -> bool:
+    """Whether a Llama is split in the way that is described above; embedding and lm_head may be whole."""
+    for layer in model.model.layers:
+        rows = [layer.get_submodule(name) for name in _LAYER]
+        columns = [layer.self_attn.o_proj, layer.mlp.down_proj]
+        rest = [layer.input_layernorm, layer.post_attention_layernorm]
+        rest += [norm for name in ("q_norm", "k_norm") if (norm := getattr(layer.self_attn, name, None)) is not None]
+        if not (all(map(_has_rows, rows)) and all(map(_has_columns, columns))) or any(map(is_split, rest)):
+            return False
+    ends = [model.model.embed_tokens, model.lm_head]
+    return not is_split(model.model.norm) and all(_has_rows(end) or not is_split(end) for end in ends)
+
+
+def _has_rows(module: Any) -> bool:
+    return _placements(module.weight) == _ROWS
+
+
+def _has_columns(module: Any) -> bool:
+    return _placements(module.weight) == _COLUMNS
+
+
+def _placements(weight: Tensor) -> object:
+    return tuple(weight.placements) if isinstance(weight, DTensor) else None
+
+
+def part_of(module: Any) -> Any:
+    """A linear layer over this rank's own part of a split one, without a bias that is added once for all; or itself.
+
+    A module has one part, whoever asks: what is made of weights is found by them.
+    """
+    if not is_split(module):
+        return module
+    weight, bias = local_of(module.weight), None
+    if module.bias is not None and not _has_columns(module):
+        bias = local_of(module.bias)
+    part = _parts.get(module)
+    if part is None or part.weight is not weight or part.bias is not bias:
+        part = _parts[module] = nn.Linear(1, 1, device="meta")
+        part.in_features, part.out_features = weight.shape[1], weight.shape[0]
+        part._parameters = {"weight": weight, "bias": bias}  # pyright: ignore[reportAttributeAccessIssue]
+    return part
+
+
+def parts_of(modules: Sequence[Any]) -> list[Any]:
+    """The parts of several layers."""
+    return [part_of(module) for module in modules]
+
+
+def summed(module: Any, product: Product, ranks: Ranks | None) -> Product:
+    """The product of a layer that is split by columns, from that of its part; of a whole one the product itself."""
+    if ranks is None or not is_split(module):
+        return product
+    bias = None if module.bias is None else local_of(module.bias)
+    if bias is None:
+        return lambda hidden: ranks.add(product(hidden))
+    return lambda hidden: ranks.add(product(hidden)) + bias
+
+
+def joined(module: Any, product: Product, ranks: Ranks | None) -> Product:
+    """The product of a layer that is split by rows, from that of its part; of a whole one the product itself."""
+    if ranks is None or not is_split(module):
+        return product
+    columns: int = module.weight.shape[0]
+    return lambda hidden: ranks.joined(product(hidden), columns)
+
+
+def embedded(module: Any, ranks: Ranks | None) -> Callable[[Tensor], Tensor]:
+    """The embeddings [N, H] of tokens LongTensor[N], by a module that may be split by rows."""
+    if ranks is None or not is_split(module):
+        return module
+    rows = local_of(module.weight)
+    first = ranks.rank * -(-module.weight.shape[0] // ranks.count)
+
+    def of_tokens(tokens: Tensor) -> Tensor:
+        own = tokens - first
+        here = (own >= 0) & (own < len(rows))
+        found = look_up(own.where(here, 0), rows)
+        return ranks.add(found.where(here[:, None], torch.zeros_like(found[:1])))
+
+    return of_tokens
+
+
+def check_heads(model: Any, name: str, ranks: Ranks) -> None:
+    """Raise ValueError if ranks would have to share a head of attention.
+
+    transformers splits rows of weights, wherever a head begins, and fails, or computes something else, later.
+    """
+    splits = [
+        style == "colwise" and rule.endswith(("k_proj", "qkv_proj", "query_key_value"))
+        for rule, style in (getattr(model, "tp_plan", None) or {}).items()
+    ]
+    if not (any(splits) and any(map(is_split_by_transformers, model.modules()))):
+        return
+    config = model.config.get_text_config(decoder=True)
+    kinds = {"key heads": "num_key_value_heads", "query heads": "num_attention_heads"}
+    counts = {kind: count for kind, field in kinds.items() if (count := getattr(config, field, None)) is not None}
+    for kind, count in counts.items():
+        if count % ranks.count:
+            possible = [str(size) for size in range(2, count + 1) if not any(one % size for one in counts.values())]
+            raise ValueError(
+                f"{name} has {count} {kind}, which cannot be split over {ranks.count} ranks; start "
+                f"{' or '.join(possible or ['one process'])}"
+            )

@@ -1,0 +1,254 @@
+"""Trees by the number of sequences that run together: a batch of B verifies B n rows, so large ones want small trees.
+
+The number of running sequences is rounded to a few, so that there are few trees and, on a GPU, few graphs. The smallest
+tree is the root alone, plain decoding: from some batch on a drafted token costs more than it brings. While steps draft
+nothing the draft reads nothing, it rests; before it drafts again `Workspace.turn` gives it what it has missed. Drafts
+that cannot be given that have trees of one drafted token at least.
+
+A text depends on the trees that it is drafted by, as one sample of its law differs from another. It does not at
+temperature 0 and where tokens are the outcomes of races (ersd): there trees follow the batch by themselves. Elsewhere
+they do with a profile alone, whose user has asked for the trees that are fastest.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.costs.table import standing_for
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.loop import Replan
+from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.drafts import Draft, ModelDraft, extra_node_count, law_count, most_levels
+from heavypath.speculative.methods import METHODS, Method
+from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.profile import Profile
+from heavypath.speculative.replanning import Replanner, Shapes
+from heavypath.speculative.tree_choice import chosen_tree, top, tree_by_estimates
+from heavypath.speculative.trees.tree import TokenTree
+
+logger = logging.getLogger(__name__)
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # for which costs are estimated
+
+
+class TreesByBatch:
+    """What steps draft at each number of running sequences.
+
+    by_batch: {sequences: the tree, or how trees grow}; a number between these takes the nearest's, see `standing_for`
+    """
+
+    def __init__(self, by_batch: Mapping[int, TokenTree | Growth]):
+        self._by_batch = dict(sorted(by_batch.items()))
+
+    @property
+    def trees(self) -> tuple[TokenTree | Growth, ...]:
+        """All trees that may be drafted, each once: `others` of a `StepPlan`."""
+        return tuple(dict.fromkeys(self._by_batch.values()))
+
+    def of(self, running: int) -> TokenTree | Growth:
+        """What is drafted while so many sequences run."""
+        return self._by_batch[standing_for(running, self._by_batch)]
+
+
+def trees_up_to(
+    most: int, batches: Iterable[int], tree_at: Callable[[int], TokenTree | Growth], method: str, *, rests: bool
+) -> TreesByBatch:
+    """The trees for 1 to `most` running sequences.
+
+    batches: for which trees can be found; tree_at: finds one for such a number of sequences
+    rests: whether the draft may rest, so that a tree may be the root alone
+    """
+    known = [*batches]
+    needed = sorted({standing_for(running, known) for running in range(1, most + 1)})
+    trees = {batch: tree_at(batch) for batch in needed}
+    if len(trees[needed[0]]) == 1:  # where one sequence does not gain by drafts, several do not either
+        return TreesByBatch({needed[0]: trees[needed[0]]})
+    if not rests:
+        smallest = METHODS[method].tree_of(2)
+        trees = {batch: tree if len(tree) > 1 else smallest for batch, tree in trees.items()}
+    return TreesByBatch(trees)
+
+
+def can_catch_up(draft: Draft | None) -> bool:
+    """Whether a draft can be given the tokens of steps that drafted nothing: a model can, by a pass over these."""
+    return isinstance(draft, ModelDraft)
+
+
+class EstimatedTrees:
+    """The trees of a decoder without a profile and without options for the tree, by costs that are estimated."""
+
+    def __init__(self, method: str, target: Forward, draft: Draft | None, alone: TokenTree | Growth):
+        """alone: the tree of one sequence."""
+        self._method, self._target, self._draft, self.alone = method, target, draft, alone
+        self._found = {1: alone}
+
+    def up_to(self, most: int, rests: bool = True) -> TreesByBatch:
+        """The trees for 1 to `most` running sequences; rests: whether the draft may rest, if it can catch up.
+
+        A lookahead adds nodes of its own to each pass, and the trees of a merge have a child of the root for each of
+        its drafts: theirs are the same in all batches.
+        """
+        fixed = extra_node_count(self._draft) > 0 or law_count(self._draft) > 1
+        rests = rests and can_catch_up(self._draft)
+        return trees_up_to(most, (1,) if fixed else BATCHES, self._tree, self._method, rests=rests)
+
+    def _tree(self, batch: int) -> TokenTree | Growth:
+        if batch not in self._found:
+            self._found[batch] = tree = tree_by_estimates(self._method, self._target, self._draft, batch)
+            logger.debug("the estimated tree for %d sequences: %d nodes, %d levels", batch, len(tree), tree.depth)
+        return self._found[batch]
+
+
+class ProfileTrees:
+    """What a decoder drafts by a profile, for each way to sample and each number of sequences, computed once."""
+
+    def __init__(self, profile: Profile, method: str, draft: Draft | None):
+        self._profile, self._method, self._draft = profile, method, draft
+        self._trees: dict[tuple[Filters, int], TokenTree | Growth] = {}
+        self._shapes: dict[tuple[Filters, int], Shapes] = {}
+
+    def up_to(self, most: int, filters: Filters, rests: bool = True) -> TreesByBatch:
+        """The trees that are best on average for 1 to `most` running sequences; rests: as of `EstimatedTrees.up_to`."""
+        batches, rests = self._profile.costs.batches, rests and can_catch_up(self._draft)
+        return trees_up_to(most, batches, partial(self._tree, filters), self._method, rests=rests)
+
+    def shapes(self, filters: Filters, most: int = 1) -> Shapes:
+        """What may be drafted where trees are chosen anew, for 1 to `most` running sequences."""
+        key = filters, standing_for(most, self._profile.costs.batches)
+        if key not in self._shapes:
+            levels = most_levels(self._draft)
+            self._shapes[key] = shapes = Shapes.of(self._profile, self._method, filters, levels, most)
+            logger.debug("%d shapes for %s, by the profile", len(shapes.shapes), filters)
+        return self._shapes[key]
+
+    def _tree(self, filters: Filters, batch: int) -> TokenTree | Growth:
+        if (filters, batch) not in self._trees:
+            tree = top(self._profile.tree_for(self._method, filters, batch), most_levels(self._draft))
+            self._trees[filters, batch] = tree
+            logger.debug(
+                "the profile's tree for %s and %d sequences: %d nodes, %d levels", filters, batch, len(tree), tree.depth
+            )
+            if len(tree) == 1 and batch == 1:
+                logger.warning(
+                    "by the profile no tree of %r pays at temperature %g: decoding without the draft",
+                    self._method, filters.temperature,
+                )  # fmt: skip
+        return self._trees[filters, batch]
+
+
+class FollowBatch:
+    """Chooses the tree of the next steps by how many sequences are running; a `Replan`.
+
+    every: steps between two choices; reads_counts: whether it asks what was accepted
+    """
+
+    every, reads_counts = 1, False
+
+    def __init__(self, plan: StepPlan, trees: TreesByBatch):
+        self._plan, self.trees = plan, trees
+
+    def __call__(self, counts: Tensor | None, running: int) -> StepPlan:
+        """The plan of the next steps."""
+        tree = self.trees.of(running)
+        return self._plan if tree == self._plan.tree else replace(self._plan, tree=tree)
+
+
+def checked_profile(
+    given: Profile | str | Path | None, method: str, row: Method, *, is_own_verifier: bool, replan: bool
+) -> Profile | None:
+    """The profile that a decoder was given, or None; ValueError where the decoder cannot have one, or needs one."""
+    if given is not None and not row.is_lossless:
+        raise ValueError(f"a profile is for methods that keep the target's law; give {method!r} tree or tree_size")
+    if given is not None and is_own_verifier:
+        raise ValueError(
+            "a profile measures the method's own verification; with a verifier of your own give tree or tree_size "
+            "instead: tree=profile.tree_for(method, Filters(temperature)) has the same tree"
+        )
+    if replan and given is None:
+        raise ValueError("replan needs a profile, by which trees are chosen anew; `heavypath calibrate` makes one")
+    if replan and method == "autoregressive":
+        raise ValueError("method 'autoregressive' drafts nothing, so there is nothing to replan")
+    return given if given is None or isinstance(given, Profile) else Profile.load(given)
+
+
+class TreeSource:
+    """The trees of one decoder.
+
+    tree: the one of its options, or the one of a single sequence by estimates; None by a profile. It may be replaced by
+        another, which then is drafted in any batch
+
+    Raises ValueError for options that do not fit each other, TypeError or ValueError for those of the tree.
+    """
+
+    def __init__(
+        self, method: str, row: Method, given: Mapping[str, Any], profile: Profile | None, *, replan: bool,
+        is_own_verifier: bool, target: Forward, draft: Draft | None,
+    ):  # fmt: skip
+        """given: the options of the tree that are not None; row: of the method; the profile fits the models."""
+        self._row, self._is_own_verifier = row, is_own_verifier
+        self.tree: TokenTree | Growth | None = None
+        self.tree_from, self._replan = "by the profile", replan
+        self._by_profile, self._estimated = None, None
+        if profile is not None:
+            self._by_profile = ProfileTrees(profile, method, draft)
+            return
+        self.tree, self.tree_from = chosen_tree(method, given, target, draft)
+        if not given:
+            self._estimated = EstimatedTrees(method, target, draft, self.tree)
+
+    @property
+    def replans(self) -> bool:
+        """Whether trees are chosen anew by what was accepted."""
+        return self._replan and self._by_profile is not None and self.tree is None
+
+    def ignored_by_texts(self, filters: Filters) -> bool:
+        """Whether a text is the same by all trees: where the target's likeliest tokens are taken, and by races."""
+        raced = self._row.kind(filters.temperature).verification == "race"
+        return not self._is_own_verifier and (filters.temperature == 0 or raced)
+
+    def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
+        """See `SpeculativeDecoder.trees_by_batch`."""
+        if self.tree is None:
+            assert self._by_profile is not None
+            return self._by_profile.up_to(most, filters, rests)
+        if self._estimated is not None and self._estimated.alone is self.tree and self.ignored_by_texts(filters):
+            return self._estimated.up_to(most, rests)
+        return TreesByBatch({1: self.tree})
+
+    def for_serving(self, slots: int) -> TreesByBatch:
+        """What is drafted for requests that come and go, each sampled in its own way.
+
+        Where their texts depend on the tree it is always the one for all slots: a text is not to depend on the others.
+        """
+        plain = Filters()
+        trees = self.by_batch(plain, slots, rests=False)
+        return trees if self.ignored_by_texts(plain) else TreesByBatch({1: trees.of(slots)})
+
+    def first(self, filters: Filters, batch: int) -> tuple[TokenTree | Growth, TreesByBatch]:
+        """What the first steps of a batch draft, and all that later ones may."""
+        if not self.replans:
+            trees = self.by_batch(filters, batch)
+            return trees.of(batch), trees
+        assert self._by_profile is not None
+        shapes = self._by_profile.shapes(filters, batch).trees
+        return shapes[0], TreesByBatch(dict(enumerate(shapes, 1)))
+
+    def changing(self, plan: StepPlan, filters: Filters, batch: int) -> Replan | None:
+        """What chooses the trees of a batch's later steps; None where they are all the same."""
+        if self.replans:
+            assert self._by_profile is not None
+            return Replanner(plan, self._by_profile.shapes(filters, batch))
+        trees = self.by_batch(filters, batch)
+        return FollowBatch(plan, trees) if len(trees.trees) > 1 else None
+
+    def in_words(self, tree: TokenTree | Growth, batch: int) -> str:
+        """The size of a batch's tree, and what it was chosen by."""
+        estimated = self._estimated is not None and batch > 1 and tree != self.tree
+        chosen_by = f"by costs estimated for {batch} sequences" if estimated else self.tree_from
+        return f"{len(tree)} nodes, {tree.depth} levels, {chosen_by}"

@@ -1,0 +1,171 @@
+"""Time the steps of real decoding, for a calibration: with trees of some sizes, and for some sizes of the batch.
+
+Decoding is run for a few steps with each tree, in turn and for several rounds, and the phases of its steps are timed
+(`costs.timing` says how figures follow from that). A single sequence comes first. A larger batch wants no larger trees
+than that, and so needs few sizes.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from heavypath.speculative.costs.table import Costs, CostsByBatch
+from heavypath.speculative.costs.timing import Timed, time_costs
+from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.drafts import AnyDraft
+from heavypath.speculative.generation_defaults import NOTHING
+from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
+from heavypath.speculative.profile import MeasuredAcceptance
+from heavypath.speculative.trees.planning import greedy_tree, select_tree
+from heavypath.speculative.trees.tree import TokenTree
+
+BATCH_SIZES = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 2, 4, 8, 16, 32, 64)}
+VISIT_SECONDS = 0.1  # of decoding, to time the steps with a tree: several time slices of a busy machine
+VISIT_TOKENS = (4, 16)  # the least and the most that each sequence decodes in it
+ALONE_SHARE = 0.5  # of the time for costs, for a single sequence
+
+
+class Visits:
+    """Decodes a few steps of a batch with a tree of some size, and tells what one of them took.
+
+    The first visit finds how many tokens of plain decoding take `VISIT_SECONDS`; the others decode as many. Trees have
+    at most `levels` levels.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], levels: int,
+        verifier: str | None = None, batch: int = 1,
+    ):  # fmt: skip
+        """batch: sequences that are decoded together."""
+        self.target, self.draft, self.prompts, self.levels = target, draft, prompts, levels
+        self.verifier, self.batch = verifier, batch
+        self._decoders: dict[int, SpeculativeDecoder] = {}
+        self._tokens = 0
+
+    def of(self, batch: int) -> "Visits":
+        """The same of so many sequences."""
+        visits = Visits(self.target, self.draft, self.prompts, self.levels, self.verifier, batch)
+        visits._decoders = self._decoders
+        return visits
+
+    def __call__(self, size: int, round_: int) -> Timed:
+        """The seconds of a step with a tree of `size` nodes, and of a level of its drafting.
+
+        The texts could go on for another step when they are cut off, so that every step has the whole tree.
+        """
+        if not self._tokens:
+            least, most = VISIT_TOKENS
+            self._tokens = max(least, min(most, round(VISIT_SECONDS / self._visit(1, round_, least).step)))
+        return self._visit(size, round_, self._tokens)
+
+    def _visit(self, size: int, round_: int, tokens: int) -> Timed:
+        decoder = self._decoder(size)
+        assert isinstance(decoder.tree, TokenTree)
+        depth, (prompts, mask) = decoder.tree.depth, self._batch_of(round_)
+        end = MaxLengthCriteria(prompts.shape[1] + tokens)
+        stats = decoder.generate(
+            prompts, tokens + depth + 1, temperature=1.0, seed=round_, attention_mask=mask, stopping_criteria=[end],
+            pad_token_id=0, **NOTHING,
+        ).stats  # fmt: skip
+        seconds, steps = stats.seconds, int(stats.steps_of.max())
+        step = sum(seconds[phase] for phase in ("target", "verification", "compaction")) / steps
+        level = (seconds["draft"] + seconds["sampling"]) / steps / depth if size > 1 else None
+        return Timed(step, level)
+
+    def _batch_of(self, round_: int) -> tuple[Tensor, Tensor]:
+        """The prompts of a round, left-padded, and their mask; LongTensors [B, T]."""
+        chosen = [self.prompts[(round_ + place) % len(self.prompts)] for place in range(self.batch)]
+        longest = max(map(len, chosen))
+        padded = torch.stack([torch.cat([prompt.new_zeros(longest - len(prompt)), prompt]) for prompt in chosen])
+        columns = torch.arange(longest, device=padded.device)
+        first = torch.tensor([longest - len(prompt) for prompt in chosen], device=padded.device)
+        return padded, (columns >= first[:, None]).long()
+
+    def _decoder(self, size: int) -> SpeculativeDecoder:
+        if size not in self._decoders:
+            tree = greedy_tree(DEFAULT_ACCEPTANCE, size, self.levels) if size > 1 else TokenTree([-1])
+            gpu = self.target.device.type == "cuda"
+            options = {"tree": tree, "verifier": self.verifier, "cuda_graphs": False if gpu else None}
+            decoder = SpeculativeDecoder(self.target, self.draft, "sequoia", **options)
+            if gpu:
+                decoder.clock = _clock_of_gpu
+            self._decoders[size] = decoder
+        return self._decoders[size]
+
+
+def costs_by_batch(
+    visits: Visits,
+    batches: Sequence[int],
+    sizes: Sequence[int],
+    measured: Sequence[MeasuredAcceptance],
+    *,
+    limit: float,
+    report: Callable[[str], object],
+) -> CostsByBatch:
+    """The costs for each of some numbers of sequences, one among them; larger ones end where a GPU's memory does.
+
+    sizes: nodes of trees that may be timed; limit: seconds for all of it
+
+    Raises ValueError as `time_costs` does, and torch.OutOfMemoryError where there is no memory for a single sequence.
+    """
+    begin, larger = time.perf_counter(), sorted({*batches} - {1})
+    worth = partial(sizes_worth_timing, measured, sizes)
+    alone = time_costs(
+        visits, sizes, worth, limit=limit * (ALONE_SHARE if larger else 1), clock=time.perf_counter, report=report
+    )
+    found, few = {1: alone}, [size for size in sizes if size <= max({1, *worth(alone)})]
+    for place, batch in enumerate(larger):
+        left = limit - (time.perf_counter() - begin)
+        try:
+            found[batch] = time_costs(
+                visits.of(batch),
+                few,
+                partial(sizes_worth_timing, measured, few),
+                limit=left / (len(larger) - place),
+                clock=time.perf_counter,
+                report=report,
+                of=f" for {batch} sequences",
+            )
+        except torch.OutOfMemoryError:
+            report(f"there is no memory for {batch} sequences; costs are those of up to {max(found)}")
+            break
+    return CostsByBatch(found)
+
+
+def default_batch_sizes(device_type: str) -> tuple[int, ...]:
+    """The numbers of sequences that costs are measured for, on a kind of device as torch names it."""
+    return BATCH_SIZES.get(device_type, BATCH_SIZES["cpu"])
+
+
+def sizes_worth_timing(measured: Sequence[MeasuredAcceptance], sizes: Sequence[int], costs: Costs) -> set[int]:
+    """Of some sizes those that are planned by the costs known so far, and their neighbours.
+
+    A tree larger than all that were timed is taken to cost as much as the largest of them, since it does not cost less:
+    where it could be planned by that, it is worth timing.
+    """
+    sizes, timed = sorted({1, *sizes}), max(costs.step)
+    known = costs.steps_of([size for size in sizes if size <= timed])
+    known |= {size: known[timed] for size in sizes if size > timed}
+    level = costs.level / costs.step[1]
+    found = set()
+    for entry in measured:
+        if entry.sequence_count is None:
+            best = sizes.index(len(select_tree(_falling(entry.rates()), known, level).tree))
+            found |= {*sizes[max(0, best - 1) : best + 2]}
+    return found
+
+
+def _falling(rates: Tensor) -> Tensor:
+    """Acceptance with the children of each depth from the likeliest on, which no tree of the given ones exceeds."""
+    return rates.sort(1, descending=True).values
+
+
+def _clock_of_gpu() -> float:
+    """The time in seconds, when the GPU has finished what it was given."""
+    torch.cuda.synchronize()
+    return time.perf_counter()

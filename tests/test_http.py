@@ -1,0 +1,482 @@
+"""The HTTP server, asked by OpenAI's own client: its texts are the decoder's, in OpenAI's shapes."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+import torch
+from http_server import NAME, PATIENCE, ask, eventually, metrics, open_stream, running
+from transformers import AutoTokenizer
+
+from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.http.exchange import APART, sequence_id
+
+PROMPT = "def read_lines(path):"
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}"
+    "# {{ message.role }}: {{ message.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}# assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def decoder(demo_pair):
+    return SpeculativeDecoder(demo_pair.target, demo_pair.draft, "ersd")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_pair, tmp_path_factory):
+    """The shipped tokenizer with a chat template, from a folder."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    demo_pair.tokenizer.save_pretrained(folder)
+    copy = AutoTokenizer.from_pretrained(folder)
+    copy.chat_template = TEMPLATE
+    copy.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def base(decoder, tokenizer):
+    with decoder.serve(slots=4, max_tokens=256) as service, running(service, tokenizer) as base:
+        yield base
+
+
+@pytest.fixture(scope="module")
+def client(base):
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def alone(decoder, tokenizer):
+    """The text that the decoder gives a prompt, alone."""
+
+    def text(prompt, count, temperature=0.0, seed=0, index=0, **options):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        name = torch.tensor([sequence_id(seed, index)])
+        out = decoder.generate(ids, count, temperature, sequence_ids=name, **({"eos_token_id": None} | options))
+        return tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+
+    return text
+
+
+def complete(client, prompt=PROMPT, **options):
+    return client.completions.create(model=NAME, prompt=prompt, **({"max_tokens": 24, "temperature": 0} | options))
+
+
+def chat(client, content="read", **options):
+    messages = [{"role": "user", "content": content}]
+    return client.chat.completions.create(**({"model": NAME, "messages": messages, "temperature": 0} | options))
+
+
+def test_a_completion_is_the_decoders_text_with_its_usage(client, alone, tokenizer):
+    answer = complete(client)
+    (choice,) = answer.choices
+    assert choice.text == alone(PROMPT, 24)
+    assert choice.finish_reason == "length"
+    assert (answer.object, answer.model, answer.system_fingerprint) == ("text_completion", NAME, "fingerprint")
+    prompt_tokens = len(tokenizer(PROMPT).input_ids)
+    assert answer.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": prompt_tokens, "completion_tokens": 24, "total_tokens": prompt_tokens + 24,
+    }  # fmt: skip
+
+
+def test_without_a_length_a_completion_has_sixteen_tokens(client, alone):
+    assert client.completions.create(model=NAME, prompt=PROMPT, temperature=0).choices[0].text == alone(PROMPT, 16)
+
+
+def test_a_stream_is_the_whole_text_in_pieces(client, alone):
+    events = list(complete(client, stream=True, stream_options={"include_usage": True}))
+    assert "".join(event.choices[0].text for event in events[:-1]) == alone(PROMPT, 24)
+    assert sum(bool(event.choices[0].text) for event in events[:-1]) > 3
+    assert [event.choices[0].finish_reason for event in events[:-1]] == [None] * (len(events) - 2) + ["length"]
+    assert events[-1].choices == []
+    assert events[-1].usage.completion_tokens == 24
+    assert len({event.id for event in events}) == 1
+    assert all(event.usage is None for event in complete(client, stream=True))
+
+
+def test_a_stream_ends_with_done(base):
+    body = {"model": NAME, "prompt": PROMPT, "max_tokens": 4, "stream": True}
+    status, headers, content = ask(base, "POST", "/v1/completions", body)
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/event-stream")
+    *events, done, rest = content.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events)
+
+
+def test_a_chat_goes_through_the_tokenizers_template(client, alone, tokenizer):
+    answer = chat(client, max_completion_tokens=12)
+    assert answer.choices[0].message.content == alone("# user: read\n# assistant: ", 12)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.object == "chat.completion"
+    again = [{"role": "user", "content": "read"}, answer.choices[0].message, {"role": "user", "content": "on"}]
+    text = f"# user: read\n# assistant: {answer.choices[0].message.content}\n# user: on\n# assistant: "
+    second = client.chat.completions.create(model=NAME, messages=again, temperature=0, max_tokens=6)
+    assert second.choices[0].message.content == alone(text, 6)
+    parts = [{"type": "text", "text": "re"}, {"type": "text", "text": "ad"}]
+    assert chat(client, parts, max_tokens=12).choices[0].message.content == answer.choices[0].message.content
+
+
+def test_a_chat_streams_its_role_and_then_its_text(client, alone):
+    events = list(chat(client, max_tokens=12, stream=True, n=2, stream_options={"include_usage": True}))
+    assert [event.choices[0].delta.role for event in events[:2]] == ["assistant", "assistant"]
+    texts = ["", ""]
+    for event in events[2:-1]:
+        texts[event.choices[0].index] += event.choices[0].delta.content or ""
+    assert texts == 2 * [alone("# user: read\n# assistant: ", 12)]
+    assert sorted(event.choices[0].finish_reason or "" for event in events[:-1])[-2:] == ["length", "length"]
+    assert events[-1].usage.completion_tokens == 24
+
+
+def test_without_a_length_a_chat_has_all_the_room_there_is(client):
+    usage = chat(client, extra_body={"ignore_eos": True}).usage
+    assert usage.total_tokens == 256
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_itself(client, alone, stream):
+    whole = alone(PROMPT, 24)
+    stop = whole[10:13]
+    answer = complete(client, stop=["never there", stop], stream=stream)
+    events = list(answer) if stream else [answer]
+    text = "".join(event.choices[0].text for event in events)
+    assert text == whole[: whole.index(stop)]
+    assert events[-1].choices[0].finish_reason == "stop"
+
+
+def test_usage_counts_tokens_up_to_the_one_that_completed_the_stop_string(client, alone, tokenizer):
+    whole = alone(PROMPT, 24)
+    answer = complete(client, stop=whole[10:13])
+    count = answer.usage.completion_tokens
+    assert whole[10:13] in alone(PROMPT, count)
+    assert whole[10:13] not in alone(PROMPT, count - 1)
+
+
+def test_an_end_of_sequence_token_ends_the_text_unless_it_is_to_be_ignored(decoder, tokenizer, alone):
+    ids = tokenizer(alone(PROMPT, 24)).input_ids
+    with decoder.serve(slots=1, max_tokens=64) as service, running(service, tokenizer, eos=[ids[8]]) as base:
+        body = {"model": NAME, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+        first = json.loads(ask(base, "POST", "/v1/completions", body)[2])
+        whole = json.loads(ask(base, "POST", "/v1/completions", body | {"ignore_eos": True})[2])
+    assert first["choices"][0]["finish_reason"] == "stop"
+    assert first["usage"]["completion_tokens"] < 24
+    assert whole["choices"][0]["text"] == alone(PROMPT, 24)
+
+
+def test_a_seed_repeats_a_text_which_is_that_of_generate(client, alone):
+    first, second, other = (
+        complete(client, temperature=0.8, top_p=0.9, seed=seed).choices[0].text for seed in (7, 7, 8)
+    )
+    assert first == second == alone(PROMPT, 24, 0.8, 7, top_p=0.9)
+    assert other == alone(PROMPT, 24, 0.8, 8, top_p=0.9) != first
+
+
+def test_a_seed_of_any_size_is_taken(client, alone):
+    assert complete(client, temperature=1, seed=-5).choices[0].text == alone(PROMPT, 24, 1.0, 2**27 - 5)
+    assert complete(client, temperature=1, seed=2**70 + 3).choices[0].text == alone(PROMPT, 24, 1.0, 3)
+
+
+def test_several_texts_of_a_prompt_differ_and_repeat(client, alone, tokenizer):
+    answer = complete(client, n=3, temperature=0.9, seed=3)
+    texts = [choice.text for choice in answer.choices]
+    assert texts == [alone(PROMPT, 24, 0.9, 3, index) for index in range(3)]
+    assert len({*texts}) == 3
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage.completion_tokens == 72
+    assert answer.usage.prompt_tokens == len(tokenizer(PROMPT).input_ids), "a prompt counts once"
+    assert len({sequence_id(5, index) for index in range(1000)}) == 1000
+    assert APART % 2
+
+
+def test_several_prompts_are_answered_in_their_order_as_text_or_tokens(client, alone, tokenizer):
+    prompts = [PROMPT, "import os\n"]
+    expected = [alone(prompt, 8) for prompt in prompts for _ in range(2)]
+    texts = [choice.text for choice in complete(client, prompts, n=2, max_tokens=8).choices]
+    assert texts == expected
+    tokens = tokenizer(prompts).input_ids
+    assert [choice.text for choice in complete(client, tokens, n=2, max_tokens=8).choices] == expected
+    assert complete(client, tokens[1], max_tokens=8).choices[0].text == expected[2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_puts_the_prompt_before_the_text(client, alone, tokenizer, stream):
+    for prompt in (PROMPT, tokenizer(PROMPT).input_ids):
+        answer = complete(client, prompt, echo=True, max_tokens=8, stream=stream)
+        events = list(answer) if stream else [answer]
+        assert "".join(event.choices[0].text for event in events) == PROMPT + alone(PROMPT, 8)
+
+
+def test_a_temperature_that_is_left_out_samples_as_the_server_was_told(client, alone):
+    text = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, seed=4).choices[0].text
+    assert text == alone(PROMPT, 24, 1.0, 4)
+
+
+def test_models_are_listed_and_others_are_not_there(client):
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).owned_by == "heavypath"
+    with pytest.raises(openai.NotFoundError, match=r"there is no model 'gpt/\.\./other' here"):
+        client.models.retrieve("gpt/../other")
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="/etc/passwd", prompt=PROMPT)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+REFUSED = {
+    "logprobs": (3, "does not have it"),
+    "best_of": (4, "does not have it"),
+    "frequency_penalty": (0.5, "does not have it"),
+    "presence_penalty": (-1, "does not have it"),
+    "logit_bias": ({"5": 1}, "does not have it"),
+    "suffix": ("behind", "does not have it"),
+    "frobnicate": (1, "does not know this field"),
+    "guided_json": ({}, "does not know this field"),
+    "response_format": ({"type": "xml"}, "json_object"),
+    "repetition_penalty": (0, "greater than 0"),
+    "temperature": (-1, "greater than or equal to 0"),
+    "top_p": (0, "greater than 0"),
+    "top_k": (-1, "greater than or equal to 0"),
+    "max_tokens": ("5", "valid integer"),
+    "n": (17, "at most 16 texts"),
+    "seed": (1.5, "valid integer"),
+    "stop": (list("abcde"), "at most 4"),
+    "prompt": ("", "empty prompt"),
+    "stream_options": ({"include_usage": True}, "only where stream is true"),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_field_that_the_server_does_not_have_is_refused_by_name(base, field):
+    value, message = REFUSED[field]
+    body = {"model": NAME, "prompt": PROMPT, field: value}
+    status, _, content = ask(base, "POST", "/v1/completions", body)
+    error = json.loads(content)["error"]
+    assert status == 400
+    assert error["param"] == field
+    assert error["message"].startswith(field)
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "the body is not what is expected"),
+        (b"[]", "the body is not what is expected"),
+        (b"", "the body"),
+        (b'{"model": "shipped", "prompt": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"model": "shipped", "prompt": "a", "temperature": NaN}', "finite"),
+        ({"model": NAME, "prompt": []}, "empty"),
+        ({"model": NAME, "prompt": [[1], []]}, "empty prompt"),
+        ({"model": NAME, "prompt": [1, -3]}, "greater than or equal to 0"),
+        ({"model": NAME, "prompt": [1 << 20]}, "1023"),
+        ({"model": NAME, "prompt": [1 << 80]}, "less than"),
+        ({"model": NAME, "prompt": [True]}, "valid"),
+        ({"model": NAME, "prompt": 20 * [PROMPT]}, "at most 16 texts"),
+        ({"model": NAME, "prompt": PROMPT, "stop": ""}, "1 to 256 characters"),
+        ({"model": NAME, "prompt": PROMPT, "stop": 300 * "a"}, "1 to 256 characters"),
+        ({"model": NAME, "prompt": PROMPT, "max_tokens": 250}, "there is room for 256 tokens"),
+        ({"model": NAME, "prompt": 300 * "def "}, "there is room for 256 tokens"),
+        ({"prompt": PROMPT}, "model: Field required"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_in_openais_shape(base, body, message):
+    status, _, content = ask(base, "POST", "/v1/completions", body)
+    error = json.loads(content)["error"]
+    assert status == 400
+    assert message in error["message"]
+    assert error.keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tools", [{"type": "function"}]), ("tool_choice", "auto"), ("top_logprobs", 2), ("logprobs", True),
+     ("modalities", ["audio"]), ("reasoning_effort", "high"), ("store", True), ("messages", [])],
+)  # fmt: skip
+def test_what_a_chat_does_not_have_is_refused_by_name(client, field, value):
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, **{field: value})
+    assert caught.value.param == field
+
+
+def test_what_asks_for_nothing_is_taken(client, alone):
+    nothing = {"logprobs": None, "best_of": 1, "frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}}
+    nothing |= {"suffix": None, "user": "someone", "response_format": {"type": "text"}, "n": 1, "stop": None}
+    assert complete(client, extra_body=nothing).choices[0].text == alone(PROMPT, 24)
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "tool", "content": "a"}, "Input should be"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}, "text"),
+        ({"role": "user", "content": "a", "name": "b"}, "does not have it"),
+        ({"role": "developer", "content": "a"}, "no developers here"),
+    ],
+)
+def test_a_message_that_the_template_does_not_write_is_refused(client, message, text):
+    with pytest.raises(openai.BadRequestError, match=text) as caught:
+        client.chat.completions.create(model=NAME, messages=[message])
+    assert caught.value.param == "messages"
+
+
+def test_two_lengths_of_a_chat_must_agree(client):
+    assert chat(client, max_tokens=3, max_completion_tokens=3).usage.completion_tokens == 3
+    with pytest.raises(openai.BadRequestError, match="another name of it"):
+        chat(client, max_tokens=3, max_completion_tokens=4)
+
+
+def test_a_tokenizer_without_a_template_continues_texts_alone(decoder, demo_pair):
+    with decoder.serve(slots=1, max_tokens=64) as service, running(service, demo_pair.tokenizer) as base:
+        body = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
+        status, _, content = ask(base, "POST", "/v1/chat/completions", body)
+    assert status == 400
+    assert json.loads(content)["error"]["code"] == "no_chat_template"
+
+
+def test_many_clients_at_once_get_their_own_texts(client, alone):
+    def one(seed):
+        return complete(client, temperature=0.7, seed=seed, max_tokens=8 + seed).choices[0].text
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(one, range(12)))
+    assert texts == [alone(PROMPT, 8 + seed, 0.7, seed) for seed in range(12)]
+
+
+def test_metrics_are_prometheus_and_count_what_clients_got(decoder, tokenizer):
+    with decoder.serve(slots=1, max_tokens=64) as service, running(service, tokenizer) as base:
+        body = {"model": NAME, "prompt": PROMPT, "max_tokens": 10, "temperature": 0}
+        for each in (body, body | {"stream": True}, body | {"stop": "e"}, body | {"n": 100}):
+            ask(base, "POST", "/v1/completions", each)
+        ask(base, "GET", "/somewhere/else")
+        eventually(lambda: metrics(base)["heavypath_running"] == 0)
+        found = metrics(base)
+    assert found["heavypath_http_requests_total{path=/v1/completions},{status=200}"] == 3
+    assert found["heavypath_http_requests_total{path=/v1/completions},{status=400}"] == 1
+    assert found["heavypath_http_requests_total{path=other},{status=404}"] == 1
+    assert found["heavypath_completions_total{outcome=length}"] == 2
+    assert found["heavypath_completions_total{outcome=stop}"] == 1
+    assert 20 < found["heavypath_new_tokens_total"] <= 30
+    assert found["heavypath_prompt_tokens_total"] == 3 * len(tokenizer(PROMPT).input_ids)
+    assert found["heavypath_time_to_first_token_seconds_count"] == 3
+    assert 0 < found["heavypath_time_between_tokens_seconds_count"] < 30
+    assert found["heavypath_tokens_per_step_count"] == 2
+    assert found["heavypath_tokens_per_step_sum"] >= 2
+    assert (found["heavypath_running"], found["heavypath_waiting"]) == (0, 0)
+    assert found["heavypath_service_submitted_total"] == 3
+
+
+def test_a_request_that_waits_can_be_dropped_while_others_of_other_lengths_wait_too(decoder, tokenizer, alone):
+    prompts = [PROMPT, "import os\n", "class Stack:\n    def push"]
+    with decoder.serve(slots=1, max_tokens=256) as service, running(service, tokenizer) as base:
+        first = open_stream(base, {"model": NAME, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True})
+        with ThreadPoolExecutor(3) as pool:
+            body = {"model": NAME, "max_tokens": 8, "temperature": 0}
+            answers = []
+            for count, prompt in enumerate(prompts, 1):
+                answers.append(pool.submit(ask, base, "POST", "/v1/completions", body | {"prompt": prompt}))
+                eventually(lambda count=count: service.stats().submitted == 1 + count)
+            dropped = open_stream(base, body | {"prompt": "x"})
+            eventually(lambda: service.stats().submitted == 5)
+            dropped.close()
+            eventually(lambda: service.stats().cancelled == 1)
+            texts = [json.loads(answer.result()[2])["choices"][0]["text"] for answer in answers]
+        first.close()
+    assert texts == [alone(prompt, 8) for prompt in prompts]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_where_the_service_itself_fails_nobody_waits_for_ever_and_the_server_is_not_healthy(decoder, tokenizer, caplog):
+    def broken():
+        raise ArithmeticError("beyond any request")
+
+    with decoder.serve(slots=1, max_tokens=256) as service, running(service, tokenizer) as base:
+        body = {"model": NAME, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+        with ThreadPoolExecutor(3) as pool:
+            answers = [pool.submit(ask, base, "POST", "/v1/completions", body) for _ in range(3)]
+            eventually(lambda: service.stats().running == 1 and service.stats().waiting == 2)
+            service._end_interrupted = broken
+            assert [answer.result()[0] for answer in answers] == [500, 500, 500]
+        assert ask(base, "POST", "/v1/completions", body)[0] == 503
+        assert ask(base, "GET", "/health")[0] == 503
+    assert "beyond any request" in caplog.text
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+
+def formatted(schema):
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def ending(decoder, tokenizer):
+    """A client of a server whose texts end."""
+    eos = [tokenizer.eos_token_id]
+    with (
+        decoder.serve(slots=2, max_tokens=256) as service,
+        running(service, tokenizer, eos=eos) as base,
+        openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_format_holds_an_answer_to_its_schema(ending, stream):
+    pytest.importorskip("llguidance")
+    for seed in range(3):
+        answer = chat(
+            ending, temperature=1, seed=seed, response_format=formatted(SCHEMA), max_tokens=120, stream=stream
+        )
+        events = list(answer) if stream else [answer]
+        text = "".join(
+            (event.choices[0].delta if stream else event.choices[0].message).content or "" for event in events
+        )
+        assert events[-1].choices[0].finish_reason == "stop"
+        found = json.loads(text)
+        assert found.keys() == {"name", "size"}
+        assert 0 <= found["size"] <= 99
+
+
+def test_a_response_format_of_an_object_of_json_begins_one(client):
+    pytest.importorskip("llguidance")
+    text = complete(client, extra_body={"response_format": {"type": "json_object"}}).choices[0].text
+    assert text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("response_format", "message"),
+    [
+        (formatted({"type": "nothing"}), "JSON schema"),
+        ({"type": "json_schema"}, "only there"),
+        ({"type": "json_object", "json_schema": {"name": "a", "schema": {}}}, "only there"),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "more": 1}}, "does not know"),
+    ],
+)
+def test_a_response_format_that_cannot_be_followed_is_refused(client, response_format, message):
+    pytest.importorskip("llguidance")
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        chat(client, response_format=response_format)
+    assert caught.value.param == "response_format"
+
+
+def test_a_response_format_needs_the_end_of_its_text(client):
+    with pytest.raises(openai.BadRequestError, match="leave ignore_eos out"):
+        chat(client, response_format=formatted(SCHEMA), extra_body={"ignore_eos": True})
+
+
+def test_penalties_and_least_lengths_are_those_of_generate(client, alone):
+    more = {"repetition_penalty": 1.3}
+    assert complete(client, extra_body=more).choices[0].text == alone(PROMPT, 24, repetition_penalty=1.3)
+    assert complete(client, extra_body={"min_tokens": 24}).usage.completion_tokens == 24
