@@ -1,14 +1,17 @@
 """Targets that are larger than the memory of a device: what decoding them costs.
 
     python bench/scale.py ranks [--ranks 1 2 4] [--nodes 256] [--json FILE]
+    python bench/scale.py stream [--gigabytes 8] [--memory 2G] [--json FILE]
 
 ranks   a target split over processes, see scale_ranks.py, which has the options
+stream  weights that are read from disk for each tree, see scale_stream.py, which has the options
 """
 
 import scale_ranks
+import scale_stream
 from common import argument_parser
 
-PARTS = {"ranks": scale_ranks}
+PARTS = {"ranks": scale_ranks, "stream": scale_stream}
 
 
 def main() -> None:

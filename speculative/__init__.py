@@ -47,6 +47,10 @@ from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.ranks.agreement import RankMismatchError
 from heavypath.speculative.ranks.group import RankFailedError
+from heavypath.speculative.streaming.layer_weights import stream_of
+from heavypath.speculative.streaming.load import load_streamed
+from heavypath.speculative.streaming.offloaded import stream_layers
+from heavypath.speculative.streaming.stream import LayerStream
 from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
 from heavypath.speculative.training.documents import read_documents
 from heavypath.speculative.trees import acceptance, bounds, planning, tree
@@ -80,6 +84,7 @@ __all__ = [
     "Generation",
     "Grammar",
     "LayerChoice",
+    "LayerStream",
     "Lookahead",
     "MedusaHeads",
     "Merge",
@@ -109,11 +114,14 @@ __all__ = [
     "load_demo_head",
     "load_demo_pair",
     "load_draft",
+    "load_streamed",
     "most_frequent",
     "new_head",
     "read_documents",
     "read_trace",
     "select_tree",
     "sequoia_tree",
+    "stream_layers",
+    "stream_of",
     "top_down",
 ]

@@ -70,10 +70,10 @@ class SpeculativeDecoder:
     method: a row of `METHODS`: autoregressive, chain, specinfer, spectr, sequoia, dyspec, rsd-c, rsd-s, ersd, eagle-2,
         top-k, naive, naive-distinct, which keep the target's law; and typical-lossy, which does not
     tree_size: nodes of the drafted tree, root included; a method whose trees cannot have that size takes the next
-        smaller one. Default: 5 on a CPU; on a GPU the size and the levels that pay by costs which `costs.roofline`
-        estimates from the device and the models, for one sequence. At temperature 0, and for ersd, whose texts do not
-        depend on trees, the default follows the batch: several sequences have smaller trees by estimated costs, down to
-        plain decoding, and larger ones again while the batch shrinks
+        smaller one. Default: 5 on a CPU; 256 where weights are streamed; on a GPU the size and the levels that pay by
+        costs which `costs.roofline` estimates from the device and the models, for one sequence. At temperature 0, and
+        for ersd, whose texts do not depend on trees, the default follows the batch: several sequences have smaller
+        trees by estimated costs, down to plain decoding, and larger ones again while the batch shrinks
     tree: a TokenTree to use instead, for methods whose trees do not grow
     profile: instead of both, what `heavypath calibrate` measured, as a file or a `Profile`: each step takes the tree
         with which decoding is expected to be fastest, for as many sequences as are running. So a sampled text, other
@@ -303,7 +303,7 @@ class SpeculativeDecoder:
             plan.rules.verification,
             plan.rules.law_changed_by and f"; the text's law is changed by {plan.rules.law_changed_by}",
         )  # fmt: skip
-        stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin)
+        stats = Statistics(plan.depth, plan.branching, clock=self.clock, begin=begin, stream=self._target.stream)
         stats.tree = self._trees.in_words(plan.tree, len(input_ids))
         stats.law_changed_by, stats.verification = plan.rules.law_changed_by, plan.rules.verification
         with (

@@ -4,6 +4,7 @@ Nothing is downloaded, no code that comes with a model is run, and weights must 
 may be pickles of tensors alone, as some were published.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from heavypath.speculative.drafts import (
     Several,
 )
 from heavypath.speculative.drafts.trained import TrainedHead, is_trained_head, load_trained_head
+from heavypath.speculative.streaming.load import load_streamed
 
 DEMO_HEAD = "demo-head"  # names the shipped head
 MERGE = "merge:"  # before the drafts of a `Merge`
@@ -55,6 +57,7 @@ def load_pair(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     ranks: int = 1,
+    memory: int | str | None = None,
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
@@ -68,18 +71,45 @@ def load_pair(
         A head has its target's.
     ranks: processes that the target is split over, by its own tensor-parallel plan; this is one of them, and
         torch.distributed knows the others. Each has the whole draft.
+    memory: bytes that the target's weights may take, or a text such as "8G"; what is more is read from its folder in
+        each forward pass, see `load_streamed`. The models are then on the CPU, in the type that they were saved in, and
+        in one process.
 
     Raises ValueError, TypeError or OSError, in one line, for a missing folder, a model type that is not supported,
     files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if memory is not None and (target is None or dtype is not None or str(device or "cpu") != "cpu"):
+        raise ValueError(
+            "memory is for a target in a folder of its own, on the CPU and in the type that it was saved in; got "
+            f"target {target!r}, dtype {dtype}, device {device}"
+        )
+    if memory is not None and ranks > 1:
+        raise ValueError(f"a target is either split over processes or streamed, got {ranks} and memory {memory!r}")
+    if target is None and ranks > 1:
+        raise ValueError(f"the shipped target has 5 key heads, which {ranks} processes cannot share; give a target")
+    device = device or ("cuda" if torch.cuda.is_available() and memory is None else "cpu")
+
+    def load_target(folder: Path) -> PreTrainedModel:
+        if memory is None:
+            return _load_model("target", folder, device, dtype, ranks)
+        return load_streamed(folder, memory, resident=_exit_layers(draft))
+
+    return _load_pair(target, draft, device, dtype, load_target)
+
+
+def _load_pair(
+    target: str | None,
+    draft: str | None,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    load_target: Callable[[Path], PreTrainedModel],
+) -> Pair:
+    """As `load_pair`, by a function that loads the target from its folder."""
     if draft is not None and _parts(draft):
-        alone = load_pair(target, None, device, dtype, ranks)
+        alone = _load_pair(target, None, device, dtype, load_target)
         return alone._replace(draft=load_draft(draft, alone, target, dtype))
     draft = str(FOLDER / "head") if draft == DEMO_HEAD else draft
     modelless = draft is not None and _check_modelless(draft)
-    if target is None and ranks > 1:
-        raise ValueError(f"the shipped target has 5 key heads, which {ranks} processes cannot share; give a target")
     if target is None:
         if draft is not None and not modelless and not is_trained_head(draft):
             raise _lacks_target(draft)
@@ -100,7 +130,7 @@ def load_pair(
     if drafting is not None and _has_tokenizer(drafting):
         _check_vocabularies(tokenizer, _load_tokenizer("draft", drafting))
     models = {
-        role: _load_model(role, folder, device, dtype, ranks if role == "target" else 1)
+        role: load_target(folder) if role == "target" else _load_model(role, folder, device, dtype)
         for role, folder in folders.items()
     }
     if head is not None:
@@ -188,6 +218,13 @@ def _check_modelless(draft: str) -> bool:
         if not Path(what).expanduser().exists():
             raise FileNotFoundError(f"expected retrieval:PATH, and there is no file or folder {what!r}")
     return draft in ("prompt-lookup", "lookahead") or kind in ("early-exit", "retrieval")
+
+
+def _exit_layers(draft: str | None) -> set[int]:
+    """The target's layers that drafts named by this text run."""
+    texts = [name for _, name in _parts(draft or "")] or [draft]
+    exits = [_modelless(text, None) for text in texts if text is not None and text.startswith("early-exit:")]
+    return {index for one in exits if isinstance(one, EarlyExit) for index in one.indices}
 
 
 def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> Modelless:

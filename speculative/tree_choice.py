@@ -33,6 +33,7 @@ from heavypath.speculative.trees.tree import TokenTree
 logger = logging.getLogger(__name__)
 
 CPU_SIZE = 5  # nodes of a tree on a CPU, by default; measured with the shipped pair
+STREAMED_SIZE = 256  # nodes that are free where weights are streamed: a step takes the time to read these
 DEPTH = 8  # levels of trees of a kind, where the acceptance says nothing about levels
 SEQUENCES = 3  # independent ones, by default
 
@@ -49,6 +50,9 @@ def chosen_tree(
     if device.type == "cuda" and not {"tree", "tree_size"} & given.keys():
         default = default_tree(method, estimated_costs(target, models_of(draft), Device.of(device)), levels)
         size, chosen_by = max(2, len(default)), f"by costs estimated for {torch.cuda.get_device_name(device)}"
+    if target.stream is not None and not {"tree", "tree_size"} & given.keys():
+        default = default_tree(method, streamed_costs(), levels)
+        size, chosen_by = max(2, len(default)), "the default of weights that are streamed"
     tree = tree_of_options(method, given, size, levels) if given or default is None else default
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
@@ -91,12 +95,22 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
 def tree_by_estimates(method: str, target: Forward, draft: Draft | None, batch: int) -> TokenTree | Growth:
     """The tree of a method, in heavy-path order, for `batch` sequences together, by costs estimated for the device."""
     device, drafting = target.device, models_of(draft)
-    if device.type == "cuda":
+    if target.stream is not None:
+        costs = streamed_costs(batch)
+    elif device.type == "cuda":
         costs = estimated_costs(target, drafting, Device.of(device), batch)
     else:
         costs = host_costs(target, drafting, batch, range(1, CPU_SIZE + 1))
     tree = default_tree(method, costs, most_levels(draft), batch)
     return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
+
+
+def streamed_costs(batch: int = 1) -> Costs:
+    """The costs of a target whose weights are streamed, whose steps take the time to read them, whatever their trees.
+
+    So hundreds of nodes are free, which the sequences of a batch share.
+    """
+    return Costs(step={1: 1.0, max(STREAMED_SIZE // batch, CPU_SIZE): 1.0}, level=0.01)
 
 
 def default_tree(method: str, costs: Costs, levels: int | None = None, batch: int = 1) -> TokenTree | Growth:

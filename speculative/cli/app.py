@@ -29,6 +29,7 @@ from heavypath.speculative.cli import layers as choosing_layers
 from heavypath.speculative.cli import serve as serving
 from heavypath.speculative.cli import trace as trace_page
 from heavypath.speculative.cli.ranks import check_command, join_ranks, leave_ranks, this_rank
+from heavypath.speculative.cli.reading import reading
 from heavypath.speculative.cli.support import (
     AsJson,
     Chat,
@@ -36,6 +37,7 @@ from heavypath.speculative.cli.support import (
     Dtype,
     JsonSchema,
     MaxNewTokens,
+    Memory,
     MinP,
     Regex,
     RepetitionPenalty,
@@ -169,6 +171,7 @@ def generate(
     verifier: Verifier = None,
     seed: Seed = 0,
     dtype: Dtype = None,
+    memory: Memory = None,
     trace: trace_page.TraceFile = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -188,29 +191,35 @@ def generate(
         raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
     measured = None if profile is None else Profile.load(profile)
     schema = read_schema(json_schema, regex)
-    pair = load(target, draft, dtype)
+    pair = load(target, draft, dtype, memory)
     ids = encode(pair, text, chat=chat)
     grammar = grammar_of(schema, regex, pair)
-    decoder = SpeculativeDecoder(
-        pair.target, pair.draft, method, tree_size=tree_size, profile=measured, replan=replan, verifier=verifier
-    )
     pieces: list[str] = []
-    out = decoder.generate(
-        ids,
-        max_new_tokens,
-        temperature,
-        top_k,
-        top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop_strings=stop or None,
-        logits_processor=None if grammar is None else [grammar],
-        seed=seed,
-        eos_token_id=pair.eos_token_ids,
-        streamer=TextStream(pair.tokenizer, pieces.append if as_json else _write),
-        tokenizer=pair.tokenizer,
-        trace=trace,
-    )
+    with reading(pair.target, ids.shape[1]) as end_status:
+
+        def write(piece: str) -> None:
+            end_status()
+            (pieces.append if as_json else _write)(piece)
+
+        decoder = SpeculativeDecoder(
+            pair.target, pair.draft, method, tree_size=tree_size, profile=measured, replan=replan, verifier=verifier
+        )
+        out = decoder.generate(
+            ids,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            stop_strings=stop or None,
+            logits_processor=None if grammar is None else [grammar],
+            seed=seed,
+            eos_token_id=pair.eos_token_ids,
+            streamer=TextStream(pair.tokenizer, write),
+            tokenizer=pair.tokenizer,
+            trace=trace,
+        )
     if as_json:
         tokens = out.sequences[0, ids.shape[1] :].tolist()
         in_force = GivenSettings(
@@ -320,6 +329,7 @@ def _summary(stats: Statistics) -> dict:
         "acceptance_by_rank": stats.acceptance_by_rank,
         "acceptance_by_depth": stats.acceptance_by_depth,
         "cache_bytes": stats.cache_bytes,
+        **({} if stats.streaming is None else stats.streaming._asdict() | {"waiting_share": stats.waiting_share}),
         "seconds": stats.seconds,
         "total_seconds": stats.total_seconds,
     }

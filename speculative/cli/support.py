@@ -79,6 +79,13 @@ Regex = Annotated[str | None, typer.Option(help="Write what matches this regular
 Chat = Annotated[
     bool, typer.Option("--chat", help="The prompt is a user's message: put it into the tokenizer's chat template.")
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory for the target's weights, such as 8G; what is more is read from its folder for each tree (needs "
+        "accelerate)."
+    ),
+]
 TreeSize = Annotated[
     int | None, typer.Option(min=2, max=MAX_NODES, help="Nodes of the drafted tree; default: 5 on a CPU, 32 on a GPU.")
 ]
@@ -109,7 +116,9 @@ def installation() -> dict:
     }
 
 
-def load(target: str | None = None, draft: str | None = None, dtype: Precision | None = None) -> Pair:
+def load(
+    target: str | None = None, draft: str | None = None, dtype: Precision | None = None, memory: str | None = None
+) -> Pair:
     """Load the models without the libraries' warnings and progress bars; what matters is raised as an error.
 
     On a CPU the shipped pair gets one thread, unless the environment says how many: on a busy machine a second one
@@ -119,12 +128,14 @@ def load(target: str | None = None, draft: str | None = None, dtype: Precision |
         torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     if not torch.cuda.is_available():
         with progress("compiling kernels for this CPU, once"):
             library()
     with progress("loading the models"):
-        return load_pair(target, draft, dtype=None if dtype is None else getattr(torch, dtype), ranks=rank_count())
+        precision = None if dtype is None else getattr(torch, dtype)
+        return load_pair(target, draft, dtype=precision, ranks=rank_count(), memory=memory)
 
 
 def say_if_busy() -> None:

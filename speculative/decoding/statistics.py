@@ -2,13 +2,17 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
 
+from heavypath.speculative.streaming.slots import StreamCounts
+from heavypath.speculative.streaming.stream import LayerStream
+
 ENOUGH_STEPS = 32  # to tell whether a draft pays
 LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
+LEAST_WAITING = 0.1  # of the time: a streamed target that waits less for its weights has a larger tree than is free
 MOST_REPLANS = 5  # that the table shows
 PHASES = (
     "prefill", "draft", "sampling", "target", "processing", "verification", "compaction", "step", "host", "trace",
@@ -34,11 +38,13 @@ class Statistics:
     cache_bytes:   of the target's and the draft's caches
     prefill_tokens: prompt tokens that the target computed before the first step; each prompt's last one is a root
     reused_tokens: prompt tokens that it did not compute, since their rows were in `past`
+    streaming:     what the stream of the target's weights did meanwhile; None where they are all in memory
     steps_of, tokens_of: LongTensor[B], steps and new_tokens of each sequence
     offered:       LongTensor[depth, branching], how often an accepted node at depth d had child j
     accepted:      LongTensor[depth, branching], how often that child was the accepted one
     clock:         returns seconds; on a GPU only a clock that waits for it can tell phases apart
     begin:         what the clock said at the beginning; None for now
+    stream:        what reads the target's weights meanwhile, if anything does
     """
 
     depth: int
@@ -55,14 +61,17 @@ class Statistics:
     cache_bytes: int = 0
     prefill_tokens: int = 0
     reused_tokens: int = 0
+    streaming: StreamCounts | None = None
     steps_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long), repr=False)
     tokens_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long), repr=False)
     offered: Tensor = field(init=False, repr=False)
     accepted: Tensor = field(init=False, repr=False)
     clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
     begin: float | None = None
+    stream: InitVar[LayerStream | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, stream: LayerStream | None) -> None:
+        self._stream, self.streaming = stream, None if stream is None else stream.counts()
         self.offered = torch.zeros(self.depth, self.branching, dtype=torch.long)
         self.accepted = torch.zeros_like(self.offered)
         self._last = self.begin = self.clock() if self.begin is None else self.begin
@@ -84,6 +93,11 @@ class Statistics:
         return sum(self.seconds.get(phase, 0.0) for phase in ("draft", "sampling")) / steps if steps else 0.0
 
     @property
+    def waiting_share(self) -> float:
+        """Of the time of the whole call, the share in which the target waited for its weights to be read."""
+        return self.streaming.waiting / self.total_seconds if self.streaming and self.total_seconds else 0.0
+
+    @property
     def gain_at_most(self) -> float:
         """How much sooner the text was written than by plain decoding, at most.
 
@@ -95,6 +109,12 @@ class Statistics:
     @property
     def does_not_pay(self) -> str:
         """That speculation costs more than it brings, in words; "" where it pays, or after too few steps to tell."""
+        if self.streaming and self.nodes > self.steps > 7 and self.waiting_share < LEAST_WAITING:
+            return (
+                f"the target waited for its weights in {self.waiting_share:.0%} of the time: its trees of "
+                f"{self.nodes // self.steps} nodes take longer to compute than weights to be read, so that a smaller "
+                "tree_size is faster"
+            )
         if self.steps < ENOUGH_STEPS or self.gain_at_most > LEAST_GAIN:
             return ""
         return (
@@ -127,6 +147,8 @@ class Statistics:
         self.offered, self.accepted = counts.cpu()[:, : self.offered.numel()].view(2, *self.offered.shape)
         self.tokens_of, self.steps_of = tokens_of, steps_of
         self.new_tokens, self.steps, self.nodes = int(tokens_of.sum()), int(steps_of.sum()), nodes
+        if self._stream is not None and self.streaming is not None:
+            self._stream, self.streaming = None, self._stream.counts().since(self.streaming)
         self.lap("host")
         self.total_seconds = self._last - (self.begin or 0.0)
 
@@ -136,6 +158,16 @@ class Statistics:
             return []
         each = self.tokens_of / self.steps_of.clamp(min=1)
         return [("  of each sequence", f"{float(each.min()):.2f} to {float(each.max()):.2f} tokens per step")]
+
+    def _rows_of_streaming(self) -> list[tuple[str, str]]:
+        """Rows of the table for weights that were read meanwhile."""
+        if self.streaming is None:
+            return []
+        read, rate = self.streaming.bytes_read / 1e9, self.streaming.bandwidth / 1e9
+        return [
+            ("weights read, GB", f"{read:.2f} at {rate:.2f} GB/s"),
+            ("  waited for them", f"{self.waiting_share:.0%} of the time"),
+        ]
 
     def __str__(self) -> str:
         rows = [
@@ -149,6 +181,7 @@ class Statistics:
             *self._rows_of_sequences(),
             ("prompt tokens", f"{self.prefill_tokens} computed, {self.reused_tokens} reused"),
             ("cache, MiB", f"{self.cache_bytes / 2**20:.1f}"),
+            *self._rows_of_streaming(),
             ("acceptance by rank", " ".join(f"{share:.2f}" for share in _to_the_last(self.acceptance_by_rank))),
             ("acceptance by depth", " ".join(f"{share:.2f}" for share in self.acceptance_by_depth)),
             *((f"seconds, {name}", f"{self.seconds[name]:.3f}") for name in PHASES if name in self.seconds),

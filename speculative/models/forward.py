@@ -6,6 +6,7 @@ transformers' own forward pass; `forward_of` chooses between the two.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,8 +21,10 @@ from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.structure import structure_of, weight_versions
 from heavypath.speculative.ranks.group import Ranks, ranks_of
 from heavypath.speculative.ranks.shards import check_heads, local_of
+from heavypath.speculative.streaming.layer_weights import stream_of, streamed
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
+STREAMED_CHUNK = 2048  # the same for a model whose weights are read anew for each chunk, which must be worth it
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of query, key, value and scale
 T = TypeVar("T")
@@ -118,6 +121,7 @@ class Forward(ABC):
                 text has more positions than this; None for other types. A text must lie on one side of it: `settled`.
                 (Those of type dynamic change them beyond max_positions, which no text reaches.)
     ranks:      the processes that the weights are split over, all of which call it alike; None for one process
+    stream:     what reads the weights of its layers when they are needed; None if they are all in memory
 
     Raises TypeError for a model without a language-model head. Raises ValueError for a model in training mode, without
     weights or on several devices.
@@ -134,7 +138,7 @@ class Forward(ABC):
             raise ValueError(f"{name} is in training mode; call {name}.eval() first")
         devices = sorted({str(weight.device) for weight in model.parameters()})
         if "meta" in devices:
-            raise ValueError(f"{name} is on the meta device, it has no weights or offloads them; load it first")
+            raise ValueError(f"{name} is on the meta device, it has no weights; load it first")
         if len(devices) > 1:
             spread = f"{name} must be on one device, got one spread over {', '.join(devices)}"
             raise ValueError(spread + "; load it with device_map={'': device}")
@@ -142,6 +146,9 @@ class Forward(ABC):
         self.ranks: Ranks | None = ranks_of(model, name)
         if self.ranks is not None:
             check_heads(model, name, self.ranks)
+        self.stream = stream_of(model)
+        if self.ranks is not None and self.stream is not None:
+            raise ValueError(f"{name} is split over {self.ranks.count} processes and streamed; it can be one of these")
 
         self.name = name
         self.config: Any = model.config
@@ -174,6 +181,11 @@ class Forward(ABC):
         return hash((*self._structure.function, weight_versions(self._watched)))
 
     @property
+    def alone(self) -> AbstractContextManager[object]:
+        """What a pass over streamed layers enters, so that passes of other threads wait instead of disturbing it."""
+        return nullcontext() if self.stream is None else self.stream.alone
+
+    @property
     def like(self) -> Tensor:
         """A tensor of the type and on the device of weights, activations and caches."""
         return local_of(self.embedding.weight)
@@ -193,8 +205,12 @@ class Forward(ABC):
         return self.model.named_parameters()
 
     def check_weights(self) -> None:
-        """Raise ValueError if a weight is NaN or infinite. Quantised weights are not looked at."""
-        check_finite(self.name, self.weights())
+        """Raise ValueError if a weight is NaN or infinite. Quantised weights are not looked at.
+
+        What a stream brings is looked at when it has been read.
+        """
+        brought = {id(one) for layer in self.model.modules() if streamed(layer) for one in layer.parameters()}
+        check_finite(self.name, ((name, one) for name, one in self.weights() if id(one) not in brought))
 
     @abstractmethod
     def new_cache(self, batch: int, rows: int) -> KeyValueCache:
@@ -244,8 +260,9 @@ class Forward(ABC):
         first = torch.tensor(starts[0] if one_mask else starts, device=tokens.device)  # [] or [B]
         limit = self.rope_limit
         is_long = limit is not None and min(starts) + width >= limit
-        for begin in range(0, width, PREFILL_CHUNK):
-            end = min(begin + PREFILL_CHUNK, width)
+        most = PREFILL_CHUNK if self.stream is None else STREAMED_CHUNK
+        for begin in range(0, width, most):
+            end = min(begin + most, width)
             rows = (first[..., None] + torch.arange(begin, end, device=tokens.device)).expand(batch, -1)
             positions, chunk = rows, tokens[:, begin:end]
             if limit is not None and is_long and min(starts) + end <= limit:

@@ -97,7 +97,8 @@ class TransformersForward(Forward):
         arguments["past_key_values"] = cache.at(cache_rows, mask.visible_rows, first_rows)
         if taps is not None:
             arguments["output_hidden_states"] = True
-        out = (self.model if needs_logits else self.model.base_model)(**arguments)
+        with self.alone:
+            out = (self.model if needs_logits else self.model.base_model)(**arguments)
         if taps is not None:
             taps.take(dict(enumerate(out.hidden_states)), tokens, cache_rows)
         if needs_logits:

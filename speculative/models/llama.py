@@ -43,6 +43,7 @@ from heavypath.speculative.ranks.shards import (
     parts_of,
     summed,
 )
+from heavypath.speculative.streaming.layer_weights import streamed, weights_of
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
@@ -56,6 +57,7 @@ class _Layer:
         self.projections = parts_of([attention.q_proj, attention.k_proj, attention.v_proj])
         self.gates = parts_of([mlp.gate_proj, mlp.up_proj])
         self.mixing, self.last = attention.o_proj, mlp.down_proj
+        self.weights = weights_of(layer)
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.head_norms = None if None in norms else HeadNorms(*map(norm_of, norms))
         self.scaling: float = attention.scaling
@@ -151,6 +153,7 @@ class LlamaForward(Forward):
         every = list(model.model.layers)
         if layers is not None:
             _check_layers(layers, len(every))
+            _check_resident(layers, every)
         self._indices = tuple(range(len(every)) if layers is None else layers)
         self.layers = len(self._indices)
         self._look_up()
@@ -165,7 +168,9 @@ class LlamaForward(Forward):
         model: Any = self.model
         self._layers = [_Layer(model.model.layers[index]) for index in self._indices]
         self._norm = norm_of(model.model.norm)
-        linears = self._linears = Linears(self.name, (local_of(weight) for _, weight in self.weights()))
+        # Weights that pass through memory are multiplied as they lie there.
+        copied = (local_of(weight) for _, weight in self.weights()) if self.stream is None else ()
+        linears = self._linears = Linears(self.name, copied)
         self._native = native_pass(self._layers, model, self._norm, linears, self.rope_limit)
         joining = Joining(model)
         one, apart = (linears.one, linears.together) if self._native is None else (_itself, each_alone)
@@ -222,17 +227,19 @@ class LlamaForward(Forward):
 
         hidden, computed = self._embed(tokens.flatten()), None
         states: dict[int, Tensor] = {}
-        for index, layer in enumerate(self._layers):
-            hidden, normed = add_rms_norm(hidden, computed, layer.norm)
-            if taps is not None and index in taps.numbers:
-                states[index] = hidden
-            projected = Projected(*[states.view(by_head) for states in layer.project(normed)])
-            keys, values = cache.read(index)
-            query = rotate_and_store(projected, turns, keys, values, cache_rows, layer.head_norms)
-            mixed = attends[layer.window](query.transpose(1, 2), keys, values, layer.scaling)
-            mixed = layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
-            hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
-            computed = layer.down(layer.gated(*layer.gate_and_up(normed)))
+        with self.alone:
+            for index, layer in enumerate(self._layers):
+                with layer.weights:
+                    hidden, normed = add_rms_norm(hidden, computed, layer.norm)
+                    if taps is not None and index in taps.numbers:
+                        states[index] = hidden
+                    projected = Projected(*[states.view(by_head) for states in layer.project(normed)])
+                    keys, values = cache.read(index)
+                    query = rotate_and_store(projected, turns, keys, values, cache_rows, layer.head_norms)
+                    mixed = attends[layer.window](query.transpose(1, 2), keys, values, layer.scaling)
+                    mixed = layer.mix(mixed.transpose(1, 2).reshape(len(hidden), -1))
+                    hidden, normed = add_rms_norm(hidden, mixed, layer.mlp_norm)
+                    computed = layer.down(layer.gated(*layer.gate_and_up(normed)))
         if not needs_logits and (taps is None or self.layers not in taps.numbers):
             last = hidden.new_empty(0)
         else:
@@ -273,6 +280,17 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
         raise ValueError(f"an early exit must leave 1 .. {count - 1} layers, got {len(layers)}")
     if not all(0 <= layer < count for layer in layers) or [*layers] != sorted({*layers}):
         raise ValueError(f"the layers of an early exit must rise within 0 .. {count - 1}, got {[*layers]}")
+
+
+def _check_resident(layers: Sequence[int], every: Sequence[nn.Module]) -> None:
+    """Raise ValueError for an early exit some of whose layers would have to be read for each of its passes."""
+    found = {index: streamed(every[index]) for index in layers}
+    passing = [index for index, one in found.items() if one is not None and one.index not in one.stream.resident]
+    if passing:
+        raise ValueError(
+            f"the layers of an early exit must stay in memory, got {[*layers]} of which {passing} are streamed; load "
+            f"the target with resident={[*layers]}"
+        )
 
 
 def turns_of(rotary_emb: Any, positions: Tensor, like: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from heavypath.speculative.ranks.shards import local_of
+from heavypath.speculative.streaming.layer_weights import is_own
 
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of an adapter's layer in PEFT
 _PLAIN = (bool, int, float, str)
@@ -69,9 +70,10 @@ def weight_versions(model: nn.Module) -> int:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module does more, or other, than what its class says."""
+    """Whether a call of the module does more, or other, than what its class says, but to have its weights there."""
     own = module.__dict__
-    return "forward" in own or any(map(len, (own["_forward_hooks"], own["_forward_pre_hooks"], *_GLOBAL_HOOKS)))
+    hooks = (own["_forward_hooks"], own["_forward_pre_hooks"], *_GLOBAL_HOOKS)
+    return "forward" in own or not all(is_own(hook) for each in hooks for hook in each.values())
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:

@@ -213,9 +213,13 @@ def agreement_of(models: Sequence[Any], device: torch.device) -> Agreement | Non
     """How the ranks agree that some models' weights are split over; None where all models are whole in this process.
 
     models: with `ranks`, as `Forward` has them, and `check_weights`, `name` and `weights`. Checks their weights: those
-    that each rank has for itself must be the same. Raises what the checks raise, on all ranks, and RankMismatchError.
+    that each rank has for itself must be the same. Raises what the checks raise, on all ranks, and RankMismatchError;
+    ValueError where one model is split and another streamed.
     """
     ranks = whole_ranks([model.ranks for model in models])
+    streamed = [model.name for model in models if getattr(model, "stream", None) is not None]
+    if ranks is not None and streamed:
+        raise ValueError(f"{streamed[0]} is streamed, and another model split over {ranks.count} processes; do one")
     agreement = None if ranks is None else Agreement(ranks, device)
     for model in models:
         if agreement is None:

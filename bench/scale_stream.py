@@ -1,0 +1,330 @@
+"""The part "stream" of scale.py: a target on disk, by trees of all sizes, beside accelerate's offloading.
+
+The target is the shipped one, enlarged without a change of what it computes (`enlarging`), with as many further layers
+as make it --gigabytes large; they are read and multiplied like any other. It is written to a temporary folder, which
+goes at the end. Prompts are Python, the draft is the shipped one. One process does all in one run, in this order:
+
+raw         the files read by as many threads in pieces of the same size, past the page cache: before and behind each
+            row. A row's "of raw" is its bandwidth over the mean of its two raw ones
+accelerate  transformers' generate, with accelerate bringing each weight: the first pass, and later ones, which are
+            "warm" as far as the files fit into the page cache. What is there accelerate maps, without a copy:
+            so a target that fits there needs no stream
+generate    transformers' generate through the stream
+1, 16, ...  the decoder with trees of so many nodes, by the stream; 1 is plain decoding
+
+Then the same for a smaller target with reads slowed down to --rate, which is the regime of a GPU that streams from host
+memory: there a step is all reading, and what a tree costs to compute does not matter.
+
+s/token     seconds for each new token behind the prompt; x plain: that of tree 1 in the same regime over it
+tok/step    tokens for each pass of the target
+waited      share of the whole call in which the target waited for weights
+taken       anonymous memory of the process beyond what it had before the target was loaded, after two tokens; caches
+            and activations of larger trees come later
+"""
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from common import environment, made, quiet_demo_pair, until_stopped, write_results
+from enlarging import Widths, enlarged
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.streaming.file import BLOCK, WeightFile
+from heavypath.speculative.streaming.layer_weights import stream_of
+from heavypath.speculative.streaming.layout import CHUNK, aligned_memory
+from heavypath.speculative.streaming.load import load_streamed
+from heavypath.speculative.streaming.memory import bytes_of
+from heavypath.speculative.streaming.source import places_of_folder
+from heavypath.speculative.streaming.stream import READERS
+
+NODES = (1, 16, 64, 256, 768)
+BESIDE = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this part."""
+    parser.add_argument("--gigabytes", type=float, default=8, help="stream: size of the target; 0: none")
+    parser.add_argument("--memory", default="2G", help="stream: what its weights may take")
+    parser.add_argument("--width", type=int, default=2048, help="stream: hidden channels, a multiple of 64")
+    parser.add_argument("--slow-gigabytes", type=float, default=0.64, help="stream: size where reads are slow; 0: none")
+    parser.add_argument("--slow-memory", default="0.2G", help="stream: what weights may take there")
+    parser.add_argument("--slow-width", type=int, default=1024, help="stream: hidden channels there")
+    parser.add_argument("--rate", type=float, default=100e6, help="stream: bytes a second where reads are slow")
+    parser.add_argument("--nodes", type=int, nargs="+", default=NODES, help="stream: sizes of trees")
+    parser.add_argument("--new-tokens", type=int, default=24, help="stream: of a text")
+    parser.add_argument("--texts", type=int, default=1, help="stream: for each row")
+    parser.add_argument("--folder", type=Path, help="stream: where the targets are written (default: a temporary one)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure all rows, print them, and write them after each."""
+    torch.set_num_threads(arguments.threads)
+    if arguments.miniature:
+        arguments.gigabytes, arguments.memory, arguments.width = 0.2, "60M", 384
+        arguments.slow_gigabytes, arguments.slow_memory, arguments.slow_width = 0.1, "50M", 384
+        arguments.nodes, arguments.new_tokens = [1, 16], 4
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, until_stopped():
+        Bench(arguments, Path(folder)).run()
+
+
+class Bench:
+    """The rows, and what they need."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path):
+        self.given, self.folder = arguments, folder
+        self.small, self.draft, tokenizer = quiet_demo_pair()
+        texts = demo_prompts()[: arguments.texts]
+        self.prompts = [tokenizer(text, return_tensors="pt").input_ids[:, :48] for text in texts]
+        self.rows: list[dict[str, Any]] = []
+        self.raws: list[float] = []
+
+    def run(self) -> None:
+        if self.given.gigabytes:
+            self.at_full_speed(self.folder / "fast")
+            gc.collect()
+        if self.given.slow_gigabytes:
+            self.slowed(self.folder / "slow")
+
+    def at_full_speed(self, fast: Path) -> None:
+        """The large target, at the disk's own speed."""
+        given = self.given
+        write_target(fast, self.small, given.gigabytes * 1e9, given.width)
+        self.raw(fast)
+        self.of_accelerate(fast)
+        model = self.load(fast, given.memory)
+        self.of_generate("generate", model, fast)
+        self.of_trees("full speed", model, fast, 0.0)
+        stream_of(model).close()
+        remove(fast)
+
+    def slowed(self, slow: Path) -> None:
+        """The small target, with reads slowed down."""
+        given = self.given
+        write_target(slow, self.small, given.slow_gigabytes * 1e9, given.slow_width)
+        model = self.load(slow, given.slow_memory)
+        stream_of(model).slots.read = Slowed(given.rate)
+        for temperature in (0.0, 0.6):
+            self.of_trees(f"{given.rate / 1e6:.0f} MB/s", model, None, temperature)
+        stream_of(model).close()
+        remove(slow)
+
+    def load(self, folder: Path, memory: str) -> LlamaForCausalLM:
+        """A streamed target, and what it takes once it has been run."""
+        gc.collect()
+        before = anonymous_memory()
+        model = load_streamed(folder, memory)
+        model.generate(self.prompts[0], max_new_tokens=2, do_sample=False)
+        taken = anonymous_memory() - before
+        self.add(way="memory", taken=taken, stream=stream_of(model).nbytes, asked=bytes_of(memory))
+        return model
+
+    def raw(self, folder: Path) -> float:
+        """Read all files past the page cache, at most 4 GB of them; bytes a second."""
+        forget(folder)
+        rate = raw_rate(folder)
+        self.raws.append(rate)
+        self.add(way="raw", bandwidth=rate)
+        return rate
+
+    def of_accelerate(self, folder: Path) -> None:
+        """transformers' generate by accelerate's hooks, cold and warm."""
+        layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+        places = {**dict.fromkeys(BESIDE, "cpu"), **{f"model.layers.{number}": "disk" for number in range(layers)}}
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", device_map=places, offload_folder=self.folder / "unused"
+        ).eval()
+        forget(folder)
+        begin = time.perf_counter()
+        model.generate(self.prompts[0], max_new_tokens=1, do_sample=False)
+        self.add(way="accelerate, the prompt", seconds=time.perf_counter() - begin)
+        self.of_generate("accelerate, warm", model, None)
+
+    def of_generate(self, way: str, model: LlamaForCausalLM, folder: Path | None) -> None:
+        """transformers' greedy generate: of few tokens, each of which is a pass over the weights."""
+        if folder is not None:
+            self.raw(folder)
+        count, stream = min(4, self.given.new_tokens), stream_of(model)
+        for number in (1, count + 1):  # the prompt, and the prompt with further tokens
+            before, begin = None if stream is None else stream.counts(), time.perf_counter()
+            model.generate(self.prompts[0], max_new_tokens=number, min_new_tokens=number, do_sample=False)
+            seconds = time.perf_counter() - begin
+            if number == 1:
+                prompt = seconds
+        counts = {} if stream is None or before is None else {"bandwidth": stream.counts().since(before).bandwidth}
+        of_raw = {"of_raw": counts["bandwidth"] / self.around(folder)} if folder is not None else {}
+        self.add(way=way, seconds_per_token=(seconds - prompt) / count, tokens_per_step=1.0, **counts, **of_raw)
+
+    def around(self, folder: Path) -> float:
+        """The raw rate before and behind a row."""
+        return (self.raws[-1] + self.raw(folder)) / 2
+
+    def of_trees(self, regime: str, model: LlamaForCausalLM, folder: Path | None, temperature: float) -> None:
+        plain = None
+        for nodes in self.given.nodes:
+            if nodes == 1:
+                decoder = SpeculativeDecoder(model, method="autoregressive")
+            else:
+                decoder = SpeculativeDecoder(model, self.draft, "sequoia", tree_size=nodes)
+            if folder is not None:
+                self.raw(folder)
+            new = min(self.given.new_tokens, 8) if nodes == 1 else self.given.new_tokens
+            every = [
+                decoder.generate(ids, new, temperature=temperature, eos_token_id=None).stats for ids in self.prompts
+            ]
+            seconds = sum(stats.total_seconds - stats.seconds["prefill"] for stats in every)
+            tokens, steps = sum(stats.new_tokens for stats in every), sum(stats.steps for stats in every)
+            bandwidth = sum(stats.streaming.bytes_read for stats in every) / sum(s.streaming.reading for s in every)
+            plain = seconds / tokens if nodes == 1 else plain
+            self.add(
+                way=f"{regime}, T={temperature:g}, {nodes} nodes",
+                seconds_per_token=seconds / tokens,
+                times_plain=None if plain is None else plain / (seconds / tokens),
+                tokens_per_step=tokens / steps,
+                seconds_per_step=seconds / steps,
+                bandwidth=bandwidth,
+                of_raw=None if folder is None else bandwidth / self.around(folder),
+                waited=sum(stats.streaming.waiting for stats in every) / sum(stats.total_seconds for stats in every),
+            )
+
+    def add(self, way: str, **figures: Any) -> None:
+        """Print a row, and write all."""
+        self.rows.append({"way": way, **{name: value for name, value in figures.items() if value is not None}})
+        words = [f"{SHOWN[name][0]} {value * SHOWN[name][2]:{SHOWN[name][1]}}"
+                 for name, value in self.rows[-1].items() if name in SHOWN]  # fmt: skip
+        if "asked" in figures:
+            words.append(f"{figures['taken'] / figures['asked']:.2f} of what was asked")
+        print(f"{way:<32}", *words, sep="  ", flush=True)
+        facts = environment("cpu") | {
+            name: getattr(self.given, name)
+            for name in ("gigabytes", "memory", "width", "slow_gigabytes", "slow_memory", "slow_width", "rate")
+        }
+        write_results(self.given.json, facts | {"load": os.getloadavg()[0]}, rows=self.rows)
+
+
+SHOWN = {  # a figure's name in the table, its format, its unit
+    "seconds": ("s", ".3f", 1),
+    "seconds_per_token": ("s/token", ".3f", 1),
+    "times_plain": ("x plain", ".2f", 1),
+    "tokens_per_step": ("tok/step", ".2f", 1),
+    "seconds_per_step": ("s/step", ".3f", 1),
+    "bandwidth": ("GB/s", ".2f", 1e-9),
+    "of_raw": ("of raw", ".2f", 1),
+    "waited": ("waited", ".0%", 1),
+    "taken": ("MB taken", ".0f", 1e-6),
+    "stream": ("MB of the stream", ".0f", 1e-6),
+    "asked": ("MB asked", ".0f", 1e-6),
+}
+
+
+def write_target(folder: Path, small: LlamaForCausalLM, nbytes: float, width: int) -> None:
+    """A target of about so many bytes in float32, a file for each layer; never more of it in memory than a few layers.
+
+    All layers beyond the small model's say nothing, so one of them is made and written again and again.
+    """
+    folder.mkdir()
+    own, heads = small.config.num_hidden_layers, width // 64
+    heads = heads if heads >= small.config.num_attention_heads else width // 32
+    widths = Widths(own + 1, width, heads, max(width * 11 // 4, small.config.intermediate_size))
+    model = enlarged(small, widths, small.config.vocab_size)
+    weights = {name: one.detach() for name, one in model.named_parameters()}
+    of_layer = [{} for _ in range(own + 1)]
+    beside: dict[str, Tensor] = {}
+    for name, one in weights.items():
+        parts = name.split(".")
+        if parts[1] == "layers":
+            of_layer[int(parts[2])][".".join(parts[3:])] = one
+        else:
+            beside[name] = one
+    layer_bytes = sum(one.nbytes for one in of_layer[0].values())
+    layers = max(own + 1, round((nbytes - sum(one.nbytes for one in beside.values())) / layer_bytes))
+    index = dict.fromkeys(beside, "beside.safetensors")
+    save_file(beside, folder / "beside.safetensors", {"format": "pt"})
+    for number in range(layers):
+        name = f"layer-{number:03}.safetensors"
+        tensors = {f"model.layers.{number}.{key}": one for key, one in of_layer[min(number, own)].items()}
+        save_file(tensors, folder / name, {"format": "pt"})
+        index |= dict.fromkeys(tensors, name)
+    model.config.num_hidden_layers = layers
+    model.config.save_pretrained(folder)
+    facts = {"metadata": {"total_size": layers * layer_bytes}, "weight_map": index}
+    made(folder / "model.safetensors.index.json").write_text(json.dumps(facts))
+    os.sync()
+    print(f"a target of {layers} layers of {layer_bytes / 1e6:.0f} MB", flush=True)
+
+
+def remove(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def forget(folder: Path) -> None:
+    """Have the system drop a folder's files from its page cache."""
+    for path in folder.glob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def raw_rate(folder: Path, most: float = 4e9) -> float:
+    """Bytes a second at which the first files of a folder are read past the page cache, by READERS threads."""
+    jobs: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+    total, opened = 0, []
+    for path in sorted({place.path for place in places_of_folder(folder).values()}):
+        size = os.path.getsize(path)
+        opened.append(os.open(path, os.O_RDONLY | os.O_DIRECT))
+        for begin in range(0, size // BLOCK * BLOCK, CHUNK):
+            if total < most:
+                jobs.put((opened[-1], begin))
+                total += min(CHUNK, size - begin)
+
+    def read() -> None:
+        _, memory = aligned_memory(CHUNK)
+        while (job := jobs.get()) is not None:
+            os.preadv(job[0], [memory], job[1])
+
+    threads = [threading.Thread(target=read) for _ in range(READERS)]
+    for _ in threads:
+        jobs.put(None)
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - begin
+    for descriptor in opened:
+        os.close(descriptor)
+    return total / seconds
+
+
+class Slowed:
+    """Reads at no more than a rate, whoever reads."""
+
+    def __init__(self, rate: float, clock: Callable[[], float] = time.perf_counter):
+        self._rate, self._clock, self._lock, self._free = rate, clock, threading.Lock(), 0.0
+
+    def __call__(self, file: WeightFile, into: memoryview, begin: int) -> None:
+        with self._lock:
+            self._free = max(self._free, self._clock()) + len(into) / self._rate
+            until = self._free
+        WeightFile.read(file, into, begin)
+        time.sleep(max(0.0, until - self._clock()))
+
+
+def anonymous_memory() -> int:
+    """Bytes of memory of this process that are no files."""
+    facts = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(facts["RssAnon"].split()[0]) << 10

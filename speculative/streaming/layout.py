@@ -1,0 +1,82 @@
+"""How a layer lies in memory: as its bytes lie in the files, in runs of whole blocks, which can be read directly.
+
+A tensor is a view of that memory. So nothing is converted or copied, and a layer is read in few long runs.
+"""
+
+import mmap
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.streaming.file import BLOCK
+from heavypath.speculative.streaming.source import LayerSource, Place
+
+CHUNK = 8 << 20  # bytes of one read: long enough for any disk, short enough for several readers of a small layer
+GAP = 1 << 16  # bytes between two tensors that are rather read along than skipped
+
+
+class Chunk(NamedTuple):
+    """A piece of a file, and where in a layer's memory it belongs; all numbers are multiples of BLOCK."""
+
+    path: str
+    begin: int
+    offset: int
+    length: int
+
+
+class _Run(NamedTuple):
+    path: str
+    begin: int
+    end: int
+    offset: int  # of its first byte in the layer's memory
+
+
+class Layout:
+    """Where the tensors of a layer lie in its memory of `nbytes` bytes.
+
+    Raises ValueError for a tensor whose address in the file is no multiple of its type's size.
+    """
+
+    def __init__(self, source: LayerSource):
+        self.source = source
+        self._runs: list[_Run] = []
+        for place in sorted(source.values(), key=lambda place: (place.path, place.begin)):
+            if place.begin % place.dtype.itemsize:
+                raise ValueError(
+                    f"{place.path!r} has a tensor of type {place.dtype} at the odd byte {place.begin}; write it anew "
+                    "with save_pretrained, which aligns tensors"
+                )
+            begin, end = place.begin // BLOCK * BLOCK, -(-place.end // BLOCK) * BLOCK
+            last = self._runs[-1] if self._runs else None
+            if last is not None and last.path == place.path and begin <= last.end + GAP:
+                self._runs[-1] = last._replace(end=max(last.end, end))
+            else:
+                offset = 0 if last is None else last.offset + last.end - last.begin
+                self._runs.append(_Run(place.path, begin, end, offset))
+        self.nbytes = sum(run.end - run.begin for run in self._runs)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """What has to be read."""
+        for run in self._runs:
+            for begin in range(run.begin, run.end, CHUNK):
+                yield Chunk(run.path, begin, run.offset + begin - run.begin, min(CHUNK, run.end - begin))
+
+    def tensors(self, memory: Tensor) -> dict[str, Tensor]:
+        """The layer's tensors by their names, as views of memory uint8 [nbytes or more]."""
+        return {name: self._view(memory, place) for name, place in self.source.items()}
+
+    def _view(self, memory: Tensor, place: Place) -> Tensor:
+        run = next(run for run in self._runs if run.path == place.path and run.begin <= place.begin < run.end)
+        begin = run.offset + place.begin - run.begin
+        return memory[begin : begin + place.nbytes].view(place.dtype).view(place.shape)
+
+
+def aligned_memory(nbytes: int) -> tuple[Tensor, memoryview]:
+    """Zeroed memory that begins at a page, as a tensor uint8 [nbytes] and for readers; it goes with both of them."""
+    pages = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without them
+        pages.madvise(mmap.MADV_HUGEPAGE)  # a direct read then has few pages to look up
+    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes), memoryview(pages)

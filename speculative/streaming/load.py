@@ -1,0 +1,66 @@
+"""Load a model whose layers are read when they are needed."""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from heavypath.speculative.streaming.offloaded import layers_in, stream_layers
+
+
+def load_streamed(
+    folder: str | Path, memory: int | str, resident: Collection[int] = (), offload_folder: str | Path | None = None
+) -> PreTrainedModel:
+    """A causal language model on the CPU whose weights take no more than `memory`, however many there are.
+
+    folder:   a model with safetensors, as `save_pretrained` or `hf download` made it; its files are read as they are
+    memory:   bytes, or a text such as "8G", for all weights: the layers that fit in stay, the others pass through two
+              places and are read anew in each forward pass. Caches and activations are not counted
+    resident: layers that are to stay in any case, those of an `EarlyExit` for one
+    offload_folder: where transformers may write weights anew that it converts, as those of some mixtures of experts
+
+    The model is transformers' own: give it to SpeculativeDecoder, or call `generate`. `stream_of(model).close()` ends
+    it before it goes by itself. Needs accelerate (pip install 'heavypath[offload]').
+
+    Raises ImportError without accelerate, ValueError for too little memory, for a model that has no list of layers and
+    for files that do not fit it, OSError for files that cannot be read.
+    """
+    try:
+        import accelerate  # noqa: F401
+    except ImportError as error:
+        raise ImportError("weights are streamed by way of accelerate: pip install 'heavypath[offload]'") from error
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        empty: Any = AutoModelForCausalLM.from_config(config)
+    name, _ = layers_in(empty)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype="auto",
+        device_map=dict(_places(empty, "", name)),
+        offload_folder=None if offload_folder is None else str(offload_folder),
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    model, info = loaded
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ValueError(f"the weights in {str(folder)!r} lack {len(missing)} tensors, first {missing[0]!r}")
+    stream_layers(model, memory, resident)
+    return model.eval()
+
+
+def _places(module: nn.Module, path: str, layers: str) -> Iterator[tuple[str, str]]:
+    """A device map: the layers are on disk, all beside them is in memory."""
+    for name, child in module.named_children():
+        own = f"{path}{name}"
+        if own == layers:
+            yield from ((f"{own}.{number}", "disk") for number in range(len(child)))  # pyright: ignore[reportArgumentType]
+        elif layers.startswith(f"{own}."):
+            yield from _places(child, f"{own}.", layers)
+        else:
+            yield own, "cpu"

@@ -1,0 +1,48 @@
+"""How many layers stay in a given amount of memory, and which."""
+
+import re
+from collections.abc import Collection, Sequence
+
+from heavypath.speculative.streaming.stream import SLOTS
+
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def bytes_of(memory: int | str) -> int:
+    """Bytes, from a number or from one with a unit: "8G" and "8GB" are 8e9 bytes, "8GiB" 8 * 2**30.
+
+    Raises ValueError for anything else.
+    """
+    given = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", str(memory), re.IGNORECASE)
+    if given is None or given[3].lower() == "i" or float(given[1]) <= 0:
+        raise ValueError(f"expected a size of memory such as 8G, 500M or 8GiB, got {memory!r}")
+    return int(float(given[1]) * (1024 if given[3].lower() == "ib" else 1000) ** _UNITS[given[2].upper()])
+
+
+def resident_layers(sizes: Sequence[int], memory: int, wanted: Collection[int], others: int) -> list[int]:
+    """The layers that stay: those wanted, and as many others as the memory holds, evenly spread.
+
+    sizes: bytes of each layer; memory: for all layers; others: bytes of all else, for the error
+
+    Spread, because what is read while a resident layer computes is then needed soon. Raises ValueError if the memory
+    is too little for the layers wanted and two others.
+    """
+    if sum(sizes) <= memory:
+        return [*range(len(sizes))]
+    chosen = sorted({*wanted})
+    free = [index for index in range(len(sizes)) if index not in chosen]
+    least = sum(sizes[index] for index in chosen) + SLOTS * max((sizes[index] for index in free), default=0)
+    if least > memory:
+        raise ValueError(
+            f"a memory of {(memory + others) / 1e9:.3f}G is too little: the model takes {others / 1e9:.3f}G beside its "
+            f"layers, {len(chosen)} resident layers and {SLOTS} that pass {least / 1e9:.3f}G; give at least "
+            f"{-(-(least + others) // 10**6)}M"
+        )
+    best = chosen
+    for count in range(1, len(free) - SLOTS + 1):
+        spread = [free[(2 * number + 1) * len(free) // (2 * count)] for number in range(count)]
+        passing = [sizes[index] for index in free if index not in spread]
+        if sum(sizes[index] for index in [*chosen, *spread]) + SLOTS * max(passing) > memory:
+            break
+        best = sorted([*chosen, *spread])
+    return best

@@ -1,0 +1,250 @@
+"""Which layer is in which memory, and what is read next.
+
+Some layers have memory of their own and stay: they are resident. The others pass in turn through few slots, each layer
+always through the same one, so that addresses never change: streamed layer number j through slot j mod S. A pass takes
+each layer and releases it. While one is held, the slots of others are filled, in this order:
+
+    1. layers that somebody waits for, in the order in which they asked
+    2. the streamed layers behind the one last taken, in a circle: behind the last comes the first of the next pass
+    3. resident layers, once
+
+That is all the state there is. Whoever takes another layer than the next, after an aborted pass say, waits for it, and
+reading goes on from there. A slot is given to another layer only when nobody holds what is in it and no read of it is
+under way; a layer can be taken when all of it has been read without an error.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from torch import Tensor
+
+from heavypath.speculative.streaming.file import WeightFile
+from heavypath.speculative.streaming.layout import Chunk, Layout, aligned_memory
+
+Read = Callable[[WeightFile, memoryview, int], None]  # fill memory with bytes of a file from an offset on
+
+
+class StreamCounts(NamedTuple):
+    """What a stream has done.
+
+    bytes_read: from files
+    reading:    seconds in which at least one read was under way
+    waiting:    seconds in which a pass waited for a layer
+    """
+
+    bytes_read: int = 0
+    reading: float = 0.0
+    waiting: float = 0.0
+
+    def since(self, before: "StreamCounts") -> "StreamCounts":
+        """What has been done since it was `before`."""
+        return StreamCounts(
+            self.bytes_read - before.bytes_read, self.reading - before.reading, self.waiting - before.waiting
+        )
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second, while it read; 0 if it did not."""
+        return self.bytes_read / self.reading if self.reading else 0.0
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Memory for a layer.
+
+    layer: what is in it, or is being read into it; None for nothing
+    turn:  how often it has been given to a layer: reads of an earlier turn are no more wanted
+    left:  chunks that are not read yet; running: reads under way
+    error: what a read of this turn failed with
+    """
+
+    memory: Tensor
+    bytes: memoryview
+    layer: int | None = None
+    turn: int = 0
+    left: int = 0
+    running: int = 0
+    error: BaseException | None = None
+
+
+class Job(NamedTuple):
+    """A read to be done."""
+
+    slot: _Slot
+    turn: int
+    chunk: Chunk
+
+
+@dataclass(eq=False)
+class _Tally:
+    bytes_read: int = 0
+    reading: float = 0.0
+    waiting: float = 0.0
+    running: int = 0  # reads under way
+    since: float = 0.0  # when the first of them began
+
+
+@dataclass(eq=False)
+class Slots:
+    """The memory of all layers, and the reads that are wanted.
+
+    layouts:  of the layers
+    resident: which of them stay
+    count:    slots for all others
+
+    jobs: reads to be done, by `do` in any number of threads; None ends a thread
+    read: does one; tests and benchmarks put others in its place
+    """
+
+    layouts: Sequence[Layout]
+    resident: Collection[int]
+    count: int
+    jobs: "SimpleQueue[Job | None]" = field(default_factory=SimpleQueue)
+    read: Read = WeightFile.read
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        streamed = [index for index in range(len(self.layouts)) if index not in self.resident]
+        self._order = {index: order for order, index in enumerate(streamed)}
+        self._streamed = streamed
+        size = max((self.layouts[index].nbytes for index in streamed), default=0)
+        shared = [_Slot(*aligned_memory(size)) for _ in range(min(self.count, len(streamed)))]
+        own = {index: _Slot(*aligned_memory(self.layouts[index].nbytes)) for index in sorted({*self.resident})}
+        self._slot_of = [
+            own[index] if index in own else shared[self._order[index] % len(shared)]
+            for index in range(len(self.layouts))
+        ]
+        self.files = {place.path: WeightFile(place.path) for layout in self.layouts for place in layout.source.values()}
+        self.nbytes = sum(len(slot.bytes) for slot in [*shared, *own.values()])
+        self._changed = threading.Condition()
+        self._position = 0  # the streamed layer that is expected to be taken next, by its order
+        self._asked: dict[threading.Thread, int] = {}  # layers that threads wait for; a thread waits for one at a time
+        self._held: dict[threading.Thread, int] = {}  # by whom; a thread holds one layer at a time
+        self._tally = _Tally()
+        with self._changed:
+            self._fill()
+
+    def tensors(self, layer: int) -> dict[str, Tensor]:
+        """A layer's tensors, which hold its weights while it is taken."""
+        return self.layouts[layer].tensors(self._slot_of[layer].memory)
+
+    def take(self, layer: int) -> None:
+        """Wait until a layer is there, and hold it for this thread, which then holds no other.
+
+        Raises OSError, with the layer and the reason, if it cannot be read, and RuntimeError after `close`.
+        """
+        slot, thread = self._slot_of[layer], threading.current_thread()
+        begin: float | None = None
+        with self._changed:
+            try:
+                self._held.pop(thread, None)  # of a pass that was interrupted
+                self._asked[thread] = layer
+                if slot.layer == layer and slot.error is not None and not slot.running:
+                    slot.layer = None  # read ahead in vain; now that it is needed, once more
+                while not self._is_there(slot, layer):
+                    begin = time.perf_counter() if begin is None else begin
+                    self._fill()
+                    self._changed.wait()
+                if layer in self._order:
+                    self._held[thread] = layer
+                    self._position = self._order[layer]
+            finally:
+                self._asked.pop(thread, None)
+                if begin is not None:
+                    self._tally.waiting += time.perf_counter() - begin
+            self._fill()
+
+    def _is_there(self, slot: _Slot, layer: int) -> bool:
+        """Whether a layer has been read; raises the error if it cannot be."""
+        if self.closed:
+            raise RuntimeError("the stream of this model's weights is closed; load the model anew")
+        if slot.layer != layer or slot.running:
+            return False
+        if slot.error is not None:
+            error, slot.layer = slot.error, None
+            raise OSError(f"layer {layer} of the model cannot be read: {error}") from error
+        return slot.left == 0
+
+    def release(self, layer: int) -> None:
+        """Say that this thread has done with a layer: its slot may be filled with another one."""
+        with self._changed:
+            if self._held.get(threading.current_thread()) == layer:
+                del self._held[threading.current_thread()]
+                self._position = (self._order[layer] + 1) % len(self._streamed)
+                self._fill()
+                self._changed.notify_all()
+
+    def _wanted(self) -> Iterator[int]:
+        """Layers that should be in memory, most urgent first; more than there is room for."""
+        yield from self._asked.values()
+        yield from (self._streamed[(self._position + ahead) % len(self._streamed)] for ahead in range(len(self._order)))
+        yield from (index for index in self.resident)
+
+    def _fill(self) -> None:
+        """Have wanted layers read into slots that are free for them."""
+        if self.closed:
+            return
+        for of_threads in (self._held, self._asked):
+            for thread in [thread for thread in of_threads if not thread.is_alive()]:
+                del of_threads[thread]
+        held = {id(self._slot_of[layer]) for layer in self._held.values()}
+        claimed: set[int] = set()
+        for layer in self._wanted():
+            slot = self._slot_of[layer]
+            if id(slot) in claimed:
+                continue
+            claimed.add(id(slot))
+            if slot.layer != layer and not slot.running and id(slot) not in held:
+                # Ctrl-C may come between any two of these lines: then nothing is in the slot, or no job is wanted.
+                chunks = [*self.layouts[layer].chunks()]
+                for chunk in chunks:
+                    self.jobs.put(Job(slot, slot.turn + 1, chunk))
+                slot.layer = None
+                slot.turn += 1
+                slot.left = len(chunks)
+                slot.error = None
+                slot.layer = layer
+
+    def do(self, job: Job) -> None:
+        """Do one read, if it is still wanted."""
+        slot, file, tally = job.slot, self.files[job.chunk.path], self._tally
+        with self._changed:
+            if slot.turn != job.turn or slot.error is not None or self.closed:
+                return
+            slot.running += 1
+            tally.since = time.perf_counter() if tally.running == 0 else tally.since
+            tally.running += 1
+        error: BaseException | None = None
+        try:
+            file.check()
+            self.read(file, slot.bytes[job.chunk.offset : job.chunk.offset + job.chunk.length], job.chunk.begin)
+        except BaseException as raised:
+            error = raised
+        with self._changed:
+            slot.running -= 1
+            slot.left -= 1
+            slot.error = slot.error or error
+            tally.running -= 1
+            if tally.running == 0:
+                tally.reading += time.perf_counter() - tally.since
+            tally.bytes_read += job.chunk.length if error is None else 0
+            if slot.left == 0 or slot.error is not None:
+                self._fill()
+                self._changed.notify_all()
+
+    def counts(self) -> StreamCounts:
+        """What has been done so far."""
+        with self._changed:
+            tally = self._tally
+            now = time.perf_counter() - tally.since if tally.running else 0.0
+            return StreamCounts(tally.bytes_read, tally.reading + now, tally.waiting)
+
+    def close(self) -> None:
+        """Have all who wait, and all who come, raise RuntimeError."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()

@@ -1,0 +1,108 @@
+"""Where the bytes of a model's layers are: which file, from which byte on, of which type and shape.
+
+Files are read as they are: safetensors (https://github.com/huggingface/safetensors) have a header of JSON behind its
+length in 8 bytes, then the tensors one behind another; the .dat files of accelerate have one tensor and nothing else.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: `nbytes` bytes of a file from `begin` on."""
+
+    path: str
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """The byte behind the tensor."""
+        return self.begin + self.nbytes
+
+
+LayerSource = Mapping[str, Place]  # the tensors of a layer by their names in it
+
+
+def places_in(path: str | Path) -> dict[str, Place]:
+    """The tensors of a safetensors file by their names.
+
+    Raises FileNotFoundError, and ValueError for a file that is no such file or is shorter than its header says.
+    """
+    path = Path(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"{str(path)!r} is no safetensors file, or is cut off within its header")
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r} is no safetensors file: its header is not JSON ({error})") from error
+    found = {}
+    for name, what in header.items():
+        if name == "__metadata__":
+            continue
+        if what["dtype"] not in TYPES:
+            raise ValueError(f"{name} in {str(path)!r} is of type {what['dtype']}, expected one of {', '.join(TYPES)}")
+        begin, end = (8 + length + offset for offset in what["data_offsets"])
+        place = Place(str(path), begin, TYPES[what["dtype"]], (*what["shape"],))
+        if place.end != end:
+            raise ValueError(f"{name} in {str(path)!r} has {end - begin} bytes, expected {place.nbytes} by its shape")
+        if end > size:
+            raise ValueError(f"{str(path)!r} is truncated: {name} ends at byte {end:,}, the file at {size:,}")
+        found[name] = place
+    return found
+
+
+def places_of_folder(folder: str | Path) -> dict[str, Place]:
+    """The tensors of a folder as `save_pretrained` writes it: of its one safetensors file, or of those of its index.
+
+    Raises FileNotFoundError for a file that is missing, and as `places_in` does.
+    """
+    folder = Path(folder)
+    index = folder / INDEX
+    if not index.is_file():
+        return places_in(folder / "model.safetensors")
+    names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    files = {name: places_in(folder / name) for name in sorted({*names.values()})}
+    absent = [tensor for tensor, name in names.items() if tensor not in files[name]]
+    if absent:
+        raise ValueError(f"{str(folder / names[absent[0]])!r} lacks {absent[0]}, which {INDEX} says is there")
+    return {tensor: files[name][tensor] for tensor, name in names.items()}
+
+
+def layers_of(places: Mapping[str, Place], prefix: str) -> list[dict[str, Place]]:
+    """The tensors of each layer, of those whose names begin with a prefix and the layer's number.
+
+        layers_of(places_of_folder(folder), "model.layers.")[3]["self_attn.q_proj.weight"]
+
+    Raises ValueError where there are none, or a number is missing.
+    """
+    layers: dict[int, dict[str, Place]] = {}
+    for name, place in places.items():
+        number, _, rest = name.removeprefix(prefix).partition(".")
+        if name.startswith(prefix) and number.isdecimal():
+            layers.setdefault(int(number), {})[rest] = place
+    if not layers or [*sorted(layers)] != [*range(len(layers))]:
+        raise ValueError(f"expected tensors {prefix}0..., {prefix}1..., got layers {sorted(layers)}")
+    return [layers[number] for number in range(len(layers))]

@@ -1,0 +1,137 @@
+"""A model's layers, read from files while the layers before them compute.
+
+    stream = LayerStream(layers_of(places_of_folder(folder), "model.layers."), resident=[0, 5])
+    with stream.layer(3):
+        ... stream.tensors(3)["mlp.up_proj.weight"] ...
+
+Reading goes on in threads of the stream's own, ahead of the layers and in a circle: behind the last layer comes the
+first one of the next pass, which is read while a text's next tree is drafted and verified. `slots` has the order.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.streaming.layout import Layout
+from heavypath.speculative.streaming.slots import Slots, StreamCounts
+from heavypath.speculative.streaming.source import LayerSource
+
+READERS = 4  # threads that read: a disk wants several requests at a time
+SLOTS = 2  # one for the layer that computes, one for the next
+
+
+class LayerStream:
+    """The weights of a model's layers, of which few are in memory at a time.
+
+    layers:   where the tensors of each layer are
+    resident: the layers that stay in memory once they have been read
+    slots:    layers that are in memory besides
+
+    Any number of threads may take layers; `alone` keeps their passes from getting in each other's way. Tensors have the
+    same addresses for as long as the stream is there. Without the last reference to the stream its threads end, its
+    files are closed, and its memory goes with the last of its tensors.
+
+    on_take: called with each layer that is taken, to show progress
+    slots:   the state; `slots.read` may be replaced, to observe or slow down reading
+
+    Raises OSError for files that cannot be opened, ValueError for tensors that are not aligned to their types.
+    """
+
+    def __init__(self, layers: Sequence[LayerSource], resident: Collection[int] = (), slots: int = SLOTS):
+        self.layers = len(layers)
+        self.resident = frozenset(resident)
+        if slots < SLOTS or not self.resident <= {*range(self.layers)}:
+            raise ValueError(
+                f"expected at least {SLOTS} slots and resident layers within 0 .. {self.layers - 1}, "
+                f"got {slots} and {sorted(self.resident)}"
+            )
+        self.slots = Slots([Layout(layer) for layer in layers], self.resident, slots)
+        self.on_take: Callable[[int], None] | None = None
+        self.alone = threading.RLock()
+        self._unchecked = {*range(self.layers)}
+        self._threads = [
+            threading.Thread(target=_work, args=(self.slots,), name=f"heavypath reader {number}", daemon=True)
+            for number in range(READERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+        weakref.finalize(self, _end, self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return self.slots.nbytes
+
+    def tensors(self, layer: int) -> dict[str, Tensor]:
+        """A layer's tensors by their names; they hold its weights while it is taken."""
+        return self.slots.tensors(layer)
+
+    def take(self, layer: int) -> None:
+        """Wait until a layer is in memory, and keep it there until this thread releases it or takes another one.
+
+        Raises OSError, with the layer and the reason, if it cannot be read: the next call tries again. Raises
+        ValueError for weights that are NaN or infinite, RuntimeError if the stream has been closed.
+        """
+        if self.on_take is not None:
+            self.on_take(layer)
+        self.slots.take(layer)
+        if layer in self._unchecked:
+            self._check(layer)
+            self._unchecked.discard(layer)
+
+    def release(self, layer: int) -> None:
+        """Allow a layer's memory to be filled with another one."""
+        self.slots.release(layer)
+
+    @contextmanager
+    def layer(self, layer: int) -> Iterator[None]:
+        """Have a layer in memory for the block."""
+        self.take(layer)
+        try:
+            yield
+        finally:
+            self.release(layer)
+
+    def counts(self) -> StreamCounts:
+        """Bytes read so far, and seconds."""
+        return self.slots.counts()
+
+    def close(self) -> None:
+        """End the threads, and close the files. Layers cannot be taken any more."""
+        self.slots.close()
+        _end(self.slots)
+        for thread in self._threads:
+            thread.join()
+        for file in self.slots.files.values():
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _check(self, layer: int) -> None:
+        """Raise ValueError if a weight is NaN or infinite; done once, when a layer is first read."""
+        for name, tensor in self.tensors(layer).items():
+            plain = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+            if plain and not tensor.sum(dtype=torch.float32).isfinite():
+                self.release(layer)
+                raise ValueError(f"the model has NaN or infinite weights in {name} of layer {layer}")
+
+
+def _work(slots: Slots) -> None:
+    """What a reader does until it is told to end. It knows the slots, not the stream, so that this can go."""
+    while (job := slots.jobs.get()) is not None:
+        slots.do(job)
+
+
+def _end(slots: Slots) -> None:
+    """Tell the readers to end. It may run within any thread, in the middle of anything, so it waits for nothing."""
+    for _ in range(READERS):
+        slots.jobs.put(None)
