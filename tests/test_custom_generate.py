@@ -391,7 +391,7 @@ def test_quantised_linear_layers_are_called_as_they_are(quantised):
 def test_a_model_on_several_devices_or_offloaded_is_refused(tiny_pair, monkeypatch):
     offloaded = tiny_llama(1)
     offloaded.lm_head.to("meta")
-    with pytest.raises(ValueError, match="target is on the meta device, it has no weights or offloads them"):
+    with pytest.raises(ValueError, match="target is on the meta device, it has no weights; load it first"):
         SpeculativeDecoder(offloaded, tiny_pair[1])
     spread = tiny_llama(1)
 

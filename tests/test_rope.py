@@ -45,7 +45,7 @@ def check_text(model, length, padded, new, methods=("sequoia", "dyspec")):
     expected = greedy(model, ids, mask, new)
     for draft in (tiny_llama(5, vocab_size=61), model):
         for method in methods:
-            out = SpeculativeDecoder(model, draft, method).generate(ids, new, attention_mask=mask)
+            out = SpeculativeDecoder(model, draft, method, tree_size=5).generate(ids, new, attention_mask=mask)
             assert_same_text(model, out.sequences, expected)
         assert draft is not model or out.stats.acceptance_by_rank[0] == 1
     return expected
@@ -70,7 +70,7 @@ def test_both_kinds_of_texts_come_in_any_order():
     """Of one decoder, whose tables and modules serve both."""
     for kind in ("llama", "phi3"):
         model = tiny(kind, **LONGROPE)
-        decoder = SpeculativeDecoder(model, model, "sequoia")
+        decoder = SpeculativeDecoder(model, model, "sequoia", tree_size=5)
         for length, new in ((6, 18), (30, 12), (6, 18), (30, 20)):
             ids, mask = prompts_of(length, 3)
             out = decoder.generate(ids, new, attention_mask=mask)
@@ -91,13 +91,13 @@ def test_dynamic_factors_stay_those_of_short_texts(kind):
     """Up to max_position_embeddings, also after the model has seen a longer text by itself."""
     model = tiny(kind, **DYNAMIC)
     expected = check_text(model, 6, 4, 26)
-    decoder = SpeculativeDecoder(model, model, "dyspec")
+    decoder = SpeculativeDecoder(model, model, "dyspec", tree_size=5)
     ids, mask = prompts_of(6, 4)
     for make_anew in (False, True):
         with torch.no_grad():
             model(torch.arange(3, 60)[None])
         if make_anew:
-            decoder = SpeculativeDecoder(model, model, "dyspec")
+            decoder = SpeculativeDecoder(model, model, "dyspec", tree_size=5)
         assert_same_text(model, decoder.generate(ids, 26, attention_mask=mask).sequences, expected)
     message = r"need 33 positions \(6 \+ 27\), but target has 32 positions; beyond them, its rotary embeddings depend"
     with pytest.raises(ValueError, match=message):
@@ -112,7 +112,7 @@ def test_what_mixes_both_kinds_is_refused_before_any_work(length, padded, new, g
     for kind in ("llama", "phi3"):
         model, plain = tiny(kind, **LONGROPE), tiny_llama(5, vocab_size=61)
         for name, target, draft in (("target", model, plain), ("draft", plain, model)):
-            decoder = SpeculativeDecoder(target, draft, "sequoia")
+            decoder = SpeculativeDecoder(target, draft, "sequoia", tree_size=5)
             message = rf"{name}'s rotary embeddings \(longrope\) change .* than 24 tokens: .* got prompts of {got}"
             with monkeypatch.context() as context:
                 for forward in (LlamaForward, TransformersForward):
@@ -156,7 +156,7 @@ def test_embeddings_that_change_at_two_lengths_are_refused():
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_a_decoder_for_texts_of_both_kinds_uses_earlier_rows_of_the_same_kind_alone(kind):
     model = tiny(kind, **LONGROPE)
-    decoder = SpeculativeDecoder(model, model, "sequoia")
+    decoder = SpeculativeDecoder(model, model, "sequoia", tree_size=5)
     short, long = prompts_of(LIMIT - 8, 0)[0], prompts_of(LIMIT + 6, 0)[0]
     long[:, : short.shape[1]] = short
     for first, then, shared in ((short, short, True), (short, long, False), (long, short, False), (long, long, True)):

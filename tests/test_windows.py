@@ -187,7 +187,7 @@ def test_greedy_text_of_three_windows_is_that_of_transformers_generate(kind, met
     model, unlike = windowed(kind), tiny_llama(5, vocab_size=61)
     expected = greedy(model)
     for draft in (None,) if method == "autoregressive" else (unlike, model):
-        out = SpeculativeDecoder(model, draft, method).generate(PROMPTS, 16, attention_mask=PADDING)
+        out = SpeculativeDecoder(model, draft, method, tree_size=5).generate(PROMPTS, 16, attention_mask=PADDING)
         assert_same_text(model, out.sequences, expected)
     drafts_what_it_verifies = method not in ("autoregressive", "specinfer", "spectr", "naive")
     assert not drafts_what_it_verifies or out.stats.acceptance_by_rank[0] == 1
@@ -218,7 +218,7 @@ def test_windows_under_every_attention(kind, attention):
     model = windowed(kind)
     expected = greedy(model)
     model.set_attn_implementation(attention)
-    out = SpeculativeDecoder(model, model, "dyspec").generate(PROMPTS, 16, attention_mask=PADDING)
+    out = SpeculativeDecoder(model, model, "dyspec", tree_size=5).generate(PROMPTS, 16, attention_mask=PADDING)
     assert_same_text(model, out.sequences, expected)
 
 
