@@ -1,5 +1,6 @@
 """The HTTP server, asked by OpenAI's own client: its texts are the decoder's, in OpenAI's shapes."""
 
+import copy
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -330,7 +331,9 @@ def test_two_lengths_of_a_chat_must_agree(client):
 
 
 def test_a_tokenizer_without_a_template_continues_texts_alone(decoder, demo_pair):
-    with decoder.serve(slots=1, max_tokens=64) as service, running(service, demo_pair.tokenizer) as base:
+    without = copy.deepcopy(demo_pair.tokenizer)
+    without.chat_template = None
+    with decoder.serve(slots=1, max_tokens=64) as service, running(service, without) as base:
         body = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
         status, _, content = ask(base, "POST", "/v1/chat/completions", body)
     assert status == 400

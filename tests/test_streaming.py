@@ -580,6 +580,26 @@ def test_ctrl_c_at_any_time_leaves_the_next_text_right(demo_pair, folder, ids, e
     assert torch.equal(out.sequences, expected)
 
 
+def test_a_pass_that_is_interrupted_before_its_release_leaves_nothing_held(demo_pair, folder, ids, expected):
+    """Ctrl-C may come when a layer has just been taken; then another thread decodes."""
+    model = load_streamed(folder, "20M")
+    decoder, slots = SpeculativeDecoder(model, demo_pair[1], "ersd", tree_size=TREE), stream_of(model).slots
+    take, taken = slots.take, []
+
+    def interrupted(layer):
+        take(layer)
+        taken.append(layer)
+        if len(taken) == 4:
+            raise KeyboardInterrupt
+
+    slots.take = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate(ids, NEW, temperature=0.6, seed=3, eos_token_id=None)
+    slots.take = take
+    (out,) = in_time(lambda: decoder.generate(ids, NEW, temperature=0.6, seed=3, eos_token_id=None))
+    assert torch.equal(out.sequences, expected)
+
+
 def test_layers_that_an_interrupted_pass_never_released_do_not_stop_their_thread(shared):
     stream = stream_of(shared)
     for layer in [*range(stream.layers), *reversed(range(stream.layers)), 3, 7, 3]:

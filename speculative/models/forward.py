@@ -183,7 +183,7 @@ class Forward(ABC):
     @property
     def alone(self) -> AbstractContextManager[object]:
         """What a pass over streamed layers enters, so that passes of other threads wait instead of disturbing it."""
-        return nullcontext() if self.stream is None else self.stream.alone
+        return nullcontext() if self.stream is None else self.stream.one_pass()
 
     @property
     def like(self) -> Tensor:

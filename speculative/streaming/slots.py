@@ -178,6 +178,13 @@ class Slots:
                 self._fill()
                 self._changed.notify_all()
 
+    def let_go(self) -> None:
+        """Release what this thread may still hold."""
+        with self._changed:
+            if self._held.pop(threading.current_thread(), None) is not None:
+                self._fill()
+                self._changed.notify_all()
+
     def _wanted(self) -> Iterator[int]:
         """Layers that should be in memory, most urgent first; more than there is room for."""
         yield from self._asked.values()

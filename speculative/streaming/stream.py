@@ -32,7 +32,7 @@ class LayerStream:
     resident: the layers that stay in memory once they have been read
     slots:    layers that are in memory besides
 
-    Any number of threads may take layers; `alone` keeps their passes from getting in each other's way. Tensors have the
+    Any number of threads may take layers; `one_pass` keeps their passes apart. Tensors have the
     same addresses for as long as the stream is there. Without the last reference to the stream its threads end, its
     files are closed, and its memory goes with the last of its tensors.
 
@@ -52,7 +52,7 @@ class LayerStream:
             )
         self.slots = Slots([Layout(layer) for layer in layers], self.resident, slots)
         self.on_take: Callable[[int], None] | None = None
-        self.alone = threading.RLock()
+        self._alone = threading.RLock()
         self._unchecked = {*range(self.layers)}
         self._threads = [
             threading.Thread(target=_work, args=(self.slots,), name=f"heavypath reader {number}", daemon=True)
@@ -96,6 +96,15 @@ class LayerStream:
             yield
         finally:
             self.release(layer)
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Have passes of other threads wait. Behind it this thread holds no layer, even if Ctrl-C has ended it."""
+        with self._alone:
+            try:
+                yield
+            finally:
+                self.slots.let_go()
 
     def counts(self) -> StreamCounts:
         """Bytes read so far, and seconds."""
