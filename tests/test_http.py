@@ -219,8 +219,8 @@ def test_a_temperature_that_is_left_out_samples_as_the_server_was_told(client, a
 def test_models_are_listed_and_others_are_not_there(client):
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).owned_by == "heavypath"
-    with pytest.raises(openai.NotFoundError, match=r"there is no model 'gpt/\.\./other' here"):
-        client.models.retrieve("gpt/../other")
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-other' here"):
+        client.models.retrieve("gpt-other")
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="/etc/passwd", prompt=PROMPT)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
