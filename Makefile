@@ -20,7 +20,8 @@ VERSION_TESTS := $(addprefix tests/, test_packaging.py test_noise.py test_filter
 	test_head_checkpoints.py test_heads.py::test_a_target_by_transformers_own_forward_pass \
 	test_heads.py::test_greedy_text_is_the_targets_own \
 	test_decoder.py::test_greedy_text_is_that_of_transformers_generate \
-	test_decoder.py::test_decoding_through_the_kernel test_http.py test_grammar.py test_tensor_parallel.py test_streaming.py test_compile_report.py::test_a_tree_of_one_node_compiles)
+	test_decoder.py::test_decoding_through_the_kernel test_compile_report.py::test_a_tree_of_one_node_compiles \
+	test_http.py test_grammar.py test_tensor_parallel.py test_streaming.py)
 
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made-with-$(notdir $(PYTHON))
