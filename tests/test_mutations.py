@@ -125,13 +125,19 @@ def test_accepting_at_equality_is_found():
     assert copy.residual_chain(*impossible)[0].tolist() == [0]
 
 
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(("module", "original", "replacement"), [
-    (step, "root_rows(state.noise, state.lengths)", "state.noise"),  # alike in every step
+    pytest.param(step, "root_rows(state.noise, state.lengths)", "state.noise", marks=slow),  # alike in every step
     (step, "(roots, self.tree.whole_numbers)", "(roots, 0 * self.tree.whole_numbers)"),  # shared by all nodes
     (step, "target_cache.accept(", "(lambda *_: None)("),  # rows stay
-    (step, "settled(given.positions,", "settled(0 * given.positions + lengths[:, None],"),
+    pytest.param(step, "settled(given.positions,", "settled(0 * given.positions + lengths[:, None],", marks=slow),
     (commit, "token[every, path[:, 1:]]", "token[every, path[:, :-1]]"),  # the bonus token in the last accepted's place
-    (commit, "numbers[StateField.ROOT] = np.maximum(after, 0)", "numbers[StateField.ROOT] = emitted[:, 0]"),
+    pytest.param(
+        commit, "numbers[StateField.ROOT] = np.maximum(after, 0)", "numbers[StateField.ROOT] = emitted[:, 0]",
+        marks=slow,
+    ),
 ])  # fmt: skip
 def test_a_bug_of_the_decoder_is_found(module, original, replacement, monkeypatch):
     from test_decoder import exact_law, tiny_llama
