@@ -26,14 +26,14 @@ def settings_of(filters: Filters) -> list[float]:
     return [float(filters.temperature), float(filters.top_k or 0), top_p, float(filters.min_p or 0)]
 
 
-def sequence_scores(logits: Tensor, settings: Tensor, *, filters: bool = True, impl: str = "auto") -> Tensor:
+def sequence_scores(logits: Tensor, settings: Tensor, *, impl: str = "auto") -> Tensor:
     """The scores fp32 [B, N, V] of logits [B, N, V].
 
     settings: fp64 [B, 4], of each sequence temperature, top_k (0 for none), top_p (1 for none), min_p (0 for none), as
               `settings_of` makes them; they are read when the kernel runs, so that a recorded step serves all
-    filters:  False promises that no sequence has top_k, top_p or min_p, which saves "torch" to sort the logits
     impl:     "native" is compiled code for CPU tensors; "torch" takes anything, asks the host nothing and can be
-              captured in a CUDA graph. "auto" is native for CPU tensors where a compiler is there, else torch.
+              captured in a CUDA graph: so it sorts every row, whether a filter is on or not. "auto" is native for CPU
+              tensors where a compiler is there, else torch
 
     A row without support stays so, and one with NaN or +inf becomes NaN. Nothing is checked but the implementation.
     """
@@ -42,25 +42,24 @@ def sequence_scores(logits: Tensor, settings: Tensor, *, filters: bool = True, i
     impl = choose_impl("sequence_scores", impl, logits, native=True)
     if impl == "triton":
         raise ValueError("sequence_scores has impl 'auto', 'native' or 'torch', got 'triton'")
-    return scores_natively(logits, settings) if impl == "native" else _reference(logits, settings, filters)
+    return scores_natively(logits, settings) if impl == "native" else _reference(logits, settings)
 
 
-def _reference(logits: Tensor, settings: Tensor, filters: bool) -> Tensor:
+def _reference(logits: Tensor, settings: Tensor) -> Tensor:
     logits = logits.float()
     temperature, top_k, top_p, min_p = (column[:, None, None] for column in settings.unbind(1))  # [B, 1, 1]
     vocab_size = logits.shape[-1]
     largest = logits.amax(-1, keepdim=True)
     scores = (logits - largest) / temperature.clamp(min=LEAST_TEMPERATURE).float()
     scores = scores.clamp(min=LOWEST).masked_fill(logits == -torch.inf, -torch.inf)
-    if filters:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        place = (top_k.long() - 1).clamp(0, vocab_size - 1).expand(*logits.shape[:2], 1)
-        scores = scores.masked_fill((logits < ordered.gather(-1, place)) & (top_k > 0), -torch.inf)
-        weights = scores.gather(-1, order).exp().double()
-        before = weights.cumsum(-1) - weights  # the mass before each token
-        outside = (before >= top_p.float().double() * weights.sum(-1, keepdim=True)) & (top_p < 1)
-        scores = scores.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
-        scores = scores.masked_fill((scores < min_p.log().float()) & (min_p > 0), -torch.inf)
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    place = (top_k.long() - 1).clamp(0, vocab_size - 1).expand(*logits.shape[:2], 1)
+    scores = scores.masked_fill((logits < ordered.gather(-1, place)) & (top_k > 0), -torch.inf)
+    weights = scores.gather(-1, order).exp().double()
+    before = weights.cumsum(-1) - weights  # the mass before each token
+    outside = (before >= top_p.float().double() * weights.sum(-1, keepdim=True)) & (top_p < 1)
+    scores = scores.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+    scores = scores.masked_fill((scores < min_p.log().float()) & (min_p > 0), -torch.inf)
     first = logits.argmax(-1, keepdim=True) == torch.arange(vocab_size, device=logits.device)
     one = torch.zeros_like(scores).masked_fill(~first | (largest == -torch.inf), -torch.inf)
     no_number = largest.isnan() | (largest == torch.inf)

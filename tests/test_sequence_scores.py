@@ -73,14 +73,6 @@ def test_rows_apart_and_rows_that_are_no_distributions(impl):
     assert found[:, 2].isnan().any(-1).all()
 
 
-def test_without_filters_nothing_is_sorted_and_the_scores_are_the_same(monkeypatch):
-    plain = [place for place, each in enumerate(FILTERS) if each[1:] == (None, None, None)]
-    logits, settings = logits_with_ties(33)[plain], SETTINGS[plain]
-    expected = sequence_scores(logits, settings, impl="torch")
-    monkeypatch.setattr(torch.Tensor, "sort", None)
-    assert torch.equal(sequence_scores(logits, settings, filters=False, impl="torch"), expected)
-
-
 @pytest.mark.skipif(library() is None, reason="no C++ compiler")
 def test_a_recording_reads_settings_when_it_is_replayed():
     logits, settings = logits_with_ties(33)[:1], SETTINGS[:1].clone()

@@ -250,10 +250,11 @@ def test_a_full_queue_and_a_closed_service_refuse():
     ("given", "message"),
     [
         ({"input_ids": []}, "at least one token"),
-        ({"input_ids": [[1, 2]]}, r"one prompt, \[T\], got \[1, 2\]"),
+        ({"input_ids": [[1, 2]]}, r"one prompt, integers \[T\], got torch.int64 \[1, 2\]"),
+        ({"input_ids": [1.5, 2.0]}, r"one prompt, integers \[T\], got torch.float32 \[2\]"),
         ({"input_ids": [1, 99]}, r"input_ids must be in 0 .. 6, got 1 .. 99"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({"max_new_tokens": 255}, "at most 256 tokens, which a slot has room for, got 2 and 255"),
+        ({"max_new_tokens": 199}, "at most 200 tokens, which a slot has room for, got 2 and 199"),
         ({"temperature": -1.0}, "temperature must be"),
         ({"top_p": 2.0}, "top_p must be"),
         ({"seed": 1 << 27}, r"seed must be None or in 0 .. 134217727, got 134217728"),
@@ -264,7 +265,7 @@ def test_a_full_queue_and_a_closed_service_refuse():
 )
 def test_bad_requests_are_refused_at_once(given, message):
     decoder = SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd")
-    with decoder.serve(slots=1) as service:
+    with decoder.serve(slots=1, max_tokens=200) as service:
         with pytest.raises(ValueError, match=message):
             service.submit(**({"input_ids": [1, 2]} | given))
         assert service.stats().submitted == 0
@@ -305,6 +306,30 @@ def test_an_error_ends_the_request_that_it_is_about_and_no_other():
             list(bad)
         assert [each.result(60).tokens for each in sent] == [texts[number] for number in fine]
         assert (service.stats().failed, service.stats().completed) == (1, 3)
+
+
+def test_a_criterion_that_fails_ends_its_own_request_alone():
+    """In the step in which it fails another text ends by a stop, behind which nothing may come."""
+    decoder = SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd")
+    settings = {"max_new_tokens": 20, "temperature": 0.0}
+    text = alone(decoder, [1, 2], settings | {"eos_token_id": None}, 0)
+    expected = text[: text.index(text[1]) + 1]
+
+    def fails(ids, scores):
+        if ids.shape[1] >= 2 + len(expected):
+            raise RuntimeError("a criterion")
+        return False
+
+    with decoder.serve(slots=3, max_tokens=64) as service:
+        with held(service) as entered:
+            first = service.submit([3], 20, temperature=0.0, eos_token_id=None)
+            assert entered.wait(30)
+            stopped = service.submit([1, 2], **settings, eos_token_id=text[1])
+            bad = service.submit([1, 2], **settings, eos_token_id=None, stopping_criteria=[fails])
+        with pytest.raises(RuntimeError, match="a criterion"):
+            bad.result(60)
+        assert stopped.result(60)[:2] == (expected, "stop")
+        assert len(first.result(60).tokens) == 20
 
 
 def test_requests_bring_their_own_processors():

@@ -118,7 +118,7 @@ class _OfService:
         counters = {
             "submitted": "Sequences that were accepted.",
             "refused": "Sequences that were refused because the queue was full.",
-            "steps": "Steps of the decoder, each for all running sequences.",
+            "steps": "Steps of the decoder, counted for each sequence that took part.",
             "seconds_busy": "Time that the decoder spent on steps and prompts.",
         }
         for name, what in counters.items():

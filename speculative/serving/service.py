@@ -149,14 +149,11 @@ class Service:
         """
         if not self._arrivals.is_open:
             raise Closed("the service is closed and takes no more requests")
-        prompt = torch.as_tensor(input_ids, dtype=torch.long)
-        if prompt.dim() != 1:
-            raise ValueError(f"input_ids must be the tokens of one prompt, [T], got {[*prompt.shape]}")
-        if len(prompt) + max_new_tokens > self.limits.max_tokens:
-            raise ValueError(
-                f"prompt and new tokens must be at most {self.limits.max_tokens} tokens, which a slot has room for, "
-                f"got {len(prompt)} and {max_new_tokens}"
-            )
+        prompt = torch.as_tensor(input_ids)
+        prompt = prompt if len(input_ids) else prompt.long()  # a list of nothing has no type
+        if prompt.dim() != 1 or prompt.dtype != torch.long:
+            given = f"{prompt.dtype} {[*prompt.shape]}"
+            raise ValueError(f"input_ids must be the tokens of one prompt, integers [T], got {given}")
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline must be None or a number of seconds > 0, got {deadline!r}")
         with self._lock:
@@ -181,6 +178,11 @@ class Service:
             stopping_criteria=stopping_criteria,
             processors=GivenProcessors(logits_processor, prefix_allowed_tokens_fn, always=True),
         )
+        if len(prompt) + request.max_new_tokens > self.limits.max_tokens:
+            raise ValueError(
+                f"prompt and new tokens must be at most {self.limits.max_tokens} tokens, which a slot has room for, "
+                f"got {len(prompt)} and {max_new_tokens}"
+            )
         now = time.monotonic()
         arrival = Arrival(
             request,
@@ -266,10 +268,7 @@ class Service:
             self._end(arrival, reason)
 
     def _admit(self) -> None:
-        """Bring waiting requests nearer to free slots: as many pieces of prompts as one step may have beside it.
-
-        Where nothing runs nobody waits for it, but requests that are cancelled.
-        """
+        """Bring waiting requests nearer to free slots, by as many tokens of prompts as may go between two steps."""
         budget = self._slots.limits.prefill_tokens
         while budget > 0 and not self._slots.is_full:
             if self._entering is None:

@@ -213,7 +213,12 @@ class Slots:
         table = numbers[:, : len(members)].tolist()
         ended = []
         for slot, member in enumerate(members):
-            outcome = None if member.arrival.has_ended else member.passed_on(table, slot, output)
+            if member.arrival.has_ended:
+                continue
+            try:
+                outcome = member.passed_on(table, slot, output)
+            except Exception as error:  # of a stopping criterion; the others' tokens are committed like these
+                outcome = error
             if outcome is not None:
                 ended.append((member, outcome))
         return ended
