@@ -25,6 +25,7 @@ from heavypath.speculative.models.forward import Forward
 FREE = {torch.float32: 4, torch.bfloat16: 2}  # rows that are multiplied while a weight is read
 MORE = {torch.float32: 8, torch.bfloat16: 4}  # rows whose products take as long as reading it
 BANDWIDTH = 60e9  # bytes in a second, of all threads
+DISK = 2e9  # bytes in a second that a disk brings, of a target that is larger than the memory
 LAYER = 200e-6  # seconds of a layer beside its weights, most of which threads wait for each other
 SEQUENCE_LAYER = 3e-6  # and of each sequence in it: its attention
 STEP, STEP_SEQUENCE = 50e-6, 12e-6  # of verifying and committing: of a step, and of each sequence

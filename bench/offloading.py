@@ -1,0 +1,191 @@
+"""What the papers measured of targets larger than a GPU, beside what their own constants say.
+
+    python bench/offloading.py
+
+Sequoia (Chen et al. 2024) and DySpec (Xiong et al. 2024) decode Llamas whose weights lie in the host's memory. Each row
+is simulated by costs/simulation.py. In go
+
+    the GPU's data sheet          memory bandwidth and tensor cores, of which the shares of roofline.py are reached
+    the models' config.json       weights, layers, channels
+    the row's baseline            published seconds of a token without a draft, by the same engine: the time of the link
+    the row's tokens a step       published for its tree, and the size and depth of that tree
+
+and out come the seconds of a token with trees. Nothing is fitted to these. The engine reads one layer after it has
+computed the one before: in Infini-AI-Lab/Sequoia, Engine/offload_engine.py, both are queued on one stream; DySpec's is
+adapted from it. So steps are `ahead=False`.
+
+link    the share of the link's data sheet that the baseline says is reached, if all of the target passes through it
+given   where the tokens of a step were not published, a pair's row on the RTX 4090 gives them for the row on the 2080 Ti
+ratio   simulated over published: above 1 the simulation is too slow
+
+Assumed: Llama-2-70B on the RTX 4090 was drafted as in Sequoia's table 2 at temperature 0.6. Pairs with TinyLlama had the
+same tree, too; DySpec's and Sequoia's trees in DySpec's tables had 18 levels, SpecInfer's of 64 nodes 16. DySpec's
+baseline in its table 3 is the mean of those of its table 4.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from common import argument_parser, environment, write_results
+from rich.console import Console
+from rich.table import Table
+
+from heavypath.speculative.costs.hardware import DEVICES
+from heavypath.speculative.costs.shapes import SHAPES
+from heavypath.speculative.costs.simulation import Setting
+
+BLOG = "together.ai/blog/sequoia, March 2024"
+TABLE_2 = "Sequoia, NeurIPS 2024, table 2; baseline: arXiv 2402.12374v2, abstract"
+TABLE_3, TABLE_4 = (
+    f"DySpec, arXiv 2410.11744, as submitted with GSM8k and MT-Bench, table {table}" for table in (3, 4)
+)
+SEQUOIA, SPECINFER, SMALL = (768, 18), (769, 48), (64, 18)  # nodes and levels; SpecInfer: 16 sequences of 48
+WITHIN = 0.15
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published row. tokens: of a step; None where only seconds were published. Seconds are those of a token."""
+
+    source: str
+    what: str
+    device: str
+    target: str
+    draft: str
+    tree: tuple[int, int]
+    plain: float
+    seconds: float
+    tokens: float | None
+
+    @property
+    def setting(self) -> Setting:
+        """What is simulated."""
+        return Setting(
+            DEVICES[self.device], SHAPES[self.target], SHAPES[self.draft], memory=0.0, ahead=False, plain=self.plain
+        )
+
+    @property
+    def step(self) -> float:
+        """Simulated seconds of a step."""
+        nodes, depth = self.tree
+        return self.setting.step(nodes, depth)
+
+    @property
+    def simulated(self) -> float | None:
+        """Simulated seconds of a token; None without the tokens of a step."""
+        return None if self.tokens is None else self.step / self.tokens
+
+    @property
+    def ratio(self) -> float | None:
+        """Simulated over published."""
+        return None if self.simulated is None else self.simulated / self.seconds
+
+    @property
+    def link(self) -> float:
+        """The share of the link's data sheet that the baseline says is reached, if all weights pass."""
+        return SHAPES[self.target].nbytes / self.plain / DEVICES[self.device].link
+
+
+LLAMA = ("llama-2-70b", "llama-2-7b")
+PAIRS = {  # target, draft: seconds of a token by trees, and without, on the RTX 4090 and on the 2080 Ti
+    ("vicuna-33b", "tinyllama-1.1b"): ((0.35, 1.78), (0.87, 4.81)),
+    ("llama-2-22b", "tinyllama-1.1b"): ((0.17, 0.95), (0.53, 3.04)),
+    ("llama-2-13b", "tinyllama-1.1b"): ((0.09, 0.27), (0.34, 1.53)),
+}
+ON_AN_L40 = {  # target, draft, temperature: Sequoia's seconds and tokens, SpecInfer's speed-up over 5.7 s and tokens
+    ("llama-2-70b", "llama-2-7b", 0.0): ((0.66, 10.30), (5.7, 7.63)),
+    ("llama-2-70b", "llama-2-7b", 0.6): ((0.68, 9.91), (5.2, 7.03)),
+    ("llama-3-70b", "llama-3-8b", 0.0): ((0.60, 11.68), (7.0, 9.07)),
+    ("llama-3-70b", "llama-3-8b", 0.6): ((0.61, 11.37), (6.1, 8.29)),
+}
+DEEPSPEED, OWN_ENGINE = (
+    5.7,
+    5.6,
+)  # seconds of a token there: what speed-ups are over, and Sequoia's engine without trees
+OF_768 = {  # texts: baseline, DySpec's seconds and tokens, Sequoia's
+    "C4, T = 0": (5.59650, (0.42412, 16.04), (0.62841, 9.40)),
+    "C4, T = 0.6": (5.34781, (0.88494, 7.14), (0.66293, 8.96)),
+    "OpenWebText, T = 0": (5.52462, (0.54885, 11.79), (0.62979, 9.81)),
+    "OpenWebText, T = 0.6": (5.30340, (0.81002, 7.66), (0.65147, 9.12)),
+    "CNN, T = 0": (5.31049, (0.54739, 11.46), (0.60206, 9.54)),
+    "CNN, T = 0.6": (5.29280, (0.87648, 7.02), (0.65835, 8.80)),
+}
+OF_64 = {  # texts: speed-up and tokens of DySpec, Sequoia and SpecInfer
+    "C4, T = 0": ((9.42, 9.10), (6.29, 6.08), (4.89, 4.67)),
+    "C4, T = 0.6": ((6.77, 6.21), (5.66, 5.72), (5.76, 5.75)),
+    "OpenWebText, T = 0": ((7.07, 7.23), (6.02, 6.41), (5.07, 4.88)),
+    "OpenWebText, T = 0.6": ((6.05, 6.77), (5.63, 6.07), (5.42, 5.46)),
+    "CNN, T = 0": ((6.50, 6.93), (5.85, 6.42), (4.80, 4.83)),
+    "CNN, T = 0.6": ((5.94, 6.95), (5.71, 6.07), (5.70, 5.75)),
+    "GSM8k, T = 0": ((10.56, 12.39), (7.31, 7.62), (5.22, 5.34)),
+    "GSM8k, T = 0.6": ((7.57, 8.14), (6.62, 6.89), (5.75, 5.89)),
+    "MT-Bench, T = 0": ((9.95, 11.25), (6.96, 7.46), (4.75, 4.85)),
+    "MT-Bench, T = 0.6": ((8.47, 10.11), (6.96, 7.46), (5.52, 5.67)),
+}
+
+
+def rows() -> list[Published]:
+    """All published rows."""
+    found = [Published(BLOG, "Sequoia", "rtx-4090", *LLAMA, SEQUOIA, 4.54, 0.57, 9.91)]
+    for (target, draft), (on_4090, on_2080) in PAIRS.items():
+        given = Published(BLOG, "Sequoia", "rtx-4090", target, draft, SEQUOIA, on_4090[1], on_4090[0], None)
+        other = replace(given, device="rtx-2080-ti", plain=on_2080[1], seconds=on_2080[0])
+        found += [given, replace(other, tokens=given.step / given.seconds)]
+    for (target, draft, temperature), ((seconds, tokens), (faster, fewer)) in ON_AN_L40.items():
+        what = f"MT-Bench, T = {temperature:g}"
+        row = Published(TABLE_2, f"Sequoia, {what}", "l40", target, draft, SEQUOIA, OWN_ENGINE, seconds, tokens)
+        slow = DEEPSPEED / faster
+        found += [row, replace(row, what=f"SpecInfer, {what}", tree=SPECINFER, seconds=slow, tokens=fewer)]
+    for texts, (plain, *both) in OF_768.items():
+        for who, (seconds, tokens) in zip(("DySpec", "Sequoia"), both, strict=True):
+            found.append(Published(TABLE_4, f"{who}, {texts}", "a100-40gb", *LLAMA, SEQUOIA, plain, seconds, tokens))
+    plain = sum(baseline for baseline, *_ in OF_768.values()) / len(OF_768)
+    for texts, every in OF_64.items():
+        for who, (faster, tokens) in zip(("DySpec", "Sequoia", "SpecInfer"), every, strict=True):
+            tree = (64, 16) if who == "SpecInfer" else SMALL
+            row = Published(TABLE_3, f"{who}, {texts}", "a100-40gb", *LLAMA, tree, plain, plain / faster, tokens)
+            found.append(row)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = argument_parser(__doc__, threads=False).parse_args(argv)
+    found, console = rows(), Console(width=132, highlight=False)
+    for source in dict.fromkeys(row.source for row in found):
+        table = Table(title=source, title_justify="left", box=None, pad_edge=False)
+        for heading in ("GPU", "target", "what"):
+            table.add_column(heading)
+        for heading in ("baseline", "link", "tree", "tokens/step", "published", "simulated", "ratio"):
+            table.add_column(heading, justify="right")
+        for row in found:
+            if row.source == source:
+                table.add_row(row.device, row.target, row.what, *_figures(row))
+        console.print(table)
+        console.print()
+    ratios = [row.ratio for row in found if row.ratio is not None]
+    near = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
+    flat = [row.plain / row.tokens / row.seconds for row in found if row.tokens is not None]
+    console.print(
+        f"{near} of {len(ratios)} rows within {WITHIN:.0%}, {_off(ratios):.1%} off on average; {_off(flat):.1%} if a tree "
+        f"cost no more than a token. {len(found) - len(ratios)} rows gave the tokens of a step."
+    )
+    facts = [{**vars(row), "simulated": row.simulated, "ratio": row.ratio, "link": row.link} for row in found]
+    write_results(arguments.json, environment("cpu"), rows=facts)
+
+
+def _off(ratios: Sequence[float]) -> float:
+    """How far ratios are from 1, on average."""
+    return sum(abs(ratio - 1) for ratio in ratios) / len(ratios)
+
+
+def _figures(row: Published) -> list[str]:
+    """The cells of a row: seconds of a token."""
+    nodes, depth = row.tree
+    given = f"({row.step / row.seconds:.2f})" if row.tokens is None else f"{row.tokens:.2f}"
+    simulated = "given" if row.simulated is None else f"{row.simulated:.3f}"
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f}" + ("" if abs(row.ratio - 1) <= WITHIN else " !")
+    return [f"{row.plain:.2f}", f"{row.link:.0%}", f"{nodes}, {depth}", given, f"{row.seconds:.3f}", simulated, ratio]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Models as numbers: what a forward pass reads and multiplies, for machines and models that are not here.
+
+A pass reads every weight once and multiplies it with each of n rows: 2 n weights operations. Of the token embedding it
+looks a few rows up, so that only its size counts. A Llama of l layers with h hidden channels, i channels in between, q
+query heads and k key heads of size h / q, and V tokens has
+
+    weights = l (2 h h + 2 h h k / q + 3 h i) + V h
+
+beside its norms, which are thousands of times smaller.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's size.
+
+    weights: elements that a pass multiplies, the language-model head among them; itemsize: bytes of each
+    layers, hidden, vocab: its layers, hidden channels and tokens
+    embedding: elements of the token embedding, if it is not the head's weight, too
+    """
+
+    weights: int
+    layers: int
+    hidden: int
+    vocab: int
+    embedding: int = 0
+    itemsize: float = 2
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that a pass reads."""
+        return self.weights * self.itemsize
+
+    @classmethod
+    def llama(
+        cls, layers: int, hidden: int, between: int, heads: int, key_heads: int, vocab: int = 32000
+    ) -> "Shape":  # fmt: skip
+        """A Llama in 16 bits; between: channels of the MLP."""
+        layer = 2 * hidden * hidden + 2 * hidden * hidden * key_heads // heads + 3 * hidden * between
+        return cls(layers * layer + vocab * hidden, layers, hidden, vocab, vocab * hidden)
+
+    @classmethod
+    def of_folder(cls, folder: str | Path) -> "Shape":
+        """That of a model in a folder, by its config.json alone: weights need not be there.
+
+        Every weight is taken to be multiplied in each pass; of a mixture of experts that are all experts. Raises
+        OSError or ValueError for a folder without a config of a causal language model.
+        """
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        text = config.get_text_config(decoder=True)
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        looked_up = 0 if head is embedding else embedding.numel()
+        every = sum(weight.numel() for weight in model.parameters())
+        itemsize = (text.dtype or torch.float32).itemsize
+        return cls(every - looked_up, text.num_hidden_layers, text.hidden_size, text.vocab_size, looked_up, itemsize)
+
+    def stored_in(self, bits: float) -> "Shape":
+        """The same with weights of so many bits each, such as 4.25 with their scales; products are as they were."""
+        return replace(self, itemsize=bits / 8)
+
+
+SHAPES = {  # by the models' own config.json, of the papers that bench/offloading.py simulates
+    "llama-2-7b": Shape.llama(32, 4096, 11008, 32, 32),
+    "llama-2-13b": Shape.llama(40, 5120, 13824, 40, 40),
+    "llama-2-22b": Shape.llama(40, 6656, 17920, 52, 52),  # chargoddard/llama2-22b
+    "llama-2-70b": Shape.llama(80, 8192, 28672, 64, 8),
+    "vicuna-33b": Shape.llama(60, 6656, 17920, 52, 52),
+    "tinyllama-1.1b": Shape.llama(22, 2048, 5632, 32, 4),
+    "llama-3-8b": Shape.llama(32, 4096, 14336, 32, 8, 128256),
+    "llama-3-70b": Shape.llama(80, 8192, 28672, 64, 8, 128256),
+}
+
+
+def shape_of(name: str) -> Shape:
+    """One of SHAPES, or that of a model in a folder. Raises ValueError for a text that names neither."""
+    if name in SHAPES:
+        return SHAPES[name]
+    if not (Path(name).expanduser() / "config.json").is_file():
+        raise ValueError(f"expected a folder with config.json or one of {', '.join(SHAPES)}, got {name!r}")
+    return Shape.of_folder(Path(name).expanduser())
