@@ -15,11 +15,11 @@ computed the one before: in Infini-AI-Lab/Sequoia, Engine/offload_engine.py, bot
 adapted from it. So steps are `ahead=False`.
 
 link    the share of the link's data sheet that the baseline says is reached, if all of the target passes through it
-given   where the tokens of a step were not published, a pair's row on the RTX 4090 gives them for the row on the 2080 Ti
+given   where the tokens of a step were not published, a pair's row on the RTX 4090 gives them for that on the 2080 Ti
 ratio   simulated over published: above 1 the simulation is too slow
 
-Assumed: Llama-2-70B on the RTX 4090 was drafted as in Sequoia's table 2 at temperature 0.6. Pairs with TinyLlama had the
-same tree, too; DySpec's and Sequoia's trees in DySpec's tables had 18 levels, SpecInfer's of 64 nodes 16. DySpec's
+Assumed: Llama-2-70B on the RTX 4090 was drafted as in Sequoia's table 2 at temperature 0.6. Pairs with TinyLlama had
+the same tree, too; DySpec's and Sequoia's trees in DySpec's tables had 18 levels, SpecInfer's of 64 nodes 16. DySpec's
 baseline in its table 3 is the mean of those of its table 4.
 """
 
@@ -36,9 +36,8 @@ from heavypath.speculative.costs.simulation import Setting
 
 BLOG = "together.ai/blog/sequoia, March 2024"
 TABLE_2 = "Sequoia, NeurIPS 2024, table 2; baseline: arXiv 2402.12374v2, abstract"
-TABLE_3, TABLE_4 = (
-    f"DySpec, arXiv 2410.11744, as submitted with GSM8k and MT-Bench, table {table}" for table in (3, 4)
-)
+UNDER_REVIEW = "DySpec, arXiv 2410.11744, as submitted with GSM8k and MT-Bench"
+TABLE_3, TABLE_4 = f"{UNDER_REVIEW}, table 3", f"{UNDER_REVIEW}, table 4"
 SEQUOIA, SPECINFER, SMALL = (768, 18), (769, 48), (64, 18)  # nodes and levels; SpecInfer: 16 sequences of 48
 WITHIN = 0.15
 
@@ -166,8 +165,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     near = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
     flat = [row.plain / row.tokens / row.seconds for row in found if row.tokens is not None]
     console.print(
-        f"{near} of {len(ratios)} rows within {WITHIN:.0%}, {_off(ratios):.1%} off on average; {_off(flat):.1%} if a tree "
-        f"cost no more than a token. {len(found) - len(ratios)} rows gave the tokens of a step."
+        f"{near} of {len(ratios)} rows within {WITHIN:.0%}, {_off(ratios):.1%} off on average; {_off(flat):.1%} if a "
+        f"tree cost no more than a token. {len(found) - len(ratios)} rows gave the tokens of a step."
     )
     facts = [{**vars(row), "simulated": row.simulated, "ratio": row.ratio, "link": row.link} for row in found]
     write_results(arguments.json, environment("cpu"), rows=facts)

@@ -39,7 +39,7 @@ FORMER_PATHS = {  # of modules that moved into folders, and a name of each
 PUBLIC = {
     "gumbel_topk", "stochastic_beam", "tree_attention", "chain_attention", "verify_tree", "accept_typical", "calibrate",
     "compare", "generate", "__init__", "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up",
-    "distil", "serve", "submit",
+    "distil", "serve", "submit", "simulate_command",
 }  # fmt: skip
 FREE_OF_NAMES = (  # take any arguments alike
     "zip", "zip_longest", "gcd", "print", "ctx.save_for_backward", "func", "field_validator",

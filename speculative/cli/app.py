@@ -1,5 +1,5 @@
-"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`, `layers`, `distil`,
-`serve`, and `info`.
+"""The `heavypath` command: `demo`, `generate`, `chat`, `compare`, `trace`, `calibrate`, `plan`, `simulate`, `layers`,
+`distil`, `serve`, and `info`.
 
 Text and JSON go to standard output, everything else to standard error. Exit codes: 0; 1 for an error, which is said in
 one line; 2 for wrong usage; 130 for Ctrl-C.
@@ -27,6 +27,7 @@ from heavypath.speculative.cli import distil as training
 from heavypath.speculative.cli import info, planning
 from heavypath.speculative.cli import layers as choosing_layers
 from heavypath.speculative.cli import serve as serving
+from heavypath.speculative.cli import simulation as simulating
 from heavypath.speculative.cli import trace as trace_page
 from heavypath.speculative.cli.ranks import check_command, join_ranks, leave_ranks, this_rank
 from heavypath.speculative.cli.reading import reading
@@ -76,6 +77,7 @@ app.command()(chatting.chat)
 app.command()(comparing.compare)
 app.command()(planning.calibrate)
 app.command()(planning.plan)
+app.command("simulate")(simulating.simulate_command)
 app.command()(training.distil)
 app.command()(choosing_layers.layers)
 app.command()(serving.serve)

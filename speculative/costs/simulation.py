@@ -28,10 +28,11 @@ Plain decoding takes T(1, 0), so G tokens a step make decoding G T(1, 0) / T(n, 
 
     N* = sqrt((L - F)^2 - M^2) / (2 P/R / peak)  ~  (bytes of a weight / 2) (peak / link) (S / (W/R))
 
-So it does not depend on the model but for the share of it that is read: with fp16 peak / link nodes, 3700 on an RTX 4090
-(0.6 165.2 TFLOP/s, 0.85 31.5 GB/s), and 240 in fp32 on two threads of a CPU before a disk of 2 GB/s. Where nothing is
-read, the same with the device's own bandwidth in the place of the link is where products take as long as memory: 115
-nodes there. One after the other no node is free, and N* is where the products take as long as the reading.
+So it does not depend on the model but for the share of it that is read: in fp16 it is peak / link, 3700 nodes on an RTX
+4090 (0.6 of 165.2 TFLOP/s, 0.85 of 31.5 GB/s), and in fp32 240 nodes on two threads of a CPU before a disk of 2 GB/s.
+Where nothing is read, the device's own bandwidth takes the place of the link, and N* is where products take as long as
+reading that: 115 nodes on the RTX 4090. One after the other no node is free, and N* is where the products take as long
+as the reading.
 """
 
 import math
