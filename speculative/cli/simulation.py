@@ -13,7 +13,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.cli.support import AsJson, print_json, progress
 from heavypath.speculative.costs.hardware import DEVICES, Hardware
 from heavypath.speculative.costs.shapes import SHAPES, shape_of
-from heavypath.speculative.costs.simulation import SIZES, Row, Setting, Simulated, simulate
+from heavypath.speculative.costs.simulation import SIZES, Setting, Simulated, simulate
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.streaming.memory import bytes_of
@@ -30,7 +30,7 @@ WORDS = {  # of `Parts` and of limits
     "acceptance": "acceptance",
 }
 NOTES = (
-    "takes longest: link, reading weights through it; memory, reading them from the device's; products, of the tree's "
+    "longest: link, reading weights through it; memory, reading them from the device's; products, of the tree's "
     "nodes; wire, what ranks tell each other; drafting; kernels, the small ones.",
     "limited by: what lets decoding gain most if it cost nothing, and the gain then; acceptance, if nothing of this "
     "matters: the gain if the likeliest path were always accepted.",
@@ -134,42 +134,41 @@ def _sheet(hardware: Hardware) -> str:
     wire = f", {hardware.wire / 1e9:,.0f} GB/s to other devices" if hardware.wire else ""
     return (
         f"{hardware.memory / 1e9:,.0f} GB of {hardware.reads / 1e9:,.0f} GB/s, "
-        f"{hardware.computes / 1e12:,.3g} TFLOP/s, {hardware.brings / 1e9:,.3g} GB/s through the link{wire} (reached; data sheets: {hardware.source})"
+        f"{hardware.computes / 1e12:,.3g} TFLOP/s, {hardware.brings / 1e9:,.3g} GB/s through the link{wire}: what is "
+        f"reached of data sheets ({hardware.source})"
     )
 
 
 def _by_size(simulated: Simulated) -> Table:
     """A row for each size of tree, the best one marked."""
-    table = _headed("nodes", "depth", "tokens", "s/step", "s/token", "speed-up")
+    table = _headed("nodes", "depth", "tokens", "s/step", "s/token", "speed-up", "longest")
     for row in simulated.rows:
-        style = "bold" if row is simulated.best else None
-        table.add_row(str(len(row.tree)), *_cells(row), WORDS[row.slowest], style=style)
+        seconds = (f"{row.seconds:.3g}", f"{row.seconds / row.tokens:.3g}")
+        cells = (str(row.tree.depth), f"{row.tokens:.2f}", *seconds, f"{row.gain:.2f}", WORDS[row.slowest])
+        table.add_row(str(len(row.tree)), *cells, style="bold" if row is simulated.best else None)
     return table
 
 
 def _by_ranks(found: dict[int, tuple[Setting, Simulated]]) -> Table:
     """A row for each number of ranks, with its best tree."""
-    table = _headed("ranks", "GB read", "s plain", "nodes", "depth", "tokens", "s/step", "s/token", "speed-up")
-    table.add_column("limited by")
+    headings = ("ranks", "GB read", "s plain", "nodes", "tokens", "s/step", "speed-up", "longest", "limited by")
+    table = _headed(*headings)
     for count, (setting, simulated) in found.items():
-        row, facts = simulated.best, (f"{setting.streamed / 1e9:.1f}", f"{simulated.plain:.3g}")
-        limit = f"{WORDS[simulated.limit]} ({simulated.unlimited:.1f})"
-        table.add_row(str(count), *facts, str(len(row.tree)), *_cells(row), WORDS[row.slowest], limit)
+        row = simulated.best
+        table.add_row(
+            str(count), f"{setting.streamed / 1e9:.1f}", f"{simulated.plain:.3g}", str(len(row.tree)),
+            f"{row.tokens:.2f}", f"{row.seconds:.3g}", f"{row.gain:.2f}", WORDS[row.slowest],
+            f"{WORDS[simulated.limit]} ({simulated.unlimited:.1f})",
+        )  # fmt: skip
     return table
 
 
 def _headed(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    """Columns of figures, and of words behind the first that has them."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
-        table.add_column(heading, justify="right")
-    table.add_column("takes longest")
+        table.add_column(heading, justify="left" if heading in ("longest", "limited by") else "right", no_wrap=True)
     return table
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    """Depth, tokens, seconds and the gain of a row."""
-    seconds = (f"{row.seconds:.3g}", f"{row.seconds / row.tokens:.3g}")
-    return str(row.tree.depth), f"{row.tokens:.2f}", *seconds, f"{row.gain:.2f}"
 
 
 def _said(setting: Setting, simulated: Simulated) -> str:
