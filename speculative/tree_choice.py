@@ -20,6 +20,7 @@ from torch import Tensor
 from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.speculative.costs.host import host_costs
 from heavypath.speculative.costs.roofline import Device, estimated_costs
+from heavypath.speculative.costs.streamed import streamed_bytes, streamed_costs
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
@@ -33,7 +34,6 @@ from heavypath.speculative.trees.tree import TokenTree
 logger = logging.getLogger(__name__)
 
 CPU_SIZE = 5  # nodes of a tree on a CPU, by default; measured with the shipped pair
-STREAMED_SIZE = 256  # nodes that are free where weights are streamed: a step takes the time to read these
 DEPTH = 8  # levels of trees of a kind, where the acceptance says nothing about levels
 SEQUENCES = 3  # independent ones, by default
 
@@ -51,8 +51,9 @@ def chosen_tree(
         default = default_tree(method, estimated_costs(target, models_of(draft), Device.of(device)), levels)
         size, chosen_by = max(2, len(default)), f"by costs estimated for {torch.cuda.get_device_name(device)}"
     if target.stream is not None and not {"tree", "tree_size"} & given.keys():
-        default = default_tree(method, streamed_costs(), levels)
-        size, chosen_by = max(2, len(default)), "the default of weights that are streamed"
+        default = default_tree(method, streamed_costs(target, models_of(draft)), levels)
+        read = streamed_bytes(target.stream) / 1e9
+        size, chosen_by = max(2, len(default)), f"by costs estimated for {read:.3g} GB that each pass reads"
     tree = tree_of_options(method, given, size, levels) if given or default is None else default
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
@@ -96,21 +97,13 @@ def tree_by_estimates(method: str, target: Forward, draft: Draft | None, batch: 
     """The tree of a method, in heavy-path order, for `batch` sequences together, by costs estimated for the device."""
     device, drafting = target.device, models_of(draft)
     if target.stream is not None:
-        costs = streamed_costs(batch)
+        costs = streamed_costs(target, drafting, batch)
     elif device.type == "cuda":
         costs = estimated_costs(target, drafting, Device.of(device), batch)
     else:
         costs = host_costs(target, drafting, batch, range(1, CPU_SIZE + 1))
     tree = default_tree(method, costs, most_levels(draft), batch)
     return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
-
-
-def streamed_costs(batch: int = 1) -> Costs:
-    """The costs of a target whose weights are streamed, whose steps take the time to read them, whatever their trees.
-
-    So hundreds of nodes are free, which the sequences of a batch share.
-    """
-    return Costs(step={1: 1.0, max(STREAMED_SIZE // batch, CPU_SIZE): 1.0}, level=0.01)
 
 
 def default_tree(method: str, costs: Costs, levels: int | None = None, batch: int = 1) -> TokenTree | Growth:

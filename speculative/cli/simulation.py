@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -165,7 +164,7 @@ def _by_ranks(found: dict[int, tuple[Setting, Simulated]]) -> Table:
 
 def _headed(*headings: str) -> Table:
     """Columns of figures, and of words behind the first that has them."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=None, pad_edge=False)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("longest", "limited by") else "right", no_wrap=True)
     return table
