@@ -56,9 +56,10 @@ from heavypath.speculative.profile import (
     describe,
     draft_parameter_count,
     parameter_count,
+    streaming_of,
 )
 from heavypath.speculative.ranks.agreement import check_alone
-from heavypath.speculative.visits import Visits, costs_by_batch, default_batch_sizes
+from heavypath.speculative.visits import StreamedVisits, Visits, costs_by_batch, default_batch_sizes
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 DEPTH = 8
@@ -68,6 +69,9 @@ PARTS = 4  # of the texts walked along: acceptance is counted in so many passes 
 LEAST_TOKENS = 8  # of each text, where the time is over
 ACCEPTANCE_SHARE = 0.5  # of the time limit
 LIMIT = 90.0  # seconds
+STREAMED_SIZES = (1, 8, 32, 64, 96, 128, 192, 256, 384, 512, 768)
+STREAMED_PASSES = 80  # of a target whose weights are read in each: the time limit, if none is given
+STREAMED_PROMPT = 16  # tokens of each text that is continued there: all ways have caches at the same time
 Report = Callable[[str], object]
 
 logger = logging.getLogger(__name__)
@@ -82,13 +86,13 @@ def calibrate(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int] | None = None,
     batch_sizes: Sequence[int] | None = None,
     tokens: int = 48,
     sequences: int = 48,
     seed: int = 0,
     on_progress: Report | None = None,
-    limit: float = LIMIT,
+    limit: float | None = None,
     verifier: str | None = None,
 ) -> Profile:
     """Measure costs and acceptance of a pair of models, for `SpeculativeDecoder(..., profile=)`.
@@ -96,15 +100,21 @@ def calibrate(
     prompts: LongTensors [T] to be continued, as many as `sequences` of them. Without any, the target samples some of
         its own, from its first token on.
     temperatures, top_k, top_p, min_p: how the target will be sampled; temperature 0 takes no filters.
-    sizes: nodes of the trees that are timed, root included.
+    sizes: nodes of the trees that are timed, root included. Default: up to 256, and up to 768 of a streamed target.
     batch_sizes: numbers of sequences that are decoded together, for each of which trees are timed; a single sequence is
-        always among them. Default: 1, 2, 4, 8 and 16; on a GPU also 32 and 64, as far as there is memory.
-    tokens, sequences: length of each text that is walked along, and number of these texts.
+        always among them. Default: 1, 2, 4, 8 and 16; on a GPU also 32 and 64, as far as there is memory; 1 alone of a
+        streamed target.
+    tokens, sequences: length of each text that is walked along, and number of these texts; of a streamed target, of
+        all ways together, but two for each of them.
     on_progress: called with a line of text that says what is going on and about how long it will take.
     limit: seconds that it may take. Half of them are for acceptance, the rest, with what acceptance left, for costs:
         half of that for one sequence, the rest for larger batches alike. A few rounds are timed in any case. What could
-        not be measured well then has a larger error in the profile.
+        not be measured well then has a larger error in the profile. Default: 90, or the time of 80 passes of a
+        streamed target if that is more.
     verifier: what verifies the methods that take one, as `SpeculativeDecoder` has it by name, and its default.
+
+    A streamed target reads its weights in every pass, which may take seconds. So all ways are counted in the same
+    passes, and steps are timed in two rounds, behind prompts of one token.
 
     Raises ValueError for models that do not fit each other, for `Lookahead` and `Merge`, which need whole steps,
     for settings out of range, for a limit in which acceptance cannot be counted, and where the machine is so busy that
@@ -113,9 +123,9 @@ def calibrate(
     begin = time.perf_counter()
     for temperature in temperatures:
         Filters(temperature, top_k, top_p, min_p).check()
-    if tokens < 2 or sequences < 1 or not sizes or min(sizes) < 1:
-        raise ValueError(f"expected tokens >= 2, sequences >= 1, sizes >= 1, got {tokens}, {sequences} and {[*sizes]}")
-    if not limit > 0:
+    if tokens < 2 or sequences < 1 or (sizes is not None and (not sizes or min(sizes) < 1)):
+        raise ValueError(f"expected tokens >= 2, sequences >= 1, sizes >= 1, got {tokens}, {sequences} and {sizes}")
+    if limit is not None and not limit > 0:
         raise ValueError(f"limit must be a number of seconds above 0, got {limit}")
     if batch_sizes is not None and (not batch_sizes or min(batch_sizes) < 1):
         raise ValueError(f"batch_sizes must be numbers of sequences of at least 1, got {[*batch_sizes]}")
@@ -129,6 +139,10 @@ def calibrate(
             f"acceptance is counted token by token, but {why_not}; "
             "give the decoder a tree or a tree_size in the place of a profile"
         )
+    streamed = forward.stream is not None
+    if streamed:
+        limit = _limit_of_streamed(forward, limit, report)
+    limit = LIMIT if limit is None else limit
     models = [forward, *models_of(source)]
     limits = [model.rope_limit or model.max_positions for model in models]
     room = min(limits) - tokens - 2 * DEPTH
@@ -136,21 +150,27 @@ def calibrate(
         raise ValueError(f"the models have {min(limits)} positions; tokens must leave some for a prompt, got {tokens}")
     if not prompts:
         report("sampling prompts from the target")
-        prompts = own_prompts(target, min(sequences, 16), min(32, room), seed)
-    prompts = [prompt[-room:] for prompt in prompts]
+        length = STREAMED_PROMPT // 2 if streamed else 32
+        prompts = own_prompts(target, min(sequences, 16), min(length, room), seed)
+    prompts = [prompt[-min(room, STREAMED_PROMPT if streamed else room) :] for prompt in prompts]
 
     samplings = [Filters(each, top_k, top_p, min_p) if each > 0 else Filters(0.0) for each in temperatures]
     kind = target.device.type
     wanted = [(way, each) for each in samplings for way in ways_to_draft(each.temperature, kind, verifier)]
-    measured = measure_ways(
-        forward, source, prompts, wanted, Extent(tokens=tokens, sequences=sequences), seed, ACCEPTANCE_SHARE * limit,
-        report,
-    )  # fmt: skip
+    share = ACCEPTANCE_SHARE * limit
+    if streamed:
+        extent = Extent(tokens=tokens, sequences=max(2, sequences // len(wanted)), seconds=share)
+        counts = walk_together(forward, source, prompts, wanted, extent, seed, report)
+        measured = tuple(_as_measured(way, each, found) for (way, each), found in zip(wanted, counts, strict=True))
+    else:
+        extent = Extent(tokens=tokens, sequences=sequences)
+        measured = measure_ways(forward, source, prompts, wanted, extent, seed, share, report)
     levels = min(DEPTH, most_levels(source) or DEPTH)
+    sizes = (STREAMED_SIZES if streamed else SIZES) if sizes is None else sizes
     sizes = [size for size in sizes if size <= sum(CHILDREN**depth for depth in range(levels + 1))]
     costs = costs_by_batch(
-        Visits(target, draft, prompts, levels, verifier),
-        default_batch_sizes(kind) if batch_sizes is None else batch_sizes,
+        (StreamedVisits if streamed else Visits)(target, draft, prompts, levels, verifier),
+        default_batch_sizes("streamed" if streamed else kind) if batch_sizes is None else batch_sizes,
         sizes,
         measured,
         limit=limit - (time.perf_counter() - begin),
@@ -167,6 +187,27 @@ def calibrate(
         acceptance=measured,
         verifier=verifier,
     )
+
+
+@torch.inference_mode()
+def _limit_of_streamed(target: Forward, limit: float | None, report: Report) -> float:
+    """The time limit for a streamed target, by what a pass takes; ValueError for one that is less than it needs."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    report("the first pass, in which weights are looked at, too")
+    target.prefill(token, target.new_cache(1, 2))
+    begin = time.perf_counter()
+    target.prefill(token, target.new_cache(1, 2))
+    seconds = time.perf_counter() - begin
+    least = seconds * LEAST_TOKENS / ACCEPTANCE_SHARE
+    if limit is not None and limit < least:
+        raise ValueError(
+            f"a pass of this target, which reads its weights, takes {seconds:.2g} s, so that acceptance cannot be "
+            f"counted in {limit:g} s; give a limit of at least {math.ceil(least)} s (limit=, --limit), or none"
+        )
+    chosen = max(LIMIT, STREAMED_PASSES * seconds) if limit is None else limit
+    report(f"a pass takes {seconds:.2g} s, and calibrating up to {chosen:.0f} s")
+    logger.debug("a pass of the streamed target takes %.2f s, the limit is %.0f s", seconds, chosen)
+    return chosen
 
 
 class Way(NamedTuple):
@@ -193,9 +234,9 @@ def ways_to_draft(temperature: float, device_type: str, verifier: str | None = N
 
 
 def cost_environment(target: PreTrainedModel) -> dict[str, str | int]:
-    """What costs depend on besides the models: device, threads, precision and the libraries' versions."""
+    """What costs depend on besides the models: device, threads, precision, libraries, and what a pass reads."""
     device = target.device
-    return {
+    return streaming_of(target) | {
         "device_type": device.type,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
@@ -328,7 +369,6 @@ def _as_measured(way: Way, filters: Filters, counts: Counts) -> MeasuredAcceptan
     )
 
 
-@torch.inference_mode()
 def walk(
     target: Forward, draft: Draft, prompts: Sequence[Tensor], way: Way, filters: Filters, extent: Extent, seed: int
 ) -> Counts:
@@ -337,72 +377,110 @@ def walk(
     prompts: LongTensors [T], taken in turn until there are extent.sequences of them. Of independent sequences as many
         begin as `way` says, whatever extent.children is.
     """
+    return walk_together(target, draft, prompts, [(way, filters)], extent, seed)[0]
+
+
+@torch.inference_mode()
+def walk_together(
+    target: Forward, draft: Draft, prompts: Sequence[Tensor], wanted: Sequence[tuple[Way, Filters]], extent: Extent,
+    seed: int, report: Report = lambda line: None,
+) -> list[Counts]:  # fmt: skip
+    """`walk` of several ways, each on texts of its own under its sampling, and all of them in the same passes."""
     tokens, sequences, depth = extent.tokens, extent.sequences, extent.depth
-    chosen = [prompts[i % len(prompts)] for i in range(sequences)]
+    every = sequences * len(wanted)
+    chosen = [prompts[i % len(prompts)] for i in range(sequences)] * len(wanted)
     lengths = torch.tensor([len(prompt) for prompt in chosen], device=target.device)
     padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
     cache_rows = padded.shape[1] + tokens + 1
-    target_cache, draft_cache = target.new_cache(sequences, cache_rows), draft.new_cache(sequences, cache_rows)
+    target_cache, draft_cache = target.new_cache(every, cache_rows), draft.new_cache(every, cache_rows)
     taps = taps_of(draft, draft_cache)
     target.prefill(padded, target_cache, taps=taps)
     draft_cache.begin(lengths - 1)
     for part, cache in parts_of(draft, draft_cache):
         part.prefill(padded, cache)
-    state = Sequences.room_for(sequences, new_tokens=tokens, stops=1, vocab_size=0, count_slots=0, device=target.device)
+    state = Sequences.room_for(every, new_tokens=tokens, stops=1, vocab_size=0, count_slots=0, device=target.device)
     state.begin(
         padded,
         lengths,
         new_tokens=tokens,
         stops=lengths.new_zeros(0),
-        sequence_ids=torch.arange(sequences, device=target.device),
+        sequence_ids=torch.arange(sequences, device=target.device).repeat(len(wanted)),
         seed=seed,
     )
-
-    children = min(way.sequence_count or extent.children, target.vocab_size)
-    star = torch.tensor([-1] + [0] * children, device=target.device)
-    drawing = way.kind.drawing_filters(filters)
-    at = torch.zeros_like(lengths)  # the depth of the node: how many tokens in a row were accepted
-    accepted = torch.zeros(depth, children, dtype=torch.long, device=target.device)
-    reached = torch.zeros(depth, dtype=torch.long, device=target.device)
-    moments = torch.zeros(children, 5, dtype=torch.float64, device=target.device)
-    place = torch.arange(children, device=target.device)
-    alive = torch.full_like(lengths, children)  # how many children are offered
-    ranks: list[Tensor] = []
-    begin = time.perf_counter()
-    while len(ranks) < tokens and (len(ranks) < LEAST_TOKENS or time.perf_counter() - begin < extent.seconds):
-        here = state.lengths[:, None]
-        longest = int(state.lengths.max())
+    parts = state.numbers.split(sequences, 1)
+    walked = [
+        _Walked(way, filters, extent, replace(state, numbers=numbers), target.vocab_size, seed)
+        for (way, filters), numbers in zip(wanted, parts, strict=True)
+    ]
+    begin, one = time.perf_counter(), torch.ones(1, dtype=torch.long, device=target.device)
+    for number in range(tokens):
+        spent = time.perf_counter() - begin
+        if number >= LEAST_TOKENS and spent >= extent.seconds:
+            break
+        if number:
+            left = min(spent / number * (tokens - number), max(0.0, extent.seconds - spent))
+            report(f"acceptance, token {number + 1} of up to {tokens}, about {left:.0f} s left")
+        here, longest = state.lengths[:, None], int(state.lengths.max())
+        at = torch.cat([each.at for each in walked])
         feed = replace(root_feed(state, Reach(longest, depth + 1), 2, depth), drafted=at.where(at < depth, 0))
         after = draft(feed, draft_cache)[:, -1]
-        mask = TreeMask(prefix_length=state.lengths, visible_rows=longest + 1, subtree_end=torch.ones_like(star[:1]))
+        mask = TreeMask(prefix_length=state.lengths, visible_rows=longest + 1, subtree_end=one)
         logits = target(state.root[:, None], here, here, target_cache, mask, taps=taps)
-        noise = root_rows(state.noise, state.lengths)
+        for each, own_after, own_logits in zip(walked, after.split(sequences), logits.split(sequences), strict=True):
+            each.go_on(own_after, own_logits)
+    return [each.counts() for each in walked]
+
+
+class _Walked:
+    """The texts of one way, and what was counted on them."""
+
+    def __init__(self, way: Way, filters: Filters, extent: Extent, state: Sequences, vocab_size: int, seed: int):
+        self._way, self._filters, self._depth, self._state, self._seed = way, filters, extent.depth, state, seed
+        self._children, device = min(way.sequence_count or extent.children, vocab_size), state.root.device
+        self._star = torch.tensor([-1] + [0] * self._children, device=device)
+        self.at = torch.zeros_like(state.lengths)  # the depth of the node: how many tokens in a row were accepted
+        self._accepted = torch.zeros(extent.depth, self._children, dtype=torch.long, device=device)
+        self._reached = torch.zeros(extent.depth, dtype=torch.long, device=device)
+        self._moments = torch.zeros(self._children, 5, dtype=torch.float64, device=device)
+        self._place = torch.arange(self._children, device=device)
+        self._alive = torch.full_like(state.lengths, self._children)  # how many children are offered
+        self._ranks: list[Tensor] = []
+
+    def go_on(self, after: Tensor, logits: Tensor) -> None:
+        """Offer, decide, count, and append a token. after: the draft's logits [S, V]; logits: the target's [S, 1, V]"""
+        state, way, depth, children, at = self._state, self._way, self._depth, self._children, self.at
+        drawing, noise = way.kind.drawing_filters(self._filters), root_rows(state.noise, state.lengths)
         drawn = gumbel_topk(
-            after, children, **drawing._asdict(), seed=seed, rows=noise, replacement=way.kind.replacement
+            after, children, **drawing._asdict(), seed=self._seed, rows=noise, replacement=way.kind.replacement
         )
         check_distributions("draft", drawn.keys[:, None], state, 0)
-        here_offered = (place < alive[:, None]) & (at < depth)[:, None]
+        here_offered = (self._place < self._alive[:, None]) & (at < depth)[:, None]
         offered = torch.cat([state.root[:, None], drawn.tokens.where(here_offered, -1)], 1)
         verified = verify_tree(
-            offered, star, logits.expand(-1, children + 1, -1), after[:, None].expand(-1, children + 1, -1),
-            **way.kind.rule._asdict(), max_depth=1, **filters._asdict(), draft_temperature=drawing.temperature,
-            seed=seed, rows=noise[:, None].expand(-1, children + 1),
+            offered, self._star, logits.expand(-1, children + 1, -1), after[:, None].expand(-1, children + 1, -1),
+            **way.kind.rule._asdict(), max_depth=1, **self._filters._asdict(), draft_temperature=drawing.temperature,
+            seed=self._seed, rows=noise[:, None].expand(-1, children + 1),
         )  # fmt: skip
         child = verified.path[:, 1]
         hit = verified.length > 0
         token = offered.gather(1, child.clamp(min=0)[:, None])
         counted = (child - 1).where(at == 0, 0) if way.kind.independent_sequences else child - 1
-        reached += torch.bincount(at[at < depth], minlength=depth)
-        accepted += torch.bincount((at * children + counted)[hit], minlength=accepted.numel()).view_as(accepted)
-        ranks.append((child - 1).where(hit, -1).where(at < depth, -2).to(torch.int16))
-        moments += _moments(drawn.logprobs.double().exp(), (child - 1).where(hit, children), at < depth)
+        self._reached += torch.bincount(at[at < depth], minlength=depth)
+        places = torch.bincount((at * children + counted)[hit], minlength=self._accepted.numel())
+        self._accepted += places.view_as(self._accepted)
+        self._ranks.append((child - 1).where(hit, -1).where(at < depth, -2).to(torch.int16))
+        self._moments += _moments(drawn.logprobs.double().exp(), (child - 1).where(hit, children), at < depth)
         if way.kind.independent_sequences:
-            alive = (offered[:, 1:] == token).sum(1).where(hit, children)
-        at = (at + 1).where(hit, 0)
+            self._alive = (offered[:, 1:] == token).sum(1).where(hit, children)
+        self.at = (at + 1).where(hit, 0)
         state.previous.copy_(state.root)
         state.root.copy_(token[:, 0].where(hit, verified.next_token))
         state.lengths.add_(1)
-    return Counts(accepted.cpu(), reached.cpu(), moments.cpu(), (torch.stack(ranks, 1).cpu(),))
+
+    def counts(self) -> Counts:
+        """What was counted."""
+        ranks = torch.stack(self._ranks, 1).cpu()
+        return Counts(self._accepted.cpu(), self._reached.cpu(), self._moments.cpu(), (ranks,))
 
 
 def _moments(probs: Tensor, choice: Tensor, counted: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
+from heavypath.speculative.costs.streamed import streamed_bytes
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import Confidence
@@ -39,6 +40,7 @@ from heavypath.speculative.drafts import (
     is_own,
 )
 from heavypath.speculative.methods import Kind, Method, measured_row, row_of
+from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.tree_choice import as_drafted, best_plan
 from heavypath.speculative.trees.planning import Plan, node_probabilities
 from heavypath.speculative.trees.tree import TokenTree
@@ -47,6 +49,8 @@ from heavypath.speculative.trees.tree import TokenTree
 # figures are, 1 had no numbers of parameters. All are refused: no release wrote one, and with 4 no tree would follow
 # the batch, without a word.
 VERSION = 5
+STREAMED = "streamed_megabytes"  # in the environment: what a pass reads, of a target that is streamed
+ALIKE = 0.25  # of that: as long as it is within this, the costs are those that were measured
 PRIOR = 50  # nodes' worth of the mean over all depths in each depth's acceptance: deep nodes are seen seldom
 
 
@@ -220,6 +224,12 @@ class Profile:
         for name, value in given.items():
             if self.environment.get(name) != value:
                 raise ValueError(f"the profile was measured with {name} {self.environment.get(name)}, got {value}")
+        read, reads = (int(facts.get(STREAMED, 0)) for facts in (self.environment, streaming_of(target)))
+        if abs(read - reads) > ALIKE * max(read, reads):
+            raise ValueError(
+                f"the profile was measured with a target of which a pass reads {read} MB, got one that reads {reads} MB: "
+                "give `heavypath calibrate` the same memory"
+            )
 
     def measured(self, method: str, filters: Filters) -> list[MeasuredAcceptance]:
         """The measurements of a method that are nearest in temperature, with the same filters if there are such.
@@ -282,6 +292,12 @@ class Profile:
         Jeon et al. 2024). It is made of sizes alone; no measured time enters it.
         """
         return plan.expected_tokens / (1 + plan.tree.depth * self.draft_parameters / self.target_parameters)
+
+
+def streaming_of(target: PreTrainedModel) -> dict[str, str | int]:
+    """What a pass of a target reads anew, for a profile's environment; nothing for one that is in memory."""
+    stream = stream_of(target)
+    return {} if stream is None else {STREAMED: round(streamed_bytes(stream) / 1e6)}
 
 
 def describe(model: AnyDraft) -> str:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from heavypath.speculative.costs.table import Costs, CostsByBatch
-from heavypath.speculative.costs.timing import Timed, time_costs
+from heavypath.speculative.costs.timing import PACE, Pace, Timed, time_costs
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts import AnyDraft
 from heavypath.speculative.generation_defaults import NOTHING
@@ -24,10 +24,14 @@ from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.planning import greedy_tree, select_tree
 from heavypath.speculative.trees.tree import TokenTree
 
-BATCH_SIZES = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 2, 4, 8, 16, 32, 64)}
+BATCH_SIZES = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 2, 4, 8, 16, 32, 64), "streamed": (1,)}
 VISIT_SECONDS = 0.1  # of decoding, to time the steps with a tree: several time slices of a busy machine
 VISIT_TOKENS = (4, 16)  # the least and the most that each sequence decodes in it
 ALONE_SHARE = 0.5  # of the time for costs, for a single sequence
+
+
+STREAMED_TOKENS = 2  # that a visit decodes where a pass reads its weights: then that is most of its time
+STREAMED_PACE = Pace(rounds=2, least=2)
 
 
 class Visits:
@@ -36,6 +40,8 @@ class Visits:
     The first visit finds how many tokens of plain decoding take `VISIT_SECONDS`; the others decode as many. Trees have
     at most `levels` levels.
     """
+
+    pace = PACE
 
     def __init__(
         self, target: PreTrainedModel, draft: AnyDraft, prompts: Sequence[Tensor], levels: int,
@@ -49,7 +55,7 @@ class Visits:
 
     def of(self, batch: int) -> "Visits":
         """The same of so many sequences."""
-        visits = Visits(self.target, self.draft, self.prompts, self.levels, self.verifier, batch)
+        visits = type(self)(self.target, self.draft, self.prompts, self.levels, self.verifier, batch)
         visits._decoders = self._decoders
         return visits
 
@@ -88,14 +94,38 @@ class Visits:
 
     def _decoder(self, size: int) -> SpeculativeDecoder:
         if size not in self._decoders:
-            tree = greedy_tree(DEFAULT_ACCEPTANCE, size, self.levels) if size > 1 else TokenTree([-1])
             gpu = self.target.device.type == "cuda"
-            options = {"tree": tree, "verifier": self.verifier, "cuda_graphs": False if gpu else None}
+            options = {"tree": self._tree(size), "verifier": self.verifier, "cuda_graphs": False if gpu else None}
             decoder = SpeculativeDecoder(self.target, self.draft, "sequoia", **options)
             if gpu:
                 decoder.clock = _clock_of_gpu
             self._decoders[size] = decoder
         return self._decoders[size]
+
+    def _tree(self, size: int) -> TokenTree:
+        return greedy_tree(DEFAULT_ACCEPTANCE, size, self.levels) if size > 1 else TokenTree([-1])
+
+
+class StreamedVisits(Visits):
+    """The same for a target whose weights are read in each pass: few passes, since their times hardly differ.
+
+    Prompts have one token, which no pass has to go through before the first step, and one decoder takes all trees.
+    """
+
+    pace = STREAMED_PACE
+
+    def __call__(self, size: int, round_: int) -> Timed:
+        """As of `Visits`; nothing is warmed up."""
+        return self._visit(size, round_, STREAMED_TOKENS) if round_ else Timed(0.0)
+
+    def _batch_of(self, round_: int) -> tuple[Tensor, Tensor]:
+        prompts, mask = super()._batch_of(round_)
+        return prompts[:, -1:], mask[:, -1:]
+
+    def _decoder(self, size: int) -> SpeculativeDecoder:
+        decoder = super()._decoder(1)
+        decoder.tree = self._tree(size)
+        return decoder
 
 
 def costs_by_batch(
@@ -116,8 +146,9 @@ def costs_by_batch(
     begin, larger = time.perf_counter(), sorted({*batches} - {1})
     worth = partial(sizes_worth_timing, measured, sizes)
     alone = time_costs(
-        visits, sizes, worth, limit=limit * (ALONE_SHARE if larger else 1), clock=time.perf_counter, report=report
-    )
+        visits, sizes, worth, limit=limit * (ALONE_SHARE if larger else 1), clock=time.perf_counter, report=report,
+        pace=visits.pace,
+    )  # fmt: skip
     found, few = {1: alone}, [size for size in sizes if size <= max({1, *worth(alone)})]
     for place, batch in enumerate(larger):
         left = limit - (time.perf_counter() - begin)
@@ -130,6 +161,7 @@ def costs_by_batch(
                 clock=time.perf_counter,
                 report=report,
                 of=f" for {batch} sequences",
+                pace=visits.pace,
             )
         except torch.OutOfMemoryError:
             report(f"there is no memory for {batch} sequences; costs are those of up to {max(found)}")
@@ -137,9 +169,9 @@ def costs_by_batch(
     return CostsByBatch(found)
 
 
-def default_batch_sizes(device_type: str) -> tuple[int, ...]:
-    """The numbers of sequences that costs are measured for, on a kind of device as torch names it."""
-    return BATCH_SIZES.get(device_type, BATCH_SIZES["cpu"])
+def default_batch_sizes(kind: str) -> tuple[int, ...]:
+    """The numbers of sequences that costs are measured for, on a kind of device as torch names it, or "streamed"."""
+    return BATCH_SIZES.get(kind, BATCH_SIZES["cpu"])
 
 
 def sizes_worth_timing(measured: Sequence[MeasuredAcceptance], sizes: Sequence[int], costs: Costs) -> set[int]:

@@ -16,6 +16,7 @@ from heavypath.speculative.cli.support import (
     AsJson,
     Draft,
     Dtype,
+    Memory,
     MinP,
     Seed,
     Target,
@@ -55,8 +56,12 @@ def calibrate(
     top_p: TopP = None,
     min_p: MinP = None,
     limit: Annotated[
-        float, typer.Option(help="Seconds that it may take, loading aside; less leaves the figures less sure.")
-    ] = LIMIT,
+        float | None,
+        typer.Option(
+            help=f"Seconds that it may take, loading aside; less leaves the figures less sure. Default: {LIMIT:g}, or "
+            "with --memory the time of 80 passes."
+        ),
+    ] = None,
     batch_sizes: Annotated[
         str | None,
         typer.Option(
@@ -67,6 +72,7 @@ def calibrate(
     ] = None,
     verifier: Verifier = None,
     dtype: Dtype = None,
+    memory: Memory = None,
     out: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path("profile.json"),
     seed: Seed = 0,
     verbose: Verbose = False,
@@ -75,7 +81,7 @@ def calibrate(
     temperatures = sorted(set(temperature or [0.0, 0.6, 1.0]))
     for each in temperatures:
         Filters(each, top_k, top_p, min_p).check()
-    if not limit > 0:
+    if limit is not None and not limit > 0:
         raise ValueError(f"--limit must be a number of seconds above 0, got {limit}")
     batches = None if batch_sizes is None else _numbers(batch_sizes)
     row_of("sequoia", verifier)  # refuses a word that is none
@@ -84,7 +90,7 @@ def calibrate(
     content = None if text is None else _read(text)
     if target is not None and draft is None:
         raise ValueError("calibrate needs a --draft with the --target")
-    pair = load(target, draft, dtype)
+    pair = load(target, draft, dtype, memory)
     assert pair.draft is not None
     say_if_busy()
     prompts = [] if content is None else _pieces(pair, content)

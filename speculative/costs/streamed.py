@@ -5,9 +5,9 @@ reading them and of what the same pass takes with all weights in memory (`host`,
 
     t(n) = max(S / LINK, t_resident(n)) + t_draft(n) - t_draft(1)
 
-A tree costs nothing as long as its products are hidden, and as much as they do from there on: about LINK's share of the
-products' speed in nodes (N* of `simulation`), 240 in fp32 on a CPU before its disk if little of the target stays in
-memory, and in proportion fewer if more of it does. Besides, a draft multiplies as many rows: its levels together have n.
+A tree costs nothing as long as its products are hidden, and as much as they do from there on, which is beyond N* nodes
+of `simulation`: 240 in fp32 on a CPU before its disk if little of the target stays in memory, and in proportion fewer
+if more of it does. Besides, the draft multiplies as many rows: its levels together have n.
 
 An estimate, and no measurement: LINK is a constant for each kind of device. So the trees follow from the models and the
 memory that the target was given, and the same call does the same on every machine. `heavypath calibrate` measures.

@@ -27,8 +27,7 @@ from heavypath.speculative.costs.table import Costs
 AGREE = 0.03  # of a figure: when its standard error is below that, it is not timed further
 MOST = 0.2  # of a figure: with a standard error above that it is no measurement
 MOST_MOVED = 1 / 3  # of a figure: one that had to be moved by more contradicts the others
-ROUNDS = 5  # of each size, at least; where the time is over after fewer, `LEAST_ROUNDS`
-LEAST_ROUNDS = 3
+ROUNDS, LEAST_ROUNDS = 5, 3  # see `Pace`
 MOST_ROUNDS = 60
 EXACT = 0.005  # the least relative error that any ratio is believed to have, for its weight
 BEGIN = 4  # sizes that the first rounds time
@@ -39,6 +38,16 @@ class Timed(NamedTuple):
 
     step: float
     level: float | None = None
+
+
+class Pace(NamedTuple):
+    """How many rounds are timed of each size at least; and `least` of them, where the time is over after fewer."""
+
+    rounds: int = ROUNDS
+    least: int = LEAST_ROUNDS
+
+
+PACE = Pace()
 
 
 class Ratio(NamedTuple):
@@ -122,13 +131,14 @@ def time_costs(
     clock: Callable[[], float],
     report: Callable[[str], object],
     of: str = "",
+    pace: Pace = PACE,
 ) -> Costs:
     """Time trees in rounds until the figures that count agree, or the time is over.
 
     visit: times a tree of so many nodes in round 0, 1, ...; round 0 is a warm-up
     sizes: nodes of the trees that may be timed. The rounds begin with a few small ones, of doubling sizes
     worth: which sizes are worth timing by what is known so far; those beyond the ones timed are reached by doubling
-    limit: seconds by `clock`; looked at after each round, and a few rounds are always made
+    limit: seconds by `clock`; looked at after each round, and a few rounds, by `pace`, are always made
     of: what is timed beside the trees, for reports and errors
 
     Raises ValueError if the figures still contradict each other at the end.
@@ -152,19 +162,19 @@ def time_costs(
         beyond = max(known.step)
         further = [size for size in doubling if size > beyond][:1] if max(wanted) > beyond else []
         missing = [size for size in (*sorted(wanted), *further) if size not in known.step and size <= beyond] + further
-        few = {size for size in known.step if timings.rounds_of(size) < ROUNDS}
+        few = {size for size in known.step if timings.rounds_of(size) < pace.rounds}
         unsure = {size for size in wanted if size in known.step and not _agrees(timings.of(size))}
         level = timings.level
         done = not missing and not few and not unsure and level.error <= AGREE
         spent = clock() - begin
-        if done or number >= MOST_ROUNDS or (spent >= limit and number >= LEAST_ROUNDS):
+        if done or number >= MOST_ROUNDS or (spent >= limit and number >= pace.least):
             break
         for size in missing:
             visit(size, 0)
         keep = few | {size for size in wanted if size in known.step} | {*missing}
         active = sorted({1} | keep)
-        left = f", about {_seconds_left(timings, active, spent, limit):.0f} s left"
-    costs = timings.costs(LEAST_ROUNDS)
+        left = f", about {_seconds_left(timings, active, spent, limit, pace):.0f} s left"
+    costs = timings.costs(pace.least)
     _check(
         timings,
         costs,
@@ -178,14 +188,14 @@ def _agrees(ratio: Ratio) -> bool:
     return ratio.error <= AGREE * ratio.value
 
 
-def _seconds_left(timings: Timings, active: Sequence[int], spent: float, limit: float) -> float:
+def _seconds_left(timings: Timings, active: Sequence[int], spent: float, limit: float, pace: Pace) -> float:
     """An estimate: errors fall with the square root of the rounds."""
     rounds = len(timings.rounds)
     needed = 0.0
     for size in active:
         have = timings.rounds_of(size)
-        if have < ROUNDS:
-            needed = max(needed, ROUNDS - have)
+        if have < pace.rounds:
+            needed = max(needed, pace.rounds - have)
         elif not _agrees(ratio := timings.of(size)):
             needed = max(needed, have * ((ratio.error / ratio.value / AGREE) ** 2 - 1))
     needed = max(1.0, needed)
