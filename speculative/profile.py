@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
+from heavypath.speculative.costs.simulation import MATTERS
 from heavypath.speculative.costs.streamed import streamed_bytes
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.decoding.growth import Growth
@@ -135,6 +136,20 @@ class Planned(NamedTuple):
         return math.sqrt(float(((squares - gains.sum(1) ** 2).clamp(min=0) / counted).sum()))
 
 
+class Limit(NamedTuple):
+    """What keeps a plan from being faster.
+
+    by:         "compute", what a tree's nodes cost beyond a token; "drafting"; or "acceptance" if neither matters
+    speedup:    if that cost nothing, of the best tree then; for acceptance, if the likeliest path were always accepted
+    free_nodes: nodes of the largest tree whose step takes at most a tenth longer than a token's: until there steps take
+                the time of reading weights, which is bandwidth
+    """
+
+    by: str
+    speedup: float
+    free_nodes: int
+
+
 @dataclass(frozen=True)
 class Profile:
     """Costs and acceptance of a pair of models.
@@ -227,8 +242,8 @@ class Profile:
         read, reads = (int(facts.get(STREAMED, 0)) for facts in (self.environment, streaming_of(target)))
         if abs(read - reads) > ALIKE * max(read, reads):
             raise ValueError(
-                f"the profile was measured with a target of which a pass reads {read} MB, got one that reads {reads} MB: "
-                "give `heavypath calibrate` the same memory"
+                f"the profile was measured with a target of which a pass reads {read} MB, got one that reads {reads} "
+                "MB: give `heavypath calibrate` the same memory"
             )
 
     def measured(self, method: str, filters: Filters) -> list[MeasuredAcceptance]:
@@ -270,6 +285,22 @@ class Profile:
             for entry in self.measured(method, filters)
         ]
         return max(plans, key=lambda planned: planned.plan.speedup)
+
+    def limit(self, method: str, planned: Planned, batch: int = 1) -> Limit:
+        """What limits a plan of a method; batch: sequences that are decoded together, as for the plan."""
+        known, entry = self.costs.at(batch), planned.acceptance
+        costs, level = known.steps_of(range(1, max(known.step) + 1)), known.level / known.step[1]
+        free = max(size for size, cost in costs.items() if cost <= 1.1)
+        rates, count = entry.rates(), entry.sequence_count
+        found = {
+            "compute": best_plan(method, rates, dict.fromkeys(costs, 1.0), level, count).speedup,
+            "drafting": best_plan(method, rates, costs, 0.0, count).speedup,
+        }
+        by = max(found, key=lambda name: found[name])
+        if found[by] >= MATTERS * planned.plan.speedup:
+            return Limit(by, found[by], free)
+        plan = planned.plan
+        return Limit("acceptance", (plan.tree.depth + 1) * plan.speedup / plan.expected_tokens, free)
 
     def speedup_error(self, planned: Planned, batch: int = 1) -> float:
         """How far a plan's speed-up may be off: what its expected tokens and its costs may be, together."""

@@ -148,13 +148,16 @@ def plan(
         _row(measured, name, filters) for filters in samplings for name in LOSSLESS_METHODS if name != "autoregressive"
     ]
     by_batch = [_row(measured, method, filters, batch) for filters in samplings for batch in measured.costs.batches]
+    limits = {filters: _limit_in_words(measured, method, filters) for filters in samplings}
     drawn, acceptance = measured.plan(method, chosen)
     if svg is not None:
         probabilities = node_probabilities(drawn.tree, acceptance.rates())
         svg.write_text(tree_svg(drawn.tree, probabilities=probabilities), encoding="utf-8")
     if as_json:
         tree = {"method": method, "temperature": chosen.temperature, "parents": drawn.tree.parents.tolist()}
-        print_json({"plans": rows, "by_batch": by_batch, "tree": tree | {"ranks": drawn.tree.ranks.tolist()}})
+        said = [{"temperature": filters.temperature, "limit": line} for filters, line in limits.items()]
+        tree |= {"ranks": drawn.tree.ranks.tolist()}
+        print_json({"plans": rows, "by_batch": by_batch, "limits": said, "tree": tree})
         return
     console = Console(highlight=False)
     console.print(f"target: {measured.target}\ndraft: {measured.draft}", style="dim")
@@ -167,6 +170,7 @@ def plan(
     for filters in samplings:
         console.print(sampling_in_words(filters._asdict()))
         console.print(_table([row for row in rows if row["temperature"] == filters.temperature]))
+        console.print(limits[filters])
         if len(measured.costs.batches) > 1:
             console.print(f"{method} by the number of sequences decoded together")
             console.print(
@@ -191,6 +195,16 @@ NOTES = (
     "MBSU: memory-bound speed-up, expected / (1 + depth x draft's parameters / target's parameters) (RSD).",
     "rsd-s, dyspec and eagle-2 grow their trees anew in each step: shown is the static tree that gives their size.",
 )
+
+
+def _limit_in_words(profile: Profile, method: str, filters: Filters) -> str:
+    """What limits the plan of a method, in a line."""
+    planned = profile.plan(method, filters)
+    limit = profile.limit(method, planned)
+    return (
+        f"{method} is expected to be {planned.plan.speedup:.2f} times as fast as plain decoding, limited by {limit.by}: "
+        f"{limit.speedup:.2f} without that. Up to {limit.free_nodes} nodes a step takes the time of reading weights."
+    )
 
 
 def _row(profile: Profile, method: str, filters: Filters, batch: int = 1) -> dict:
