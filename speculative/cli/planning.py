@@ -148,16 +148,15 @@ def plan(
         _row(measured, name, filters) for filters in samplings for name in LOSSLESS_METHODS if name != "autoregressive"
     ]
     by_batch = [_row(measured, method, filters, batch) for filters in samplings for batch in measured.costs.batches]
-    limits = {filters: _limit_in_words(measured, method, filters) for filters in samplings}
+    limits = {filters: _limit(measured, method, filters) for filters in samplings}
     drawn, acceptance = measured.plan(method, chosen)
     if svg is not None:
         probabilities = node_probabilities(drawn.tree, acceptance.rates())
         svg.write_text(tree_svg(drawn.tree, probabilities=probabilities), encoding="utf-8")
     if as_json:
         tree = {"method": method, "temperature": chosen.temperature, "parents": drawn.tree.parents.tolist()}
-        said = [{"temperature": filters.temperature, "limit": line} for filters, line in limits.items()]
         tree |= {"ranks": drawn.tree.ranks.tolist()}
-        print_json({"plans": rows, "by_batch": by_batch, "limits": said, "tree": tree})
+        print_json({"plans": rows, "by_batch": by_batch, "limits": [*limits.values()], "tree": tree})
         return
     console = Console(highlight=False)
     console.print(f"target: {measured.target}\ndraft: {measured.draft}", style="dim")
@@ -170,7 +169,7 @@ def plan(
     for filters in samplings:
         console.print(sampling_in_words(filters._asdict()))
         console.print(_table([row for row in rows if row["temperature"] == filters.temperature]))
-        console.print(limits[filters])
+        console.print(_limit_in_words(limits[filters]))
         if len(measured.costs.batches) > 1:
             console.print(f"{method} by the number of sequences decoded together")
             console.print(
@@ -197,13 +196,23 @@ NOTES = (
 )
 
 
-def _limit_in_words(profile: Profile, method: str, filters: Filters) -> str:
-    """What limits the plan of a method, in a line."""
+def _limit(profile: Profile, method: str, filters: Filters) -> dict:
+    """What limits the plan of a method under some sampling."""
     planned = profile.plan(method, filters)
-    limit = profile.limit(method, planned)
+    return {
+        "temperature": filters.temperature,
+        "method": method,
+        "speedup": planned.plan.speedup,
+        **profile.limit(method, planned)._asdict(),
+    }
+
+
+def _limit_in_words(facts: dict) -> str:
+    """The same in a line."""
     return (
-        f"{method} is expected to be {planned.plan.speedup:.2f} times as fast as plain decoding, limited by {limit.by}: "
-        f"{limit.speedup:.2f} without that. Up to {limit.free_nodes} nodes a step takes the time of reading weights."
+        f"{facts['method']}: {facts['speedup']:.2f} times as fast as plain decoding, limited by {facts['limited_by']}, "
+        f"{facts['without_that']:.2f} without that; up to {facts['free_nodes']} nodes a step takes the time of reading "
+        "weights (bandwidth)"
     )
 
 
