@@ -140,7 +140,8 @@ class Limit(NamedTuple):
     """What keeps a plan from being faster.
 
     limited_by: "compute", what a tree's nodes cost beyond a token; "drafting"; or "acceptance" if neither matters
-    without_that: the speed-up if that cost nothing, of the best tree then; for acceptance, if the likeliest path were always accepted
+    without_that: the speed-up if that cost nothing, of the best tree then; for acceptance, if the likeliest path were
+                always accepted
     free_nodes: nodes of the largest tree whose step takes at most a tenth longer than a token's: until there steps take
                 the time of reading weights, which is bandwidth
     """

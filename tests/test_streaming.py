@@ -29,6 +29,9 @@ from transformers import (
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, load_demo_head, load_demo_pair
 from heavypath.speculative.cli.app import main
+from heavypath.speculative.costs.host import host_costs, pass_seconds
+from heavypath.speculative.costs.roofline import Work
+from heavypath.speculative.costs.streamed import streamed_bytes, streamed_costs
 from heavypath.speculative.loading import load_pair
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.llama import LlamaForward
@@ -202,7 +205,30 @@ def test_a_service_goes_on_after_a_read_that_failed(demo_pair, folder, ids):
 
 def test_a_batch_shares_the_nodes_that_are_free(demo_pair, shared):
     trees = SpeculativeDecoder(shared, demo_pair[1]).trees_by_batch(Filters(0.0), 8)
-    assert [len(trees.of(running)) for running in (1, 4, 8)] == [256, 64, 32]
+    assert [len(trees.of(running)) for running in (1, 4, 8)] == [128, 32, 16]
+
+
+def test_a_step_costs_reading_until_its_products_take_longer(shared, demo_pair):
+    """By hand: the six layers that pass are read at 2 GB/s, and what a pass multiplies takes what it takes in memory."""
+    target, draft = LlamaForward(shared, "target"), LlamaForward(demo_pair[1], "draft")
+    passing = sum(one.nbytes for layer in shared.model.layers[2:] for one in layer.parameters())
+    assert streamed_bytes(target.stream) == pytest.approx(passing, rel=0.01)
+    reading, sizes = streamed_bytes(target.stream) / 2e9, (1, 64, 512)
+    costs, resident = streamed_costs(target, [draft], sizes=sizes), host_costs(target, [draft], 1, sizes)
+    drafted = {size: pass_seconds(Work.of(draft), torch.float32, size, 1) for size in sizes}
+    assert costs.step[1] == reading > resident.step[1]
+    assert costs.step[64] == pytest.approx(reading + drafted[64] - drafted[1])
+    assert costs.step[512] == pytest.approx(resident.step[512] + drafted[512] - drafted[1])
+    assert costs.level == resident.level
+
+
+def test_what_stays_in_memory_makes_the_default_tree_smaller(demo_pair, folder):
+    sizes = []
+    for memory in ("12M", "20M", "30M"):
+        target = load_streamed(folder, memory)
+        sizes.append(len(SpeculativeDecoder(target, demo_pair[1]).tree))
+        stream_of(target).close()
+    assert sizes == [192, 128, 64]
 
 
 def test_a_target_is_split_or_streamed(shared):
@@ -375,10 +401,10 @@ def test_a_model_that_nobody_needs_takes_its_stream_along(copied, demo_pair, ids
     assert not open_files(copied)
 
 
-def test_the_default_tree_has_hundreds_of_nodes_and_a_prompt_goes_through_in_one_pass(demo_pair, shared, ids):
+def test_the_default_tree_has_a_hundred_nodes_and_a_prompt_goes_through_in_one_pass(demo_pair, shared, ids):
     decoder = SpeculativeDecoder(shared, demo_pair[1])
-    assert len(decoder.tree) == 256
-    assert decoder.tree_from == "the default of weights that are streamed"
+    assert len(decoder.tree) == 128
+    assert decoder.tree_from == "by costs estimated for 0.0273 GB that each pass reads"
     taken = []
     stream_of(shared).on_take = taken.append
     out = decoder.generate(ids.repeat(1, 200)[:, :1000], 1)

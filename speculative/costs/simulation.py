@@ -87,9 +87,12 @@ class Setting:
     without: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or (self.ranks > 1 and not self.hardware.wire):
+        if self.ranks < 1:
+            raise ValueError(f"ranks must be at least 1, got {self.ranks}")
+        if self.ranks > 1 and not self.hardware.wire:
             raise ValueError(
-                f"{self.ranks} ranks need a wire between devices, got one of {self.hardware.wire:g} bytes/s"
+                f"{self.ranks} ranks tell each other something, and this device has no wire: give its bytes a second "
+                "(wire=, --wire)"
             )
         if self.memory is not None and not self.memory >= 0:
             raise ValueError(f"memory must be bytes for the target's weights, at least 0, got {self.memory}")

@@ -1,0 +1,171 @@
+"""Calibrating a target whose weights are read in every pass: few passes, trees of hundreds of nodes, and their plan."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import SpeculativeDecoder, calibrate
+from heavypath.speculative.calibration import Extent, walk, walk_together, ways_to_draft
+from heavypath.speculative.cli import planning
+from heavypath.speculative.cli.app import main
+from heavypath.speculative.costs.table import Costs, CostsByBatch
+from heavypath.speculative.drafts import as_draft
+from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.profile import STREAMED, MeasuredAcceptance, Profile
+from heavypath.speculative.streaming.file import WeightFile
+from heavypath.speculative.streaming.layer_weights import stream_of
+from heavypath.speculative.streaming.load import load_streamed
+
+SECONDS = 0.12  # that a pass reads, at least
+
+
+@pytest.fixture(scope="module")
+def folder(demo_pair, tmp_path_factory):
+    path = tmp_path_factory.mktemp("target")
+    demo_pair[0].save_pretrained(path)
+    demo_pair[2].save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def slow(folder):
+    """A target of which a pass takes long to read and little to compute; and how many passes there were."""
+    target, passes = load_streamed(folder, "12M"), []
+    stream = stream_of(target)
+    layers = stream.layers
+
+    def read(file, memory, offset):
+        WeightFile.read(file, memory, offset)
+        time.sleep(SECONDS * len(memory) / 36e6)
+
+    stream.slots.read = read
+    stream.on_take = lambda layer: passes.append(layer) if layer == layers - 1 else None
+    yield target, passes
+    stream.close()
+
+
+def test_ways_counted_in_the_same_passes_count_what_they_count_alone(demo_pair):
+    target = LlamaForward(demo_pair[0], "target")
+    draft, prompts = as_draft(demo_pair[1], target, demo_pair[0]), [torch.tensor([5, 6, 7]), torch.tensor([9])]
+    wanted = [(way, Filters(each)) for each in (0.0, 0.8) for way in ways_to_draft(each, "cpu")[:4]]
+    extent = Extent(tokens=10, sequences=3)
+    together = walk_together(target, draft, prompts, wanted, extent, seed=4)
+    for (way, filters), found in zip(wanted, together, strict=True):
+        alone = walk(target, draft, prompts, way, filters, extent, seed=4)
+        assert torch.equal(found.accepted, alone.accepted)
+        assert torch.equal(found.reached, alone.reached)
+        assert torch.equal(found.ranks[0], alone.ranks[0])
+        torch.testing.assert_close(found.moments, alone.moments)
+    assert len({tuple(found.ranks[0].flatten().tolist()) for found in together}) > 3, "ways differ"
+
+
+def test_a_streamed_target_is_calibrated_in_few_passes_to_trees_of_a_hundred_nodes(demo_pair, slow, tmp_path):
+    target, passes = slow
+    lines: list[str] = []
+    profile = calibrate(
+        target, demo_pair[1], temperatures=(0.0,), sizes=(1, 8, 64, 128), tokens=10, sequences=8, limit=4.0,
+        on_progress=lines.append,
+    )  # fmt: skip
+    assert len(passes) <= 80, f"{len(passes)} passes"
+    assert any(line.startswith("a pass takes 0.") for line in lines)
+    assert any("acceptance, token 9 of up to 10" in line for line in lines)
+    costs = profile.costs.at(1)
+    assert profile.costs.batches == (1,)
+    assert costs.step[1] >= SECONDS
+    assert costs.step[64] <= 1.5 * costs.step[1], "flat"
+    assert profile.environment[STREAMED] == pytest.approx(36, abs=1)
+    tree = profile.plan("sequoia", Filters(0.0)).plan.tree
+    assert len(tree) >= 64
+    profile.save(tmp_path / "profile.json")
+    decoder = SpeculativeDecoder(target, demo_pair[1], profile=tmp_path / "profile.json")
+    out = decoder.generate(torch.tensor([[5, 6, 7]]), 6, eos_token_id=None)
+    plain = SpeculativeDecoder(demo_pair[0], None, "autoregressive").generate(
+        torch.tensor([[5, 6, 7]]), 6, eos_token_id=None
+    )
+    assert torch.equal(out.sequences, plain.sequences)
+
+
+def test_a_limit_in_which_nothing_can_be_counted_is_refused_before_anything_is(demo_pair, slow):
+    target, passes = slow
+    with pytest.raises(
+        ValueError, match=r"takes 0\.\d+ s, so that acceptance cannot be counted in 0\.5 s; give a limit"
+    ):
+        calibrate(target, demo_pair[1], limit=0.5)
+    assert len(passes) <= 3
+
+
+def test_a_profile_of_another_memory_is_refused(demo_pair, folder, slow):
+    costs = CostsByBatch({1: Costs({1: 1.0, 64: 1.1}, 0.01)})
+    entry = MeasuredAcceptance("top_k", "greedy", None, Filters(0.0), [[60, 20]] * 2, [100, 60], [[0.0] * 5] * 2)
+    facts = {"dtype": "float32", "device_type": "cpu"}
+
+    def profile(**read):
+        target = "llama, 8 layers, 9437440 parameters"
+        return Profile(target, "", 1, 1, facts | read, costs, (entry,))
+
+    known = calibrated_names(demo_pair)
+    measured = profile(**{STREAMED: 36})
+    measured = Profile(*known, 1, 1, measured.environment, costs, (entry,))
+    assert len(SpeculativeDecoder(slow[0], demo_pair[1], "top-k", profile=measured).tree_for(Filters(0.0))) > 1
+    with pytest.raises(ValueError, match="of which a pass reads 36 MB, got one that reads 0 MB"):
+        SpeculativeDecoder(demo_pair[0], demo_pair[1], "top-k", profile=measured)
+    in_memory = Profile(*known, 1, 1, facts, costs, (entry,))
+    with pytest.raises(ValueError, match="of which a pass reads 0 MB, got one that reads 36 MB"):
+        SpeculativeDecoder(slow[0], demo_pair[1], "top-k", profile=in_memory)
+
+
+def calibrated_names(demo_pair):
+    from heavypath.speculative.profile import describe
+
+    return [describe(model) for model in demo_pair[:2]]
+
+
+def test_the_command_calibrates_within_a_memory_and_generate_takes_the_profile(
+    folder, demo_pair, tmp_path, monkeypatch, capsys
+):
+    draft, out = tmp_path / "draft", tmp_path / "profile.json"
+    demo_pair[1].save_pretrained(draft)
+    whole, given = planning.measure, {}
+
+    def few(target, *rest, **options):
+        given.update(options, streamed=stream_of(target) is not None)
+        return whole(target, *rest, **options | {"sizes": (1, 8, 32), "tokens": 8, "sequences": 4, "limit": 5.0})
+
+    monkeypatch.setattr(planning, "measure", few)
+    pair = ["--target", str(folder), "--draft", str(draft), "--memory", "12M"]
+    assert main(["calibrate", *pair, "--temperature", "0", "--out", str(out)]) == 0
+    assert given["streamed"]
+    assert given["limit"] is None, "as long as passes take"
+    assert Profile.load(out).environment[STREAMED] > 30
+    capsys.readouterr()
+    assert main(["generate", "import os", *pair, "--profile", str(out), "--max-new-tokens", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stats"]["new_tokens"] == 4
+    assert main(["plan", str(out)]) == 0
+    assert "times as fast as plain decoding, limited by" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("step", "level", "limit", "free"), [
+    ({1: 1.0, 16: 1.05, 64: 6.0}, 1e-4, "compute", 16),
+    ({1: 1.0, 16: 1.0, 64: 1.0}, 0.3, "drafting", 64),
+    ({1: 1.0, 16: 1.0, 64: 1.0}, 1e-4, "acceptance", 64),
+])  # fmt: skip
+def test_a_plan_says_what_limits_it(step, level, limit, free):
+    entry = MeasuredAcceptance(
+        "top_k", "greedy", None, Filters(0.0), [[600_000, 200_000]] * 6, [1_000_000] * 6, [[0.0] * 5] * 2
+    )
+    environment = {"dtype": "float32", "device_type": "cpu"}
+    profile = Profile("a", "b", 1, 1, environment, CostsByBatch({1: Costs(step, level)}), (entry,))
+    planned = profile.plan("top-k", Filters(0.0))
+    found = profile.limit("top-k", planned)
+    assert (found.limited_by, found.free_nodes) == (limit, pytest.approx(free, abs=1))
+    assert found.without_that > 1.05 * planned.plan.speedup
+    if limit == "acceptance":
+        cost = planned.plan.expected_tokens / planned.plan.speedup
+        assert found.without_that == pytest.approx((planned.plan.tree.depth + 1) / cost)
+    else:
+        freed = Costs(dict.fromkeys(step, 1.0), level) if limit == "compute" else Costs(step, 0.0)
+        other = Profile("a", "b", 1, 1, environment, CostsByBatch({1: freed}), (entry,))
+        assert found.without_that == pytest.approx(other.plan("top-k", Filters(0.0)).plan.speedup)
