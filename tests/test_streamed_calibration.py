@@ -14,12 +14,13 @@ from heavypath.speculative.cli.app import main
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.drafts import as_draft
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.profile import STREAMED, MeasuredAcceptance, Profile
+from heavypath.speculative.profile import STREAMED, MeasuredAcceptance, Profile, describe
 from heavypath.speculative.streaming.file import WeightFile
 from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.streaming.load import load_streamed
+from heavypath.speculative.streaming.stream import READERS
 
-SECONDS = 0.12  # that a pass reads, at least
+SECONDS = 0.04  # that a pass reads, about
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def slow(folder):
 
     def read(file, memory, offset):
         WeightFile.read(file, memory, offset)
-        time.sleep(SECONDS * len(memory) / 36e6)
+        time.sleep(READERS * SECONDS * len(memory) / 36e6)  # as many read at the same time
 
     stream.slots.read = read
     stream.on_take = lambda layer: passes.append(layer) if layer == layers - 1 else None
@@ -74,7 +75,7 @@ def test_a_streamed_target_is_calibrated_in_few_passes_to_trees_of_a_hundred_nod
     assert any("acceptance, token 9 of up to 10" in line for line in lines)
     costs = profile.costs.at(1)
     assert profile.costs.batches == (1,)
-    assert costs.step[1] >= SECONDS
+    assert costs.step[1] >= 0.8 * SECONDS
     assert costs.step[64] <= 1.5 * costs.step[1], "flat"
     assert profile.environment[STREAMED] == pytest.approx(36, abs=1)
     tree = profile.plan("sequoia", Filters(0.0)).plan.tree
@@ -97,30 +98,19 @@ def test_a_limit_in_which_nothing_can_be_counted_is_refused_before_anything_is(d
     assert len(passes) <= 3
 
 
-def test_a_profile_of_another_memory_is_refused(demo_pair, folder, slow):
+def test_a_profile_of_another_memory_is_refused(demo_pair, slow):
     costs = CostsByBatch({1: Costs({1: 1.0, 64: 1.1}, 0.01)})
-    entry = MeasuredAcceptance("top_k", "greedy", None, Filters(0.0), [[60, 20]] * 2, [100, 60], [[0.0] * 5] * 2)
+    entry = MeasuredAcceptance("top_k", "greedy", None, Filters(0.0), [[60, 20], [40, 10]], [100, 60], [[0.0] * 5] * 2)
     facts = {"dtype": "float32", "device_type": "cpu"}
 
-    def profile(**read):
-        target = "llama, 8 layers, 9437440 parameters"
-        return Profile(target, "", 1, 1, facts | read, costs, (entry,))
-
-    known = calibrated_names(demo_pair)
-    measured = profile(**{STREAMED: 36})
-    measured = Profile(*known, 1, 1, measured.environment, costs, (entry,))
+    target, draft = map(describe, demo_pair[:2])
+    measured = Profile(target, draft, 1, 1, facts | {STREAMED: 36}, costs, (entry,))
     assert len(SpeculativeDecoder(slow[0], demo_pair[1], "top-k", profile=measured).tree_for(Filters(0.0))) > 1
     with pytest.raises(ValueError, match="of which a pass reads 36 MB, got one that reads 0 MB"):
         SpeculativeDecoder(demo_pair[0], demo_pair[1], "top-k", profile=measured)
-    in_memory = Profile(*known, 1, 1, facts, costs, (entry,))
+    in_memory = Profile(target, draft, 1, 1, facts, costs, (entry,))
     with pytest.raises(ValueError, match="of which a pass reads 0 MB, got one that reads 36 MB"):
         SpeculativeDecoder(slow[0], demo_pair[1], "top-k", profile=in_memory)
-
-
-def calibrated_names(demo_pair):
-    from heavypath.speculative.profile import describe
-
-    return [describe(model) for model in demo_pair[:2]]
 
 
 def test_the_command_calibrates_within_a_memory_and_generate_takes_the_profile(

@@ -209,7 +209,7 @@ def test_a_batch_shares_the_nodes_that_are_free(demo_pair, shared):
 
 
 def test_a_step_costs_reading_until_its_products_take_longer(shared, demo_pair):
-    """By hand: the six layers that pass are read at 2 GB/s, and what a pass multiplies takes what it takes in memory."""
+    """By hand: the six layers that pass are read at 2 GB/s; what a pass multiplies takes what it takes in memory."""
     target, draft = LlamaForward(shared, "target"), LlamaForward(demo_pair[1], "draft")
     passing = sum(one.nbytes for layer in shared.model.layers[2:] for one in layer.parameters())
     assert streamed_bytes(target.stream) == pytest.approx(passing, rel=0.01)

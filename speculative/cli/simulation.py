@@ -97,7 +97,7 @@ def simulate_command(
             split = replace(setting, ranks=count)
             found[count] = split, simulate(split, rates, sizes, report)
     if as_json:
-        print_json({"settings": [_facts(*each) for each in found.values()]})
+        print_json({"settings": [_facts(split, simulated) for split, simulated in found.values()]})
         return
     console = Console(highlight=False)
     console.print(f"{target} drafted for by {draft}, on {device}: {_sheet(hardware)}", style="dim")
@@ -150,8 +150,7 @@ def _by_size(simulated: Simulated) -> Table:
 
 def _by_ranks(found: dict[int, tuple[Setting, Simulated]]) -> Table:
     """A row for each number of ranks, with its best tree."""
-    headings = ("ranks", "GB read", "s plain", "nodes", "tokens", "s/step", "speed-up", "longest", "limited by")
-    table = _headed(*headings)
+    table = _headed("ranks", "GB read", "s plain", "nodes", "tokens", "s/step", "speed-up", "longest", "limited by")
     for count, (setting, simulated) in found.items():
         row = simulated.best
         table.add_row(
