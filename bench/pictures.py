@@ -4,6 +4,7 @@
 
 step   pictures-step.svg: draft, target forward, verification and caches, drawn from a real step of the shipped pair
 order  pictures-order.svg: one tree, its ancestor mask and its blocks, in insertion order and in heavy-path order
+ranks  pictures-ranks.svg: what trees bring to a target split over 1 to 64 devices, simulated
 trace  pictures-trace.png: the page that `heavypath trace` makes, cropped to its text and its tree. It needs Chromium
        (apt-get install chromium), and Pillow, which comes with matplotlib
 """
@@ -14,10 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import picture_order
+import picture_ranks
 import picture_step
 import picture_trace
 
 PICTURES = {
+    "ranks": (picture_ranks.draw, "pictures-ranks.svg"),
     "step": (picture_step.draw, "pictures-step.svg"),
     "order": (picture_order.draw, "pictures-order.svg"),
     "trace": (picture_trace.draw, "pictures-trace.png"),

@@ -19,7 +19,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def modules():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCH)
-        names = ("pictures", "picture_order", "picture_step", "picture_trace", "common")
+        names = ("pictures", "picture_order", "picture_ranks", "picture_step", "picture_trace", "common")
         yield {name: importlib.import_module(name) for name in names}
 
 
@@ -39,6 +39,19 @@ def test_the_picture_of_orders_counts_the_blocks_of_one_tree(modules, tmp_path):
     assert f"{heavy.occupied_blocks(8)} of 78 blocks" in texts
     assert len(file) < 40_000
     assert "http" not in file.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_picture_of_ranks_shows_the_trees_that_are_simulated(modules, tmp_path):
+    (width, height), texts, _ = drawn(modules["picture_ranks"], tmp_path / "ranks.svg")
+    ranks = modules["picture_ranks"]
+    for draft in ranks.DRAFTS:
+        assert f"drafted for by {draft}" in texts
+        gains = [ranks.simulated(draft, count).best.gain for count in ranks.RANKS]
+        assert all(0 < ranks.height_of(gain) <= ranks.TOP + ranks.HEIGHT for gain in gains)
+        assert gains[0] > 1.5 * gains[3], "trees bring most where weights are read"
+    assert str(len(ranks.simulated("llama-2-7b", 8).best.tree)) in texts
+    assert ranks.place_of(64) < width
+    assert ranks.height_of(1) < height
 
 
 def test_runs_and_heavy_paths_by_hand(modules):
