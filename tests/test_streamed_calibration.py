@@ -19,6 +19,7 @@ from heavypath.speculative.streaming.file import WeightFile
 from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.stream import READERS
+from heavypath.speculative.trees.planning import expected_tokens, sequoia_tree
 
 SECONDS = 0.04  # that a pass reads, about
 
@@ -133,8 +134,16 @@ def test_the_command_calibrates_within_a_memory_and_generate_takes_the_profile(
     capsys.readouterr()
     assert main(["generate", "import os", *pair, "--profile", str(out), "--max-new-tokens", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stats"]["new_tokens"] == 4
+    assert main(["simulate", "--profile", str(out), "--nodes", "1,8", "--json"]) == 0
+    rates = Profile.load(out).plan("sequoia", Filters(0.0)).acceptance.rates()
+    tree = json.loads(capsys.readouterr().out)["settings"][0]["rows"][1]
+    assert tree["tokens"] == pytest.approx(best_tokens(rates, tree["nodes"], tree["depth"]))
     assert main(["plan", str(out)]) == 0
     assert "times as fast as plain decoding, limited by" in " ".join(capsys.readouterr().out.split())
+
+
+def best_tokens(rates, nodes, depth):
+    return expected_tokens(sequoia_tree(rates, nodes, depth), rates)
 
 
 @pytest.mark.parametrize(("step", "level", "limit", "free"), [

@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate import disk_offload
 from safetensors.torch import load_file, save_file
+from test_roofline import H100
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -43,6 +44,7 @@ from heavypath.speculative.streaming.memory import bytes_of, resident_layers
 from heavypath.speculative.streaming.offloaded import stream_layers
 from heavypath.speculative.streaming.source import layers_of, places_in, places_of_folder
 from heavypath.speculative.streaming.stream import LayerStream
+from heavypath.speculative.tree_choice import default_tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 TREE, NEW, PATIENCE = 12, 24, 3  # nodes; tokens; seconds after which something hangs
@@ -220,6 +222,17 @@ def test_a_step_costs_reading_until_its_products_take_longer(shared, demo_pair):
     assert costs.step[64] == pytest.approx(reading + drafted[64] - drafted[1])
     assert costs.step[512] == pytest.approx(resident.step[512] + drafted[512] - drafted[1])
     assert costs.level == resident.level
+
+
+def test_behind_pcie_hundreds_of_nodes_are_free(shared, demo_pair, monkeypatch):
+    """As an H100 would have it: 27 MB take a millisecond through PCIe, and the products of 512 nodes a quarter."""
+    target, draft = LlamaForward(shared, "target"), LlamaForward(demo_pair[1], "draft")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
+    monkeypatch.setattr(LlamaForward, "device", torch.device("cuda", 0))
+    costs = streamed_costs(target, [draft])
+    assert costs.step[1] == pytest.approx(streamed_bytes(target.stream) / (0.85 * 31.5e9))
+    assert costs.step[max(costs.step)] < 1.2 * costs.step[1]
+    assert len(default_tree("sequoia", costs)) >= 128
 
 
 def test_what_stays_in_memory_makes_the_default_tree_smaller(demo_pair, folder):
