@@ -87,7 +87,8 @@ run_tests() {
     local files=("${kernels[@]/#/tests/}")
     files=("${files[@]/%/.py}")
     [ -n "$small" ] && few=(-k "by_hand or nothing_to_do or equal_siblings") || few=()
-    step tests-gpu 250 "${pytest[@]}" -m gpu tests/test_step.py tests/test_on_gpu.py tests/test_decoder.py
+    step tests-gpu 250 "${pytest[@]}" -m gpu tests/test_step.py tests/test_on_gpu.py tests/test_decoder.py \
+        tests/test_ranks_on_gpu.py
     step tests-kernels 280 "${pytest[@]}" "${few[@]}" "${files[@]}"
 }
 

@@ -15,7 +15,7 @@ PARTS = {"ranks": scale_ranks, "stream": scale_stream}
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__, device=True)
     parser.add_argument("part", choices=PARTS)
     for part in PARTS.values():
         part.add_arguments(parser)

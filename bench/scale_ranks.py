@@ -13,6 +13,9 @@ collectives, bytes   of a step with a whole draft, and of its rank's tensors in 
 step        milliseconds of a step of `sequoia` with so many nodes, and tokens that it brings
 
 `speedup` is forward of one process over that of ranks. Several ranks on fewer cores say nothing about speed.
+
+With --device cuda each rank has a GPU of its own, weights are fp16, collectives are NCCL's, and steps are CUDA graphs,
+within which collectives are not counted.
 """
 
 import argparse
@@ -61,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure every number of ranks, each in processes of its own."""
+    if arguments.device == "cuda" and torch.cuda.device_count() < max(arguments.ranks):
+        raise SystemExit(f"{max(arguments.ranks)} ranks need as many GPUs, got {torch.cuda.device_count()}")
     if arguments.miniature:
         arguments.ranks, arguments.rank_nodes, arguments.rank_passes = [1, 2], 8, 2
         arguments.rank_layers, arguments.rank_width = 8, 384
@@ -82,13 +87,15 @@ def run(arguments: argparse.Namespace) -> None:
             rows.append(_in_processes(count, folder, arguments))
             rows[-1]["speedup"] = rows[0]["forward_ms"] / rows[-1]["forward_ms"] if rows[0]["ranks"] == 1 else None
             facts = {"parameters": parameters, "nodes": arguments.rank_nodes, "threads": arguments.rank_threads}
-            write_results(arguments.json, environment("cpu") | {"load": os.getloadavg()[0]}, **facts, rows=rows)
+            machine = environment(arguments.device) | {"load": os.getloadavg()[0]}
+            write_results(arguments.json, machine, **facts, rows=rows)
     _show(rows, parameters, arguments.rank_nodes)
 
 
 def _in_processes(count: int, folder: str, arguments: argparse.Namespace) -> dict:
     """The row of so many ranks."""
     command = [sys.executable, __file__, folder, str(arguments.rank_nodes), str(arguments.rank_passes)]
+    command.append(arguments.device)
     beginning = {"WORLD_SIZE": str(count), "OMP_NUM_THREADS": str(arguments.rank_threads)}
     processes = [
         subprocess.Popen(
@@ -105,7 +112,7 @@ def _in_processes(count: int, folder: str, arguments: argparse.Namespace) -> dic
 
 
 def _show(rows: list[dict], parameters: int, nodes: int) -> None:
-    table = Table(*COLUMNS, title=f"{parameters / 1e6:.0f}M parameters in fp32, {nodes} nodes")
+    table = Table(*COLUMNS, title=f"{parameters / 1e6:.0f}M parameters, {nodes} nodes")
     for row in rows:
         cells = [row[name] for name in COLUMNS]
         table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells))
@@ -155,10 +162,11 @@ class Meter:
 
 def timed_pass(forward: Forward, prompt: Tensor, nodes: int, passes: int) -> dict:
     """Milliseconds of a pass over a random tree behind a prompt, by the wall clock and of this process's CPU."""
-    tree, length = random_tree(nodes).reordered("heavy_path")[0], prompt.shape[1]
-    tokens = torch.arange(nodes)[None] % forward.vocab_size
-    lengths, rows = torch.tensor([length]), length + torch.arange(nodes)[None]
-    mask = TreeMask(prefix_length=lengths, visible_rows=length + nodes, subtree_end=tree.subtree_end)
+    tree, length, device = random_tree(nodes).reordered("heavy_path")[0], prompt.shape[1], prompt.device
+    tokens = torch.arange(nodes, device=device)[None] % forward.vocab_size
+    lengths, rows = torch.tensor([length], device=device), length + torch.arange(nodes, device=device)[None]
+    positions = length + tree.depths[None].to(device)
+    mask = TreeMask(prefix_length=lengths, visible_rows=length + nodes, subtree_end=tree.subtree_end.to(device))
     cache = forward.new_cache(1, length + nodes)
     forward.prefill(prompt, cache)
     wall, cpu = [], []
@@ -166,22 +174,29 @@ def timed_pass(forward: Forward, prompt: Tensor, nodes: int, passes: int) -> dic
         if forward.ranks is not None:
             dist.barrier()
         begin, used = time.perf_counter(), time.process_time()
-        forward(tokens, length + tree.depths[None], rows, cache, mask)
+        forward(tokens, positions, rows, cache, mask)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         wall.append(time.perf_counter() - begin)
         cpu.append(time.process_time() - used)
     return {"forward_ms": 1e3 * median(wall[1:]), "cpu_ms": 1e3 * median(cpu[1:])}
 
 
-def _rank(folder: str, nodes: int, passes: int) -> dict:
+def _rank(folder: str, nodes: int, passes: int, kind: str) -> dict:
     """What one of the processes measures."""
-    count = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", f"file://{folder}/store-{count}", world_size=count, rank=int(os.environ["RANK"]))
+    count, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    device, dtype = torch.device(kind), torch.float32
+    if kind == "cuda":
+        device, dtype = torch.device(kind, rank), torch.float16
+        torch.cuda.set_device(device)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, f"file://{folder}/store-{count}", world_size=count, rank=rank)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     split = {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=count)} if count > 1 else {}
-    target = AutoModelForCausalLM.from_pretrained(Path(folder, "target"), dtype=torch.float32, **split).eval()
-    draft = AutoModelForCausalLM.from_pretrained(Path(folder, "draft"), dtype=torch.float32).eval()
-    prompt = AutoTokenizer.from_pretrained(folder)(demo_prompts()[0], return_tensors="pt").input_ids[:, :128]
+    target = AutoModelForCausalLM.from_pretrained(Path(folder, "target"), dtype=dtype, **split).eval().to(device)
+    draft = AutoModelForCausalLM.from_pretrained(Path(folder, "draft"), dtype=dtype).eval().to(device)
+    prompt = AutoTokenizer.from_pretrained(folder)(demo_prompts()[0], return_tensors="pt").input_ids[:, :128].to(device)
     with torch.inference_mode():
         found = timed_pass(forward_of(target, "target"), prompt, nodes, passes)
     decoder = SpeculativeDecoder(target, draft, "sequoia", tree=sequoia_tree(ACCEPTANCE, nodes, max_depth=8))
@@ -194,4 +209,4 @@ def _rank(folder: str, nodes: int, passes: int) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(_rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])))

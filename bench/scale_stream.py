@@ -8,7 +8,7 @@ raw         the files read by as many threads in pieces of the same size, past t
             row. A row's "of raw" is its bandwidth over the mean of its two raw ones
 accelerate  transformers' generate, with accelerate bringing each weight: the first pass, and later ones, which are
             "warm" as far as the files fit into the page cache. What is there accelerate maps, without a copy:
-            so a target that fits there needs no stream
+            so where that is large, --limit makes it as small as --memory is
 generate    transformers' generate through the stream
 1, 16, ...  the decoder with trees of so many nodes, by the stream; 1 is plain decoding
 
@@ -18,18 +18,22 @@ memory: there a step is all reading, and what a tree costs to compute does not m
 s/token     seconds for each new token behind the prompt; x plain: that of tree 1 in the same regime over it
 tok/step    tokens for each pass of the target
 waited      share of the whole call in which the target waited for weights
+--limit     puts the process, once the target is written, into a control group of its own that has so much memory, the
+            page cache included: what a machine has whose memory the target does not fit into
 taken       anonymous memory of the process beyond what it had before the target was loaded, after two tokens; caches
             and activations of larger trees come later
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -59,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this part."""
     parser.add_argument("--gigabytes", type=float, default=8, help="stream: size of the target; 0: none")
     parser.add_argument("--memory", default="2G", help="stream: what its weights may take")
+    parser.add_argument("--limit", help="stream: of all memory, the page cache included, such as 3G; needs root")
     parser.add_argument("--width", type=int, default=2048, help="stream: hidden channels, a multiple of 64")
     parser.add_argument("--slow-gigabytes", type=float, default=0.64, help="stream: size where reads are slow; 0: none")
     parser.add_argument("--slow-memory", default="0.2G", help="stream: what weights may take there")
@@ -103,12 +108,13 @@ class Bench:
         """The large target, at the disk's own speed."""
         given = self.given
         write_target(fast, self.small, given.gigabytes * 1e9, given.width)
-        self.raw(fast)
-        self.of_accelerate(fast)
-        model = self.load(fast, given.memory)
-        self.of_generate("generate", model, fast)
-        self.of_trees("full speed", model, fast, 0.0)
-        stream_of(model).close()
+        with memory_limited(given.limit):
+            self.raw(fast)
+            self.of_accelerate(fast)
+            model = self.load(fast, given.memory)
+            self.of_generate("generate", model, fast)
+            self.of_trees("full speed", model, fast, 0.0)
+            stream_of(model).close()
         remove(fast)
 
     def slowed(self, slow: Path) -> None:
@@ -210,7 +216,7 @@ class Bench:
         print(f"{way:<32}", *words, sep="  ", flush=True)
         facts = environment("cpu") | {
             name: getattr(self.given, name)
-            for name in ("gigabytes", "memory", "width", "slow_gigabytes", "slow_memory", "slow_width", "rate")
+            for name in ("gigabytes", "memory", "limit", "width", "slow_gigabytes", "slow_memory", "slow_width", "rate")
         }
         write_results(self.given.json, facts | {"load": os.getloadavg()[0]}, rows=self.rows)
 
@@ -308,6 +314,35 @@ def raw_rate(folder: Path, most: float = 4e9) -> float:
     for descriptor in opened:
         os.close(descriptor)
     return total / seconds
+
+
+@contextmanager
+def memory_limited(limit: str | None) -> Iterator[None]:
+    """Have this process in a control group that may take so much memory, page cache included. None: no limit."""
+    if limit is None:
+        yield
+        return
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    root = Path("/sys/fs/cgroup")
+    root, name = (
+        (root, "memory.max") if (root / "cgroup.controllers").exists() else (root / "memory", "memory.limit_in_bytes")
+    )
+    group = root / f"heavypath-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / name).write_text(str(bytes_of(limit)))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError as error:
+        raise SystemExit(
+            f"--limit needs root, and a memory controller in {root}: {error}; without it run this script by "
+            f"`systemd-run --user --scope -p MemoryMax={limit}`"
+        ) from error
+    try:
+        yield
+    finally:
+        (root / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
 
 
 class Slowed:

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.filtering import HIDDEN_BITS, LOWEST, Filters, raised, score, softmax_scale
+from heavypath.kernels.filtering import HIDDEN_BITS, LEAST, LOWEST, Filters, raised, score, softmax_scale
 from heavypath.kernels.sharing import (
     LOOKS,
     OVER,
@@ -209,12 +209,25 @@ def _least_score(largest, temperature, log_min_p):
 
 
 @triton.jit
+def _settings(settings_ptr, V):
+    """Temperature, top_k, top_p and the logarithm of min_p of a sequence, as a launch for it alone is given them."""
+    top_k, min_p = tl.load(settings_ptr + 1), tl.load(settings_ptr + 3)
+    return (
+        tl.load(settings_ptr).to(tl.float32),
+        tl.where((top_k < 1) | (top_k > V), V, top_k).to(tl.int32),
+        tl.load(settings_ptr + 2).to(tl.float32),
+        tl.where(min_p > 0, tl.log(tl.maximum(min_p, 1e-300)), float("-inf")).to(tl.float32),
+    )
+
+
+@triton.jit
 def _lead(
     memory, row, row_ptr, parts_ptr, V, temperature, top_k, top_p, log_min_p,
-    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HIDDEN: tl.constexpr, CHUNKS: tl.constexpr,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_GREEDY: tl.constexpr, HIDDEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The cut and the end of a row whose parts all programs have stored."""
-    scale = softmax_scale(temperature)
+    """The cut, the end and the largest logit of a row whose parts all programs have stored."""
+    scale = softmax_scale(tl.maximum(temperature, LEAST))
     chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
     part_ptr = parts_ptr + row.to(tl.int64) * 2 * CHUNKS + chunk
     parts = tl.load(part_ptr, mask=chunk < CHUNKS, other=LOWEST, cache_modifier=".cg")
@@ -225,31 +238,39 @@ def _lead(
     if total > 0:  # false for a row of -inf alone, and for one with NaN or +inf
         cut = tl.full([], LOWEST, tl.float32)
         low = _key(tl.full([], LOWEST, tl.float32), HIDDEN)
-        if HAS_TOP_K:
-            # The chunks' largest logits are some of the row's largest; the cut is somewhere below them.
-            spread = largest - tl.min(tl.where(chunk < CHUNKS, parts, largest))
-            guess = tl.maximum(largest - 2 * spread, LOWEST)
-            low, _, _, _ = _search(
-                memory, row, row_ptr, V, low, guess, largest, 0.0, top_k.to(tl.float32), 0.0, CHUNKS, HIDDEN
-            )
-            cut = _number(low, HIDDEN)
+        needed = tl.full([], 0.0, tl.float32)  # of the tokens at the cut; 0: all
+        if HAS_TOP_K:  # noqa: SIM102, what is compiled, and what runs
+            if top_k < V:
+                # The chunks' largest logits are some of the row's largest; the cut is somewhere below them.
+                spread = largest - tl.min(tl.where(chunk < CHUNKS, parts, largest))
+                guess = tl.maximum(largest - 2 * spread, LOWEST)
+                low, _, _, _ = _search(
+                    memory, row, row_ptr, V, low, guess, largest, 0.0, top_k.to(tl.float32), 0.0, CHUNKS, HIDDEN
+                )
+                cut = _number(low, HIDDEN)
         if HAS_TOP_P:
-            # Even V tokens of a weight of (1 - p) total / V have no more than 1 - p of the mass.
-            least = tl.log2((1 - top_p) * total) - tl.log2(end.to(tl.float32))
-            guess = tl.maximum(largest + least / scale, LOWEST)
-            low, above, reached, enough = _search(
-                memory, row, row_ptr, V, low, guess, largest, scale, 0.0, top_p, CHUNKS, HIDDEN
-            )
-            cut = _number(low, HIDDEN)
-            weight = tl.exp2((cut - largest) * scale)
-            needed = tl.maximum(tl.ceil((enough - above) / weight), 1.0)
-            if (reached - above) / weight > needed + 0.5:
+            if top_p < 1:
+                # Even V tokens of a weight of (1 - p) total / V have no more than 1 - p of the mass.
+                least = tl.log2((1 - top_p) * total) - tl.log2(end.to(tl.float32))
+                guess = tl.maximum(largest + least / scale, LOWEST)
+                low, above, reached, enough = _search(
+                    memory, row, row_ptr, V, low, guess, largest, scale, 0.0, top_p, CHUNKS, HIDDEN
+                )
+                cut = _number(low, HIDDEN)
+                weight = tl.exp2((cut - largest) * scale)
+                needed = tl.maximum(tl.ceil((enough - above) / weight), 1.0)
+                needed = tl.where((reached - above) / weight > needed + 0.5, needed, 0.0)
+            if HAS_GREEDY:
+                is_greedy = temperature == 0
+                low, cut = tl.where(is_greedy, _key(largest, HIDDEN), low), tl.where(is_greedy, largest, cut)
+                needed = tl.where(is_greedy, 1.0, needed)
+            if needed > 0:
                 end = _end_of_ties(memory, row, row_ptr, V, low, needed, largest, CHUNKS, HIDDEN)
         if log_min_p > float("-inf"):
             least_cut = _least_score(largest, temperature, log_min_p)
             end = tl.where(least_cut > cut, V, end)
             cut = tl.maximum(least_cut, cut)
-    return cut, end
+    return cut, end, tl.where(total >= 0, largest, float("nan"))
 
 
 @triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "log_min_p"])
@@ -257,6 +278,8 @@ def _cuts_kernel(
     logits_ptr,  # [B, N, V]
     cut_ptr,  # [B, N]
     end_ptr,  # [B, N]
+    largest_ptr,  # [B, N] if BY_SEQUENCE
+    settings_ptr,  # [B, 4] if BY_SEQUENCE, in the place of the four numbers below
     parts_ptr,  # [B, N, 2, CHUNKS], each chunk's largest logit and sum of exponentials
     passes_ptr,
     sums_ptr,
@@ -265,12 +288,14 @@ def _cuts_kernel(
     V,
     batch_stride,
     row_stride,
+    settings_stride,
     temperature,
     top_k,
     top_p,
     log_min_p,
     HAS_TOP_K: tl.constexpr,
     HAS_TOP_P: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr,
     HIDDEN: tl.constexpr,
     CHUNKS: tl.constexpr,
     HELPERS: tl.constexpr,
@@ -281,7 +306,11 @@ def _cuts_kernel(
     if program < rows * CHUNKS:
         row, chunk = program // CHUNKS, program % CHUNKS
         row_ptr = logits_ptr + (row // N).to(tl.int64) * batch_stride + (row % N).to(tl.int64) * row_stride
-        scale = softmax_scale(temperature)
+        if BY_SEQUENCE:
+            temperature, top_k, top_p, log_min_p = _settings(settings_ptr + row // N * settings_stride, V)
+            if temperature == 0:  # the largest logit alone
+                top_k, top_p, log_min_p = V, tl.full([], 1.0, tl.float32), tl.full([], float("-inf"), tl.float32)
+        scale = softmax_scale(tl.maximum(temperature, LEAST))
         largest, total = tl.full([LANES], LOWEST, tl.float32), tl.zeros([LANES], tl.float32)
         for tile in tl.static_range(TILES):
             x = _tile(row_ptr, chunk * CHUNK + tile * LANES * 8, V)
@@ -293,12 +322,14 @@ def _cuts_kernel(
         tl.store(part_ptr, highest)
         tl.store(part_ptr + CHUNKS, tl.sum(total * tl.exp2((largest - highest) * scale)))
         if is_last(tickets_ptr + row, CHUNKS):
-            cut, end = _lead(
+            cut, end, largest_of_row = _lead(
                 memory, row, row_ptr, parts_ptr, V, temperature, top_k, top_p, log_min_p,
-                HAS_TOP_K, HAS_TOP_P, HIDDEN, CHUNKS,
+                HAS_TOP_K, HAS_TOP_P, BY_SEQUENCE, HIDDEN, CHUNKS,
             )  # fmt: skip
             tl.store(cut_ptr + row, cut)
             tl.store(end_ptr + row, end)
+            if BY_SEQUENCE:
+                tl.store(largest_ptr + row, largest_of_row)
             leave(tickets_ptr + rows, rows, HELPERS)
     else:
         look = tl.full([], 0, tl.int32)
@@ -316,28 +347,51 @@ def filter_cuts(logits: Tensor, filters: Filters) -> Cuts | None:
 
     temperature > 0.
     """
-    batch, count, vocab_size = logits.shape
+    vocab_size = logits.shape[-1]
     if not filters.drop(vocab_size):
         return None
-    rows, device = batch * count, logits.device
     top_k = min(int(filters.top_k or vocab_size), vocab_size)
     top_p = 1.0 if filters.top_p is None else float(filters.top_p)
     log_min_p = math.log(filters.min_p) if filters.min_p else -math.inf
+    cuts, _ = _launched(logits, None, raised(filters.temperature), top_k, top_p, log_min_p)
+    return cuts
+
+
+def cuts_by_sequence(logits: Tensor, settings: Tensor) -> tuple[Cuts, Tensor]:
+    """Where each sequence's own filters cut off its rows of logits [B, N, V], contiguous in V: cuts of [B * N].
+
+    settings: fp64 [B, 4], temperature, top_k, top_p and min_p, as `sequence_scores` has them. Temperature 0 keeps the
+              largest logit alone, the first of equal ones. They are read when the kernel runs
+
+    Returns the cuts, and the rows' largest logits fp32 [B * N], NaN for a row with NaN or +inf.
+    """
+    return _launched(logits, settings, 1.0, 1, 0.0, 0.0)
+
+
+def _launched(
+    logits: Tensor, settings: Tensor | None, temperature: float, top_k: int, top_p: float, log_min_p: float
+) -> tuple[Cuts, Tensor]:
+    """The cuts and the largest logits of all rows; settings stand in the place of the four numbers."""
+    batch, count, vocab_size = logits.shape
+    rows, device = batch * count, logits.device
     chunks = triton.cdiv(vocab_size, CHUNK.value)
     cuts = Cuts(torch.empty(rows, device=device), torch.empty(rows, dtype=torch.int32, device=device))
+    largest = cuts.cut if settings is None else torch.empty_like(cuts.cut)
     if rows == 0:
-        return cuts
+        return cuts, largest
     sizes = [rows * 2 * chunks, rows * (2 + THRESHOLDS.value), rows * chunks * THRESHOLDS.value]
     parts, passes, sums = torch.empty(sum(sizes), device=device).split(sizes)
-    searched = top_k < vocab_size or top_p < 1  # min-p's cut takes no pass
-    helping = min(4 * helpers(device), rows * chunks) if searched else 0
+    by_k, by_p = settings is not None or top_k < vocab_size, settings is not None or top_p < 1
+    helping = min(4 * helpers(device), rows * chunks) if by_k or by_p else 0  # min-p's cut takes no pass
     with torch.cuda.device_of(logits):
         _cuts_kernel[(rows * chunks + helping,)](
-            logits_ptr=logits, cut_ptr=cuts.cut, end_ptr=cuts.end, parts_ptr=parts, passes_ptr=passes, sums_ptr=sums,
+            logits_ptr=logits, cut_ptr=cuts.cut, end_ptr=cuts.end, largest_ptr=largest, settings_ptr=settings,
+            parts_ptr=parts, passes_ptr=passes, sums_ptr=sums,
             tickets_ptr=tickets(rows + counters(rows), device), N=count, V=vocab_size,
             batch_stride=logits.stride(0), row_stride=logits.stride(1),
-            temperature=raised(filters.temperature), top_k=top_k, top_p=top_p, log_min_p=log_min_p,
-            HAS_TOP_K=top_k < vocab_size, HAS_TOP_P=top_p < 1, HIDDEN=HIDDEN_BITS[logits.dtype], CHUNKS=chunks,
-            HELPERS=helping, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
+            settings_stride=0 if settings is None else settings.stride(0),
+            temperature=temperature, top_k=top_k, top_p=top_p, log_min_p=log_min_p,
+            HAS_TOP_K=by_k, HAS_TOP_P=by_p, BY_SEQUENCE=settings is not None, HIDDEN=HIDDEN_BITS[logits.dtype],
+            CHUNKS=chunks, HELPERS=helping, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
         )  # fmt: skip
-    return cuts
+    return cuts, largest

@@ -140,6 +140,7 @@ def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
 
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+LEAST = tl.constexpr(LEAST_TEMPERATURE)
 LOG2E = tl.constexpr(1 / math.log(2))
 HIDDEN_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a logit that are 0 in fp32
 

@@ -10,11 +10,17 @@ bit of every score: their largest is 0, and what is subtracted and divided by th
 has all of the probability, whatever the noise.
 """
 
+# A type checker does not understand Triton kernels.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.filtering import LEAST_TEMPERATURE, Filters
-from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.filter_cuts import cuts_by_sequence, filtered
+from heavypath.kernels.filtering import LEAST, LEAST_TEMPERATURE, Filters, score
+from heavypath.kernels.implementation import check_can_launch, choose_impl
 from heavypath.kernels.native.sampling import sequence_scores as scores_natively
 
 LOWEST = torch.finfo(torch.float32).min
@@ -31,17 +37,13 @@ def sequence_scores(logits: Tensor, settings: Tensor, *, impl: str = "auto") -> 
 
     settings: fp64 [B, 4], of each sequence temperature, top_k (0 for none), top_p (1 for none), min_p (0 for none), as
               `settings_of` makes them; they are read when the kernel runs, so that a recorded step serves all
-    impl:     "native" is compiled code for CPU tensors; "torch" takes anything, asks the host nothing and can be
-              captured in a CUDA graph: so it sorts every row, whether a filter is on or not. "auto" is native for CPU
-              tensors where a compiler is there, else torch
+    impl:     "auto", "native", "triton" or "torch", see `implementation`; the kernel takes rows contiguous in V
 
     A row without support stays so, and one with NaN or +inf becomes NaN. Nothing is checked but the implementation.
     """
-    if impl == "auto" and logits.is_cuda:
-        impl = "torch"
     impl = choose_impl("sequence_scores", impl, logits, native=True)
     if impl == "triton":
-        raise ValueError("sequence_scores has impl 'auto', 'native' or 'torch', got 'triton'")
+        return _on_gpu(logits, settings)
     return scores_natively(logits, settings) if impl == "native" else _reference(logits, settings)
 
 
@@ -64,3 +66,49 @@ def _reference(logits: Tensor, settings: Tensor) -> Tensor:
     one = torch.zeros_like(scores).masked_fill(~first | (largest == -torch.inf), -torch.inf)
     no_number = largest.isnan() | (largest == torch.inf)
     return torch.where(temperature > 0, scores, one).masked_fill(no_number, torch.nan)
+
+
+BLOCK = tl.constexpr(2048)  # tokens of a program
+
+
+@triton.jit
+def _scores_kernel(
+    logits_ptr,  # [B, N, V]
+    scores_ptr,  # [B, N, V]
+    cut_ptr,  # [B, N], see `cuts_by_sequence`, as end_ptr and largest_ptr
+    end_ptr,
+    largest_ptr,
+    settings_ptr,  # [B, 4]
+    N,
+    V,
+    batch_stride,
+    row_stride,
+    settings_stride,
+):
+    row = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row_ptr = logits_ptr + (row // N).to(tl.int64) * batch_stride + (row % N).to(tl.int64) * row_stride
+    x = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32)
+    largest = tl.load(largest_ptr + row)
+    temperature = tl.maximum(tl.load(settings_ptr + row // N * settings_stride).to(tl.float32), LEAST)
+    kept = filtered(x, token, tl.load(cut_ptr + row), tl.load(end_ptr + row))
+    scores = tl.where(largest == largest, score(kept, largest, temperature), float("nan"))
+    tl.store(scores_ptr + row.to(tl.int64) * V + token, scores, mask=token < V)
+
+
+def _on_gpu(logits: Tensor, settings: Tensor) -> Tensor:
+    """The scores by two launches: where each row is cut off, and what is left of it."""
+    check_can_launch(logits)
+    batch, count, vocab_size = logits.shape
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    scores = torch.empty(logits.shape, device=logits.device)
+    if scores.numel() == 0:
+        return scores
+    cuts, largest = cuts_by_sequence(logits, settings)
+    with torch.cuda.device_of(logits):
+        _scores_kernel[(batch * count, triton.cdiv(vocab_size, BLOCK.value))](
+            logits_ptr=logits, scores_ptr=scores, cut_ptr=cuts.cut, end_ptr=cuts.end, largest_ptr=largest,
+            settings_ptr=settings, N=count, V=vocab_size, batch_stride=logits.stride(0), row_stride=logits.stride(1),
+            settings_stride=settings.stride(0), num_warps=4,
+        )  # fmt: skip
+    return scores

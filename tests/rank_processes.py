@@ -14,9 +14,9 @@ import torch.multiprocessing as mp
 SECONDS = 60  # that a rank waits for another one
 
 
-def on_ranks(count, work, folder, *arguments):
+def on_ranks(count, work, folder, *arguments, backend="gloo"):
     """What `work(folder, *arguments)` returns in each of `count` processes, or the exceptions' texts if one raises."""
-    wait(start(count, work, folder, *arguments))
+    wait(start(count, work, folder, *arguments, backend=backend))
     found = [Path(folder, f"result-{rank}") for rank in range(count)]
     results = [torch.load(each, weights_only=False) if each.exists() else "it died" for each in found]
     problems = [f"rank {rank}: {result}" for rank, result in enumerate(results) if isinstance(result, str)]
@@ -24,13 +24,14 @@ def on_ranks(count, work, folder, *arguments):
     return results
 
 
-def start(count, work, folder, *arguments):
+def start(count, work, folder, *arguments, backend="gloo"):
     """The processes, which have begun."""
     for left in Path(folder).glob("result-*"):
         left.unlink()
     context, store = mp.get_context("spawn"), Path(folder, f"store-{uuid4()}")
     processes = [
-        context.Process(target=_rank, args=(rank, count, work, store, arguments), daemon=True) for rank in range(count)
+        context.Process(target=_rank, args=(rank, count, work, store, arguments, backend), daemon=True)
+        for rank in range(count)
     ]
     for process in processes:
         process.start()
@@ -47,11 +48,11 @@ def wait(processes, seconds=600):
         process.join()
 
 
-def _rank(rank, count, work, store, arguments):
+def _rank(rank, count, work, store, arguments, backend):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     torch.set_num_threads(1)
     folder = str(store.parent)
-    dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=SECONDS), world_size=count, rank=rank)
+    dist.init_process_group(backend, f"file://{store}", timedelta(seconds=SECONDS), world_size=count, rank=rank)
     try:
         result = work(folder, *arguments)
     except Exception:

@@ -33,8 +33,10 @@ def linears_of(layers):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("biases", [(False,) * 3, (True,) * 3, (True, False, True)])
+@pytest.mark.parametrize("free", [0, 1 << 40])
 @torch.inference_mode()
-def test_products_are_those_of_the_modules(biases, dtype):
+def test_products_are_those_of_the_modules(biases, dtype, free, monkeypatch):
+    monkeypatch.setattr(linear, "free_memory", lambda: free)
     layers = layers_of(biases, dtype=dtype)
     linears = linears_of(layers)
     together, alone = linears.together(layers), [linears.one(layer) for layer in layers]

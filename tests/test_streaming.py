@@ -11,6 +11,7 @@ import time
 import weakref
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -37,8 +38,9 @@ from heavypath.speculative.loading import load_pair
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.ranks.agreement import agreement_of
-from heavypath.speculative.streaming.file import WeightFile
+from heavypath.speculative.streaming.file import BLOCK, WeightFile
 from heavypath.speculative.streaming.layer_weights import stream_of
+from heavypath.speculative.streaming.layout import aligned_memory
 from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.memory import bytes_of, resident_layers
 from heavypath.speculative.streaming.offloaded import stream_layers
@@ -522,6 +524,41 @@ def test_a_file_that_is_deleted_under_a_stream_can_be_read_on(demo_pair, copied,
     model = load_streamed(copied, "20M")
     shutil.rmtree(copied)
     assert torch.equal(text_of(model, demo_pair[1], ids), expected)
+
+
+def read_whole(path):
+    """A file's bytes, as a stream reads them."""
+    file = WeightFile(str(path))
+    memory, there = aligned_memory(-(-file.size // BLOCK) * BLOCK)
+    file.read(there, 0)
+    file.close()
+    return memory[: file.size].numpy().tobytes()
+
+
+@pytest.mark.parametrize("size", [BLOCK * 3, BLOCK * 3 + 77, 100])
+def test_a_read_that_brings_less_goes_on_at_a_block(tmp_path, monkeypatch, size):
+    path, real = tmp_path / "weights", os.preadv
+    path.write_bytes(random.Random(1).randbytes(size))
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: min(BLOCK + 904, real(file, [into[0][: 2 * BLOCK]], at)))
+    assert read_whole(path) == path.read_bytes()
+
+
+def test_the_disk_reads_each_byte_once(tmp_path):
+    """Reads that ask the page cache first have the system read ahead what they then read themselves."""
+    path, size = tmp_path / "weights", 32 << 20
+    path.write_bytes(bytes(size))
+    with path.open() as file:
+        os.fsync(file)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before = bytes_from_disk()
+    read_whole(path)
+    assert bytes_from_disk() - before <= 1.1 * size
+
+
+def bytes_from_disk():
+    """Bytes that this process had the disk read."""
+    facts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(facts["read_bytes"])
 
 
 def missing(folder):

@@ -1,8 +1,8 @@
 """Read a file at the disk's own speed, into memory that is aligned to blocks.
 
-What the system has in its page cache is copied from there. The rest goes past it, by O_DIRECT: weights that are read
-in a circle would push each other, and everything else, out of the cache before they are needed again, and the copy
-out of it takes a core half of its time.
+Reads go past the system's page cache, by O_DIRECT: weights that are read in a circle would push each other, and
+everything else, out of it before they are needed again, and the copy out of it takes a core half of its time. To ask
+what is in the cache (RWF_NOWAIT) has the system read ahead, so that the disk would read everything twice.
 """
 
 import logging
@@ -22,21 +22,17 @@ class WeightFile:
 
     def __init__(self, path: str):
         self.path = path
-        self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.close = weakref.finalize(self, os.close, self._cached)
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:  # a file system without direct reads, as tmpfs once was; or no such file
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            logger.debug("%s is read through the page cache: its file system has no direct reads", path)
+        self.close = weakref.finalize(self, os.close, self._file)
         self._stat = self._facts()
         self.size = self._stat[0]
-        self._direct = self._cached
-        try:
-            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError:  # a file system without direct reads, as tmpfs once was
-            logger.debug("%s is read through the page cache: its file system has no direct reads", path)
-        else:
-            self.close.detach()
-            self.close = weakref.finalize(self, _close, self._cached, self._direct)
 
     def _facts(self) -> tuple[int, int]:
-        facts = os.fstat(self._cached)
+        facts = os.fstat(self._file)
         return facts.st_size, facts.st_mtime_ns
 
     def check(self) -> None:
@@ -54,22 +50,9 @@ class WeightFile:
         """
         wanted, done = min(len(into), self.size - begin), 0
         while done < wanted:
-            count = self._read_some(into[done:], begin + done)
+            count = os.preadv(self._file, [into[done:]], begin + done)
+            if done + count < wanted:
+                count = count // BLOCK * BLOCK  # where the next direct read can go on
             if count <= 0:
                 raise OSError(f"{self.path!r} ends at byte {begin + done:,}, expected {self.size:,}: it is truncated")
             done += count
-
-    def _read_some(self, into: memoryview, begin: int) -> int:
-        try:
-            count = os.preadv(self._cached, [into], begin, os.RWF_NOWAIT)  # what is in the page cache
-        except OSError:  # nothing is (EAGAIN), or the file system cannot tell
-            count = 0
-        count = count if count == len(into) else count // BLOCK * BLOCK  # direct reads go on at a block
-        if count > 0:
-            return count
-        return os.preadv(self._direct if begin % BLOCK == 0 else self._cached, [into], begin)
-
-
-def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
