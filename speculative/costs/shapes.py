@@ -40,11 +40,11 @@ class Shape:
 
     @classmethod
     def llama(
-        cls, layers: int, hidden: int, between: int, heads: int, key_heads: int, vocab: int = 32000
+        cls, layers: int, hidden: int, between: int, heads: int, key_heads: int, vocab: int = 32000, itemsize: float = 2
     ) -> "Shape":  # fmt: skip
-        """A Llama in 16 bits; between: channels of the MLP."""
+        """A Llama, in 16 bits by default; between: channels of the MLP."""
         layer = 2 * hidden * hidden + 2 * hidden * hidden * key_heads // heads + 3 * hidden * between
-        return cls(layers * layer + vocab * hidden, layers, hidden, vocab, vocab * hidden)
+        return cls(layers * layer + vocab * hidden, layers, hidden, vocab, vocab * hidden, itemsize)
 
     @classmethod
     def of_folder(cls, folder: str | Path) -> "Shape":
