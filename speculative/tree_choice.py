@@ -47,13 +47,14 @@ def chosen_tree(
     """
     device, levels, size, default = target.device, most_levels(draft), CPU_SIZE, None
     chosen_by = "the default of a CPU"
-    if device.type == "cuda" and not {"tree", "tree_size"} & given.keys():
-        default = default_tree(method, estimated_costs(target, models_of(draft), Device.of(device)), levels)
-        size, chosen_by = max(2, len(default)), f"by costs estimated for {torch.cuda.get_device_name(device)}"
-    if target.stream is not None and not {"tree", "tree_size"} & given.keys():
+    estimated = not {"tree", "tree_size"} & given.keys()
+    if target.stream is not None and estimated:
         default = default_tree(method, streamed_costs(target, models_of(draft)), levels)
         read = streamed_bytes(target.stream) / 1e9
         size, chosen_by = max(2, len(default)), f"by costs estimated for {read:.3g} GB that each pass reads"
+    elif device.type == "cuda" and estimated:
+        default = default_tree(method, estimated_costs(target, models_of(draft), Device.of(device)), levels)
+        size, chosen_by = max(2, len(default)), f"by costs estimated for {torch.cuda.get_device_name(device)}"
     tree = tree_of_options(method, given, size, levels) if given or default is None else default
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")

@@ -113,7 +113,7 @@ class Setting:
         """Seconds of the link in a pass."""
         if self.plain is None:
             return self.streamed / self.hardware.brings
-        return self.plain if self.ahead else self.plain - self.device(1)
+        return self.plain if self.ahead else self.plain - replace(self, plain=None, without=frozenset()).device(1)
 
     @property
     def kernels(self) -> float:
