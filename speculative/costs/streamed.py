@@ -14,6 +14,9 @@ memory that the target was given, and the same call does the same on every machi
 """
 
 from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
 
 from heavypath.speculative.costs.hardware import LINK_REACHED, PCIE_4
 from heavypath.speculative.costs.host import DISK, host_costs, pass_seconds
@@ -21,16 +24,26 @@ from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.drafts import Drafting
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.streaming.stream import LayerStream
 
 LINK = {"cpu": DISK, "cuda": LINK_REACHED * PCIE_4}  # bytes a second, from a disk and from pinned memory
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # nodes of the trees that are estimated
 
 
-def streamed_bytes(stream: LayerStream) -> int:
+class Stream(Protocol):
+    """What has to be known of a stream: its layers, those that stay, and the tensors of each."""
+
+    layers: int
+    resident: frozenset[int]
+
+    def tensors(self, layer: int) -> dict[str, Tensor]:
+        """A layer's tensors by their names."""
+        ...
+
+
+def streamed_bytes(stream: Stream) -> int:
     """Bytes that a pass reads anew."""
     passing = {*range(stream.layers)} - stream.resident
-    return sum(stream.slots.layouts[index].nbytes for index in passing)
+    return sum(tensor.nbytes for index in passing for tensor in stream.tensors(index).values())
 
 
 def streamed_costs(
