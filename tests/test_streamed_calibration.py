@@ -1,13 +1,14 @@
 """Calibrating a target whose weights are read in every pass: few passes, trees of hundreds of nodes, and their plan."""
 
 import json
+import re
 import time
 
 import pytest
 import torch
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import SpeculativeDecoder, calibrate
+from heavypath.speculative import SpeculativeDecoder, calibrate, calibration
 from heavypath.speculative.calibration import Extent, walk, walk_together, ways_to_draft
 from heavypath.speculative.cli import planning
 from heavypath.speculative.cli.app import main
@@ -97,6 +98,20 @@ def test_a_limit_in_which_nothing_can_be_counted_is_refused_before_anything_is(d
     ):
         calibrate(target, demo_pair[1], limit=0.5)
     assert len(passes) <= 3
+
+
+def test_without_a_limit_it_takes_as_long_as_eighty_passes(demo_pair, slow, monkeypatch):
+    monkeypatch.setattr(calibration, "LIMIT", 1.0)
+
+    def say(line):
+        if found := re.search(r"a pass takes ([\d.]+) s, and calibrating up to (\d+) s", line):
+            raise InterruptedError(found[1], found[2])
+
+    with pytest.raises(InterruptedError) as stopped:
+        calibrate(slow[0], demo_pair[1], on_progress=say)
+    seconds, limit = map(float, stopped.value.args)
+    assert limit == pytest.approx(80 * seconds, rel=0.15)
+    assert seconds >= 0.8 * SECONDS
 
 
 def test_a_profile_of_another_memory_is_refused(demo_pair, slow):
