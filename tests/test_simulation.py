@@ -233,6 +233,9 @@ def test_the_commands_figures_can_be_ones_own(capsys):
     expected = simulate(setting, [0.7, 0.1], (1, 32))
     assert found["plain_seconds"] == pytest.approx(expected.plain)
     assert found["best"]["speedup"] == pytest.approx(expected.best.gain)
+    assert main(["simulate", "--link", "10", "--nodes", "1", "--json"]) == 0
+    (known,) = json.loads(capsys.readouterr().out)["settings"]
+    assert known["plain_seconds"] == pytest.approx(known["streamed_bytes"] / 10e9), "all of what is given is reached"
     assert main(["simulate", "--device", "cpu", "--bits", "4", "--nodes", "1", "--json"]) == 0
     (quarter,) = json.loads(capsys.readouterr().out)["settings"]
     room = 16e9 - SHAPES["llama-2-7b"].nbytes - 2 * SHAPES["llama-2-7b"].embedding
