@@ -21,6 +21,7 @@ from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.stream import READERS
 from heavypath.speculative.trees.planning import expected_tokens, sequoia_tree
+from heavypath.speculative.visits import StreamedVisits
 
 SECONDS = 0.04  # that a pass reads, about
 
@@ -89,6 +90,18 @@ def test_a_streamed_target_is_calibrated_in_few_passes_to_trees_of_a_hundred_nod
         torch.tensor([[5, 6, 7]]), 6, eos_token_id=None
     )
     assert torch.equal(out.sequences, plain.sequences)
+
+
+def test_a_visit_takes_no_passes_but_those_of_its_steps(demo_pair, slow):
+    target, passes = slow
+    visits = StreamedVisits(target, demo_pair[1], [torch.tensor([5, 6, 7, 8])], levels=4)
+    for size, steps in ((1, 2), (64, 1)):
+        before = len(passes)
+        assert visits(size, 0).step == 0.0, "nothing is warmed up"
+        timed = visits(size, 1)
+        assert steps <= len(passes) - before <= 2
+        assert timed.step >= 0.5 * SECONDS
+    assert timed.level > 0
 
 
 def test_a_limit_in_which_nothing_can_be_counted_is_refused_before_anything_is(demo_pair, slow):
