@@ -263,6 +263,23 @@ def sampling_cases() -> dict[str, Callable[[], None]]:
     }
 
 
+def scoring(dtype: str, nodes: int, vocabulary: int) -> None:
+    from heavypath.kernels.sequence_scores import sequence_scores
+
+    logits = on_gpu(torch.empty(4, nodes, vocabulary, dtype=DTYPES[dtype]))
+    sequence_scores(logits, on_gpu(torch.zeros(4, 2, 4, dtype=torch.float64))[:, 0], impl="triton")
+
+
+def scoring_cases() -> dict[str, Callable[[], None]]:
+    cases = [("bf16", 64, 128256), ("fp16", 1, 32000), ("fp32", 2, 1)]
+    return {
+        named("scores by sequence", dtype, f"{nodes} nodes", f"V{vocabulary}"): partial(
+            scoring, dtype, nodes, vocabulary
+        )
+        for dtype, nodes, vocabulary in cases
+    }
+
+
 def verification(method: str, dtype: str, nodes: int, vocabulary: int, **options) -> None:
     from heavypath.kernels.verification import verify_tree
 
@@ -389,6 +406,7 @@ CASES = {
     **laws_cases(),
     **typical_cases(),
     **sampling_cases(),
+    **scoring_cases(),
     **attention_cases(),
     **{f"retrieval of {longest}": partial(retrieving, longest) for longest in (8, 16)},
     **{f"tree of {nodes}": partial(committing, nodes, per_sequence=nodes > 64) for nodes in (1, 64, 2048)},

@@ -83,7 +83,7 @@ pytest=("$python" -m pytest -q -rfE -W default --durations=8 -p no:cacheprovider
 
 run_tests() {
     local kernels=(test_sampling test_commit test_cache_compaction test_ordering test_verification_kernel
-        test_tree_attention test_windows test_huggingface)
+        test_tree_attention test_windows test_huggingface test_sequence_scores)
     local files=("${kernels[@]/#/tests/}")
     files=("${files[@]/%/.py}")
     [ -n "$small" ] && few=(-k "by_hand or nothing_to_do or equal_siblings") || few=()

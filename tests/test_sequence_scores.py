@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from devices import PLACES, run_on
 
 from heavypath.kernels.filtering import Filters, filtered_scores
 from heavypath.kernels.native.library import library
@@ -33,6 +34,10 @@ def of_sequences(impl):
     return FILTERS[::step], SETTINGS[::step]
 
 
+def scores_by(impl, logits, settings):
+    return run_on(PLACES.get(impl, "cpu"), sequence_scores, logits, settings, impl=impl)
+
+
 def logits_with_ties(vocab_size, sequences, nodes=2):
     logits = 3 * torch.randn(sequences, nodes, vocab_size)
     logits[:, :, ::7] = logits[:, :, :1].clone()
@@ -48,7 +53,7 @@ def logits_with_ties(vocab_size, sequences, nodes=2):
 def test_scores_are_to_the_bit_those_of_each_sequences_own_filters(impl, vocab_size):
     filters_of, settings = of_sequences(impl)
     logits = logits_with_ties(vocab_size, len(filters_of))
-    found = sequence_scores(logits, settings, impl=impl).numpy()
+    found = scores_by(impl, logits, settings).numpy()
     for own, filters, scores in zip(logits.numpy(), filters_of, found, strict=True):
         if filters.temperature == 0:
             expected = np.full(own.shape, -np.inf, np.float32)
@@ -62,7 +67,7 @@ def test_scores_are_to_the_bit_those_of_each_sequences_own_filters(impl, vocab_s
 def test_draws_from_scores_are_those_from_logits_with_the_same_filters(impl):
     filters_of, settings = of_sequences(impl)
     logits = logits_with_ties(101, len(filters_of))
-    scores = sequence_scores(logits, settings, impl=impl)
+    scores = scores_by(impl, logits, settings)
     rows = torch.arange(2)
     for own, filters, scored in zip(logits, filters_of, scores, strict=True):
         count = 1 if filters.temperature == 0 else 4  # the other tokens have no score then
@@ -77,9 +82,9 @@ def test_rows_apart_and_rows_that_are_no_distributions(impl):
     settings = of_sequences(impl)[1][:4]
     logits = logits_with_ties(33, len(settings), nodes=5)
     part, apart = logits[:, ::2, :20], torch.stack([settings, settings.flip(0)], 1)[:, 0]
-    assert torch.equal(sequence_scores(part, apart, impl=impl), sequence_scores(part.clone(), settings, impl=impl))
+    assert torch.equal(scores_by(impl, part, apart), scores_by(impl, part.clone(), settings))
     logits[:, 0], logits[:, 1, 3], logits[:, 2, 4] = -torch.inf, torch.nan, torch.inf
-    found = sequence_scores(logits, settings, impl=impl)
+    found = scores_by(impl, logits, settings)
     assert (found[:, 0] == -torch.inf).all()
     assert found[:, 1].isnan().all()
     assert found[:, 2].isnan().any(-1).all()
