@@ -324,15 +324,14 @@ def memory_limited(limit: str | None) -> Iterator[None]:
         return
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    root = Path("/sys/fs/cgroup")
-    root, name = (
-        (root, "memory.max") if (root / "cgroup.controllers").exists() else (root / "memory", "memory.limit_in_bytes")
-    )
+    root, name = Path("/sys/fs/cgroup"), "memory.max"
+    if not (root / "cgroup.controllers").exists():  # version 1
+        root, name = root / "memory", "memory.limit_in_bytes"
     group = root / f"heavypath-{os.getpid()}"
     try:
         group.mkdir()
-        (group / name).write_text(str(bytes_of(limit)))
-        (group / "cgroup.procs").write_text(str(os.getpid()))
+        tell(group / name, bytes_of(limit))
+        tell(group / "cgroup.procs", os.getpid())
     except OSError as error:
         raise SystemExit(
             f"--limit needs root, and a memory controller in {root}: {error}; without it run this script by "
@@ -341,8 +340,14 @@ def memory_limited(limit: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        (root / "cgroup.procs").write_text(str(os.getpid()))
+        tell(root / "cgroup.procs", os.getpid())
         group.rmdir()
+
+
+def tell(control: Path, number: int) -> None:
+    """Write a number into one of the system's control files."""
+    with control.open("w") as file:
+        file.write(str(number))
 
 
 class Slowed:
