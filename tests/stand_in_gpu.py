@@ -219,10 +219,10 @@ class Graph(TorchDispatchMode):
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.copy_.default and is_there(args[0]) and not is_there(args[1]):
-            if not RUNTIME.holds(args[1]):
-                self.broken = True
-                raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless pinned")
+        copies = function is torch.ops.aten.copy_.default and is_there(args[0]) and not is_there(args[1])
+        if copies and not RUNTIME.holds(args[1]):
+            self.broken = True
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless pinned")
         within, self.within = self.within, True
         try:
             out = function(*args, **(kwargs or {}))

@@ -21,13 +21,18 @@ class Offloaded(NamedTuple):
     module: nn.Module
     name: str
     key: str
-    weights: Any  # accelerate's OffloadedWeightsLoader
+    weights: Any  # accelerate's OffloadedWeightsLoader; a dict where all weights are in memory
     device: torch.device
 
     @property
+    def in_memory(self) -> dict[str, Tensor]:
+        """The tensors, of the whole model, that the host's memory has, and not files."""
+        return getattr(self.weights, "state_dict", self.weights)
+
+    @property
     def is_in_memory(self) -> bool:
-        """Whether the host's memory has it, and not a file."""
-        return self.key in self.weights.state_dict
+        """Whether it is one of these."""
+        return self.key in self.in_memory
 
     def value(self) -> Tensor:
         """The tensor, from wherever it lies."""

@@ -91,7 +91,7 @@ class DeviceStream:
         self.on_take: Callable[[int], None] | None = None
         self.copy: Copy = copy_layer
         self._copies = torch.cuda.Stream(device)
-        self._left = torch.cuda.Event()  # behind the last turn
+        self._left = torch.cuda.current_stream().record_event()  # behind the last turn, and who had this memory before
         self._tally = DeviceTally()
         self._alone = threading.RLock()
         self._turns = 0  # that this thread has entered
@@ -99,7 +99,7 @@ class DeviceStream:
         self._hooked: ExitStack | None = None  # the pass that a call of the model has begun
         self._leaving: tuple[int, Any] | None = None  # the layer of a file that is copied, and the event behind that
         self._unchecked = {*range(self.layers)}
-        weakref.finalize(self, _wait, self._left, self._copies).atexit = False
+        weakref.finalize(self, self._left.synchronize).atexit = False  # memory that is copied from must not go
 
     @property
     def nbytes(self) -> int:
@@ -246,7 +246,7 @@ class DeviceStream:
             if self._closed:
                 return
             self._closed = True
-            _wait(self._left, self._copies)
+            self._left.synchronize()
             for reference in self._parameters:
                 parameter = reference()
                 if parameter is not None:
@@ -317,9 +317,3 @@ def copy_layer(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Non
     """Launch the copy of a layer's tensors; `.data` because the versions of parameters tell of changes of the model."""
     for name, tensor in tensors.items():
         into[name].data.copy_(tensor, non_blocking=True)
-
-
-def _wait(left: torch.cuda.Event, copies: torch.cuda.Stream) -> None:
-    """Wait for all that has been launched: memory that is still copied from must not go."""
-    left.synchronize()
-    copies.synchronize()

@@ -76,7 +76,7 @@ def stream_to_gpu(
             put(tensor, tensor.value().to(parts.device), of_id)
     taken = [_taken(parts.places[number], lacking[number]) for number in passing]
     for tensor in parts.tensors:
-        tensor.weights.state_dict = {}  # which would keep what is moved
+        tensor.in_memory.clear()  # which would keep what is moved
     if not passing:
         return None
     stream = DeviceStream(taken, parts.device, stay=[passing.index(filed[order]) for order in kept])

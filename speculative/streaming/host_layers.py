@@ -6,6 +6,7 @@ Memory is pinned as it is allocated, by cudaHostRegister, because torch's own pi
 
 import weakref
 from collections.abc import Collection, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ class HostLayers:
             nobody else holds has gone, layer by layer
     stay:   the layers in files that stay in memory once they have been read
 
+    passing: those that do not; reader: what reads files, if there are any
+
     Raises RuntimeError, with the size, for memory that cannot be pinned, and as LayerStream does.
     """
 
@@ -44,9 +47,9 @@ class HostLayers:
                 del layer[name]
             self._held.append(views)
         sources = [{name: one for name, one in layers[index].items() if isinstance(one, Place)} for index in filed]
-        self._reader = LayerStream(sources, [self._number[index] for index in stay]) if filed else None
-        if self._reader is not None:
-            for memory in self._reader.slots.memories:
+        self.reader = LayerStream(sources, [self._number[index] for index in stay]) if filed else None
+        if self.reader is not None:
+            for memory in self.reader.slots.memories:
                 self._pinned.pin(memory)
         # Pinned memory must not be given back before it is unpinned, even by who never calls `close`.
         self._unpin = weakref.finalize(self, self._pinned.unpin)
@@ -59,45 +62,46 @@ class HostLayers:
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
         """A layer's tensors by their names; those of a layer that passes hold its weights while it is taken."""
-        if self._reader is None or layer not in self._number:
+        if self.reader is None or layer not in self._number:
             return self._held[layer]
-        return self._held[layer] | self._reader.tensors(self._number[layer])
+        return self._held[layer] | self.reader.tensors(self._number[layer])
 
     def take(self, layer: int) -> None:
         """Wait until a layer is in memory. One that passes stays until this thread releases it or takes another one.
 
         Raises OSError, with the reason, if it cannot be read, and RuntimeError behind `close`.
         """
-        if self._reader is not None and layer in self._number:
-            self._reader.slots.take(self._number[layer])
+        if self.reader is not None and layer in self._number:
+            self.reader.slots.take(self._number[layer])
 
     def release(self, layer: int) -> None:
         """Allow the memory of a layer that passes to be filled with another one."""
-        if self._reader is not None and layer in self.passing:
-            self._reader.slots.release(self._number[layer])
+        if self.reader is not None and layer in self.passing:
+            self.reader.slots.release(self._number[layer])
 
     def let_go(self) -> None:
         """Release what this thread may still hold."""
-        if self._reader is not None:
-            self._reader.slots.let_go()
+        if self.reader is not None:
+            self.reader.slots.let_go()
 
     def counts(self) -> StreamCounts:
         """What was read from files, and how long passes waited for that."""
-        return StreamCounts() if self._reader is None else self._reader.counts()
+        return StreamCounts() if self.reader is None else self.reader.counts()
 
     def close(self) -> None:
         """Give the memory back. Nothing may copy from it any more."""
-        if self._reader is not None:
-            self._reader.close()
+        if self.reader is not None:
+            self.reader.close()
         self._unpin()
         self._held.clear()
-        self._reader = None
+        self.reader = None
 
 
 class _Pinned:
     """Pinned memory, and how it ceases to be."""
 
     def __init__(self) -> None:
+        self._runtime: Any = torch.cuda.cudart()
         self._memories: list[Tensor] = []
 
     @property
@@ -114,7 +118,7 @@ class _Pinned:
         """Pin memory; raise RuntimeError, and unpin all, if the system does not allow it."""
         if memory.nbytes == 0:
             return
-        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
+        code = int(self._runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
         if code != 0:
             nbytes = self.nbytes
             self.unpin()
@@ -128,5 +132,5 @@ class _Pinned:
     def unpin(self) -> None:
         """Unpin all, and hold it no longer."""
         while self._memories:
-            torch.cuda.cudart().cudaHostUnregister(self._memories[-1].data_ptr())
+            self._runtime.cudaHostUnregister(self._memories[-1].data_ptr())
             self._memories.pop()
