@@ -6,6 +6,7 @@
 #
 #   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of each kernel
 #   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted
+#   stream     scale.py device: a target in the host's memory, copied to the GPU for each tree, beside accelerate's way
 #   kernels    kernel_*.py: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
 #   more       calibrate, plan, decoding.py, phases.py and verifiers.py (which may then be the default on a GPU) with the
 #              shipped pair; soak; compute-sanitizer, where it is there
@@ -16,7 +17,7 @@
 # Installs this checkout without its dependencies where the Python does not import it yet. Without a GPU, or with
 # MINIATURE=1, each script does the least that runs all its lines.
 set -uo pipefail
-parts=(tests large kernels more tiles)
+parts=(tests large stream kernels more tiles)
 usage() { echo "usage: bash bench/gpu.sh OUTDIR [$(IFS='|'; echo "${parts[*]}") | all] [PYTHON]" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 part=${2:-all}
@@ -87,7 +88,8 @@ run_tests() {
     local files=("${kernels[@]/#/tests/}")
     files=("${files[@]/%/.py}")
     [ -n "$small" ] && few=(-k "by_hand or nothing_to_do or equal_siblings") || few=()
-    step tests-gpu 250 "${pytest[@]}" -m gpu tests/test_step.py tests/test_on_gpu.py tests/test_decoder.py
+    step tests-gpu 250 "${pytest[@]}" -m gpu tests/test_step.py tests/test_on_gpu.py tests/test_decoder.py \
+        tests/test_device_streaming.py
     step tests-kernels 280 "${pytest[@]}" "${few[@]}" "${files[@]}"
 }
 
@@ -103,6 +105,11 @@ run_large() {
             --methods sequoia --sizes 4 --batches 1 --temperatures 0.6 --prompts 1 --new-tokens 8 --json "$out/large.json"
     fi
     predictions large
+}
+
+run_stream() {
+    step stream "$([ -n "$small" ] && echo 300 || echo 520)" "$python" bench/scale.py device "${mini[@]}" --folder "$out" \
+        --json "$out/stream.json"
 }
 
 run_kernels() {

@@ -5,19 +5,23 @@ time. Each wait is proved to be needed by what is found without it.
 """
 
 import threading
+import weakref
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_order import Entry, RaceError, check, observe, played, unneeded
+from accelerate import cpu_offload, disk_offload
+from cuda_order import Entry, RaceError, check, observe, played, slot_of, unneeded
 from safetensors.torch import save_file
 from test_decoder import tiny_llama
 
 from heavypath.speculative import EarlyExit, SpeculativeDecoder
-from heavypath.speculative.streaming.accelerate_hooks import offloaded
+from heavypath.speculative.streaming import gpu
+from heavypath.speculative.streaming.accelerate_hooks import Offloaded, device_of, offloaded
 from heavypath.speculative.streaming.device import DeviceStream
 from heavypath.speculative.streaming.gpu import Parts, stream_to_gpu
-from heavypath.speculative.streaming.offloaded import layers_in
+from heavypath.speculative.streaming.offloaded import layers_in, stream_layers
 from heavypath.speculative.streaming.source import places_in
 
 CPU = torch.device("cpu")
@@ -111,6 +115,22 @@ def test_layers_may_be_taken_in_any_order(order, layers):
         step(order, stream, layers, ahead)
     step(order, stream)
     stream.close()
+    check(order.entries)
+
+
+@pytest.mark.parametrize("layers", [[0, 2], [0, None, 2, 0]])
+def test_a_layer_that_was_never_released_is_not_overwritten_while_it_computes(order, layers):
+    """Somebody catches an error between taking and releasing, and goes on; None: the layer before it is released."""
+    stream = in_memory(order, 5)
+    with stream.one_pass():
+        for layer, following in zip(layers, [*layers[1:], 0], strict=True):
+            if layer is None:
+                continue
+            stream.take(layer)
+            if following is None:
+                stream.release(layer)
+            else:
+                order.launch([(slot_of(stream, layer), layer)])
     check(order.entries)
 
 
@@ -337,8 +357,6 @@ def compute_all(stream):
 
 def on_played_gpu(model, order):
     """The layers of a model on the CPU as streamed to a GPU which is that, too; all of its writing goes to `order`."""
-    from accelerate import cpu_offload
-
     cpu_offload(model, execution_device=CPU)
     name, layers = layers_in(model)
     parts = Parts(model, model.get_submodule(name.rpartition(".")[0]), layers, [*offloaded(model)],
@@ -384,6 +402,56 @@ def test_a_call_that_an_exception_ends_leaves_the_next_text_right(order):
     thread.join(10)
     assert torch.equal(done[0], target(ids).logits)
     check(order.entries)
+
+
+def test_what_lay_in_the_hosts_memory_is_moved_not_copied(order):
+    model = tiny_llama(1, layers=4)
+    held = [weakref.ref(one.untyped_storage()) for one in model.model.layers[2].parameters()]
+    stream = on_played_gpu(model, order)
+    assert [reference() for reference in held] == [None] * len(held)
+    assert stream.host.nbytes >= sum(one.nbytes for one in stream.tensors(1).values()) * 3
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "free", "message"),
+    [
+        (torch.cuda, "mem_get_info", lambda device=None: (10_000, 1 << 30),
+         r"0\.000G of cpu's memory are free, and 1 layers that stay there and 2 that pass take 0\.000G; give a "),
+        (gpu, "free_memory", lambda: 100, r"0\.000G of the host's memory are free, .* take 0\.000G; give host_memory="),
+        (torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *given: 2, cudaHostUnregister=None),
+         r"0\.000G of the host's memory cannot be pinned for the GPU, .*CUDA error 2\); give a smaller host_memory"),
+    ],
+)  # fmt: skip
+def test_too_little_memory_is_refused_with_the_figures(order, monkeypatch, owner, name, free, message):
+    monkeypatch.setattr(owner, name, free)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        on_played_gpu(tiny_llama(1, layers=4), order)
+
+
+def test_weights_of_a_class_of_their_own_are_refused(tmp_path):
+    class Params4bit(torch.nn.Parameter):
+        pass
+
+    model = tiny_llama(1)
+    disk_offload(model, tmp_path)
+    layer = model.model.layers[0].mlp.up_proj
+    layer._parameters["weight"] = Params4bit(layer.weight.data, requires_grad=False)
+    with pytest.raises(ValueError, match="is a Params4bit, which is no plain tensor and cannot be streamed"):
+        stream_layers(model)
+
+
+def test_several_gpus_are_refused_and_so_is_a_cpu_beside_itself():
+    def place(device):
+        return Offloaded(torch.nn.Linear(1, 1), "weight", "weight", {"weight": content(0)}, torch.device(device))
+
+    with pytest.raises(ValueError, match="offloaded for cuda:0, cuda:1; streams are for a CPU or for one CUDA GPU"):
+        device_of([place("cuda:0"), place("cuda:1")])
+    with pytest.raises(ValueError, match="weight is offloaded from a CPU to its own memory; streams for a CPU take"):
+        device_of([place("cpu")])
+    assert device_of([place("cuda:1")]) == torch.device("cuda", 1)
 
 
 # The checker itself

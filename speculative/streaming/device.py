@@ -91,7 +91,8 @@ class DeviceStream:
         self.on_take: Callable[[int], None] | None = None
         self.copy: Copy = copy_layer
         self._copies = torch.cuda.Stream(device)
-        self._left = torch.cuda.current_stream().record_event()  # behind the last turn, and who had this memory before
+        # behind the last turn, and behind whoever had this memory before
+        self._left = torch.cuda.current_stream(device).record_event()
         self._tally = DeviceTally()
         self._alone = threading.RLock()
         self._turns = 0  # that this thread has entered
@@ -133,7 +134,7 @@ class DeviceStream:
                 yield
                 return
             self._turns = 1
-            current = torch.cuda.current_stream()
+            current = torch.cuda.current_stream(self.device)
             current.wait_event(self._left)
             try:
                 yield
@@ -169,7 +170,7 @@ class DeviceStream:
                 self._in_pass = False
                 if self._forked:
                     self._forked = False
-                    torch.cuda.current_stream().wait_stream(self._copies)
+                    torch.cuda.current_stream(self.device).wait_stream(self._copies)
                 self._release_host()
                 self.host.let_go()
 
@@ -202,7 +203,7 @@ class DeviceStream:
             if slot.layer != layer:
                 self._copy(layer)
             slot.free = None
-            current = torch.cuda.current_stream()
+            current = torch.cuda.current_stream(self.device)
             if torch.cuda.is_current_stream_capturing():
                 current.wait_event(slot.there)
                 return
@@ -217,7 +218,7 @@ class DeviceStream:
         with self._alone:
             if not self._in_pass or self._slot(layer).layer != layer:  # taking it has failed
                 return
-            self._slot(layer).free = torch.cuda.current_stream().record_event()
+            self._slot(layer).free = torch.cuda.current_stream(self.device).record_event()
             if layer + len(self._slots) < self.layers:
                 self._copy_ahead(layer + len(self._slots))
 
@@ -278,7 +279,7 @@ class DeviceStream:
         """Launch the copy of a layer, behind what still computes with what is in its slot."""
         self._release_host()
         self.host.take(layer)
-        slot, current = self._slot(layer), torch.cuda.current_stream()
+        slot, current = self._slot(layer), torch.cuda.current_stream(self.device)
         if slot.free is not None:
             self._copies.wait_event(slot.free)
         elif slot.layer is not None or not self._forked:

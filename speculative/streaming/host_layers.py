@@ -35,7 +35,7 @@ class HostLayers:
     def __init__(self, layers: Sequence[MutableMapping[str, Tensor | Place]], stay: Collection[int]):
         filed = [index for index, layer in enumerate(layers) if any(isinstance(one, Place) for one in layer.values())]
         self.passing = frozenset(filed) - {*stay}  # the layers whose memory is another one's at another time
-        self._pinned = _Pinned()
+        self._pinned = Pinned()
         self._number = {index: number for number, index in enumerate(filed)}
         self._held: list[dict[str, Tensor]] = []
         for layer in layers:
@@ -97,7 +97,7 @@ class HostLayers:
         self.reader = None
 
 
-class _Pinned:
+class Pinned:
     """Pinned memory, and how it ceases to be."""
 
     def __init__(self) -> None:
@@ -106,6 +106,7 @@ class _Pinned:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of it."""
         return sum(memory.nbytes for memory in self._memories)
 
     def memory(self, nbytes: int) -> Tensor:
