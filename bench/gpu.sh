@@ -6,7 +6,8 @@
 #
 #   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of each kernel
 #   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted
-#   stream     scale.py device: a target in the host's memory, copied to the GPU for each tree, beside accelerate's way
+#   stream     a target in the host's memory whose layers are copied for each pass writes its own text; scale.py device:
+#              what that costs by trees of all sizes, beside accelerate's way
 #   kernels    kernel_*.py: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
 #   more       calibrate, plan, decoding.py, phases.py and verifiers.py (which may then be the default on a GPU) with the
 #              shipped pair; soak; compute-sanitizer, where it is there
@@ -88,8 +89,7 @@ run_tests() {
     local files=("${kernels[@]/#/tests/}")
     files=("${files[@]/%/.py}")
     [ -n "$small" ] && few=(-k "by_hand or nothing_to_do or equal_siblings") || few=()
-    step tests-gpu 250 "${pytest[@]}" -m gpu tests/test_step.py tests/test_on_gpu.py tests/test_decoder.py \
-        tests/test_device_streaming.py
+    step tests-gpu 250 "${pytest[@]}" -m gpu tests/test_step.py tests/test_on_gpu.py tests/test_decoder.py
     step tests-kernels 280 "${pytest[@]}" "${few[@]}" "${files[@]}"
 }
 
@@ -108,8 +108,8 @@ run_large() {
 }
 
 run_stream() {
-    step stream "$([ -n "$small" ] && echo 300 || echo 520)" "$python" bench/scale.py device "${mini[@]}" --folder "$out" \
-        --json "$out/stream.json"
+    step tests-streaming 180 "${pytest[@]}" -m gpu tests/test_device_streaming.py
+    step stream 340 "$python" bench/scale.py device "${mini[@]}" --folder "$out" --json "$out/stream.json"
 }
 
 run_kernels() {

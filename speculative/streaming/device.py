@@ -64,7 +64,7 @@ class DeviceStream:
     Tensors have the same addresses until `close`. Without the last reference to the stream its memory goes, but for
     that of its tensors.
 
-    on_take: called with each layer that is taken on the host, to show progress
+    on_take: called with each layer that is taken, to show progress; a graph takes none
     copy:    copies a layer; may be replaced, to observe it
 
     Raises as `HostLayers` does.
@@ -95,8 +95,7 @@ class DeviceStream:
         self._left = torch.cuda.current_stream(device).record_event()
         self._tally = DeviceTally()
         self._alone = threading.RLock()
-        self._turns = 0  # that this thread has entered
-        self._in_pass = self._forked = self._closed = False
+        self._in_turn = self._in_pass = self._forked = self._closed = False  # the first three of who is alone
         self._hooked: ExitStack | None = None  # the pass that a call of the model has begun
         self._leaving: tuple[int, Any] | None = None  # the layer of a file that is copied, and the event behind that
         self._unchecked = {*range(self.layers)}
@@ -130,17 +129,17 @@ class DeviceStream:
             self._drop_interrupted()
             if self._closed:
                 raise RuntimeError("the stream of this model's weights is closed; load the model anew")
-            if self._turns or torch.cuda.is_current_stream_capturing():  # a capture runs nothing
+            if self._in_turn or torch.cuda.is_current_stream_capturing():  # a capture runs nothing
                 yield
                 return
-            self._turns = 1
             current = torch.cuda.current_stream(self.device)
-            current.wait_event(self._left)
             try:
+                self._in_turn = True
+                current.wait_event(self._left)
                 yield
             finally:
                 self._left.record(current)
-                self._turns = 0
+                self._in_turn = False
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -159,10 +158,10 @@ class DeviceStream:
             if self._in_pass:
                 yield
                 return
-            self._in_pass = True
-            for slot in self._slots:
-                slot.layer = slot.there = slot.free = None
             try:
+                self._in_pass = True
+                for slot in self._slots:
+                    slot.layer = slot.there = slot.free = None
                 for layer in range(len(self._slots) if ahead else 0):
                     self._copy_ahead(layer)
                 yield
@@ -197,16 +196,15 @@ class DeviceStream:
         with self._alone:
             if not self._in_pass:
                 raise RuntimeError("a streamed layer is called outside of a pass; call the model, or enter one_pass()")
-            if self.on_take is not None:
-                self.on_take(layer)
-            slot = self._slot(layer)
+            slot, current = self._slot(layer), torch.cuda.current_stream(self.device)
             if slot.layer != layer:
                 self._copy(layer)
             slot.free = None
-            current = torch.cuda.current_stream(self.device)
             if torch.cuda.is_current_stream_capturing():
                 current.wait_event(slot.there)
                 return
+            if self.on_take is not None:
+                self.on_take(layer)
             begin = current.record_event(torch.cuda.Event(enable_timing=True))
             current.wait_event(slot.there)
             self._tally.waited((begin, current.record_event(torch.cuda.Event(enable_timing=True))))

@@ -54,22 +54,18 @@ def stream_to_gpu(
             lacking[number_of[id(tensor.module)]].append(tensor)
         else:
             put(tensor, tensor.value().to(parts.device), of_id)
-    facts = {number: _facts(parts.places[number], tensors) for number, tensors in lacking.items()}
-    sizes = {number: Packing(tensors).nbytes for number, tensors in facts.items()}
-    del facts
+    sizes = {number: Packing(_facts(parts.places[number], tensors)).nbytes for number, tensors in lacking.items()}
     others = sum({id(one): one.nbytes for one in parts.model.parameters() if one.device == parts.device}.values())
-    stay = [*sizes]
-    if memory is None:
-        stay = sorted({*resident} & {*sizes})
-    else:
-        wanted = [order for order, number in enumerate(sizes) if number in {*resident}]
+    chosen = wanted = [order for order, number in enumerate(sizes) if number in {*resident}]
+    if memory is not None:
         chosen = resident_layers([*sizes.values()], bytes_of(memory) - others, wanted, others)
-        stay = [stay[order] for order in chosen]
+    stay = [number for order, number in enumerate(sizes) if order in chosen]
     passing = [number for number in sizes if number not in stay]
     filed = [number for number in passing if parts.places[number]]
     kept = _kept_on_host([sizes[number] for number in filed], host_memory)
     _check_gpu(parts.device, [sizes[number] for number in stay], [sizes[number] for number in passing])
-    _check_host([sizes[number] for number in filed], kept, [sizes[n] for n in passing if n not in filed])
+    moved = [number for number in passing if number not in filed]
+    _check_host([sizes[number] for number in filed], kept, [sizes[number] for number in moved])
 
     for number in stay:
         for tensor in lacking.pop(number):
