@@ -468,6 +468,8 @@ def install() -> None:
         "device": lambda device=None: nullcontext(),
         "device_of": lambda tensor: nullcontext(),
         "cudart": lambda: RUNTIME,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: None,
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,
