@@ -192,9 +192,9 @@ class StepRunner:
 @contextmanager
 def _alone_with_weights(plan: StepPlan) -> Iterator[None]:
     """What a graph is launched in: it overwrites the slots of streamed layers, whoever uses them."""
-    streams = {id(model.stream): model.stream for model in (plan.target, *models_of(plan.draft))}
+    streams = {getattr(model, "stream", None) for model in (plan.target, *models_of(plan.draft))}
     with ExitStack() as turns:
-        for stream in streams.values():
+        for stream in streams:
             if isinstance(stream, DeviceStream):
                 turns.enter_context(stream.replay())
         yield

@@ -4,12 +4,11 @@ Events that a CUDA graph records tell no times, so of what is copied by graphs o
 """
 
 from collections import deque
-
-import torch
+from typing import Any
 
 from heavypath.speculative.streaming.slots import StreamCounts
 
-Span = tuple[torch.cuda.Event, torch.cuda.Event]  # what lies between two events on one CUDA stream
+Span = tuple[Any, Any]  # what lies between two events on one CUDA stream
 MOST = 512  # spans that are kept before those that have passed are added up
 
 

@@ -44,7 +44,12 @@ class StreamCounts(NamedTuple):
 
     def since(self, before: "StreamCounts") -> "StreamCounts":
         """What has been done since it was `before`."""
-        return StreamCounts(*(now - then for now, then in zip(self, before, strict=True)))
+        return StreamCounts(
+            bytes_read=self.bytes_read - before.bytes_read,
+            reading=self.reading - before.reading,
+            waiting=self.waiting - before.waiting,
+            untimed=self.untimed - before.untimed,
+        )
 
     @property
     def bandwidth(self) -> float:
