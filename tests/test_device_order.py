@@ -203,6 +203,25 @@ def test_a_pass_forks_and_joins_within_a_graph(order):
     assert stream.counts().untimed == 4 * sum(-(-4 * (100 + layer) // 256) * 256 for layer in range(5))
 
 
+def test_a_streamed_draft_forks_and_joins_beside_its_target(order):
+    stream, draft = (in_memory(order, layers) for layers in (5, 3))
+
+    def both():
+        with stream.one_pass(ahead=True):
+            for _ in range(2):
+                with draft.one_pass():
+                    compute(draft, range(3))
+            compute(stream, range(5))
+
+    both()
+    with order.capture(order.new_stream()) as graph:
+        both()
+    for _ in range(2):
+        with stream.replay(), draft.replay():
+            order.replay(graph)
+    assert_right(order)
+
+
 def test_a_capture_that_fails_is_joined_and_the_next_one_is_right(order):
     stream = in_memory(order, 5)
     for last in range(6):

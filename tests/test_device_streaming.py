@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from test_decoder import tiny_llama
+from test_heads import head_of
 from transformers import AutoModelForCausalLM
 
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, load_streamed
@@ -141,6 +142,15 @@ def test_sixteen_bits_are_streamed_as_they_are(pair, ids, dtype, tmp_path):
     options = {"max_new_tokens": NEW, "do_sample": False}
     assert torch.equal(*(each.generate(ids, **options) for each in (model, passing)))
     assert_alike(*(text_of(passing, draft, ids, cuda_graphs=graphs) for graphs in (True, False)))
+
+
+def test_a_head_drafts_from_hidden_states_of_a_streamed_target(pair, shared, ids):
+    target = pair[0]
+    last = target.config.num_hidden_layers
+    head = head_of(target, taps=(0, last // 2, last), head_dim=16).cuda()
+    texts = [text_of(each, head, ids[:1], "sequoia") for each in (target, shared)]
+    assert_alike(*texts)
+    assert texts[1].stats.streaming.untimed > 0, "steps were graphs"
 
 
 def test_an_early_exit_drafts_by_layers_that_stay(pair, folder, ids):
