@@ -56,17 +56,7 @@ def stream_to_gpu(
             put(tensor, tensor.value().to(parts.device), of_id)
     sizes = {number: Packing(_facts(parts.places[number], tensors)).nbytes for number, tensors in lacking.items()}
     others = sum({id(one): one.nbytes for one in parts.model.parameters() if one.device == parts.device}.values())
-    chosen = wanted = [order for order, number in enumerate(sizes) if number in {*resident}]
-    if memory is not None:
-        chosen = resident_layers([*sizes.values()], bytes_of(memory) - others, wanted, others)
-    stay = [number for order, number in enumerate(sizes) if order in chosen]
-    passing = [number for number in sizes if number not in stay]
-    filed = [number for number in passing if parts.places[number]]
-    kept = _kept_on_host([sizes[number] for number in filed], host_memory)
-    _check_gpu(parts.device, [sizes[number] for number in stay], [sizes[number] for number in passing])
-    moved = [number for number in passing if number not in filed]
-    _check_host([sizes[number] for number in filed], kept, [sizes[number] for number in moved])
-
+    stay, passing, on_host = _chosen(parts, sizes, others, memory, resident, host_memory)
     for number in stay:
         for tensor in lacking.pop(number):
             put(tensor, tensor.value().to(parts.device), of_id)
@@ -75,7 +65,7 @@ def stream_to_gpu(
         tensor.in_memory.clear()  # which would keep what is moved
     if not passing:
         return None
-    stream = DeviceStream(taken, parts.device, stay=[passing.index(filed[order]) for order in kept])
+    stream = DeviceStream(taken, parts.device, stay=[passing.index(number) for number in on_host])
     for order, number in enumerate(passing):
         views = stream.tensors(order)
         for tensor in lacking[number]:
@@ -90,6 +80,37 @@ def stream_to_gpu(
         f"{stream.host.nbytes / 1e6:,.0f}",
     )  # fmt: skip
     return stream
+
+
+def _chosen(
+    parts: Parts,
+    sizes: dict[int, int],
+    others: int,
+    memory: int | str | None,
+    resident: Collection[int],
+    host_memory: int | str | None,
+) -> tuple[list[int], list[int], list[int]]:
+    """The numbers of the layers that stay on the GPU, of those that pass, and of those in files that the host keeps.
+
+    sizes: bytes of each layer by its number; others: bytes of all else on the GPU
+
+    Raises ValueError for memory that does not suffice, or is not there.
+    """
+    chosen = wanted = [order for order, number in enumerate(sizes) if number in {*resident}]
+    if memory is not None:
+        chosen = resident_layers([*sizes.values()], bytes_of(memory) - others, wanted, others)
+    stay = [number for order, number in enumerate(sizes) if order in chosen]
+    passing = [number for number in sizes if number not in stay]
+    filed = [number for number in passing if parts.places[number]]
+    moved = [number for number in passing if number not in filed]
+    on_host = filed if host_memory is None else []
+    if host_memory not in (None, 0):
+        kept = resident_layers([sizes[number] for number in filed], bytes_of(host_memory), (), 0)
+        on_host = [filed[order] for order in kept]
+    _check_gpu(parts.device, [sizes[number] for number in stay], [sizes[number] for number in passing])
+    from_disk = [sizes[number] for number in filed if number not in on_host]
+    _check_host([sizes[number] for number in on_host], from_disk, [sizes[number] for number in moved])
+    return stay, passing, on_host
 
 
 def _facts(places: dict[str, Place], tensors: list[Offloaded]) -> dict[str, Tensor | Place]:
@@ -107,13 +128,6 @@ def _taken(places: dict[str, Place], tensors: list[Offloaded]) -> dict[str, Tens
     return taken
 
 
-def _kept_on_host(sizes: list[int], host_memory: int | str | None) -> list[int]:
-    """Which of the layers in files stay in the host's memory."""
-    if host_memory is None:
-        return [*range(len(sizes))]
-    return [] if host_memory == 0 else resident_layers(sizes, bytes_of(host_memory), (), 0)
-
-
 def _check_gpu(device: torch.device, stay: list[int], passing: list[int]) -> None:
     """Raise ValueError for layers that the GPU has no memory for."""
     free = torch.cuda.mem_get_info(device)[0]
@@ -126,11 +140,10 @@ def _check_gpu(device: torch.device, stay: list[int], passing: list[int]) -> Non
         )
 
 
-def _check_host(filed: list[int], kept: list[int], moved: list[int]) -> None:
+def _check_host(kept: list[int], from_disk: list[int], moved: list[int]) -> None:
     """Raise ValueError for layers that the host has no memory for. moved: of those that lie there already."""
-    passing = [size for order, size in enumerate(filed) if order not in kept]
-    needed, free = sum(filed[order] for order in kept), free_memory()
-    needed += min(SLOTS, len(passing)) * max(passing, default=0) + max(moved, default=0)
+    needed, free = sum(kept) + max(moved, default=0), free_memory()
+    needed += min(SLOTS, len(from_disk)) * max(from_disk, default=0)
     if needed > free:
         raise ValueError(
             f"{free / 1e9:.3f}G of the host's memory are free, and the layers that are streamed to the GPU from there "
