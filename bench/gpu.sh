@@ -6,9 +6,11 @@
 #
 #   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of each kernel
 #   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted
+#   stream     a target in the host's memory whose layers are copied for each pass writes its own text; scale.py device:
+#              what that costs by trees of all sizes, beside accelerate's way
 #   kernels    kernel_*.py: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
 #   more       calibrate, plan, decoding.py, phases.py and verifiers.py (which may then be the default on a GPU) with the
-#              shipped pair; soak; compute-sanitizer, where it is there
+#              shipped pair; ranks where there are two GPUs; soak; compute-sanitizer, where it is there
 #   tiles      tiles.py: what if a kernel had other tiles
 #
 # Logs, JSON and pictures are in OUTDIR; tables are printed as they come. A step that takes too long gets SIGINT, and
@@ -16,7 +18,7 @@
 # Installs this checkout without its dependencies where the Python does not import it yet. Without a GPU, or with
 # MINIATURE=1, each script does the least that runs all its lines.
 set -uo pipefail
-parts=(tests large kernels more tiles)
+parts=(tests large stream kernels more tiles)
 usage() { echo "usage: bash bench/gpu.sh OUTDIR [$(IFS='|'; echo "${parts[*]}") | all] [PYTHON]" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 part=${2:-all}
@@ -66,12 +68,12 @@ PYTHON
 import importlib.util, platform, torch, transformers, triton
 gpu = torch.cuda.is_available()
 has = {name: importlib.util.find_spec(name) is not None for name in ("xdist", "flashinfer", "matplotlib", "peft")}
-print(int(gpu), int(has["xdist"]), int(has["matplotlib"]))
+print(int(gpu), torch.cuda.device_count(), int(has["xdist"]), int(has["matplotlib"]))
 print("device", torch.cuda.get_device_name() if gpu else "none: no GPU was found")
 print("python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__,
       "transformers", transformers.__version__, *(f"{name} {'yes' if there else 'no'}" for name, there in has.items()))
 PYTHON
-read -r gpu xdist matplotlib <"$out/environment.log"
+read -r gpu gpus xdist matplotlib <"$out/environment.log"
 tail -2 "$out/environment.log"
 [ "$gpu" = 1 ] && small=${MINIATURE:-} || small=1
 mini=(${small:+--miniature})
@@ -106,6 +108,13 @@ run_large() {
     predictions large
 }
 
+run_stream() {
+    step tests-streaming 180 "${pytest[@]}" -m gpu tests/test_device_streaming.py
+    local played=() # there are no streams to be copied by on a CPU
+    [ "$gpu" = 1 ] || played=(env "PYTHONPATH=$PWD/tests:$PWD/tests/stand_in${PYTHONPATH:+:$PYTHONPATH}")
+    step stream 340 "${played[@]}" "$python" bench/scale.py device "${mini[@]}" --folder "$out" --json "$out/stream.json"
+}
+
 run_kernels() {
     step warm-up 150 "$python" bench/warm_up.py "${mini[@]}" --processes "$([ -n "$small" ] && echo 1 || echo 14)"
     step kernel_attention 150 "$python" bench/kernel_attention.py "${mini[@]}" --json "$out/kernel_attention.json" "${plot[@]}"
@@ -127,6 +136,11 @@ run_more() {
     step phases 60 "$python" bench/phases.py "${mini[@]}" --json "$out/phases.json"
     step verifiers 90 "$python" bench/verifiers.py "${mini[@]}" --prompts 8 --seeds 1 --max-new-tokens 64 --timed 8 \
         --tree "sequoia 64" --tree "chain 8" --tree "dyspec 64" --tree "specinfer 4 x 8" --json "$out/verifiers.json"
+    # Ranks have a GPU each; in miniature two processes share a CPU.
+    if [ -n "$small" ] || [ "$gpus" -ge 2 ]; then
+        step ranks 120 "$python" bench/scale.py ranks "${mini[@]}" --ranks 1 2 --json "$out/ranks.json" \
+            --device "$([ -n "$small" ] && echo cpu || echo cuda)"
+    fi
     [ -n "$small" ] || step soak 100 "${pytest[@]}" -m "" tests/test_soak.py
     if [ "$gpu" = 1 ] && [ -z "$small" ] && command -v compute-sanitizer >/dev/null; then
         for tool in memcheck racecheck; do

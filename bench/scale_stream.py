@@ -209,11 +209,8 @@ class Bench:
     def add(self, way: str, **figures: Any) -> None:
         """Print a row, and write all."""
         self.rows.append({"way": way, **{name: value for name, value in figures.items() if value is not None}})
-        words = [f"{SHOWN[name][0]} {value * SHOWN[name][2]:{SHOWN[name][1]}}"
-                 for name, value in self.rows[-1].items() if name in SHOWN]  # fmt: skip
-        if "asked" in figures:
-            words.append(f"{figures['taken'] / figures['asked']:.2f} of what was asked")
-        print(f"{way:<32}", *words, sep="  ", flush=True)
+        part = f"  {figures['taken'] / figures['asked']:.2f} of what was asked" if "asked" in figures else ""
+        print(shown(self.rows[-1]) + part, flush=True)
         facts = environment("cpu") | {
             name: getattr(self.given, name)
             for name in ("gigabytes", "memory", "limit", "width", "slow_gigabytes", "slow_memory", "slow_width", "rate")
@@ -232,12 +229,22 @@ SHOWN = {  # a figure's name in the table, its format, its unit
     "waited": ("waited", ".0%", 1),
     "taken": ("MB taken", ".0f", 1e-6),
     "stream": ("MB of the stream", ".0f", 1e-6),
+    "pinned": ("MB pinned", ".0f", 1e-6),
     "asked": ("MB asked", ".0f", 1e-6),
 }
 
 
-def write_target(folder: Path, small: LlamaForCausalLM, nbytes: float, width: int) -> None:
-    """A target of about so many bytes in float32, a file for each layer; never more of it in memory than a few layers.
+def shown(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    words = [f"{SHOWN[name][0]} {value * SHOWN[name][2]:{SHOWN[name][1]}}"
+             for name, value in row.items() if name in SHOWN]  # fmt: skip
+    return "  ".join((f"{row['way']:<32}", *words))
+
+
+def write_target(
+    folder: Path, small: LlamaForCausalLM, nbytes: float, width: int, dtype: torch.dtype = torch.float32
+) -> None:
+    """A target of about so many bytes, a file for each layer; never more of it in memory than a few layers.
 
     All layers beyond the small model's say nothing, so one of them is made and written again and again.
     """
@@ -245,7 +252,7 @@ def write_target(folder: Path, small: LlamaForCausalLM, nbytes: float, width: in
     own, heads = small.config.num_hidden_layers, width // 64
     heads = heads if heads >= small.config.num_attention_heads else width // 32
     widths = Widths(own + 1, width, heads, max(width * 11 // 4, small.config.intermediate_size))
-    model = enlarged(small, widths, small.config.vocab_size)
+    model = enlarged(small, widths, small.config.vocab_size, dtype)
     weights = {name: one.detach() for name, one in model.named_parameters()}
     of_layer = [{} for _ in range(own + 1)]
     beside: dict[str, Tensor] = {}

@@ -26,6 +26,7 @@ from transformers import (
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.custom_generate import GenerateCall, SpeculativeOutput
+from heavypath.speculative.decoding.graphs import has_graphs
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.loop import Streamer, begin_alike, checked_streamers, decode
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
@@ -42,7 +43,6 @@ from heavypath.speculative.method_rules import MethodRules
 from heavypath.speculative.methods import check_laws, default_verifier
 from heavypath.speculative.models.forward import check_no_autocast
 from heavypath.speculative.models.forward_of import forward_of
-from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.generation import Generation
 from heavypath.speculative.output.remark import Remark
@@ -152,10 +152,7 @@ class SpeculativeDecoder:
         self.target = target
         self._given_draft = draft
         self._target = forward_of(target, "target")
-        on_host = host_can_read(self._target.device)
-        if cuda_graphs and on_host:
-            raise ValueError(f"cuda_graphs needs models on a CUDA device, got {self._target.device}; leave it out")
-        self.runner = StepRunner(cuda_graphs=not on_host if cuda_graphs is None else cuda_graphs)
+        self.runner = StepRunner(cuda_graphs=has_graphs(cuda_graphs, self._target))
         options = {"tree": tree, "tree_size": tree_size, "acceptance": acceptance, "max_depth": max_depth}
         options |= {"width": width, "branching": branching, "threshold": threshold, "confidence": confidence}
         given = {name: value for name, value in options.items() if value is not None}

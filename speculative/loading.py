@@ -66,22 +66,22 @@ def load_pair(
         file that `Retrieval.save` wrote, or a text or a folder of texts. Or several of these: "demo-head+prompt-lookup"
         is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and "2*demo-head+4*prompt-lookup", with levels, a
         `Cascade`.
-    device: default a GPU if there is one.
+    device: default a GPU if there is one; the CPU for a target with `memory`.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
         A head has its target's.
     ranks: processes that the target is split over, by its own tensor-parallel plan; this is one of them, and
         torch.distributed knows the others. Each has the whole draft.
-    memory: bytes that the target's weights may take, or a text such as "8G"; what is more is read from its folder in
-        each forward pass, see `load_streamed`. The models are then on the CPU, in the type that they were saved in, and
-        in one process.
+    memory: bytes that the target's weights may take on the device, or a text such as "8G"; what is more is read from
+        its folder, or copied to a GPU, in each forward pass, see `load_streamed`. The models are then in the type that
+        they were saved in, and in one process.
 
     Raises ValueError, TypeError or OSError, in one line, for a missing folder, a model type that is not supported,
     files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
     """
-    if memory is not None and (target is None or dtype is not None or str(device or "cpu") != "cpu"):
+    if memory is not None and (target is None or dtype is not None):
         raise ValueError(
-            "memory is for a target in a folder of its own, on the CPU and in the type that it was saved in; got "
-            f"target {target!r}, dtype {dtype}, device {device}"
+            "memory is for a target in a folder of its own and in the type that it was saved in; got "
+            f"target {target!r}, dtype {dtype}"
         )
     if memory is not None and ranks > 1:
         raise ValueError(f"a target is either split over processes or streamed, got {ranks} and memory {memory!r}")
@@ -92,7 +92,7 @@ def load_pair(
     def load_target(folder: Path) -> PreTrainedModel:
         if memory is None:
             return _load_model("target", folder, device, dtype, ranks)
-        return load_streamed(folder, memory, resident=_exit_layers(draft))
+        return load_streamed(folder, memory, resident=_exit_layers(draft), device=device)
 
     return _load_pair(target, draft, device, dtype, load_target)
 

@@ -219,6 +219,10 @@ class Graph(TorchDispatchMode):
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        copies = function is torch.ops.aten.copy_.default and is_there(args[0]) and not is_there(args[1])
+        if copies and not RUNTIME.holds(args[1]):
+            self.broken = True
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless pinned")
         within, self.within = self.within, True
         try:
             out = function(*args, **(kwargs or {}))
@@ -338,6 +342,29 @@ class Driver:
         cache.zero_()
 
 
+class Runtime:
+    """The part of CUDA's runtime that torch hands on: memory of the host that is pinned, by where it begins."""
+
+    def __init__(self):
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, begin, nbytes, flags):  # noqa: N802
+        taken = any(begin < one + size and one < begin + nbytes for one, size in self.pinned.items())
+        if not taken:
+            self.pinned[begin] = nbytes
+        return 712 if taken else 0  # cudaErrorHostMemoryAlreadyRegistered
+
+    def cudaHostUnregister(self, begin):  # noqa: N802
+        return 0 if self.pinned.pop(begin, None) else 713
+
+    def holds(self, tensor):
+        begin = tensor.data_ptr()
+        return any(one <= begin < one + size for one, size in self.pinned.items())
+
+
+RUNTIME = Runtime()
+
+
 def launch(executor, *args, **kwargs):
     """A kernel's launch: refused for tensors of the host, and noted where a graph is captured."""
     if time.process_time() > _until:
@@ -440,6 +467,9 @@ def install() -> None:
         "stream": lambda stream: nullcontext(),
         "device": lambda device=None: nullcontext(),
         "device_of": lambda tensor: nullcontext(),
+        "cudart": lambda: RUNTIME,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: None,
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,

@@ -92,7 +92,7 @@ def test_what_was_measured_stands_beside_what_was_predicted(monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["tests", "large", "kernels", "more", "tiles"])
+@pytest.mark.parametrize("part", ["tests", "large", "stream", "kernels", "more", "tiles"])
 def test_everything_for_a_gpu_runs_in_miniature(part, tmp_path):
     done = subprocess.run(
         ["bash", str(BENCH / "gpu.sh"), str(tmp_path), part, sys.executable],
@@ -110,4 +110,4 @@ def test_a_part_that_is_not_there_is_refused(tmp_path):
         ["bash", str(BENCH / "gpu.sh"), str(tmp_path), "test"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "tests|large|kernels|more|tiles" in done.stderr
+    assert "tests|large|stream|kernels|more|tiles" in done.stderr

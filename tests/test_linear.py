@@ -12,7 +12,9 @@ from torch import nn
 from heavypath.kernels.native.library import library
 from heavypath.speculative import EarlyExit, SpeculativeDecoder
 from heavypath.speculative.models import linear
-from heavypath.speculative.models.linear import Linears, free_memory
+from heavypath.speculative.models.linear import Linears
+from heavypath.speculative.streaming import memory
+from heavypath.speculative.streaming.memory import free_memory
 
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="needs a C++ compiler"),
@@ -172,7 +174,7 @@ def test_what_the_kernels_cannot_do_is_left_to_the_module():
 
 def test_free_memory_is_bounded_by_the_control_group(monkeypatch, tmp_path):
     assert free_memory() > 1 << 20
-    monkeypatch.setattr(linear, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
     without = free_memory()
     for limit, used, expected in (("1000000", "400000", 600_000), ("1000", "4000", 0)):
         (tmp_path / "memory.max").write_text(limit + "\n")

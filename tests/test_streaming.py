@@ -792,6 +792,16 @@ def test_a_model_in_memory_has_nothing_to_stream(demo_pair):
     assert stream_of(demo_pair[0]) is None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(folder):
+    with pytest.raises(ValueError, match="device 'cuda' was given, and torch finds no CUDA GPU"):
+        load_streamed(folder, "20M", device="cuda")
+    with pytest.raises(ValueError, match="streamed to a CPU or a CUDA GPU, got device 'meta'"):
+        load_streamed(folder, "20M", device="meta")
+    with pytest.raises(ValueError, match="host_memory is for a model on a GPU, got '1G' for one on the CPU"):
+        load_streamed(folder, "20M", host_memory="1G")
+
+
 # The command line
 
 

@@ -17,12 +17,32 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from heavypath.kernels.tickets import counters_for, new_counters
+from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.streaming.device import DeviceStream
 
 MOST = 32  # graphs kept: those used last
 
 Result = TypeVar("Result")
 
 _capturing = threading.Lock()  # one capture may be underway in a process
+
+
+def has_graphs(given: bool | None, target: Forward) -> bool:
+    """Whether a decoder's steps are graphs: as it was told, or else wherever they can be.
+
+    Raises ValueError for graphs on a CPU, and of a target that the host reads from disk in each step.
+    """
+    on_host, stream = host_can_read(target.device), target.stream
+    if given and on_host:
+        raise ValueError(f"cuda_graphs needs models on a CUDA device, got {target.device}; leave it out")
+    is_fixed = not isinstance(stream, DeviceStream) or stream.is_fixed
+    if given and not is_fixed:
+        raise ValueError(
+            "cuda_graphs needs a target whose layers stay in memory, got one that is read from disk in each step; "
+            "leave it out, or load the target with a larger host_memory"
+        )
+    return not on_host and is_fixed if given is None else given
 
 
 class Graph(Generic[Result]):

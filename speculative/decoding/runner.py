@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial
 
 import torch
@@ -24,6 +24,7 @@ from heavypath.speculative.drafts import OwnDraft, leaves_of, models_of
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.streaming.device import DeviceStream
 from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,8 @@ class StepRunner:
             except RuntimeError as error:
                 self._warn(plan, error)
         if graph.is_captured:
-            graph.replay()
+            with _alone_with_weights(plan):
+                graph.replay()
             stepped = graph.result
         else:
             stepped, graph.is_warm = launch(), True
@@ -185,6 +187,17 @@ class StepRunner:
                 " and ".join(names), reason,
             )  # fmt: skip
         self._warned = True
+
+
+@contextmanager
+def _alone_with_weights(plan: StepPlan) -> Iterator[None]:
+    """What a graph is launched in: it overwrites the slots of streamed layers, whoever uses them."""
+    streams = {getattr(model, "stream", None) for model in (plan.target, *models_of(plan.draft))}
+    with ExitStack() as turns:
+        for stream in streams:
+            if isinstance(stream, DeviceStream):
+                turns.enter_context(stream.replay())
+        yield
 
 
 def _most_visible(plan: StepPlan, workspace: Workspace) -> int:

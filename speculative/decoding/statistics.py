@@ -1,5 +1,6 @@
 """What a generation did: counts, acceptance and seconds by phase."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
@@ -7,8 +8,8 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from torch import Tensor
 
+from heavypath.speculative.streaming.layer_weights import WeightStream
 from heavypath.speculative.streaming.slots import StreamCounts
-from heavypath.speculative.streaming.stream import LayerStream
 
 ENOUGH_STEPS = 32  # to tell whether a draft pays
 LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more
@@ -68,9 +69,9 @@ class Statistics:
     accepted: Tensor = field(init=False, repr=False)
     clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
     begin: float | None = None
-    stream: InitVar[LayerStream | None] = None
+    stream: InitVar[WeightStream | None] = None
 
-    def __post_init__(self, stream: LayerStream | None) -> None:
+    def __post_init__(self, stream: WeightStream | None) -> None:
         self._stream, self.streaming = stream, None if stream is None else stream.counts()
         self.offered = torch.zeros(self.depth, self.branching, dtype=torch.long)
         self.accepted = torch.zeros_like(self.offered)
@@ -94,8 +95,13 @@ class Statistics:
 
     @property
     def waiting_share(self) -> float:
-        """Of the time of the whole call, the share in which the target waited for its weights to be read."""
-        return self.streaming.waiting / self.total_seconds if self.streaming and self.total_seconds else 0.0
+        """Of the time of the whole call, the share in which the target waited for its weights to be read.
+
+        NaN where CUDA graphs copied them, which do not tell.
+        """
+        if self.streaming is None or not self.total_seconds:
+            return 0.0
+        return math.nan if self.streaming.untimed else self.streaming.waiting / self.total_seconds
 
     @property
     def gain_at_most(self) -> float:
@@ -164,10 +170,10 @@ class Statistics:
         if self.streaming is None:
             return []
         read, rate = self.streaming.bytes_read / 1e9, self.streaming.bandwidth / 1e9
-        return [
-            ("weights read, GB", f"{read:.2f} at {rate:.2f} GB/s"),
-            ("  waited for them", f"{self.waiting_share:.0%} of the time"),
-        ]
+        waited = f"{self.waiting_share:.0%} of the time"
+        if self.streaming.untimed:
+            waited = "not known where steps are CUDA graphs"
+        return [("weights read, GB", f"{read:.2f} at {rate:.2f} GB/s"), ("  waited for them", waited)]
 
     def __str__(self) -> str:
         rows = [

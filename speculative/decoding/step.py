@@ -127,20 +127,21 @@ class Step:
             asked = processors.step(state.member, state.produced, state.left, state.output)
             lap("processing")
         reach = Reach(visible_rows, self.most_levels + 1, trims=self.agreement is None)
-        drafted = self._drafted(state, draft_cache, reach, lap, asked)
-        lengths, nodes = state.lengths, drafted.tokens.shape[1]
-        # A step that drafts nothing is the last one of all texts, or its draft has no nodes of its own.
-        extra = extra_nodes_of(self.draft, draft_cache, state.root, lengths) if self.depth else None
-        given = given_to_target(drafted, extra, lengths)
-        rows = visible_rows + given.tokens.shape[1]
-        every = self.target(
-            given.tokens,
-            self.target.settled(given.positions, lengths),
-            given.cache_rows,
-            target_cache,
-            TreeMask(prefix_length=lengths, visible_rows=rows, subtree_end=given.subtree_end),
-            taps=taps_of(self.draft, draft_cache),
-        )
+        with self.target.reading_ahead:
+            drafted = self._drafted(state, draft_cache, reach, lap, asked)
+            lengths, nodes = state.lengths, drafted.tokens.shape[1]
+            # A step that drafts nothing is the last one of all texts, or its draft has no nodes of its own.
+            extra = extra_nodes_of(self.draft, draft_cache, state.root, lengths) if self.depth else None
+            given = given_to_target(drafted, extra, lengths)
+            rows = visible_rows + given.tokens.shape[1]
+            every = self.target(
+                given.tokens,
+                self.target.settled(given.positions, lengths),
+                given.cache_rows,
+                target_cache,
+                TreeMask(prefix_length=lengths, visible_rows=rows, subtree_end=given.subtree_end),
+                taps=taps_of(self.draft, draft_cache),
+            )
         raw_logits = logits = every[:, :nodes]
         check_distributions("target", logits, state, drafted.depths)
         lap("target")

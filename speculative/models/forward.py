@@ -21,6 +21,7 @@ from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.structure import structure_of, weight_versions
 from heavypath.speculative.ranks.group import Ranks, ranks_of
 from heavypath.speculative.ranks.shards import check_heads, local_of
+from heavypath.speculative.streaming.device import DeviceStream
 from heavypath.speculative.streaming.layer_weights import stream_of, streamed
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
@@ -186,6 +187,11 @@ class Forward(ABC):
     def alone(self) -> AbstractContextManager[object]:
         """What a pass over streamed layers enters, so that passes of other threads wait instead of disturbing it."""
         return nullcontext() if self.stream is None else self.stream.one_pass()
+
+    @property
+    def reading_ahead(self) -> AbstractContextManager[object]:
+        """What a step enters before it drafts: a GPU then copies the first of streamed layers meanwhile."""
+        return self.stream.one_pass(ahead=True) if isinstance(self.stream, DeviceStream) else nullcontext()
 
     @property
     def like(self) -> Tensor:

@@ -35,7 +35,7 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
     name: what messages call the model: "target", whose logits must be right, or "draft", whose logits may be any
     layers: which layers to run, for an early exit (default: all)
 
-    Layers that transformers has left on disk get a stream, see `streaming.offloaded`.
+    Layers that transformers has left on disk, or beside a GPU, get a stream, see `streaming.offloaded`.
 
     Raises TypeError for something that is no causal language model, ValueError for one that cannot be decoded by trees.
     """

@@ -19,7 +19,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.products import TYPES, Blocks, product
 from heavypath.speculative.models.structure import has_hooks, version_of
+from heavypath.speculative.streaming.memory import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ Product = Callable[[Tensor], Tensor]  # of [rows, K]
 Products = Callable[[Tensor], Sequence[Tensor]]  # of [rows, K], one for each layer
 
 SAMPLE = 16
-CONTROL_GROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
 
 _packed: "weakref.WeakValueDictionary[tuple[object, ...], Packed]" = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -154,14 +153,3 @@ def _look_of(parameter: Tensor) -> tuple[int, int, Tensor]:
 def _is_as_before(parameter: Tensor, look: tuple[int, int, Tensor]) -> bool:
     place, version, bits = _look_of(parameter)
     return (place, version) == look[:2] and bits.dtype == look[2].dtype and torch.equal(bits, look[2])
-
-
-def free_memory() -> int:
-    """Bytes that this process may still take, by Linux and by the limit of its control group, if it has one."""
-    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(facts["MemAvailable"].split()[0]) << 10
-    try:
-        limit, used = ((CONTROL_GROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))

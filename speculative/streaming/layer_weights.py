@@ -2,7 +2,8 @@
 
 It is a pair of hooks on the module, which take the weights before its forward pass and release them behind it. So
 transformers' own code runs as it is, `generate` included. Who calls parts of the layer instead of the layer itself
-enters the same object: `with weights_of(layer): ...`.
+enters the same object: `with weights_of(layer): ...`. Passes of a GPU begin and end: there the module that has the
+layers gets a pair of hooks, too.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -10,15 +11,17 @@ from typing import Any
 
 from torch import nn
 
+from heavypath.speculative.streaming.device import DeviceStream
 from heavypath.speculative.streaming.stream import LayerStream
 
+WeightStream = LayerStream | DeviceStream
 _ALWAYS_THERE = nullcontext()
 
 
 class LayerWeights:
     """A layer's weights, which are in memory between entering and leaving."""
 
-    def __init__(self, stream: LayerStream, index: int):
+    def __init__(self, stream: WeightStream, index: int):
         self.stream, self.index = stream, index
 
     def hook(self, layer: nn.Module) -> None:
@@ -41,9 +44,29 @@ class LayerWeights:
         self.stream.release(self.index)
 
 
+class WholePass:
+    """A call of the module that has all the layers is one pass over them."""
+
+    def __init__(self, stream: DeviceStream):
+        self.stream = stream
+
+    def hook(self, module: nn.Module) -> None:
+        """Have the module's forward pass enter and leave."""
+        module.register_forward_pre_hook(self.before)
+        module.register_forward_hook(self.behind, always_call=True)
+
+    def before(self, module: nn.Module, given: Any) -> None:
+        """Begin a pass."""
+        self.stream.enter()
+
+    def behind(self, module: nn.Module, given: Any, result: Any) -> None:
+        """End it."""
+        self.stream.leave()
+
+
 def is_own(hook: object) -> bool:
     """Whether a hook of a module does no more than to have its weights there."""
-    return _owner(hook) is not None
+    return isinstance(getattr(hook, "__self__", None), LayerWeights | WholePass)
 
 
 def streamed(layer: nn.Module) -> LayerWeights | None:
@@ -62,6 +85,6 @@ def weights_of(layer: nn.Module) -> AbstractContextManager[None]:
     return streamed(layer) or _ALWAYS_THERE
 
 
-def stream_of(model: nn.Module) -> LayerStream | None:
+def stream_of(model: nn.Module) -> WeightStream | None:
     """The stream that has weights of a model's layers; None if there is none."""
     return next((weights.stream for weights in map(streamed, model.modules()) if weights is not None), None)

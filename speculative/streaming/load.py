@@ -8,26 +8,44 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from heavypath.speculative.streaming.accelerate_hooks import with_index
 from heavypath.speculative.streaming.offloaded import layers_in, stream_layers
 
 
 def load_streamed(
-    folder: str | Path, memory: int | str, resident: Collection[int] = (), offload_folder: str | Path | None = None
+    folder: str | Path,
+    memory: int | str,
+    resident: Collection[int] = (),
+    offload_folder: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    host_memory: int | str | None = None,
 ) -> PreTrainedModel:
-    """A causal language model on the CPU whose weights take no more than `memory`, however many there are.
+    """A causal language model whose weights take no more than `memory` of a device, however many there are.
 
     folder:   a model with safetensors, as `save_pretrained` or `hf download` made it; its files are read as they are
     memory:   bytes, or a text such as "8G", for all weights: the layers that fit in stay, the others pass through two
               places and are read anew in each forward pass. Caches and activations are not counted
     resident: layers that are to stay in any case, those of an `EarlyExit` for one
     offload_folder: where transformers may write weights anew that it converts, as those of some mixtures of experts
+    device:   where the model computes, the CPU or a CUDA GPU
+    host_memory: beside a GPU, bytes or a text for what layers that pass may take of the host's memory, pinned; those
+              that it has no room for are read from disk in each pass. Default: all of them, which are read once, and
+              then steps are CUDA graphs
 
     The model is transformers' own: give it to SpeculativeDecoder, or call `generate`. `stream_of(model).close()` ends
     it before it goes by itself. Needs accelerate (pip install 'heavypath[offload]').
 
-    Raises ImportError without accelerate, ValueError for too little memory, for a model that has no list of layers and
-    for files that do not fit it, OSError for files that cannot be read.
+    Raises ImportError without accelerate, ValueError for too little memory, for a device that is not there, for a model
+    that has no list of layers and for files that do not fit it, OSError for files that cannot be read, RuntimeError for
+    memory that cannot be pinned.
     """
+    where = with_index(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"a model is streamed to a CPU or a CUDA GPU, got device {str(device)!r}")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r} was given, and torch finds no CUDA GPU; leave it out for the CPU")
+    if where.type == "cpu" and host_memory is not None:
+        raise ValueError(f"host_memory is for a model on a GPU, got {host_memory!r} for one on the CPU; give memory")
     try:
         import accelerate  # noqa: F401
     except ImportError as error:
@@ -39,7 +57,7 @@ def load_streamed(
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype="auto",
-        device_map=dict(_places(empty, "", name)),
+        device_map=dict(_places(empty, "", name, str(where))),
         offload_folder=None if offload_folder is None else str(offload_folder),
         local_files_only=True,
         trust_remote_code=False,
@@ -50,17 +68,17 @@ def load_streamed(
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ValueError(f"the weights in {str(folder)!r} lack {len(missing)} tensors, first {missing[0]!r}")
-    stream_layers(model, memory, resident)
+    stream_layers(model, memory, resident, host_memory if where.type == "cuda" else 0)
     return model.eval()
 
 
-def _places(module: nn.Module, path: str, layers: str) -> Iterator[tuple[str, str]]:
-    """A device map: the layers are on disk, all beside them is in memory."""
+def _places(module: nn.Module, path: str, layers: str, device: str) -> Iterator[tuple[str, str]]:
+    """A device map: the layers are on disk, all beside them is on the device."""
     for name, child in module.named_children():
         own = f"{path}{name}"
         if own == layers:
             yield from ((f"{own}.{number}", "disk") for number in range(len(child)))  # pyright: ignore[reportArgumentType]
         elif layers.startswith(f"{own}."):
-            yield from _places(child, f"{own}.", layers)
+            yield from _places(child, f"{own}.", layers, device)
         else:
-            yield own, "cpu"
+            yield own, device

@@ -31,25 +31,30 @@ Read = Callable[[WeightFile, memoryview, int], None]  # fill memory with bytes o
 class StreamCounts(NamedTuple):
     """What a stream has done.
 
-    bytes_read: from files
+    bytes_read: from files; or, to a GPU, from the host's memory
     reading:    seconds in which at least one read was under way
     waiting:    seconds in which a pass waited for a layer
+    untimed:    of bytes_read those that CUDA graphs copied, for which neither kind of seconds is known
     """
 
     bytes_read: int = 0
     reading: float = 0.0
     waiting: float = 0.0
+    untimed: int = 0
 
     def since(self, before: "StreamCounts") -> "StreamCounts":
         """What has been done since it was `before`."""
         return StreamCounts(
-            self.bytes_read - before.bytes_read, self.reading - before.reading, self.waiting - before.waiting
+            bytes_read=self.bytes_read - before.bytes_read,
+            reading=self.reading - before.reading,
+            waiting=self.waiting - before.waiting,
+            untimed=self.untimed - before.untimed,
         )
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second, while it read; 0 if it did not."""
-        return self.bytes_read / self.reading if self.reading else 0.0
+        """Bytes a second, while it read; 0 if it did not, as far as that is known."""
+        return (self.bytes_read - self.untimed) / self.reading if self.reading else 0.0
 
 
 @dataclass(eq=False)
@@ -119,7 +124,8 @@ class Slots:
             for index in range(len(self.layouts))
         ]
         self.files = {place.path: WeightFile(place.path) for layout in self.layouts for place in layout.source.values()}
-        self.nbytes = sum(len(slot.bytes) for slot in [*shared, *own.values()])
+        self.memories = [slot.memory for slot in [*shared, *own.values()]]
+        self.nbytes = sum(memory.nbytes for memory in self.memories)
         self._changed = threading.Condition()
         self._position = 0  # the streamed layer that is expected to be taken next, by its order
         self._asked: dict[threading.Thread, int] = {}  # layers that threads wait for; a thread waits for one at a time

@@ -1,0 +1,176 @@
+"""The part "device" of scale.py: a target in the host's memory, streamed to a GPU, by trees of all sizes.
+
+The target is the shipped one, enlarged without a change of what it computes (`enlarging`), in bfloat16 and with as many
+layers as make it --gpu-gigabytes large. Of that --gpu-memory may lie on the GPU; the other layers are copied for each
+pass, from pinned memory or, in the last rows, from disk. Prompts are Python, the draft is the shipped one. One process
+does all in one run, in this order:
+
+raw         1 GB of pinned memory copied to the GPU again and again, by one stream: before and behind each group of rows
+accelerate  transformers' generate, with accelerate copying each weight when its module is called
+generate    transformers' generate through the stream
+1, 16, ...  the decoder with trees of so many nodes, whose steps are CUDA graphs, at temperatures 0 and 0.6; 1 is plain
+            decoding
+disk        the same greedy with --gpu-host-memory of pinned memory, the other layers read from disk in each pass
+
+s/token     seconds for each new token behind the prompt; x plain: that of tree 1 in the same regime over it
+tok/step    tokens for each pass of the target
+GB/s        bytes copied, or read from disk, over the seconds of the whole call; of raw: that over the raw rate
+waited      share of the call in which the GPU waited for weights, where that is known: not within graphs
+"""
+
+import argparse
+import gc
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import DEVICE, environment, quiet_demo_pair, until_stopped, write_results
+from scale_stream import BESIDE, remove, shown, write_target
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from heavypath.speculative import SpeculativeDecoder, load_streamed
+from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.streaming.host_layers import Pinned
+from heavypath.speculative.streaming.layer_weights import stream_of
+
+RAW = 1 << 30  # bytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this part, beside those of the part "stream" that count for it, too."""
+    parser.add_argument("--gpu-gigabytes", type=float, default=12, help="device: size of the target")
+    parser.add_argument("--gpu-memory", default="4G", help="device: what its weights may take on the GPU")
+    parser.add_argument("--gpu-host-memory", default="4G", help="device: of pinned memory, in the last rows")
+    parser.add_argument("--gpu-width", type=int, default=4096, help="device: hidden channels, a multiple of 64")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure all rows, print them, and write them after each."""
+    if DEVICE != "cuda":
+        raise SystemExit("the part device needs a CUDA GPU; PYTHONPATH=tests:tests/stand_in plays one, for --miniature")
+    if arguments.miniature:
+        arguments.gpu_gigabytes, arguments.gpu_memory, arguments.gpu_host_memory = 0.1, "60M", "35M"
+        arguments.gpu_width, arguments.nodes, arguments.new_tokens = 384, [1, 4], 3
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, until_stopped():
+        Bench(arguments, Path(folder)).run()
+
+
+class Bench:
+    """The rows, and what they need."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path):
+        self.given, self.folder = arguments, folder / "target"
+        # Where a GPU is played, products of 16 bits are wrong.
+        self.dtype = torch.float32 if arguments.miniature else torch.bfloat16
+        small, draft, tokenizer = quiet_demo_pair()
+        write_target(self.folder, small, arguments.gpu_gigabytes * 1e9, arguments.gpu_width, self.dtype)
+        self.draft = draft.to(DEVICE, self.dtype)
+        texts = demo_prompts()[: arguments.texts]
+        length = 8 if arguments.miniature else 48
+        self.prompts = [tokenizer(text, return_tensors="pt").input_ids[:, :length].to(DEVICE) for text in texts]
+        self.rows: list[dict[str, Any]] = []
+        self.rate = 0.0
+
+    def run(self) -> None:
+        """All rows."""
+        given, temperatures = self.given, (0.0,) if self.given.miniature else (0.0, 0.6)
+        self.raw()
+        self.of_accelerate()
+        model = load_streamed(self.folder, given.gpu_memory, device=DEVICE)
+        stream: Any = stream_of(model)
+        self.add(way="memory", stream=stream.nbytes, pinned=stream.host.nbytes)
+        self.of_generate("generate", model)
+        for temperature in temperatures:
+            self.of_trees("pinned", model, temperature)
+        stream.close()
+        del model, stream
+        gc.collect()
+        self.raw()
+        model = load_streamed(self.folder, given.gpu_memory, device=DEVICE, host_memory=given.gpu_host_memory)
+        self.of_trees("disk", model, 0.0)
+        stream_of(model).close()
+        remove(self.folder)
+
+    def raw(self) -> None:
+        """Copy pinned memory, as nothing else does; bytes a second."""
+        nbytes = RAW // 1000 if self.given.miniature else RAW
+        pinned = Pinned()
+        source, target = pinned.memory(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+        target.copy_(source, non_blocking=True)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(8):
+            target.copy_(source, non_blocking=True)
+        end.record()
+        torch.cuda.synchronize()
+        pinned.unpin()
+        self.rate = 8e3 * nbytes / begin.elapsed_time(end)
+        self.add(way="raw", bandwidth=self.rate)
+
+    def of_accelerate(self) -> None:
+        """transformers' generate by accelerate's hooks, with as many layers on the GPU as the stream has there."""
+        model = load_streamed(self.folder, self.given.gpu_memory, device=DEVICE)
+        stream: Any = stream_of(model)
+        layers = model.config.num_hidden_layers
+        passing = stream.layers
+        stream.close()
+        places = dict.fromkeys(BESIDE, f"{DEVICE}:0")
+        places |= {
+            f"model.layers.{number}": f"{DEVICE}:0" if number < layers - passing else "cpu" for number in range(layers)
+        }
+        del model, stream
+        gc.collect()
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype="auto", device_map=places).eval()
+        self.of_generate("accelerate", model)
+
+    def of_generate(self, way: str, model: LlamaForCausalLM) -> None:
+        """transformers' greedy generate: each token is a pass over the weights."""
+        count, ends = min(8, self.given.new_tokens), []
+        for number in (1, count + 1):  # the prompt, and the prompt with further tokens
+            begin = time.perf_counter()
+            model.generate(self.prompts[0], max_new_tokens=number, min_new_tokens=number, do_sample=False)
+            torch.cuda.synchronize()
+            ends.append(time.perf_counter() - begin)
+        self.add(way=way, seconds_per_token=(ends[1] - ends[0]) / count, tokens_per_step=1.0)
+
+    def of_trees(self, regime: str, model: LlamaForCausalLM, temperature: float) -> None:
+        """The decoder with trees of all sizes."""
+        plain = None
+        for nodes in self.given.nodes:
+            if nodes == 1:
+                decoder = SpeculativeDecoder(model, method="autoregressive")
+            else:
+                decoder = SpeculativeDecoder(model, self.draft, "sequoia", tree_size=nodes)
+            new = self.given.new_tokens
+            if not self.given.miniature:  # it compiles kernels and captures graphs
+                decoder.generate(self.prompts[0], min(new, 8), temperature=temperature, eos_token_id=None)
+            stats = [
+                decoder.generate(ids, new, temperature=temperature, eos_token_id=None).stats for ids in self.prompts
+            ]
+            seconds = sum(each.total_seconds - each.seconds["prefill"] for each in stats)
+            tokens, steps = sum(each.new_tokens for each in stats), sum(each.steps for each in stats)
+            counts = [each.streaming for each in stats if each.streaming is not None]
+            whole = sum(each.total_seconds for each in stats)
+            bandwidth = sum(each.bytes_read for each in counts) / whole
+            plain = seconds / tokens if nodes == 1 else plain
+            known = not any(each.untimed for each in counts)
+            self.add(
+                way=f"{regime}, T={temperature:g}, {nodes} nodes",
+                seconds_per_token=seconds / tokens,
+                times_plain=None if plain is None else plain / (seconds / tokens),
+                tokens_per_step=tokens / steps,
+                seconds_per_step=seconds / steps,
+                bandwidth=bandwidth,
+                of_raw=bandwidth / self.rate if regime == "pinned" else None,
+                waited=sum(each.waiting for each in counts) / whole if known else None,
+            )
+
+    def add(self, way: str, **figures: Any) -> None:
+        """Print a row, and write all."""
+        self.rows.append({"way": way, **{name: value for name, value in figures.items() if value is not None}})
+        print(shown(self.rows[-1]), flush=True)
+        names = ("gpu_gigabytes", "gpu_memory", "gpu_host_memory", "gpu_width")
+        facts = environment(DEVICE) | {name: getattr(self.given, name) for name in names}
+        write_results(self.given.json, facts | {"dtype": str(self.dtype)}, rows=self.rows)

@@ -1,0 +1,133 @@
+"""What accelerate's hooks bring: the tensors that a model's modules lack, and where they lie.
+
+`from_pretrained(folder, device_map=..., offload_folder=...)` leaves weights that the map puts on "disk" where they are,
+and those that it puts on "cpu" beside a GPU in the host's memory. Hooks bring each one when its module is called, and
+drop it behind. They know where every weight is: in memory, in the files of the model itself, or in `offload_folder` if
+it was converted.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from heavypath.speculative.streaming.source import Place, places_in
+
+
+class Offloaded(NamedTuple):
+    """A tensor that a module does not have: what accelerate calls it, where it looks for it, and where it computes."""
+
+    module: nn.Module
+    name: str
+    key: str
+    weights: Any  # accelerate's OffloadedWeightsLoader; a dict where all weights are in memory
+    device: torch.device
+
+    @property
+    def in_memory(self) -> dict[str, Tensor]:
+        """The tensors, of the whole model, that the host's memory has, and not files."""
+        return getattr(self.weights, "state_dict", self.weights)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether it is one of these."""
+        return self.key in self.in_memory
+
+    def value(self) -> Tensor:
+        """The tensor, from wherever it lies."""
+        return self.weights[self.key]
+
+
+def with_index(device: Any) -> torch.device:
+    """A device; the current GPU where "cuda" says no more."""
+    found = torch.device(device)
+    is_any = found.type == "cuda" and found.index is None and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if is_any else found
+
+
+def offloaded(model: nn.Module) -> Iterator[Offloaded]:
+    """The tensors that accelerate's hooks bring."""
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", [hook]):
+            weights = getattr(each, "weights_map", None)
+            if weights is None or not getattr(each, "offload", False):
+                continue
+            device = with_index("cpu" if each.execution_device is None else each.execution_device)
+            parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+            buffers = module.named_buffers(recurse=False, remove_duplicate=False) if each.offload_buffers else ()
+            for name, tensor in (*parameters, *buffers):
+                if tensor.device.type == "meta":
+                    yield Offloaded(module, name, f"{weights.prefix}{name}", weights.dataset, device)
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether accelerate's hooks bring weights of the model when they are needed."""
+    return any(True for _ in offloaded(model))
+
+
+def device_of(tensors: list[Offloaded]) -> torch.device:
+    """The device that tensors are brought to. Raises ValueError for several, and for one that nothing streams to."""
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    device = torch.device(devices[0])
+    if len(devices) > 1 or device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"the weights are offloaded for {', '.join(devices)}; streams are for a CPU or for one CUDA GPU: load the "
+            'model with a device_map of that GPU, "cpu" and "disk" alone'
+        )
+    in_memory = next((tensor.key for tensor in tensors if tensor.is_in_memory), None)
+    if device.type == "cpu" and in_memory is not None:
+        raise ValueError(
+            f"{in_memory} is offloaded from a CPU to its own memory; streams for a CPU take weights on disk alone: "
+            'load the model with a device_map of "cpu" and "disk"'
+        )
+    return device
+
+
+def check_plain(tensor: Offloaded) -> None:
+    """Raise ValueError for a tensor that a stream cannot bring."""
+    own = getattr(tensor.module, tensor.name)
+    if isinstance(own, nn.Parameter) and type(own) is not nn.Parameter:
+        raise ValueError(f"{tensor.key} is a {type(own).__name__}, which is no plain tensor and cannot be streamed")
+
+
+def place_of(tensor: Offloaded, headers: dict[str, dict[str, Place]]) -> Place:
+    """Where a tensor lies, by accelerate's index. Raises ValueError if it would have to be converted."""
+    facts, own = tensor.weights.index[tensor.key], getattr(tensor.module, tensor.name)
+    path = facts.get("safetensors_file")
+    if path is None:
+        path = f"{tensor.weights.save_folder}/{tensor.key}.dat"
+        place = Place(path, 0, getattr(torch, facts["dtype"]), (*facts["shape"],))
+    else:
+        if path not in headers:
+            headers[path] = places_in(path)
+        place = headers[path][facts.get("weight_name", tensor.key)]
+    if (place.dtype, place.shape) != (own.dtype, (*own.shape,)):
+        raise ValueError(
+            f"{tensor.key} is saved as {place.dtype} {[*place.shape]}, the model has it as {own.dtype} {[*own.shape]}; "
+            'weights are streamed as they are: load the model with dtype="auto"'
+        )
+    return place
+
+
+def put(tensor: Offloaded, value: Tensor, of_id: dict[int, nn.Parameter]) -> None:
+    """Give a module a tensor that it lacks."""
+    own = getattr(tensor.module, tensor.name)
+    if isinstance(own, nn.Parameter):
+        made = of_id.setdefault(id(own), nn.Parameter(value, requires_grad=False))
+        of_id[id(made)] = made
+        setattr(tensor.module, tensor.name, made)
+    else:
+        setattr(tensor.module, tensor.name, value)
+
+
+def detach_hooks(model: nn.Module) -> None:
+    """Take accelerate's hooks off, and all that they have left in the modules: weights in memory are then there."""
+    from accelerate.hooks import remove_hook_from_submodules
+
+    remove_hook_from_submodules(model)
+    for module in model.modules():
+        left = vars(module).get("forward")
+        if getattr(left, "__func__", None) is type(module).forward:
+            del module.__dict__["forward"]

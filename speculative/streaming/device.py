@@ -1,0 +1,318 @@
+"""Layers that pass through a GPU's memory, copied from the host's while the layers before them compute.
+
+Layer i of n always passes through slot i mod S, so that addresses never change. A stream of copies runs beside the
+stream that computes, "current". This is the order of a pass, in which each line waits for no more than it says:
+
+    begin       the copies wait for all that current has been given so far
+    copy i      the copies wait until layer i - S has computed, copy layer i, and note event there[i]
+    take i      current waits for there[i]; then layer i computes
+    release i   current notes event free[i]; copy i + S is launched, which waits for it
+    end         current waits for the copies, whatever has become of the pass
+
+So a pass leaves nothing open and needs nothing from before: captured in a CUDA graph it forks and joins within that. It
+may begin early, with `one_pass(ahead=True)`: then the first S layers are copied while a draft computes. Passes of
+several threads take turns (`turn`), on the host by a lock, and on the GPU, where they may be on different streams, by
+an event that is noted behind each turn and never within a capture.
+
+Layers that the host reads from files while it decodes are copied when they are taken, not before: the host would wait
+for the file instead of launching what can compute meanwhile. Such passes cannot be captured.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from heavypath.speculative.streaming.device_tally import DeviceTally
+from heavypath.speculative.streaming.host_layers import HostLayers
+from heavypath.speculative.streaming.packing import Packing
+from heavypath.speculative.streaming.slots import StreamCounts
+from heavypath.speculative.streaming.source import Place
+from heavypath.speculative.streaming.stream import SLOTS
+
+Copy = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]  # tensors of a layer from those of the host
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Memory of the GPU for one layer at a time, within a pass.
+
+    layer: what was copied there last in this pass; None for nothing
+    there: the event behind that copy
+    free:  the event behind which it may be overwritten; None for all that current has been given
+    """
+
+    memory: Tensor
+    layer: int | None = None
+    there: Any = None
+    free: Any = None
+
+
+class DeviceStream:
+    """The weights of layers that are copied to a GPU for each pass.
+
+    layers: of each its tensors, which are moved to pinned memory, or where they lie in files; see `HostLayers`
+    device: the GPU
+    stay:   the layers in files that stay in the host's memory once they have been read
+    slots:  layers that are in the GPU's memory at a time
+
+    Tensors have the same addresses until `close`. Without the last reference to the stream its memory goes, but for
+    that of its tensors.
+
+    on_take: called with each layer that is taken, to show progress; a graph takes none
+    copy:    copies a layer; may be replaced, to observe it
+
+    Raises as `HostLayers` does.
+    """
+
+    resident: frozenset[int] = frozenset()  # layers that stay on the GPU are no part of the stream
+
+    def __init__(
+        self,
+        layers: Sequence[MutableMapping[str, Tensor | Place]],
+        device: torch.device,
+        stay: Collection[int] = (),
+        slots: int = SLOTS,
+    ):
+        packings = [*map(Packing, layers)]
+        size = max(packing.nbytes for packing in packings)
+        self.layers, self.device = len(layers), device
+        self._sizes = [packing.nbytes for packing in packings]
+        memories = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(slots, len(layers)))]
+        self._slots = [*map(_Slot, memories)]
+        self._views = [packing.views(self._slot(layer).memory) for layer, packing in enumerate(packings)]
+        self._parameters: list[weakref.ref[Tensor]] = []
+        self.host = HostLayers(layers, stay)
+        self.on_take: Callable[[int], None] | None = None
+        self.copy: Copy = copy_layer
+        self._copies = torch.cuda.Stream(device)
+        # behind the last turn, and behind whoever had this memory before
+        self._left = torch.cuda.current_stream(device).record_event()
+        self._tally = DeviceTally()
+        self._alone = threading.RLock()
+        self._in_turn = self._in_pass = self._forked = self._closed = False  # the first three of who is alone
+        self._hooked: ExitStack | None = None  # the pass that a call of the model has begun
+        self._leaving: tuple[int, Any] | None = None  # the layer of a file that is copied, and the event behind that
+        self._unchecked = {*range(self.layers)}
+        weakref.finalize(self, self._left.synchronize).atexit = False  # memory that is copied from must not go
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the GPU's memory that it takes."""
+        return sum(slot.memory.nbytes for slot in self._slots)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether all layers stay in the host's memory, so that a pass may be captured in a CUDA graph."""
+        return not self.host.passing
+
+    def tensors(self, layer: int) -> dict[str, Tensor]:
+        """A layer's tensors by their names, on the GPU; they hold its weights while it is taken."""
+        return self._views[layer]
+
+    def parameter(self, parameter: Tensor) -> None:
+        """Have a parameter that is a view of these tensors give its memory back when the stream is closed."""
+        self._parameters.append(weakref.ref(parameter))
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Have all else that uses the slots wait for the block, other threads, and what they have given the GPU.
+
+        Raises RuntimeError if the stream has been closed.
+        """
+        with self._alone:
+            self._drop_interrupted()
+            if self._closed:
+                raise RuntimeError("the stream of this model's weights is closed; load the model anew")
+            if self._in_turn or torch.cuda.is_current_stream_capturing():  # a capture runs nothing
+                yield
+                return
+            current = torch.cuda.current_stream(self.device)
+            try:
+                self._in_turn = True
+                current.wait_event(self._left)
+                yield
+            finally:
+                self._left.record(current)
+                self._in_turn = False
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """A turn in which a CUDA graph that has one pass is launched."""
+        with self.turn():
+            yield
+            self._tally.launched(sum(self._sizes))
+
+    @contextmanager
+    def one_pass(self, ahead: bool = False) -> Iterator[None]:
+        """A pass over the layers, for the block; within another one it is a part of that.
+
+        ahead: copy the first layers at once
+        """
+        with self.turn():
+            if self._in_pass:
+                yield
+                return
+            try:
+                self._in_pass = True
+                for slot in self._slots:
+                    slot.layer = slot.there = slot.free = None
+                for layer in range(len(self._slots) if ahead else 0):
+                    self._copy_ahead(layer)
+                yield
+            finally:
+                self._in_pass = False
+                if self._forked:
+                    self._forked = False
+                    torch.cuda.current_stream(self.device).wait_stream(self._copies)
+                self._release_host()
+                self.host.let_go()
+
+    def enter(self) -> None:
+        """Begin a pass, for a call of the model that is no part of one."""
+        with self._alone:
+            if self._in_pass and self._hooked is None:
+                return
+            with ExitStack() as stack:
+                stack.enter_context(self.one_pass())
+                self._hooked = stack.pop_all()
+
+    def leave(self) -> None:
+        """End the pass that `enter` has begun."""
+        with self._alone:
+            self._drop_interrupted()
+
+    def take(self, layer: int) -> None:
+        """Have what this thread launches next wait until a layer is on the GPU.
+
+        Raises OSError, with the layer and the reason, if it cannot be read: the next pass tries again. Raises
+        ValueError for weights that are NaN or infinite, RuntimeError outside of a pass.
+        """
+        with self._alone:
+            if not self._in_pass:
+                raise RuntimeError("a streamed layer is called outside of a pass; call the model, or enter one_pass()")
+            slot, current = self._slot(layer), torch.cuda.current_stream(self.device)
+            if slot.layer != layer:
+                self._copy(layer)
+            slot.free = None
+            if torch.cuda.is_current_stream_capturing():
+                current.wait_event(slot.there)
+                return
+            if self.on_take is not None:
+                self.on_take(layer)
+            begin = current.record_event(torch.cuda.Event(enable_timing=True))
+            current.wait_event(slot.there)
+            self._tally.waited((begin, current.record_event(torch.cuda.Event(enable_timing=True))))
+            if layer in self._unchecked:
+                self._check(layer)
+
+    def release(self, layer: int) -> None:
+        """Allow a layer's memory to be overwritten behind what this thread has launched, and copy the next one."""
+        with self._alone:
+            if not self._in_pass or self._slot(layer).layer != layer:  # taking it has failed
+                return
+            self._slot(layer).free = torch.cuda.current_stream(self.device).record_event()
+            if layer + len(self._slots) < self.layers:
+                self._copy_ahead(layer + len(self._slots))
+
+    @contextmanager
+    def layer(self, layer: int) -> Iterator[None]:
+        """Have a layer on the GPU for what is launched in the block."""
+        with self.one_pass():
+            self.take(layer)
+            try:
+                yield
+            finally:
+                self.release(layer)
+
+    def counts(self) -> StreamCounts:
+        """Bytes and seconds so far, of files if layers pass through the host's memory; this waits for the GPU."""
+        with self._alone:
+            copied, files = self._tally.counts(), self.host.counts()
+        if not self.host.passing:
+            return copied
+        return files._replace(waiting=files.waiting + copied.waiting)
+
+    def close(self) -> None:
+        """Wait for all that was launched, and give memory back, pinned and the GPU's. No layer can be taken then."""
+        with self._alone:
+            self._drop_interrupted()
+            if self._closed:
+                return
+            self._closed = True
+            self._left.synchronize()
+            for reference in self._parameters:
+                parameter = reference()
+                if parameter is not None:
+                    parameter.data = parameter.new_empty(0)
+            self._views.clear()
+            self._slots.clear()
+            self.host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _slot(self, layer: int) -> _Slot:
+        return self._slots[layer % len(self._slots)]
+
+    def _drop_interrupted(self) -> None:
+        """End a pass of this thread that a call of the model has begun; Ctrl-C may have kept it from ending."""
+        hooked, self._hooked = self._hooked, None
+        if hooked is not None:
+            hooked.close()
+
+    def _copy_ahead(self, layer: int) -> None:
+        if layer not in self.host.passing:
+            self._copy(layer)
+
+    def _copy(self, layer: int) -> None:
+        """Launch the copy of a layer, behind what still computes with what is in its slot."""
+        self._release_host()
+        self.host.take(layer)
+        slot, current = self._slot(layer), torch.cuda.current_stream(self.device)
+        if slot.free is not None:
+            self._copies.wait_event(slot.free)
+        elif slot.layer is not None or not self._forked:
+            self._copies.wait_stream(current)
+        self._forked = True
+        slot.layer = None  # unless all of the following is done
+        is_timed = not torch.cuda.is_current_stream_capturing()
+        with torch.cuda.stream(self._copies):
+            begin = self._copies.record_event(torch.cuda.Event(enable_timing=True)) if is_timed else None
+            self.copy(self._views[layer], self.host.tensors(layer))
+            slot.there = self._copies.record_event(torch.cuda.Event(enable_timing=is_timed))
+        if begin is not None:
+            self._tally.copied(self._sizes[layer], (begin, slot.there))
+        if layer in self.host.passing:
+            self._leaving = layer, slot.there
+        slot.layer = layer
+
+    def _release_host(self) -> None:
+        """Wait until the last layer of a file has been copied, and let its place in the host's memory go."""
+        if self._leaving is not None:
+            layer, there = self._leaving
+            there.synchronize()
+            self.host.release(layer)
+            self._leaving = None
+
+    def _check(self, layer: int) -> None:
+        """Raise ValueError if a weight is NaN or infinite; done once, when a layer is first copied."""
+        for name, tensor in self.tensors(layer).items():
+            plain = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+            if plain and not tensor.sum(dtype=torch.float32).isfinite():
+                raise ValueError(f"the model has NaN or infinite weights in {name} of layer {layer}")
+        self._unchecked.discard(layer)
+
+
+def copy_layer(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Launch the copy of a layer's tensors; `.data` because the versions of parameters tell of changes of the model."""
+    for name, tensor in tensors.items():
+        into[name].data.copy_(tensor, non_blocking=True)

@@ -1,0 +1,151 @@
+"""A model on a GPU some of whose layers transformers left in the host's memory or on disk: these get a stream.
+
+What lies in the host's memory is moved, layer by layer, to memory that is pinned; what lies on disk stays there, or
+goes to pinned memory as far as that may be taken. All beside the layers goes to the GPU, and the layers that are to
+stay.
+"""
+
+import logging
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from heavypath.speculative.streaming.accelerate_hooks import Offloaded, detach_hooks, put
+from heavypath.speculative.streaming.device import DeviceStream
+from heavypath.speculative.streaming.layer_weights import LayerWeights, WholePass
+from heavypath.speculative.streaming.memory import bytes_of, free_memory, resident_layers
+from heavypath.speculative.streaming.packing import Packing
+from heavypath.speculative.streaming.source import Place
+from heavypath.speculative.streaming.stream import SLOTS
+
+logger = logging.getLogger(__name__)
+
+
+class Parts(NamedTuple):
+    """A model, and which of its weights are not on the GPU.
+
+    body:    the module that calls the layers
+    tensors: all that are not there
+    places:  by the number of each layer that lacks some: where those that are in files lie
+    """
+
+    model: PreTrainedModel
+    body: nn.Module
+    layers: nn.ModuleList
+    tensors: list[Offloaded]
+    places: dict[int, dict[str, Place]]
+    device: torch.device
+
+
+@torch.no_grad()
+def stream_to_gpu(
+    parts: Parts, memory: int | str | None, resident: Collection[int], host_memory: int | str | None
+) -> DeviceStream | None:
+    """As `stream_layers`, whose arguments these are, for a model on a GPU."""
+    detach_hooks(parts.model)
+    number_of = {id(module): index for index, layer in enumerate(parts.layers) for module in layer.modules()}
+    lacking: dict[int, list[Offloaded]] = {number: [] for number in sorted(parts.places)}
+    of_id: dict[int, nn.Parameter] = {}  # tied parameters stay one
+    for tensor in parts.tensors:
+        if id(tensor.module) in number_of:
+            lacking[number_of[id(tensor.module)]].append(tensor)
+        else:
+            put(tensor, tensor.value().to(parts.device), of_id)
+    sizes = {number: Packing(_facts(parts.places[number], tensors)).nbytes for number, tensors in lacking.items()}
+    others = sum({id(one): one.nbytes for one in parts.model.parameters() if one.device == parts.device}.values())
+    stay, passing, on_host = _chosen(parts, sizes, others, memory, resident, host_memory)
+    for number in stay:
+        for tensor in lacking.pop(number):
+            put(tensor, tensor.value().to(parts.device), of_id)
+    taken = [_taken(parts.places[number], lacking[number]) for number in passing]
+    for tensor in parts.tensors:
+        tensor.in_memory.clear()  # which would keep what is moved
+    if not passing:
+        return None
+    stream = DeviceStream(taken, parts.device, stay=[passing.index(number) for number in on_host])
+    for order, number in enumerate(passing):
+        views = stream.tensors(order)
+        for tensor in lacking[number]:
+            put(tensor, views[tensor.key], of_id)
+            stream.parameter(getattr(tensor.module, tensor.name))
+        LayerWeights(stream, order).hook(parts.layers[number])
+    WholePass(stream).hook(parts.body)
+    logger.info(
+        "%s: %d of %d layers are streamed, %s MB of weights are in the memory of %s, %s MB in pinned memory",
+        type(parts.model).__name__, len(passing), len(parts.layers),
+        f"{(others + stream.nbytes + sum(sizes[number] for number in stay)) / 1e6:,.0f}", parts.device,
+        f"{stream.host.nbytes / 1e6:,.0f}",
+    )  # fmt: skip
+    return stream
+
+
+def _chosen(
+    parts: Parts,
+    sizes: dict[int, int],
+    others: int,
+    memory: int | str | None,
+    resident: Collection[int],
+    host_memory: int | str | None,
+) -> tuple[list[int], list[int], list[int]]:
+    """The numbers of the layers that stay on the GPU, of those that pass, and of those in files that the host keeps.
+
+    sizes: bytes of each layer by its number; others: bytes of all else on the GPU
+
+    Raises ValueError for memory that does not suffice, or is not there.
+    """
+    chosen = wanted = [order for order, number in enumerate(sizes) if number in {*resident}]
+    if memory is not None:
+        chosen = resident_layers([*sizes.values()], bytes_of(memory) - others, wanted, others)
+    stay = [number for order, number in enumerate(sizes) if order in chosen]
+    passing = [number for number in sizes if number not in stay]
+    filed = [number for number in passing if parts.places[number]]
+    moved = [number for number in passing if number not in filed]
+    on_host = filed if host_memory is None else []
+    if host_memory not in (None, 0):
+        kept = resident_layers([sizes[number] for number in filed], bytes_of(host_memory), (), 0)
+        on_host = [filed[order] for order in kept]
+    _check_gpu(parts.device, [sizes[number] for number in stay], [sizes[number] for number in passing])
+    from_disk = [sizes[number] for number in filed if number not in on_host]
+    _check_host([sizes[number] for number in on_host], from_disk, [sizes[number] for number in moved])
+    return stay, passing, on_host
+
+
+def _facts(places: dict[str, Place], tensors: list[Offloaded]) -> dict[str, Tensor | Place]:
+    """A layer's tensors, or where they lie in files."""
+    return {one.key: places[one.key] if one.key in places else one.value() for one in tensors}
+
+
+def _taken(places: dict[str, Place], tensors: list[Offloaded]) -> dict[str, Tensor | Place]:
+    """The same, and the model has the tensors no longer."""
+    taken = _facts(places, tensors)
+    for one in tensors:
+        own = getattr(one.module, one.name)
+        if own.device.type == "cpu":
+            own.data = own.new_empty(0)
+    return taken
+
+
+def _check_gpu(device: torch.device, stay: list[int], passing: list[int]) -> None:
+    """Raise ValueError for layers that the GPU has no memory for."""
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, in no use
+    needed = sum(stay) + min(SLOTS, len(passing)) * max(passing, default=0)
+    if needed > free:
+        raise ValueError(
+            f"{free / 1e9:.3f}G of {device}'s memory are free, and {len(stay)} layers that stay there and {SLOTS} that "
+            f"pass take {needed / 1e9:.3f}G; give a smaller memory, or fewer resident layers"
+        )
+
+
+def _check_host(kept: list[int], from_disk: list[int], moved: list[int]) -> None:
+    """Raise ValueError for layers that the host has no memory for. moved: of those that lie there already."""
+    needed, free = sum(kept) + max(moved, default=0), free_memory()
+    needed += min(SLOTS, len(from_disk)) * max(from_disk, default=0)
+    if needed > free:
+        raise ValueError(
+            f"{free / 1e9:.3f}G of the host's memory are free, and the layers that are streamed to the GPU from there "
+            f"take {needed / 1e9:.3f}G; give host_memory=, which leaves the others on disk, or a larger memory="
+        )
