@@ -112,6 +112,7 @@ run_stream() {
     step tests-streaming 180 "${pytest[@]}" -m gpu tests/test_device_streaming.py
     local played=() # there are no streams to be copied by on a CPU
     [ "$gpu" = 1 ] || played=(env "PYTHONPATH=$PWD/tests:$PWD/tests/stand_in${PYTHONPATH:+:$PYTHONPATH}")
+    [ -z "$small" ] || step disk 60 "$python" bench/scale.py stream --miniature --device cpu # which wants no GPU
     step stream 340 "${played[@]}" "$python" bench/scale.py device "${mini[@]}" --folder "$out" --json "$out/stream.json"
 }
 
