@@ -58,6 +58,7 @@ def load_pair(
     dtype: torch.dtype | None = None,
     ranks: int = 1,
     memory: int | str | None = None,
+    host_memory: int | str | None = None,
 ) -> Pair:
     """Load a target and a draft, each from a folder or by its name in the Hugging Face cache.
 
@@ -66,7 +67,7 @@ def load_pair(
         file that `Retrieval.save` wrote, or a text or a folder of texts. Or several of these: "demo-head+prompt-lookup"
         is a `Mixture`, "merge:demo-head+prompt-lookup" a `Merge`, and "2*demo-head+4*prompt-lookup", with levels, a
         `Cascade`.
-    device: default a GPU if there is one; the CPU for a target with `memory`.
+    device: default a GPU if there is one.
     dtype: precision of both models; by default they keep the one they were saved in, and the shipped pair is float32.
         A head has its target's.
     ranks: processes that the target is split over, by its own tensor-parallel plan; this is one of them, and
@@ -74,6 +75,8 @@ def load_pair(
     memory: bytes that the target's weights may take on the device, or a text such as "8G"; what is more is read from
         its folder, or copied to a GPU, in each forward pass, see `load_streamed`. The models are then in the type that
         they were saved in, and in one process.
+    host_memory: with `memory` of a GPU, what is taken of the host's for the layers that are copied, as `load_streamed`
+        has it. Default: as much as they need.
 
     Raises ValueError, TypeError or OSError, in one line, for a missing folder, a model type that is not supported,
     files that do not fit together, no tokenizer, and tokenizers with different vocabularies.
@@ -85,14 +88,16 @@ def load_pair(
         )
     if memory is not None and ranks > 1:
         raise ValueError(f"a target is either split over processes or streamed, got {ranks} and memory {memory!r}")
+    if memory is None and host_memory is not None:
+        raise ValueError(f"host_memory goes with memory, that of the GPU; got {host_memory!r} alone")
     if target is None and ranks > 1:
         raise ValueError(f"the shipped target has 5 key heads, which {ranks} processes cannot share; give a target")
-    device = device or ("cuda" if torch.cuda.is_available() and memory is None else "cpu")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     def load_target(folder: Path) -> PreTrainedModel:
         if memory is None:
             return _load_model("target", folder, device, dtype, ranks)
-        return load_streamed(folder, memory, resident=_exit_layers(draft), device=device)
+        return load_streamed(folder, memory, resident=_exit_layers(draft), device=device, host_memory=host_memory)
 
     return _load_pair(target, draft, device, dtype, load_target)
 

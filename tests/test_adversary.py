@@ -39,6 +39,7 @@ from heavypath.kernels.attention import launch as tree_attention_launch
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.ordering import heavy_path_order
 from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.sequence_scores import sequence_scores, settings_of
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS
 from heavypath.kernels.verifying import laws, traversal_kernel, walk
@@ -150,6 +151,14 @@ def draws(adversary: Adversary, rows: int) -> None:
         assert same(gumbel_topk(logits, 3, impl="triton", **options), gumbel_topk(logits, 3, impl="torch", **options))
 
 
+def scores(adversary: Adversary, rows: int) -> None:
+    """Of sequences each with its own filters, temperature 0 among them; of two chunks, with ties."""
+    filters = [Filters(0.0), Filters(0.6, top_k=9), Filters(1.0, top_p=0.9), Filters(2.0)]
+    settings = torch.tensor([settings_of(each) for each in filters], dtype=torch.float64)
+    logits = (3 * torch.randn(4, 1, 5_000)).round()
+    assert torch.equal(*(sequence_scores(logits, settings, impl=impl) for impl in ("triton", "torch")))
+
+
 def compacts(adversary: Adversary, sequences: int) -> None:
     storage = [torch.randn(sequences, 20, 2, 70) for _ in range(2)]  # [B, S, H, D]
     adversary.knows(*storage)  # the kernel finds them by their addresses in a table
@@ -207,6 +216,7 @@ CASES = {
     accepts_typical: ["_weigh_kernel", "_longest_kernel"],
     accepts_typical_in_chunks: ["_weigh_kernel", "_longest_kernel"],
     draws: ["_gumbel_topk_kernel", "_cuts_kernel"],
+    scores: ["_scores_kernel", "_cuts_kernel"],
     compacts: ["_compact_kernel"],
     places: ["_first_kernel", "_place_kernel", "_alike_kernel"],
     grows: ["_sums_kernel", "_grow_kernel", "_keep_kernel", "_heavy_path_kernel", "_number_kernel"],

@@ -824,6 +824,7 @@ def test_the_command_line_decodes_within_the_memory_that_it_is_told(folder, demo
         (["--memory", "much"], "expected a size of memory such as 8G, 500M or 8GiB, got 'much'"),
         (["--memory", "8G", "--dtype", "bfloat16"], "memory is for a target in a folder of its own"),
         (["--memory", "1M"], "a memory of 0.001G is too little"),
+        (["--host-memory", "1G"], "host_memory goes with memory, that of the GPU; got '1G' alone"),
     ],
 )
 def test_the_command_line_says_what_is_wrong_with_a_memory(folder, demo_pair, capsys, options, message):

@@ -36,6 +36,7 @@ from heavypath.speculative.cli.support import (
     Chat,
     Draft,
     Dtype,
+    HostMemory,
     JsonSchema,
     MaxNewTokens,
     Memory,
@@ -174,6 +175,7 @@ def generate(
     seed: Seed = 0,
     dtype: Dtype = None,
     memory: Memory = None,
+    host_memory: HostMemory = None,
     trace: trace_page.TraceFile = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -193,7 +195,7 @@ def generate(
         raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
     measured = None if profile is None else Profile.load(profile)
     schema = read_schema(json_schema, regex)
-    pair = load(target, draft, dtype, memory)
+    pair = load(target, draft, dtype, memory, host_memory)
     ids = encode(pair, text, chat=chat)
     grammar = grammar_of(schema, regex, pair)
     pieces: list[str] = []

@@ -16,6 +16,7 @@ from heavypath.speculative.cli.support import (
     AsJson,
     Draft,
     Dtype,
+    HostMemory,
     Memory,
     MinP,
     Seed,
@@ -73,6 +74,7 @@ def calibrate(
     verifier: Verifier = None,
     dtype: Dtype = None,
     memory: Memory = None,
+    host_memory: HostMemory = None,
     out: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path("profile.json"),
     seed: Seed = 0,
     verbose: Verbose = False,
@@ -90,7 +92,7 @@ def calibrate(
     content = None if text is None else _read(text)
     if target is not None and draft is None:
         raise ValueError("calibrate needs a --draft with the --target")
-    pair = load(target, draft, dtype, memory)
+    pair = load(target, draft, dtype, memory, host_memory)
     assert pair.draft is not None
     say_if_busy()
     prompts = [] if content is None else _pieces(pair, content)

@@ -82,9 +82,13 @@ Chat = Annotated[
 Memory = Annotated[
     str | None,
     typer.Option(
-        help="Memory for the target's weights, such as 8G; what is more is read from its folder for each tree (needs "
-        "accelerate)."
+        help="Memory for the target's weights, such as 8G, a GPU's if there is one; what is more is read from its "
+        "folder, or from the host's memory, for each tree (needs accelerate)."
     ),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(help="With --memory on a GPU: what layers may take of the host's memory; others are read from disk."),
 ]
 TreeSize = Annotated[
     int | None, typer.Option(min=2, max=MAX_NODES, help="Nodes of the drafted tree; default: 5 on a CPU, 32 on a GPU.")
@@ -117,7 +121,11 @@ def installation() -> dict:
 
 
 def load(
-    target: str | None = None, draft: str | None = None, dtype: Precision | None = None, memory: str | None = None
+    target: str | None = None,
+    draft: str | None = None,
+    dtype: Precision | None = None,
+    memory: str | None = None,
+    host_memory: str | None = None,
 ) -> Pair:
     """Load the models without the libraries' warnings and progress bars; what matters is raised as an error.
 
@@ -135,7 +143,7 @@ def load(
             library()
     with progress("loading the models"):
         precision = None if dtype is None else getattr(torch, dtype)
-        return load_pair(target, draft, dtype=precision, ranks=rank_count(), memory=memory)
+        return load_pair(target, draft, dtype=precision, ranks=rank_count(), memory=memory, host_memory=host_memory)
 
 
 def say_if_busy() -> None:
