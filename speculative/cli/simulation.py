@@ -29,7 +29,7 @@ WORDS = {  # of `Parts` and of limits
     "acceptance": "acceptance",
 }
 NOTES = (
-    "longest: link, reading weights through it; memory, reading them from the device's; products, of the tree's "
+    "link: reading weights through it; memory, reading them from the device's; products, of the tree's "
     "nodes; wire, what ranks tell each other; drafting; kernels, the small ones.",
     "limited by: what lets decoding gain most if it cost nothing, and the gain then; acceptance, if nothing of this "
     "matters: the gain if the likeliest path were always accepted.",
@@ -150,12 +150,12 @@ def _by_size(simulated: Simulated) -> Table:
 
 def _by_ranks(found: dict[int, tuple[Setting, Simulated]]) -> Table:
     """A row for each number of ranks, with its best tree."""
-    table = _headed("ranks", "GB read", "s plain", "nodes", "tokens", "s/step", "speed-up", "longest", "limited by")
+    table = _headed("ranks", "GB read", "s plain", "nodes", "tokens", "s/step", "speed-up", "limited by")
     for count, (setting, simulated) in found.items():
         row = simulated.best
         table.add_row(
             str(count), f"{setting.streamed / 1e9:.1f}", f"{simulated.plain:.3g}", str(len(row.tree)),
-            f"{row.tokens:.2f}", f"{row.seconds:.3g}", f"{row.gain:.2f}", WORDS[row.slowest],
+            f"{row.tokens:.2f}", f"{row.seconds:.3g}", f"{row.gain:.2f}",
             f"{WORDS[simulated.limit]} ({simulated.unlimited:.1f})",
         )  # fmt: skip
     return table
