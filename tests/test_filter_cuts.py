@@ -112,7 +112,7 @@ def test_the_cuts_are_right_in_any_schedule(adversary, filters):
     assert "_cuts_kernel" in adversary.launched
 
 
-SEARCH = "low, above, reached, enough = _search(\n                memory, row, row_ptr, V, "
+SEARCH = "low, above, reached, enough = _search(\n                    memory, row, row_ptr, V, "
 LEAST = "_key(tl.full([], LOWEST, tl.float32), HIDDEN)"
 MUTATIONS = {
     "one token too many at the cut": ("tl.maximum(tl.ceil(", "tl.maximum(1.0 + tl.ceil(", "ties", Filters(top_p=0.7)),
