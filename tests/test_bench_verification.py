@@ -22,7 +22,9 @@ def bench():
         yield importlib.import_module("kernel_verification")
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["loop", "lazy loop"])
+@pytest.mark.parametrize(
+    "lazy", [pytest.param(False, id="loop"), pytest.param(True, id="lazy loop", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("method", ["without_replacement", "with_replacement", "kseq", "held", "race", "target_sample",
                                     "traversal", "held_traversal"])  # fmt: skip
 def test_two_tokens_of_the_loop_follow_the_targets_law(bench, method, lazy):

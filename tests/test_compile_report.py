@@ -131,6 +131,7 @@ compile_report.main(["--arch", "90", "--case", {CASE!r}, "--anew"])
     assert "KiB of shared memory, and 8 are there" in process.stderr
 
 
+@pytest.mark.slow
 def test_a_compiler_that_dies_takes_one_case_with_it(tmp_path):
     program = tmp_path / "program.py"  # a file, since the processes that compile import it
     program.write_text(f"""
@@ -147,6 +148,7 @@ if __name__ == "__main__":
     assert process.stdout.splitlines() == ["a case the compiler died", "mask of 32 ['pack']"], process.stderr
 
 
+@pytest.mark.slow
 def test_a_tree_of_one_node_compiles():
     """Triton 3.6, unlike later ones, fails on memory accesses in a loop that it knows takes no turn."""
     command = [sys.executable, BENCH / "compile_report.py", "--arch", "90", "--case", "kseq bf16 1 nodes", "--anew"]

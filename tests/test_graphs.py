@@ -159,7 +159,13 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("model", "early exit", "retrieval") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in DRAFTS
+    ],
+)
 def test_a_decoder_goes_with_its_last_reference(kind, graphs, as_on_a_gpu):  # noqa: F811
     """Its memory would else be kept until Python looks for cycles, which knows nothing of a GPU's memory."""
     if graphs:

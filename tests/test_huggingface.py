@@ -228,7 +228,14 @@ def test_every_way_to_the_greedy_text_writes_it(family, way):
     assert_generated(generated(family, "heavypath", sequences, **WAYS[way]), generated(family, "eager", sequences))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2, some layers with a window", "qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "qwen2, some layers with a window",
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("mistral", "qwen3")),
+    ],
+)
 def test_compiled_generate_writes_the_greedy_text(family):
     torch._dynamo.reset()
     whole = CompileConfig(backend="eager", fullgraph=True)

@@ -249,8 +249,10 @@ def test_without_compiled_kernels_the_log_says_why(variable, value, message, tmp
 @needs_compiler
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("sampling", [
-    {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2},
-], ids=["greedy", "sampled", "filtered"])  # fmt: skip
+    pytest.param({"temperature": 0.0}, id="greedy"),
+    pytest.param({"temperature": 0.8}, id="sampled", marks=pytest.mark.slow),
+    pytest.param({"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2}, id="filtered"),
+])  # fmt: skip
 def test_texts_are_those_of_pytorchs_operations(method, sampling, monkeypatch):
     target, draft = tiny_llama(1), tiny_llama(2)
     prompts, texts = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 1, 0, 2]]), []

@@ -4,7 +4,6 @@ import inspect
 import re
 import shlex
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,9 @@ def test_a_shell_block_is_made_of_commands_that_run(block, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_prompts.txt").write_text("def read(self, size=-1):\n    return self\n" * 20)
     # A calibration of a few seconds instead of a minute.
-    monkeypatch.setattr(planning, "measure", partial(planning.measure, sizes=(1, 2, 6), tokens=6, sequences=3))
+    brief = {"sizes": (1, 2, 6), "tokens": 6, "sequences": 3, "batch_sizes": [1, 2], "limit": 5.0}
+    measure = planning.measure
+    monkeypatch.setattr(planning, "measure", lambda *models, **given: measure(*models, **given | brief))
     # A training of a few steps, on a few of the files.
     (tmp_path / "kernels").symlink_to(ROOT / "kernels" / "trees")
     few = {"length": 64, "tokens_per_step": 256, "epochs": 0.1, "written": 0.02}

@@ -181,7 +181,7 @@ def same(kernel, reference) -> bool:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("vocab_size", "k", "dtype"), [
     (1, 1, torch.float32), (6, 8, torch.float32), (999, 4, torch.bfloat16), (1024, 5, torch.float16),
-    (4097, 3, torch.float32), (9000, 32, torch.bfloat16),
+    pytest.param(4097, 3, torch.float32, marks=pytest.mark.slow), (9000, 32, torch.bfloat16),
 ])  # fmt: skip
 def test_the_kernel_draws_what_the_reference_draws(options, vocab_size, k, dtype):
     logits = (3 * torch.randn(2, vocab_size)).to(dtype)  # bfloat16 has many ties
@@ -191,7 +191,10 @@ def test_the_kernel_draws_what_the_reference_draws(options, vocab_size, k, dtype
     assert same(drawn_by("triton", logits, k, **settings), drawn_by("torch", logits, k, **settings))
 
 
-SEEDS = [0, 2**32 - 1, 2**32 + 5, 2**63 - 1, -1, -(2**40) - 3, -(2**63)]
+SEEDS = [
+    0, 2**32 + 5, -(2**40) - 3,
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2**32 - 1, 2**63 - 1, -1, -(2**63))),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -211,7 +214,7 @@ def test_a_seed_in_memory_draws_what_its_number_draws(seed, impl):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 1e-30, 1e-42])
-@pytest.mark.parametrize("k", [1, 60, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("k", [1, *(pytest.param(k, marks=pytest.mark.slow) for k in (5, 60))])
 def test_the_kernel_has_the_references_edges(k, temperature):
     lowest = torch.finfo(torch.float32).min
     rows = [

@@ -30,6 +30,7 @@ from heavypath.kernels.verifying import (
 from heavypath.kernels.verifying.rule import EITHER_DRAW, WHOLE_TREE
 from heavypath.speculative.trees.tree import TokenTree
 
+SLOW = pytest.mark.slow
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = Filters()
 TREES = {
@@ -170,7 +171,13 @@ def test_a_vocabulary_of_several_chunks_is_shared_by_programs(method):
     assert problem.agrees()
 
 
-@pytest.mark.parametrize("method", VERIFICATION_METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        method if method in ("kseq", "held_traversal", "without_replacement") else pytest.param(method, marks=SLOW)
+        for method in VERIFICATION_METHODS
+    ],
+)
 def test_defaults_views_and_shallow_walks_agree(method):
     problem = Problem(TREES["ranks"], method, vocab_size=7, seed=4, noise=0.3)
     for depth in (0, 1):
@@ -295,13 +302,14 @@ def mutant(tmp_path, module, original: str, replacement: str, name: str):
     return copy
 
 
+# Of others that are like them; all are tried by `make test-all`.
+RESEMBLING = ("the last child", "traversal", "names another sibling", "restarts with all mass", "lambda stays")
+
+
 @pytest.mark.usefixtures("interpreter")  # which needs no compiler for each bug, and ends
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if "the last child" in name or "traversal" in name else name
-        for name in MUTATIONS
-    ],
+    [pytest.param(name, marks=SLOW) if any(some in name for some in RESEMBLING) else name for name in MUTATIONS],
 )
 def test_a_bug_of_the_kernels_is_found(name, tmp_path, monkeypatch):
     module, original, replacement = MUTATIONS[name]
