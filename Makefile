@@ -41,7 +41,7 @@ GPU_TESTS := $(addprefix tests/, test_sampling.py test_commit.py test_cache_comp
 help:
 	@echo "The first target also makes .venv and installs torch there, which takes some minutes."
 	@echo "make demo         decode real prompts with the shipped pair, then compare all methods"
-	@echo "make test         run the tests (about 12 minutes on two cores; TESTS=tests/test_tree.py runs some of them)"
+	@echo "make test         run the tests (about 10 minutes on two cores; TESTS=tests/test_tree.py runs some of them)"
 	@echo "make test-all     run the slow tests, too (several times as long)"
 	@echo "make test-as-on-a-gpu  run the tests that look for a GPU as on a machine that has one, which is played; of those"
 	@echo "                  of the command line and the decoder a part"
