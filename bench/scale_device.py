@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from common import DEVICE, environment, quiet_demo_pair, until_stopped, write_results
-from scale_stream import BESIDE, remove, shown, write_target
+from scale_stream import BESIDE, of_steps, remove, shown, write_target
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from heavypath.speculative import SpeculativeDecoder, load_streamed
@@ -149,19 +149,16 @@ class Bench:
             stats = [
                 decoder.generate(ids, new, temperature=temperature, eos_token_id=None).stats for ids in self.prompts
             ]
-            seconds = sum(each.total_seconds - each.seconds["prefill"] for each in stats)
-            tokens, steps = sum(each.new_tokens for each in stats), sum(each.steps for each in stats)
             counts = [each.streaming for each in stats if each.streaming is not None]
             whole = sum(each.total_seconds for each in stats)
             bandwidth = sum(each.bytes_read for each in counts) / whole
-            plain = seconds / tokens if nodes == 1 else plain
+            found = of_steps(stats)
+            plain = found["seconds_per_token"] if nodes == 1 else plain
             known = not any(each.untimed for each in counts)
             self.add(
                 way=f"{regime}, T={temperature:g}, {nodes} nodes",
-                seconds_per_token=seconds / tokens,
-                times_plain=None if plain is None else plain / (seconds / tokens),
-                tokens_per_step=tokens / steps,
-                seconds_per_step=seconds / steps,
+                **found,
+                times_plain=None if plain is None else plain / found["seconds_per_token"],
                 bandwidth=bandwidth,
                 of_raw=bandwidth / self.rate if regime == "pinned" else None,
                 waited=sum(each.waiting for each in counts) / whole if known else None,

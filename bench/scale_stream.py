@@ -46,6 +46,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.streaming.file import BLOCK, WeightFile
 from heavypath.speculative.streaming.layer_weights import stream_of
@@ -191,16 +192,13 @@ class Bench:
             every = [
                 decoder.generate(ids, new, temperature=temperature, eos_token_id=None).stats for ids in self.prompts
             ]
-            seconds = sum(stats.total_seconds - stats.seconds["prefill"] for stats in every)
-            tokens, steps = sum(stats.new_tokens for stats in every), sum(stats.steps for stats in every)
             bandwidth = sum(stats.streaming.bytes_read for stats in every) / sum(s.streaming.reading for s in every)
-            plain = seconds / tokens if nodes == 1 else plain
+            found = of_steps(every)
+            plain = found["seconds_per_token"] if nodes == 1 else plain
             self.add(
                 way=f"{regime}, T={temperature:g}, {nodes} nodes",
-                seconds_per_token=seconds / tokens,
-                times_plain=None if plain is None else plain / (seconds / tokens),
-                tokens_per_step=tokens / steps,
-                seconds_per_step=seconds / steps,
+                **found,
+                times_plain=None if plain is None else plain / found["seconds_per_token"],
                 bandwidth=bandwidth,
                 of_raw=None if folder is None else bandwidth / self.around(folder),
                 waited=sum(stats.streaming.waiting for stats in every) / sum(stats.total_seconds for stats in every),
@@ -232,6 +230,17 @@ SHOWN = {  # a figure's name in the table, its format, its unit
     "pinned": ("MB pinned", ".0f", 1e-6),
     "asked": ("MB asked", ".0f", 1e-6),
 }
+
+
+def of_steps(every: list[Statistics]) -> dict[str, float]:
+    """What steps behind the prompts took, and brought, in some generations."""
+    seconds = sum(stats.total_seconds - stats.seconds["prefill"] for stats in every)
+    tokens, steps = sum(stats.new_tokens for stats in every), sum(stats.steps for stats in every)
+    return {
+        "seconds_per_token": seconds / tokens,
+        "tokens_per_step": tokens / steps,
+        "seconds_per_step": seconds / steps,
+    }
 
 
 def shown(row: dict[str, Any]) -> str:

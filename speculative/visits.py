@@ -124,7 +124,7 @@ class StreamedVisits(Visits):
 
     def _decoder(self, size: int) -> SpeculativeDecoder:
         decoder = super()._decoder(1)
-        decoder.tree = self._tree(size)
+        decoder.tree, _ = self._tree(size).reordered("heavy_path")  # as decoders order trees that they are given
         return decoder
 
 

@@ -30,10 +30,12 @@ from transformers import (
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, load_demo_head, load_demo_pair
+from heavypath.speculative.cli import app
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.costs.host import host_costs, pass_seconds
 from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.costs.streamed import streamed_bytes, streamed_costs
+from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.loading import load_pair
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.llama import LlamaForward
@@ -44,6 +46,7 @@ from heavypath.speculative.streaming.layout import aligned_memory
 from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.memory import bytes_of, resident_layers
 from heavypath.speculative.streaming.offloaded import stream_layers
+from heavypath.speculative.streaming.slots import StreamCounts
 from heavypath.speculative.streaming.source import layers_of, places_in, places_of_folder
 from heavypath.speculative.streaming.stream import LayerStream
 from heavypath.speculative.tree_choice import default_tree
@@ -816,6 +819,12 @@ def test_the_command_line_decodes_within_the_memory_that_it_is_told(folder, demo
         texts.append(answer["text"])
         assert ("bytes_read" in answer["stats"]) == bool(options)
     assert texts[0] == texts[1]
+
+
+def test_json_says_null_where_the_time_of_copies_is_not_known():
+    stats = Statistics(depth=1, branching=1)
+    stats.streaming, stats.total_seconds = StreamCounts(10, 0.0, 0.0, untimed=10), 1.0
+    assert json.loads(json.dumps(app._summary(stats), allow_nan=False))["waiting_share"] is None
 
 
 @pytest.mark.parametrize(

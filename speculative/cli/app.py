@@ -323,6 +323,7 @@ def _stream_demo_text(decoder: SpeculativeDecoder, pair: Pair, text: str, ids: t
 
 
 def _summary(stats: Statistics) -> dict:
+    waiting = None if math.isnan(stats.waiting_share) else stats.waiting_share  # JSON has no NaN
     return {
         "law_changed_by": stats.law_changed_by,
         "verification": stats.verification,
@@ -333,7 +334,7 @@ def _summary(stats: Statistics) -> dict:
         "acceptance_by_rank": stats.acceptance_by_rank,
         "acceptance_by_depth": stats.acceptance_by_depth,
         "cache_bytes": stats.cache_bytes,
-        **({} if stats.streaming is None else stats.streaming._asdict() | {"waiting_share": stats.waiting_share}),
+        **({} if stats.streaming is None else stats.streaming._asdict() | {"waiting_share": waiting}),
         "seconds": stats.seconds,
         "total_seconds": stats.total_seconds,
     }

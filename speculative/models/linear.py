@@ -6,8 +6,8 @@ A step multiplies few rows by every weight, so its time is that of reading the w
 MKL, which reads at a third of the memory's speed from 2 rows on; `heavypath.kernels.native`, from a weight that lies in
 blocks of as many outputs as its sums take registers, at four fifths (`python bench/linear.py`). These blocks are a
 second copy of the weights, which a log line names with its size. Where there is no memory for it, or no compiler for
-the kernels, a warning says so, and weights are multiplied as they lie, those of fp32 by oneDNN: it takes half to two
-thirds of MKL's time from 2 rows on.
+the kernels, a warning says so, and weights are multiplied as they lie, those of fp32 by oneDNN: it takes a third
+to nine tenths of MKL's time.
 
 A copy does not see what is written into a weight later. So before each text a weight is compared with what it was: its
 place, its version, which rises with every change in place, and, since a change through `.data` leaves that as it is,
