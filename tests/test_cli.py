@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from heavypath.speculative import LOSSLESS_METHODS, load_demo_pair
+from heavypath.speculative.cli import app as cli_app
 from heavypath.speculative.cli import planning as cli_planning
 from heavypath.speculative.cli import support
 from heavypath.speculative.cli.app import main
@@ -204,6 +205,14 @@ def test_demo_shows_the_text_and_then_a_table(heavypath):
     assert code == 0
     assert {"transformers generate", "transformers assisted", *LOSSLESS_METHODS} <= rows.keys()
     assert rows["ersd"] == "equal"
+    assert output.splitlines()[-1].startswith("fastest: ")
+
+
+def test_demo_drafts_with_the_model_which_is_faster_on_a_cpu_than_the_head(heavypath, monkeypatch):
+    drafts = []
+    monkeypatch.setattr(cli_app, "compare", lambda target, draft, *_, **__: drafts.append(draft) or [])
+    heavypath("demo", "--prompts", 1, "--max-new-tokens", 1, "--json")
+    assert [type(draft) for draft in drafts] == [LlamaForCausalLM]
 
 
 @pytest.fixture

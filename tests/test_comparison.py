@@ -10,7 +10,7 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree, calibrate
-from heavypath.speculative.comparison import ASSISTED, PLAIN, Row, as_table, compare
+from heavypath.speculative.comparison import ASSISTED, PLAIN, Row, as_table, compare, headline
 from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.prompts import read_prompts
 from heavypath.speculative.ratio_plot import plot_ratios
@@ -217,3 +217,19 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"a plot needs matplotlib: pip install heavypath\[figures\]"):
         plot_ratios([], tmp_path / "plot.png")
+
+
+def row(method, *ratios, text="same law"):
+    return Row(method, 1.0, 100.0, sorted(ratios)[len(ratios) // 2], (min(ratios), max(ratios)), text, ratios=ratios)
+
+
+def test_the_headline_says_what_the_fastest_gains_over_transformers_and_over_plain_decoding():
+    plain, tree = row("autoregressive", 4, 5, 6), row("sequoia", 8, 9, 12)
+    lossy = row("typical-lossy", 20, 20, 20, text="other law")
+    assert headline([row(PLAIN, 1, 1, 1), row(f"{ASSISTED}, small", 30, 30, 30), plain, lossy, tree]) == (
+        "fastest: sequoia, 9.00 times transformers generate and 2.00 times plain decoding (autoregressive)"
+    )
+    assert headline([tree]) == "fastest: sequoia, 9.00 times transformers generate"
+    slow = row("chain", 3, 3, 3)
+    assert headline([plain, slow]) == "fastest: autoregressive, 5.00 times transformers generate; no draft pays here"
+    assert headline([row(PLAIN, 1, 1, 1)]) is None

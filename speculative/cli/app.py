@@ -18,7 +18,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.text import Text
-from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.cli import chat as chatting
@@ -66,7 +65,7 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.generation_defaults import GivenSettings
-from heavypath.speculative.loading import DEMO_HEAD, Pair, load_draft
+from heavypath.speculative.loading import Pair
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
@@ -115,18 +114,16 @@ def demo(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Continue real prompts with the shipped target and head, then compare all methods with transformers."""
+    """Continue real prompts with the shipped pair, then compare all methods with transformers."""
     Filters(temperature, top_k, top_p).check()
     texts = demo_prompts()
     if prompts > len(texts):
         raise ValueError(f"--prompts must be at most {len(texts)}, the number of shipped prompts, got {prompts}")
     pair = load()
-    assert isinstance(pair.draft, PreTrainedModel)
-    head = load_draft(DEMO_HEAD, pair)  # which is faster than the shipped draft model
     inputs = [encode(pair, text) for text in texts[:prompts]]
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if not as_json:
-        decoder = SpeculativeDecoder(pair.target, head, tree_size=tree_size)
+        decoder = SpeculativeDecoder(pair.target, pair.draft, tree_size=tree_size)
         for text, ids in zip(texts, inputs, strict=False):
             _stream_demo_text(decoder, pair, text, ids, {**sampling, "max_new_tokens": max_new_tokens})
     say_if_busy()
@@ -135,9 +132,8 @@ def demo(
     with progress("comparing the methods") as report:
         rows = compare(
             pair.target,
-            head,
+            pair.draft,
             inputs,
-            assistant=pair.draft,
             max_new_tokens=max_new_tokens,
             tree_size=tree_size,
             on_progress=report,

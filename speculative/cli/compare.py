@@ -24,7 +24,7 @@ from heavypath.speculative.cli.support import (
     progress,
     say_if_busy,
 )
-from heavypath.speculative.comparison import PLAIN, TIE, Row, as_table
+from heavypath.speculative.comparison import PLAIN, TIE, Row, as_table, headline
 from heavypath.speculative.comparison import compare as measure
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, VERIFIERS
@@ -121,6 +121,7 @@ def print_rows(rows: list[Row], settings: dict, as_json: bool) -> None:
         f"prompts: {settings['prompts']}, up to {new_tokens} new tokens each, temperature {temperature:g}, on {device} "
         f"with {threads} CPU thread{'' if threads == 1 else 's'}, one after the other; after a short run to warm up.",
         "tokens/forward: new tokens for each forward pass of the target that yields some.",
+        "tokens/s: new tokens a second, with the time that reading the prompt takes, for all ways to decode alike.",
         f"ratio: tokens/s over those of {PLAIN}, prompt by prompt in this run: median and quartiles.",
         f"text: compared with {PLAIN}; a tie parts where two tokens' logits are less than {TIE:g} apart."
         if temperature == 0
@@ -131,3 +132,5 @@ def print_rows(rows: list[Row], settings: dict, as_json: bool) -> None:
         notes.append("other law: the method changes the law of the text, so that its speed buys another text.")
     for note in notes:
         console.print(note, style="dim")
+    if (best := headline(rows)) is not None:
+        console.print(f"\n{best}", style="bold", soft_wrap=True)
