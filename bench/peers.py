@@ -4,9 +4,14 @@
     python bench/peers.py [--prompts 4] [--max-new-tokens 64] [--rounds 3] [--json FILE]
     python bench/peers.py --pairs shipped --methods autoregressive,sequoia,top-k --threads 2 --temperature 0
 
+Each way to decode is tried with each number of threads, and counts with the one that it is fastest with: small products
+do not pay for a second thread everywhere.
+
 Two pairs in fp32: the shipped one, and that one widened, by default sixfold to 327 million parameters of the target,
 which computes the same, so that just as many tokens are accepted. In each round all decode each prompt, one after the
-other, and a ratio is taken within a prompt of a round. Medians and quartiles of these are printed.
+other, and a ratio is taken within a prompt of a round. Medians of these are printed: over the best of transformers,
+over the best of llama.cpp, and over our own plain decoding, `autoregressive`. The last is what speculation brings; what
+plain decoding has over transformers is what compiled code brings.
 
 Seconds are those of decoding: loading, tokenizing, warming up and the prompt's forward passes are in none of them.
 
@@ -73,6 +78,9 @@ class Way(NamedTuple):
     whose: str
     run: Runner
     keeps_law: bool = True
+
+
+Turn = tuple[str, int]  # the name of a way to decode, and the number of its threads
 
 
 class Figures(NamedTuple):
@@ -142,68 +150,84 @@ def ways_in_python(target: LlamaForCausalLM, draft: LlamaForCausalLM, methods: S
 
 
 def measured(
-    ways: dict[str, Way], prompts: list[list[int]], asked: Asked, rounds: int, report: Callable[[str], object]
-) -> Iterator[dict[str, Timed]]:
+    ways: dict[Turn, Way], prompts: list[list[int]], asked: Asked, rounds: int, report: Callable[[str], object]
+) -> Iterator[dict[Turn, Timed]]:
     """The runs of all ways on the first prompt, the second and so on; then in the next round. The seed is the round."""
-    for name, way in ways.items():
-        report(f"warm-up: {name}")
+
+    def run(turn: Turn, prompt: list[int], asked: Asked) -> Timed:
+        torch.set_num_threads(turn[1])
+        return ways[turn].run(prompt, asked._replace(threads=turn[1]))
+
+    for turn, way in ways.items():
+        report(f"warm-up: {turn[0]}")
         if way.whose != LLAMA:  # whose programs warm up themselves
-            way.run(prompts[0], asked._replace(new_tokens=min(WARM_UP_TOKENS, asked.new_tokens)))
+            run(turn, prompts[0], asked._replace(new_tokens=min(WARM_UP_TOKENS, asked.new_tokens)))
     for number in range(rounds):
         for place, prompt in enumerate(prompts):
             runs = {}
-            for name, way in ways.items():
-                report(f"round {number + 1} of {rounds}, prompt {place + 1} of {len(prompts)}: {name}")
-                runs[name] = way.run(prompt, asked._replace(seed=number))
+            for turn in ways:
+                report(f"round {number + 1} of {rounds}, prompt {place + 1} of {len(prompts)}: {turn[0]}")
+                runs[turn] = run(turn, prompt, asked._replace(seed=number))
             yield runs
 
 
-def summary(ways: dict[str, Way], groups: list[dict[str, Timed]], greedy: bool) -> dict[str, Any]:
-    """Rows by name, and the best of ours to the best of llama.cpp: of the lossless, the one of highest median speed."""
-    runs = {name: [group[name] for group in groups] for name in ways}
-    speeds = {name: [run.tokens / run.seconds for run in own] for name, own in runs.items()}
+def summary(ways: dict[Turn, Way], groups: list[dict[Turn, Timed]], greedy: bool) -> dict[str, Any]:
+    """A row for each way to decode, with the threads it is fastest with; and the best of each that keep the law."""
+    speeds = {turn: [group[turn].tokens / group[turn].seconds for group in groups] for turn in ways}
+    fastest: dict[str, Turn] = {}
+    for turn in sorted(ways, key=lambda turn: median(speeds[turn])):
+        fastest[turn[0]] = turn
 
-    def best(whose: str) -> str | None:
-        own = (name for name, way in ways.items() if way.whose == whose and (greedy or way.keeps_law))
-        return max(own, key=lambda name: median(speeds[name]), default=None)
+    def best(whose: str) -> Turn | None:
+        own = [turn for turn in fastest.values() if ways[turn].whose == whose and (greedy or ways[turn].keeps_law)]
+        return max(own, key=lambda turn: median(speeds[turn]), default=None)
 
-    def ratio(name: str, to: str | None) -> Figures | None:
-        return None if to is None else figures([a / b for a, b in zip(speeds[name], speeds[to], strict=True)])
+    def ratio(turn: Turn | None, to: Turn | None) -> Figures | None:
+        if turn is None or to is None:
+            return None
+        return figures([a / b for a, b in zip(speeds[turn], speeds[to], strict=True)])
 
-    theirs, ours = best(LLAMA), best(OURS)
+    bests = {whose: best(whose) for whose in (OURS, LLAMA, TRANSFORMERS)}
+    plain = fastest.get("autoregressive")
     rows = []
-    for name, own in runs.items():
+    for name in dict.fromkeys(name for name, _ in ways):
+        turn = fastest[name]
         equal = [
-            all(a == b for a, b in zip(run.text, reference.text, strict=False))  # speculation may write a few more
-            for run, reference in zip(own, runs[PLAIN], strict=True)
+            all(a == b for a, b in zip(group[turn].text, group[fastest[PLAIN]].text, strict=False))  # some write more
+            for group in groups
         ]
         rows.append(
             {
                 "name": name,
-                "tokens_per_second": figures(speeds[name]),
-                "ratio": ratio(name, theirs),
+                "threads": turn[1],
+                "tokens_per_second": figures(speeds[turn]),
+                "over_transformers": ratio(turn, bests[TRANSFORMERS]),
+                "over_llama_cpp": ratio(turn, bests[LLAMA]),
+                "over_plain": ratio(turn, plain) if ways[turn].whose == OURS else None,
                 "equal": sum(equal) / len(equal) if greedy else None,
-                "lossless": greedy or ways[name].keeps_law,
-                "speeds": speeds[name],
+                "lossless": greedy or ways[turn].keeps_law,
+                "speeds": {str(threads): speeds[name, threads] for other, threads in ways if other == name},
             }
         )
-    return {"rows": rows, "ours": ours, "theirs": theirs, "best": None if ours is None else ratio(ours, theirs)}
+    return {"rows": rows, "best": {whose: None if turn is None else turn[0] for whose, turn in bests.items()}}
 
 
 def show(console: Console, title: str, found: dict[str, Any]) -> None:
-    table = Table("", "tokens/s (quartiles)", "to the best of llama.cpp", "text", title=title, box=box.SIMPLE_HEAD)
+    columns = ("", "threads", "tokens/s (quartiles)", "/ transformers", "/ llama.cpp", "/ plain", "text")
+    table = Table(*columns, title=title, box=box.SIMPLE_HEAD)
     for row in found["rows"]:
-        ratio, equal = row["ratio"], row["equal"]
+        ratios = [row[f"over_{to}"] for to in ("transformers", "llama_cpp", "plain")]
+        equal = row["equal"]
         table.add_row(
             row["name"],
+            str(row["threads"]),
             str(row["tokens_per_second"]),
-            "-" if ratio is None else str(ratio),
+            *("-" if ratio is None else f"{ratio.median:.2f}" for ratio in ratios),
             f"{equal:.0%} equal" if equal is not None else "same law" if row["lossless"] else "other law",
         )
     console.print(table)
-    if found["best"] is not None:
-        names = f"best of ours ({found['ours']}) / best of llama.cpp ({found['theirs']})"
-        console.print(f"{names}: {found['best']}", soft_wrap=True)
+    bests = ", ".join(f"{name} of {whose}" for whose, name in found["best"].items() if name is not None)
+    console.print(f"best: {bests}", soft_wrap=True)
 
 
 @torch.no_grad()
@@ -262,23 +286,25 @@ def main(given: Sequence[str] | None = None) -> None:
                 for model, file in zip(models, files, strict=True):
                     write_gguf(model, file)
             llama = {} if "gguf" in lacking else llama_ways(folder, *files, lacking)
+            ways = {}
             for threads in arguments.threads:
                 torch.set_num_threads(threads)
-                ways = llama | ways_in_python(models[0], models[1], arguments.methods)
-                for temperature in arguments.temperature:
-                    asked = Asked(arguments.max_new_tokens, temperature, threads, seed=0)
-                    groups = []
-                    try:
-                        with console.status("") as status:
-                            for group in measured(ways, prompts, asked, arguments.rounds, status.update):
-                                groups.append(group)
-                    finally:  # what there is when it is stopped
-                        if groups:
-                            found = summary(ways, groups, greedy=temperature == 0)
-                            show(console, f"{pair} pair, {threads} threads, temperature {temperature}", found)
-                            cell = {"pair": pair, "threads": threads, "temperature": temperature}
-                            results.append(cell | {"runs": len(groups)} | found)
-                            write_results(arguments.json, facts, cells=results)
+                for name, way in (llama | ways_in_python(models[0], models[1], arguments.methods)).items():
+                    ways[name, threads] = way
+            for temperature in arguments.temperature:
+                asked = Asked(arguments.max_new_tokens, temperature, threads=1, seed=0)
+                groups = []
+                try:
+                    with console.status("") as status:
+                        for group in measured(ways, prompts, asked, arguments.rounds, status.update):
+                            groups.append(group)
+                finally:  # what there is when it is stopped
+                    if groups:
+                        found = summary(ways, groups, greedy=temperature == 0)
+                        show(console, f"{pair} pair, temperature {temperature}", found)
+                        cell = {"pair": pair, "temperature": temperature}
+                        results.append(cell | {"runs": len(groups)} | found)
+                        write_results(arguments.json, facts, cells=results)
 
 
 if __name__ == "__main__":

@@ -81,23 +81,34 @@ def test_a_program_that_never_has_figures_is_an_error_with_its_command(bench, tm
         bench.llama_programs.plain_runner(tmp_path, tmp_path / "a.gguf")([1], bench.llama_programs.Asked(3, 0.0, 1, 0))
 
 
-def test_the_best_of_llama_cpp_keeps_the_law(bench):
-    """For two prompts ours takes 1 s and 2 s, the lossless one of llama.cpp 2 s each; the lossy one is fastest."""
+def test_each_counts_with_its_best_number_of_threads_and_the_best_of_llama_cpp_keeps_the_law(bench):
+    """For two prompts ours takes 1 s and 2 s with one thread, the lossless one of llama.cpp 2 s each with two."""
     way, timed = bench.peers.Way, bench.llama_programs.Timed
     ways = {
-        "lossless": way("llama.cpp", len),
-        "lossy": way("llama.cpp", len, keeps_law=False),
-        "transformers generate": way("transformers", len),
-        "sequoia": way("ours", len),
+        ("lossless", 1): way("llama.cpp", len),
+        ("lossless", 2): way("llama.cpp", len),
+        ("lossy", 1): way("llama.cpp", len, keeps_law=False),
+        ("transformers generate", 1): way("transformers", len),
+        ("transformers generate", 2): way("transformers", len),
+        ("autoregressive", 1): way("ours", len),
+        ("sequoia", 1): way("ours", len),
+        ("sequoia", 2): way("ours", len),
     }
-    seconds = {"lossless": (2, 2), "lossy": (0.5, 0.5), "transformers generate": (4, 4), "sequoia": (1, 2)}
-    groups = [{name: timed(8, own[place], [1, 2]) for name, own in seconds.items()} for place in (0, 1)]
-    groups[1]["lossy"] = timed(8, 0.5, [1, 3])
+    seconds = dict(zip(ways, [(3, 3), (2, 2), (0.5, 0.5), (4, 4), (8, 8), (2, 2), (1, 2), (3, 3)], strict=True))
+    groups = [{turn: timed(8, own[place], [1, 2]) for turn, own in seconds.items()} for place in (0, 1)]
+    groups[1]["lossy", 1] = timed(8, 0.5, [1, 3])
     sampled = bench.peers.summary(ways, groups, greedy=False)
-    assert (sampled["ours"], sampled["theirs"], sampled["best"].median) == ("sequoia", "lossless", 1.5)
+    assert sampled["best"] == {"ours": "sequoia", "llama.cpp": "lossless", "transformers": "transformers generate"}
+    rows = {row["name"]: row for row in sampled["rows"]}
+    assert {name: row["threads"] for name, row in rows.items()} == {
+        "lossless": 2, "lossy": 1, "transformers generate": 1, "autoregressive": 1, "sequoia": 1,
+    }  # fmt: skip
+    ratios = [rows["sequoia"][f"over_{to}"].median for to in ("transformers", "llama_cpp", "plain")]
+    assert ratios == [3, 1.5, 1.5]
+    assert (rows["autoregressive"]["over_plain"].median, rows["lossless"]["over_plain"]) == (1, None)
     greedy = bench.peers.summary(ways, groups, greedy=True)
-    assert (greedy["theirs"], greedy["best"].median) == ("lossy", 0.375)
-    assert [row["equal"] for row in greedy["rows"]] == [1, 0.5, 1, 1]
+    assert greedy["best"]["llama.cpp"] == "lossy"
+    assert [row["equal"] for row in greedy["rows"]] == [1, 0.5, 1, 1, 1]
 
 
 def test_in_miniature_without_llama_cpp_it_says_what_is_missing(bench, tmp_path, capsys):
