@@ -9,17 +9,18 @@
 #              one line of large.py
 #   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of each kernel
 #   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted
+#   kernels    kernel_*.py: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
 #   stream     a target in the host's memory whose layers are copied for each pass writes its own text; scale.py device:
 #              what that costs by trees of all sizes, beside accelerate's way
-#   kernels    kernel_*.py: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
 #   more       calibrate, plan, decoding.py, phases.py and verifiers.py (which may then be the default on a GPU) with the
 #              shipped pair; ranks where there are two GPUs; soak; compute-sanitizer, where it is there
 #   tiles      tiles.py: what if a kernel had other tiles
 #
 # Logs, JSON and pictures are in OUTDIR, and all of them in OUTDIR/PART.tar.gz, for where only few files can be fetched
-# (all.tar.gz is written behind each part). Tables are printed as they come. A step that takes too long gets SIGINT, and prints what it has. If this script is told to stop (SIGINT or
-# SIGTERM), it stops the present step so, packs what there is, and ends. Nothing need be installed of this checkout.
-# Without a GPU, or with MINIATURE=1, each script does the least that runs all its lines.
+# (all.tar.gz is written behind each part). Tables are printed as they come. A step that takes too long gets SIGINT, and
+# prints what it has. If this script is told to stop (SIGINT or SIGTERM), it stops the present step so, packs what there
+# is, and ends. This checkout need not be installed. Without a GPU, or with MINIATURE=1, each script does the least that
+# runs all its lines.
 set -uo pipefail
 parts=(first tests large kernels stream more tiles)
 usage() { echo "usage: bash bench/gpu.sh OUTDIR [$(IFS='|'; echo "${parts[*]}") | all] [PYTHON]" >&2; exit 2; }
@@ -102,11 +103,11 @@ played=() # where there is no GPU, as on one that is played
 
 run_first() {
     local tickets=test_the_tickets_of_a_thousand_verifications_are_found_at_zero few=() line=()
-    step first-machine 15 bash -c 'nvidia-smi; gcc --version | head -1; command -v compute-sanitizer ncu nvcc
+    step first-machine 30 bash -c 'nvidia-smi; gcc --version | head -1; command -v compute-sanitizer ncu nvcc
         "$0" -m pip list | grep -iE "^(setuptools|pytest|hypothesis|numpy|numba|cuda|nvidia)"; df -h . | tail -1; nproc
         "$0" -c "import heavypath; print(heavypath.__version__, heavypath.__path__)"' "$python"
-    step linear_gpu 40 "$python" bench/linear_gpu.py "${mini[@]}" --json "$out/linear_gpu.json"
-    step first-texts 90 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/test_first_on_gpu.py
+    step linear_gpu 60 "$python" bench/linear_gpu.py "${mini[@]}" --json "$out/linear_gpu.json"
+    step first-texts 150 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/test_first_on_gpu.py
     [ -n "$small" ] && few=(-k "by_hand or one_launch or do_not_fit")
     step first-kernels 130 "${pytest[@]}" "${named[@]}" "${few[@]}" tests/test_layer_kernels.py \
         tests/test_on_gpu.py::test_one_launch_of_each_kernel tests/test_on_gpu.py::$tickets \

@@ -1,7 +1,8 @@
 """Traversal verification on a GPU: `traversal` has the formulas and the reference.
 
 A node's chain needs its weight, which its parent's chain gives; the eldest child's after a few loads, each later one's
-after the passes of those before it. So chains begin when their weights are known, in four launches whatever the depth:
+after the passes of those before it. So chains begin when their weights are known, in four launches whatever the depth,
+behind one that sets their counters to zero:
 
     normalize   programs share each row in one pass, as in `decision`; every row of the tree is read once
     chains      each multiprocessor has a program, which takes part in open passes, or leads a chain whose weight is
