@@ -4,21 +4,25 @@
 #
 #   bash bench/gpu.sh OUTDIR [PART | all] [PYTHON]
 #
+#   first      what decides about the rest, in five minutes: what is installed, how fast a copy and products of few rows
+#              are, whether texts are those of a CPU and steps become CUDA graphs, each kernel beside its reference, and
+#              one line of large.py
 #   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of each kernel
 #   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted
+#   kernels    kernel_*.py: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
 #   stream     a target in the host's memory whose layers are copied for each pass writes its own text; scale.py device:
 #              what that costs by trees of all sizes, beside accelerate's way
-#   kernels    kernel_*.py: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
 #   more       calibrate, plan, decoding.py, phases.py and verifiers.py (which may then be the default on a GPU) with the
 #              shipped pair; ranks where there are two GPUs; soak; compute-sanitizer, where it is there
 #   tiles      tiles.py: what if a kernel had other tiles
 #
-# Logs, JSON and pictures are in OUTDIR; tables are printed as they come. A step that takes too long gets SIGINT, and
-# prints what it has. If this script is told to stop (SIGINT or SIGTERM), it stops the present step so, and ends.
-# Installs this checkout without its dependencies where the Python does not import it yet. Without a GPU, or with
-# MINIATURE=1, each script does the least that runs all its lines.
+# Logs, JSON and pictures are in OUTDIR, and all of them in OUTDIR/PART.tar.gz, for where only few files can be fetched
+# (all.tar.gz is written behind each part). Tables are printed as they come. A step that takes too long gets SIGINT, and
+# prints what it has. If this script is told to stop (SIGINT or SIGTERM), it stops the present step so, packs what there
+# is, and ends. This checkout need not be installed. Without a GPU, or with MINIATURE=1, each script does the least that
+# runs all its lines.
 set -uo pipefail
-parts=(tests large stream kernels more tiles)
+parts=(first tests large kernels stream more tiles)
 usage() { echo "usage: bash bench/gpu.sh OUTDIR [$(IFS='|'; echo "${parts[*]}") | all] [PYTHON]" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 part=${2:-all}
@@ -59,39 +63,73 @@ predictions() { # predictions FILE...: what these measured beside what was predi
     done
 }
 
-"$python" - <<'PYTHON' 2>/dev/null || "$python" -m pip install --quiet --no-deps --no-build-isolation --no-index -e . || exit 1
+# Where the Python does not import this checkout, it does by links such as setup.py makes, and a note of the version.
+"$python" - <<'PYTHON' 2>/dev/null || {
 import pathlib, sys
 import heavypath.kernels.noise as module
 sys.exit(pathlib.Path(module.__file__).resolve().parent.parent != pathlib.Path.cwd())
 PYTHON
+    mkdir -p .editable/heavypath .editable/heavypath.dist-info
+    ln -sfn ../../speculative/package/__init__.py .editable/heavypath/__init__.py
+    ln -sfn ../../kernels .editable/heavypath/kernels
+    ln -sfn ../../speculative .editable/heavypath/speculative
+    { echo "Metadata-Version: 2.1"; sed -nE 's/^(name|version) = "(.*)"/\1: \2/p' pyproject.toml; } \
+        >.editable/heavypath.dist-info/METADATA
+    export PYTHONPATH="$PWD/.editable${PYTHONPATH:+:$PYTHONPATH}"
+}
 "$python" - <<'PYTHON' >"$out/environment.log"
 import importlib.util, platform, torch, transformers, triton
 gpu = torch.cuda.is_available()
-has = {name: importlib.util.find_spec(name) is not None for name in ("xdist", "flashinfer", "matplotlib", "peft")}
-print(int(gpu), torch.cuda.device_count(), int(has["xdist"]), int(has["matplotlib"]))
+names = ("xdist", "pytest_timeout", "matplotlib", "flashinfer", "peft")
+has = {name: importlib.util.find_spec(name) is not None for name in names}
+print(int(gpu), torch.cuda.device_count(), *(int(has[name]) for name in names[:3]))
 print("device", torch.cuda.get_device_name() if gpu else "none: no GPU was found")
 print("python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__,
       "transformers", transformers.__version__, *(f"{name} {'yes' if there else 'no'}" for name, there in has.items()))
 PYTHON
-read -r gpu gpus xdist matplotlib <"$out/environment.log"
+read -r gpu gpus xdist limits matplotlib <"$out/environment.log" || exit 1
 tail -2 "$out/environment.log"
 [ "$gpu" = 1 ] && small=${MINIATURE:-} || small=1
 mini=(${small:+--miniature})
-workers=() plot=()
+small_models=(--miniature --target 8 384 12 896 --draft 2 384 12 512 --vocabulary 1100 --new-tokens 8) # of large.py
+workers=() plot=() named=(-vv) # which undoes -q: the log has the name of each test
 [ "$xdist" = 1 ] && workers=(-n "$([ -n "$small" ] && echo 0 || echo 12)")
+[ "$limits" = 1 ] && named+=(--timeout 90 --timeout-method thread) # ends the process: a kernel that hangs is not asked
 [ "$matplotlib" = 1 ] && plot=(--plot "$out/kernel_attention.png")
 # Warnings are no errors here: the project does not pin the versions on such a machine. A test file may be cut: -rfE.
 pytest=("$python" -m pytest -q -rfE -W default --durations=8 -p no:cacheprovider "${workers[@]}")
+played=() # where there is no GPU, as on one that is played
+[ "$gpu" = 1 ] || played=(env "PYTHONPATH=$PWD/tests:$PWD/tests/stand_in${PYTHONPATH:+:$PYTHONPATH}")
+
+run_first() {
+    local tickets=test_the_tickets_of_a_thousand_verifications_are_found_at_zero few=() line=()
+    step first-machine 30 bash -c 'nvidia-smi; gcc --version | head -1; command -v compute-sanitizer ncu nvcc
+        "$0" -m pip list | grep -iE "^(setuptools|pytest|hypothesis|numpy|numba|cuda|nvidia)"; df -h . | tail -1; nproc
+        "$0" -c "import heavypath; print(heavypath.__version__, heavypath.__path__)"' "$python"
+    step linear_gpu 60 "$python" bench/linear_gpu.py "${mini[@]}" --json "$out/linear_gpu.json"
+    step first-texts 150 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/test_first_on_gpu.py
+    [ -n "$small" ] && few=(-k "by_hand or one_launch or do_not_fit")
+    step first-kernels 130 "${pytest[@]}" "${named[@]}" "${few[@]}" tests/test_layer_kernels.py \
+        tests/test_on_gpu.py::test_one_launch_of_each_kernel tests/test_on_gpu.py::$tickets \
+        tests/test_on_gpu.py::test_a_million_gumbels_order_tokens_as_on_a_cpu tests/test_tree_attention.py
+    line=(--methods sequoia --batches 1 --temperatures 0.6 --prompts 1 --json "$out/large.json")
+    if [ -z "$small" ]; then
+        step first-large 150 "$python" bench/large.py "${line[@]}" --sizes 32 --minutes 1.5
+    else
+        step first-large 90 "$python" bench/large.py "${line[@]}" "${small_models[@]}" --sizes 4
+    fi
+    predictions linear_gpu large
+}
 
 run_tests() {
     local kernels=(test_sampling test_commit test_cache_compaction test_ordering test_verification_kernel
-        test_tree_attention test_windows test_huggingface test_sequence_scores)
+        test_tree_attention test_windows test_huggingface test_sequence_scores test_layer_kernels)
     local files=("${kernels[@]/#/tests/}")
     files=("${files[@]/%/.py}")
     [ -n "$small" ] && few=(-k "by_hand or nothing_to_do or equal_siblings") || few=()
-    step tests-gpu 250 "${pytest[@]}" -m gpu tests/test_step.py tests/test_on_gpu.py tests/test_decoder.py \
-        tests/test_ranks_on_gpu.py
-    step tests-kernels 280 "${pytest[@]}" "${few[@]}" "${files[@]}"
+    step tests-gpu 250 "${pytest[@]}" "${named[@]}" -m gpu tests/test_step.py tests/test_on_gpu.py \
+        tests/test_first_on_gpu.py tests/test_decoder.py tests/test_ranks_on_gpu.py
+    step tests-kernels 280 "${pytest[@]}" "${named[@]}" "${few[@]}" "${files[@]}"
 }
 
 run_large() {
@@ -102,17 +140,16 @@ run_large() {
             wait' "$python"
         step large 400 "$python" bench/large.py --minutes 5.5 --json "$out/large.json"
     else
-        step large 90 "$python" bench/large.py --miniature --target 8 384 12 896 --draft 2 384 12 512 --vocabulary 1100 \
-            --methods sequoia --sizes 4 --batches 1 --temperatures 0.6 --prompts 1 --new-tokens 8 --json "$out/large.json"
+        step large 90 "$python" bench/large.py "${small_models[@]}" --methods sequoia --sizes 4 --batches 1 \
+            --temperatures 0.6 --prompts 1 --json "$out/large.json"
     fi
     predictions large
 }
 
 run_stream() {
     step tests-streaming 180 "${pytest[@]}" -m gpu tests/test_device_streaming.py
-    local played=() # there are no streams to be copied by on a CPU
-    [ "$gpu" = 1 ] || played=(env "PYTHONPATH=$PWD/tests:$PWD/tests/stand_in${PYTHONPATH:+:$PYTHONPATH}")
     [ -z "$small" ] || step disk 60 "$python" bench/scale.py stream --miniature --device cpu # which wants no GPU
+    # There are no streams to be copied by on a CPU.
     step stream 340 "${played[@]}" "$python" bench/scale.py device "${mini[@]}" --folder "$out" --json "$out/stream.json"
 }
 
@@ -145,7 +182,7 @@ run_more() {
     [ -n "$small" ] || step soak 100 "${pytest[@]}" -m "" tests/test_soak.py
     if [ "$gpu" = 1 ] && [ -z "$small" ] && command -v compute-sanitizer >/dev/null; then
         for tool in memcheck racecheck; do
-            step "$tool" 80 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
+            step "$tool" 150 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
                 "$python" -m pytest -q -W default -p no:cacheprovider -m gpu tests/test_on_gpu.py -k one_launch_of_each_kernel
         done
     fi
@@ -158,6 +195,8 @@ for each in "${parts[@]}"; do
         echo "=== $each"
         deadline=$((SECONDS + 530))
         "run_$each"
+        printf "%s\n" "${failed[@]:-none}" >"$out/failed.txt"
+        find "$out" -maxdepth 1 -type f ! -name "*.tar.gz" -printf "%f\n" | tar czf "$out/$part.tar.gz" -C "$out" -T -
     fi
 done
 echo "=== in $SECONDS s; ${stopped:+stopped; }failed: ${failed[*]:-none}"

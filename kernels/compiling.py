@@ -33,7 +33,8 @@ def uncompiled_launches() -> Iterator[list[Compilation]]:
         if threading.get_ident() != thread:
             return before(**told) if before else None
         function = told["fn"].jit_function
-        noted[function, told["key"]] = lambda: function.preload(told["compile"]["specialization_data"])
+        # `run` loads it, for which Triton 3.6 compiles a launcher in C.
+        noted[function, told["key"]] = lambda: function.preload(told["compile"]["specialization_data"]).run
         return True
 
     compilations: list[Compilation] = []
@@ -48,7 +49,7 @@ def uncompiled_launches() -> Iterator[list[Compilation]]:
 
 
 def compile_all(compilations: list[Compilation], device: torch.device) -> None:
-    """Compile side by side, for this CUDA device, which later launches find in memory, and other processes on disk.
+    """Compile and load side by side, for this CUDA device; later launches find it there, other processes on disk.
 
     Raises what the compiler raises.
     """

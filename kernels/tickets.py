@@ -5,9 +5,10 @@ highest ticket is the last one, and sets the counter back to zero. So a split re
 ever waits for another.
 
 Counters live in one buffer for each GPU and stream, which is zeroed when it is made: the launches on one stream follow
-each other. A CUDA graph has counters of its own, so that it may be replayed on any stream and beside any other graph:
-whoever captures it gives them by `counters_for`, since a buffer that is zero once stays so; else the graph sets some in
-its own memory to zero before each kernel.
+each other, whatever threads they are from, and each finds and leaves zeros. What counts on from one launch to the next
+has counters of its own (see `traversal_kernel`). A CUDA graph has some, too, so that it may be replayed on any stream
+and beside any other graph: whoever captures it gives them by `counters_for`, since a buffer that is zero once stays so;
+else the graph sets some in its own memory to zero before each kernel.
 """
 
 # A type checker does not understand Triton kernels.

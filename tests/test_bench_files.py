@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def test_what_was_measured_stands_beside_what_was_predicted(monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["tests", "large", "stream", "kernels", "more", "tiles"])
+@pytest.mark.parametrize("part", ["first", "tests", "large", "kernels", "stream", "more", "tiles"])
 def test_everything_for_a_gpu_runs_in_miniature(part, tmp_path):
     done = subprocess.run(
         ["bash", str(BENCH / "gpu.sh"), str(tmp_path), part, sys.executable],
@@ -103,6 +104,25 @@ def test_everything_for_a_gpu_runs_in_miniature(part, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "failed: none" in done.stdout
+    assert (tmp_path / f"{part}.tar.gz").exists()
+
+
+def test_on_a_gpu_each_step_is_tried_and_one_archive_left_even_if_all_fail(tmp_path):
+    """By a Python that says that there is no GPU, and fails at all else."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = - ] && echo 0 0 0 0 0\n')
+    python.chmod(0o755)
+    out = tmp_path / "out"
+    done = subprocess.run(
+        ["bash", str(BENCH / "gpu.sh"), str(out), "first", str(python)], capture_output=True, text=True, check=False
+    )
+    steps = ["first-machine", "linear_gpu", "first-texts", "first-kernels", "first-large"]
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].endswith("failed: " + " ".join(f"{step} (exit 1)" for step in steps))
+    with tarfile.open(out / "first.tar.gz") as archive:
+        kept = {name: archive.extractfile(name).read().decode() for name in archive.getnames()}
+    assert kept.keys() == {"environment.log", "failed.txt", *(f"{step}.log" for step in steps)}
+    assert kept["failed.txt"].splitlines() == [f"{step} (exit 1)" for step in steps]
 
 
 def test_a_part_that_is_not_there_is_refused(tmp_path):
@@ -110,4 +130,4 @@ def test_a_part_that_is_not_there_is_refused(tmp_path):
         ["bash", str(BENCH / "gpu.sh"), str(tmp_path), "test"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "tests|large|stream|kernels|more|tiles" in done.stderr
+    assert "first|tests|large|kernels|stream|more|tiles" in done.stderr

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -10,6 +11,19 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parent.parent / "bench"
+FUSED = """
+import re, sys
+sys.path.insert(0, BENCH)
+from fake_gpu import compile_for
+
+launched = []
+compile_for(90, launched.append)
+from compile_cases import CASES
+for name in sys.argv[1:]:
+    CASES[name]()
+    kernel = launched.pop()
+    print(name, *re.findall(r"fma\\.\\S*f\\d\\S*", kernel.asm["ptx"]), *["may fuse"] * kernel.metadata.enable_fp_fusion)
+"""
 CASE = "bf16 D64 64x1"
 LISTING = """\
         /*0000*/                   LDC R1, c[0x0][0x28] ;
@@ -154,6 +168,17 @@ def test_a_tree_of_one_node_compiles():
     command = [sys.executable, BENCH / "compile_report.py", "--arch", "90", "--case", "kseq bf16 1 nodes", "--anew"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
+
+
+def test_layers_round_each_product_before_they_add():
+    """As the modules of transformers do. Neither the PTX has a fused product and sum, nor may ptxas make one."""
+    names = ["rotary bf16 12:12 D64", "rotary fp16 32:8 D128", "rotary fp32 8:8 D256", "rotary bf16 32:8 D128 normed"]
+    names += ["norm bf16 K768 added", "gate bf16 F11008"]
+    command = [sys.executable, "-c", FUSED.replace("BENCH", repr(str(BENCH))), *names]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == names
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,13 @@ sys.path.insert(0, BENCH)
 import torch
 from fake_gpu import compile_for
 from triton import knobs
+from triton.compiler import CompiledKernel
 from heavypath.kernels.compiling import compile_all, uncompiled_launches
 
-launched, compiled, devices = [], [], []
+launched, compiled, loaded, devices = [], [], [], []
 compile_for(90, launched.append)
+run = CompiledKernel.run.fget
+CompiledKernel.run = property(lambda kernel: loaded.append(threading.get_ident()) or run(kernel))
 torch.cuda.set_device = devices.append
 from compile_cases import CASES
 cases = [CASES[name] for name in ("gate bf16 F11008", "norm bf16 K768 added", "rotary bf16 12:12 D64")]
@@ -39,6 +42,7 @@ with torch.inference_mode():
     alone = len(launched)
     compile_all(noted, torch.device("cuda", 0))
     assert len(compiled) == alone + len(noted) and threading.get_ident() not in compiled
+    assert len(loaded) == len(launched) + len(noted) and threading.get_ident() not in loaded[len(launched) :]
     assert {*devices} == {torch.device("cuda", 0)}
     done = len(compiled)
     for case in cases:
@@ -48,7 +52,7 @@ print(len(noted), len(launched))
 """
 
 
-def test_noted_launches_are_compiled_in_threads_and_found_again():
+def test_noted_launches_are_compiled_and_loaded_in_threads_and_found_again():
     done = python("-c", LAUNCHES.replace("BENCH", repr(str(BENCH))))
     assert done.returncode == 0, done.stderr
 

@@ -1,5 +1,6 @@
 """Counters of tickets: which launches share them. What CUDA says of streams and captures is played here."""
 
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -8,7 +9,11 @@ import torch
 from test_step import as_on_a_gpu  # noqa: F401
 
 from heavypath.kernels import tickets as module
+from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.tickets import counters_for, tickets
+from heavypath.kernels.verification import verify_tree
+from heavypath.kernels.verifying import traversal_kernel
+from heavypath.speculative import TokenTree
 from heavypath.speculative.decoding.graphs import Graphs
 
 GPU = torch.device("cuda", 0)
@@ -67,3 +72,57 @@ def test_a_step_that_is_captured_sets_no_counters_to_zero(cuda, as_on_a_gpu):  #
         graphs.of(key).capture(lambda: drawn.extend(tickets(3, GPU) for _ in range(3)))
     assert [drawn[0] is other for other in drawn] == [True] * 3 + [False] * 3
     assert drawn[3] is drawn[4] is drawn[5]
+
+
+@pytest.fixture
+def stream(monkeypatch, interpreter):
+    """The counters that all launches here share, as those on one stream of a GPU."""
+    counters = torch.zeros(4096, dtype=torch.int32)
+    for name, user in list(sys.modules.items()):
+        if name.startswith("heavypath.kernels") and getattr(user, "tickets", None) is tickets:
+            monkeypatch.setattr(user, "tickets", lambda count, device: counters)
+    return counters
+
+
+def traversed(seed, impl):
+    """Where a traversal ends in a tree of six nodes, and the token behind it."""
+    tree = TokenTree([-1, 0, 0, 1, 1, 2])
+    target = torch.randn(1, 6, 12, generator=torch.Generator().manual_seed(seed))
+    draft, tokens, rows = 0.7 * target, torch.zeros(1, 6, dtype=torch.long), torch.arange(6)[None]
+    for node in range(3):
+        children = (tree.parents == node).nonzero()[:, 0]
+        tokens[:, children] = gumbel_topk(draft[:, node], len(children), seed=seed, impl="torch").tokens
+    options = {"method": "traversal", "ranks": tree.ranks, "seed": seed, "rows": rows, "max_depth": tree.depth}
+    return [field.tolist() for field in verify_tree(tokens, tree.parents, target, draft, **options, impl=impl)]
+
+
+def test_launches_of_another_thread_may_come_between_those_of_a_traversal(stream, monkeypatch):
+    """Traversal keeps counts from one launch to the next, and threads launch on one stream unless they are told to."""
+    launch, others = traversal_kernel._chains_kernel, []
+
+    class Between:
+        def __getitem__(self, grid):
+            monkeypatch.setattr(traversal_kernel, "_chains_kernel", launch)
+            other = threading.Thread(target=lambda: others.append(traversed(2, "triton")))
+            other.start()
+            other.join()
+            return launch[grid]
+
+    monkeypatch.setattr(traversal_kernel, "_chains_kernel", Between())
+    assert [traversed(1, "triton"), *others] == [traversed(1, "torch"), traversed(2, "torch")]
+    assert not stream.any()
+
+
+def test_a_traversal_that_is_broken_off_leaves_counters_at_zero(stream, monkeypatch):
+    """By Ctrl-C, for example, while a kernel is compiled."""
+
+    class Stopped:
+        def __getitem__(self, grid):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(traversal_kernel, "_chains_kernel", Stopped())
+        with pytest.raises(KeyboardInterrupt):
+            traversed(1, "triton")
+    assert not stream.any()
+    assert traversed(1, "triton") == traversed(1, "torch")

@@ -109,6 +109,6 @@ def _launch(hidden: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, T
         _rms_norm_kernel[(triton.cdiv(rows, at_once),)](
             hidden, added, norm.weight, total, normed, rows, norm.epsilon,
             COLUMNS=columns, ROWS=at_once, BLOCK=block, INTERPRETED=not hidden.is_cuda,
-            num_warps=min(32, max(4, block // 512)), enable_fp_fusion=True,
+            num_warps=min(32, max(4, block // 512)), enable_fp_fusion=False,
         )  # fmt: skip
     return total, normed

@@ -1,7 +1,8 @@
 """Traversal verification on a GPU: `traversal` has the formulas and the reference.
 
 A node's chain needs its weight, which its parent's chain gives; the eldest child's after a few loads, each later one's
-after the passes of those before it. So chains begin when their weights are known, in four launches whatever the depth:
+after the passes of those before it. So chains begin when their weights are known, in four launches whatever the depth,
+behind one that sets their counters to zero:
 
     normalize   programs share each row in one pass, as in `decision`; every row of the tree is read once
     chains      each multiprocessor has a program, which takes part in open passes, or leads a chain whose weight is
@@ -29,7 +30,7 @@ from heavypath.kernels.filtering import Filters, raised
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise, seed_arguments
 from heavypath.kernels.sharing import OVER, call_leader, counters, find_open, helpers, leave, take_chunk
-from heavypath.kernels.tickets import is_last, tickets
+from heavypath.kernels.tickets import is_last
 from heavypath.kernels.verifying.decision import Decided, help_at
 from heavypath.kernels.verifying.distributions import (
     CHUNK,
@@ -373,7 +374,8 @@ def launch_traversal(
     draft_cuts = None if point_masses else filter_cuts(draft, draft_filters)
     block = max(16, triton.next_power_of_2(count))
     helping = helpers(device)
-    counting = tickets(places + counters(places), device)
+    # Not those of `tickets`, which all threads share on a stream: these are not zero between the first two launches.
+    counting = torch.zeros(places + counters(places), dtype=torch.int32, device=device)
     shared = {
         "tokens_ptr": tokens, "parents_ptr": parents, "target_ptr": target, "draft_ptr": draft, "choice_ptr": choice,
         "left_out_ptr": left_out, "facts_ptr": facts, "marks_ptr": marks, "states_ptr": states, "traits_ptr": traits,
