@@ -106,9 +106,9 @@ def test_the_detectable_departure_is_found_99_times_of_100(sequences):
 
 def test_right_samplers_are_seldom_said_to_be_wrong():
     law = joint_law(Table(torch.randn(4, 4)), torch.tensor([0]), 3)
-    texts = torch.multinomial(law.flatten(), 400 * 1000, replacement=True).view(400, 1000)
+    texts = torch.multinomial(law.flatten(), 200 * 1000, replacement=True).view(200, 1000)
     fits = [goodness_of_fit(torch.stack(torch.unravel_index(row, law.shape), 1), law) for row in texts]
-    assert sum(fit.p_value < 0.05 for fit in fits) <= 40  # 20 are expected at most
+    assert sum(fit.p_value < 0.05 for fit in fits) <= 25  # 10 are expected at most
     assert all(fit.is_lossless() for fit in fits)
     variations = torch.tensor([fit.total_variation for fit in fits])
     assert float(variations.mean()) == pytest.approx(fits[0].expected_total_variation, rel=0.02)
@@ -129,12 +129,16 @@ def test_departures_by_hand():
     assert {one.prefix for one in fit.tokens} == {(0,)}  # the others are as expected
     assert [one.tokens for one in fit.texts[:2]] == [(0, 0), (0, 1)]
     assert fit.total_variation == pytest.approx(0.2)
+    assert chi_square_p_value(torch.tensor([20, 180, 100, 100]), torch.full((4,), 0.25)) == pytest.approx(
+        stats.chi2.sf(80**2 / 100 + 80**2 / 100, 3)
+    )
+    assert fit.p_value == 2 * named.p_value  # of two tests; chi-square is the milder one
     assert not fit.is_lossless()
     lines = str(fit).splitlines()
-    assert lines[0].startswith("departs from the law: p = 2.0")  # of chi-square 128 with 3 degrees, twice
-    assert lines[1].startswith("total variation 0.2000, by sampling alone 0.02")
-    assert "  position 2, after (0,): token 1 came 180 times, expected 100 +- 7.1 (+11.3 deviations)" in lines
-    assert "  text (0, 0) came 20 times, expected 100 +- 8.7 (-9.2 deviations)" in lines
+    assert lines[0] == f"departs from the law: p = {fit.p_value:.3g}, 400 sequences"
+    assert lines[1].startswith("total variation 0.2000, by sampling alone 0.0345; ")
+    assert "  position 2, after (0,): token 1 came 180 times, expected 100.0 +- 7.1 (+11.3 deviations)" in lines
+    assert "  text (0, 0) came 20 times, expected 100.0 +- 8.7 (-9.2 deviations)" in lines
 
 
 def test_what_the_law_excludes_is_found_in_one_text():
@@ -288,7 +292,7 @@ def test_a_sampler_is_asked_with_prompts_and_seeds():
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda: joint_law(tiny_llama(1), PROMPT, 8), r"7 \*\* 8 = 5764801 texts are too many to list, at most 1048576 are"),
+    (lambda: joint_law(tiny_llama(1), PROMPT, 8), r"7 \*\* 8 = 5764801 texts are too many to list, at most 1048576"),
     (lambda: joint_law(tiny_llama(1).train(), PROMPT, 2), r"training mode.*call model.eval\(\) first"),
     (lambda: joint_law(COIN, PROMPT[None], 2), r"prompt must be a LongTensor \[P\] .*, got torch.int64 \[1, 3\]"),
     (lambda: joint_law(COIN, [1], 2), r"prompt must be a LongTensor \[P\] .*, got list"),

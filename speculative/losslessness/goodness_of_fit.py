@@ -36,7 +36,7 @@ from heavypath.speculative.losslessness.chi_square import (
     joint_counts,
 )
 
-MOST_NAMED = 8  # departures of tokens, and of texts
+MOST_NAMED = 5  # departures of tokens, and of texts
 NAMED_BELOW = 0.01  # p-values of departures that are printed
 
 
@@ -61,7 +61,7 @@ class Departure(NamedTuple):
         if len(self.tokens) == 1:
             after = f", after {self.prefix}" if self.prefix else ""
             what = f"position {len(self.prefix) + 1}{after}: token {self.tokens[0]}"
-        expected = f"{self.expected:.4g} +- {self.deviation:.2g}"
+        expected = f"{self.expected:.1f} +- {self.deviation:.1f}"
         return f"{what} came {self.observed} times, expected {expected} ({self.residual:+.1f} deviations)"
 
 
