@@ -36,6 +36,14 @@ from heavypath.speculative.drafts import (
 )
 from heavypath.speculative.layer_choice import LayerChoice, choose_layers
 from heavypath.speculative.loading import load_draft
+from heavypath.speculative.losslessness.chi_square import detectable_total_variation
+from heavypath.speculative.losslessness.goodness_of_fit import (
+    Departure,
+    GoodnessOfFit,
+    check_losslessness,
+    goodness_of_fit,
+)
+from heavypath.speculative.losslessness.law import joint_law
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, Method
 from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.models.caches import RowCache
@@ -76,12 +84,14 @@ __all__ = [
     "METHODS",
     "Cascade",
     "Confidence",
+    "Departure",
     "DistilSettings",
     "Draft",
     "EagleHead",
     "EarlyExit",
     "Feed",
     "Generation",
+    "GoodnessOfFit",
     "Grammar",
     "LayerChoice",
     "LayerStream",
@@ -105,12 +115,16 @@ __all__ = [
     "Verified",
     "Verifier",
     "calibrate",
+    "check_losslessness",
     "choose_layers",
     "compare",
+    "detectable_total_variation",
     "distil",
     "draft_of_layers",
     "expected_tokens",
+    "goodness_of_fit",
     "greedy_tree",
+    "joint_law",
     "load_demo_head",
     "load_demo_pair",
     "load_draft",

@@ -8,7 +8,7 @@ from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heavypath.kernels.attention.prepared import prepared_attention
-from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
     LOSSLESS_METHODS,
     METHODS,
@@ -16,6 +16,7 @@ from heavypath.speculative import (
     PromptLookup,
     SpeculativeDecoder,
     TokenTree,
+    joint_law,
     load_demo_pair,
 )
 from heavypath.speculative.decoding.growth import Growth
@@ -157,17 +158,9 @@ def test_ersd_writes_what_plain_sampling_writes_under_twenty_seeds(sampling, dem
         assert torch.equal(racing.generate(ids, **options).sequences, plain.generate(ids, **options).sequences)
 
 
-@torch.inference_mode()
 def exact_law(model, prompt, filters, length):
     """Joint probabilities [V ** length] of the next tokens after prompt LongTensor[T], by enumeration."""
-    vocab, contexts, law = model.config.vocab_size, prompt[None], torch.ones(1).double()
-    for _ in range(length):
-        step = filtered_logprobs(model(contexts).logits[:, -1].float(), filters).exp()
-        law = (law[:, None] * step).flatten()
-        contexts = torch.cat(
-            [contexts.repeat_interleave(vocab, 0), torch.arange(vocab).repeat(len(contexts))[:, None]], 1
-        )
-    return law
+    return joint_law(model, prompt, length, **filters._asdict()).flatten()
 
 
 LAWS = [

@@ -174,6 +174,14 @@ def test_own_method_decodes_its_trees_by_its_rule(example, demo_pair, monkeypatc
     assert float(printed[1][1]) > 1.5
 
 
+def test_losslessness_finds_the_planted_bug_and_nothing_in_transformers_own_decoding(example):
+    assisted, planted = example("losslessness", "--sequences", 60).split("\n\n")
+    assert assisted.startswith("assisted generation: no departure from the law: p = ")
+    assert "60 sequences" in assisted
+    assert planted.startswith("with a mistake: departs from the law: p = ")
+    assert re.search(r"^  position 1: token 2 came \d+ times, expected ", planted, re.MULTILINE)
+
+
 def test_constrained_writes_what_it_is_told(example):
     pattern = r"^(\w+): ('.*'), ([\d.]+) tokens per step$"
     texts = {name: (ast.literal_eval(text), float(speed)) for name, text, speed in re.findall(

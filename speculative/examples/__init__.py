@@ -5,6 +5,7 @@ own_tree:        a tree of one's own, what is expected of it and what it gives
 kinds_of_draft:  what can draft: a model, the text itself, or the target's first layers
 own_draft:       a draft of one's own, a table of bigrams
 own_verifier:    a verification of one's own, in plain PyTorch
+losslessness:    whether a sampler follows its target's law, and where it does not
 own_method:      a method of one's own: a tree, how it is drawn, and a rule for one node
 constrained:     JSON of a schema, a pattern, and a rule for logits of one's own
 batch_streaming: several prompts at once, each streamed as it grows

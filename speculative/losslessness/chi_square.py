@@ -1,0 +1,84 @@
+"""Pearson's chi-square of counts and a law, its power, and the total variation that sampling alone gives.
+
+Of N outcomes drawn independently x came O(x) times, E(x) = N law(x) times being expected.
+
+    statistic = sum_x (O(x) - E(x))^2 / E(x),     p = P(chi-square with (cells - 1) degrees of freedom >= statistic).
+
+Outcomes that expect fewer than 5 are one cell. If all of them together expect fewer than 5, they count in the least
+likely other cell: one outcome where 0.001 are expected would else be an alarm once in a thousand runs. An outcome that
+the law excludes has p = 0. Chi-square is an approximation: where few cells expect little more than 5, a p of 1e-6 means
+up to 7e-5.
+
+Power. A law at total variation d from this one, the largest difference in the probability of any event, moves the
+statistic by 4 N d^2 or more. By the bounds of Birge 2001 (lemma 8.1) it is found with probability 1 - b if
+
+    4 N d^2 >= A + 4 y + sqrt(8 A y + 16 y^2 + 4 y k),     A = 2 sqrt(k x) + 2 x,     y = ln(1 / b),
+
+with k degrees of freedom and x = ln(2 / significance), because `goodness_of_fit` makes two tests. So four times as many
+outcomes find half of it, and fewer cells find more. A difference among outcomes that share a cell is not found so.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+SIGNIFICANCE = 1e-6  # a right program fails less often than once in a million seeds
+LEAST_EXPECTED = 5  # outcomes of a cell
+
+
+def joint_counts(tokens: Tensor, vocab_size: int) -> Tensor:
+    """How often each of the vocab_size ** T texts occurs among tokens LongTensor[B, T]."""
+    index = torch.zeros_like(tokens[:, 0])
+    for column in tokens.unbind(1):
+        index = index * vocab_size + column
+    return index.bincount(minlength=vocab_size ** tokens.shape[1])
+
+
+def chi_square_p_value(counts: Tensor, law: Tensor) -> float:
+    """Probability of a fit as bad as counts [n] to law [n], or worse; 0 if the law excludes what was seen."""
+    counts, law = counts.flatten().double(), law.flatten().double()
+    if counts[law == 0].any():
+        return 0.0
+    cells = cells_of(law, float(counts.sum()))
+    if not cells.any():
+        return 1.0  # there is one cell
+    counts, expected = (cells.bincount(weights) for weights in (counts, law * counts.sum()))
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
+
+
+def detectable_total_variation(
+    law: Tensor, sequences: int, *, significance: float = SIGNIFICANCE, power: float = 0.99
+) -> float:
+    """The total variation from a law [V, ..., V] that a run of so many sequences finds with a probability of `power`.
+
+    Four times as many sequences find half as much. 1.0 where there are too few of them to tell one text from another.
+    """
+    freedom = int(cells_of(law.flatten().double(), sequences).max())
+    x, y = math.log(2 / significance), -math.log1p(-power)
+    if not freedom:  # of a law that is certain, any other text is found
+        return 1.0 if law.max() < 1 else -math.expm1(-y / sequences)
+    least = 2 * math.sqrt(freedom * x) + 2 * x
+    moved = least + 4 * y + math.sqrt(8 * least * y + 16 * y**2 + 4 * y * freedom)
+    return min(1.0, math.sqrt(moved / (4 * sequences)))
+
+
+def cells_of(law: Tensor, sequences: float) -> Tensor:
+    """The cell LongTensor[n] that each outcome of a law [n] counts in: its own, or that of all that are rare."""
+    expected = law * sequences
+    rare = expected < LEAST_EXPECTED
+    cells = (~rare).cumsum(0) - 1
+    pool = int(cells[-1]) + 1
+    if pool and expected[rare].sum() < LEAST_EXPECTED:
+        pool = int(cells[expected.where(~rare, math.inf).argmin()])
+    return cells.where(~rare, pool)
+
+
+def expected_total_variation(law: Tensor, sequences: int) -> float:
+    """Half the sum over x of E|O(x) / N - law(x)|, O(x) being binomial: the mean deviation of de Moivre 1730."""
+    law = law[(law > 0) & (law < 1)]
+    above = (law * sequences).floor() + 1  # E|O - N p| = 2 above (1 - p) P(O = above)
+    log_ways = math.lgamma(sequences + 1) - torch.lgamma(above + 1) - torch.lgamma(sequences - above + 1)
+    log_odds = above * law.log() + (sequences - above) * torch.log1p(-law)
+    return float((above * (1 - law) * (log_ways + log_odds).exp()).sum() / sequences)

@@ -1,0 +1,90 @@
+"""The exact joint law of the next tokens of a causal language model, by enumeration.
+
+Over a vocabulary of V tokens there are V ** T texts of T tokens, and
+
+    law(x_1, ..., x_T) = prod_t P(x_t | prompt, x_1, ..., x_{t-1}),
+
+where P are the model's logits behind temperature, top-k, top-p and min-p (`heavypath.kernels.filtering`). Over a toy
+vocabulary they are few: a model of random weights over 7 tokens has 343 texts of three. A decoder does not know how
+small the vocabulary is, so its mistakes show there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from heavypath.kernels.filtering import Filters, filtered_logprobs
+
+MOST_TEXTS = 2**20
+CONTEXTS_PER_FORWARD = 1024
+
+
+@torch.inference_mode()
+def joint_law(
+    model: Any,
+    prompt: Tensor,
+    length: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+) -> Tensor:
+    """Probabilities of the next `length` tokens after prompt LongTensor[P]: float64 [V, V, ..., V] on the CPU.
+
+    The element at [x_1, ..., x_T] is that of the text x_1, ..., x_T. model: a causal LM of transformers, or whatever
+    takes `input_ids` [B, T] and `use_cache` and answers with `.logits` [B, T, V]; in evaluation mode.
+
+    Behind an eos_token_id the law is certain: the text is filled up with that token, with the first if there are
+    several. A sampler must pad what ends early so. None: no token ends a text.
+
+    Raises ValueError for a prompt of another shape, a length below 1, filters out of range, tokens outside the
+    vocabulary, a model in training mode, and more than 2 ** 20 texts.
+    """
+    filters = Filters(temperature, top_k, top_p, min_p).check()
+    if not isinstance(prompt, Tensor) or prompt.dtype != torch.long or prompt.ndim != 1 or not len(prompt):
+        got = f"{prompt.dtype} {[*prompt.shape]}" if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise ValueError(f"prompt must be a LongTensor [P] with at least one token, got {got}")
+    if length < 1:
+        raise ValueError(f"length must be at least 1, got {length}")
+    if getattr(model, "training", False):
+        raise ValueError("model is in training mode, where dropout changes its law: call model.eval() first")
+
+    contexts, law = prompt[None], torch.ones(1, dtype=torch.float64)
+    ended = torch.zeros(1, dtype=torch.bool)
+    ends = torch.tensor([eos_token_id] if isinstance(eos_token_id, int) else [*(eos_token_id or ())], dtype=torch.long)
+    vocab_size = 0
+    for _ in range(length):
+        logits = torch.cat([
+            model(input_ids=rows, use_cache=False).logits[:, -1].float().cpu()
+            for rows in contexts.split(CONTEXTS_PER_FORWARD)
+        ])  # fmt: skip
+        if not vocab_size:
+            vocab_size = logits.shape[-1]
+            check_size(vocab_size, length)
+            if len(ends) and not 0 <= int(ends.min()) <= int(ends.max()) < vocab_size:
+                raise ValueError(f"eos_token_id must be in 0 .. {vocab_size - 1}, got {eos_token_id}")
+        if temperature:
+            step = filtered_logprobs(logits, filters).exp()  # [V ** t, V]
+        else:
+            step = one_hot(logits.argmax(-1), vocab_size).double()
+        if len(ends):
+            step = one_hot(ends[0], vocab_size).double().where(ended[:, None], step)
+        law = (law[:, None] * step).flatten()
+        new = torch.arange(vocab_size).repeat(len(contexts))
+        ended = ended.repeat_interleave(vocab_size) | torch.isin(new, ends)
+        contexts = torch.cat([contexts.repeat_interleave(vocab_size, 0), new[:, None].to(prompt.device)], 1)
+    return law.view([vocab_size] * length)
+
+
+def check_size(vocab_size: int, length: int) -> None:
+    """Raise ValueError if there are too many texts to list."""
+    if vocab_size**length > MOST_TEXTS:
+        raise ValueError(
+            f"{vocab_size} ** {length} = {vocab_size**length} texts are too many to list, at most {MOST_TEXTS} are: "
+            f"ask for fewer tokens, or take a toy model with a smaller vocabulary"
+        )
