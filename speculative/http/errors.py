@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 logger = logging.getLogger(__name__)
+MOST_CHARACTERS = 250  # of a message, which may repeat what a client sent
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # others by their hundreds
 
 
@@ -40,7 +41,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, too
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(message)
+        super().__init__(_cut(message))
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
     def content(self) -> dict[str, Any]:
@@ -66,10 +67,6 @@ def answer_errors(app: FastAPI) -> None:
         assert isinstance(error, Refusal)
         return error.response()
 
-    async def refuse_fields(request: Request, error: Exception) -> Answer:
-        assert isinstance(error, RequestValidationError)
-        return _of_fields(error).response()
-
     async def refuse_path(request: Request, error: Exception) -> Answer:
         assert isinstance(error, HTTPException)
         return Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
@@ -79,21 +76,24 @@ def answer_errors(app: FastAPI) -> None:
 
     app.add_exception_handler(Exception, admit_failure)
     app.add_exception_handler(Refusal, refuse)
-    app.add_exception_handler(RequestValidationError, refuse_fields)
     app.add_exception_handler(HTTPException, refuse_path)
 
 
-def _of_fields(error: RequestValidationError) -> Refusal:
+def of_fields(error: ValidationError) -> Refusal:
     """The first field that does not fit, and all that was said of it."""
     found: dict[str, list[str]] = {}
-    for each in error.errors():
-        place = each["loc"][1:] if each["type"] != "json_invalid" else ()  # without "body"
-        message = each["msg"].removeprefix("Value error, ")
+    for each in error.errors(include_url=False, include_context=False, include_input=False):
+        place, message = each["loc"], each["msg"].removeprefix("Value error, ")
         if each["type"] == "extra_forbidden":
-            message = "this server does not know this field"
+            inner = f"its field {place[-1]!r:.200}" if place[1:] else "this field"
+            message = f"this server does not know {inner}"
         found.setdefault(str(place[0]) if place else "", []).append(message)
     field, messages = next(iter(found.items()))
-    text = "; or: ".join(dict.fromkeys(messages))
+    field, text = field[:200], "; or: ".join(dict.fromkeys(messages))
     return Refusal(
         400, f"{field}: {text}" if field else f"the body is not what is expected: {text}", param=field or None
     )
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= MOST_CHARACTERS else f"{message[: MOST_CHARACTERS - 4]} ..."
