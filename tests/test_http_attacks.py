@@ -12,7 +12,7 @@ from http_server import ask
 from test_serve_command import process
 
 BODY = {"model": "heavypath-demo", "prompt": "def", "max_tokens": 2, "temperature": 0}
-SOON = 1.5  # seconds; each of these took 2 to 120, or for ever
+SOON = 2.5  # seconds; each of these took 2 to 120, or for ever
 
 
 @pytest.fixture(scope="module")

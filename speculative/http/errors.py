@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -81,18 +82,20 @@ def answer_errors(app: FastAPI) -> None:
 
 def of_fields(error: ValidationError) -> Refusal:
     """The first field that does not fit, and all that was said of it."""
-    found: dict[str, list[str]] = {}
-    for each in error.errors(include_url=False, include_context=False, include_input=False):
-        place, message = each["loc"], each["msg"].removeprefix("Value error, ")
-        if each["type"] == "extra_forbidden":
-            inner = f"its field {place[-1]!r:.200}" if place[1:] else "this field"
-            message = f"this server does not know {inner}"
-        found.setdefault(str(place[0]) if place else "", []).append(message)
-    field, messages = next(iter(found.items()))
-    field, text = field[:200], "; or: ".join(dict.fromkeys(messages))
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    where = errors[0]["loc"][:1]
+    field = str(where[0])[:200] if where else ""
+    text = "; or: ".join(dict.fromkeys(_said(each) for each in errors if each["loc"][:1] == where))
     return Refusal(
         400, f"{field}: {text}" if field else f"the body is not what is expected: {text}", param=field or None
     )
+
+
+def _said(error: ErrorDetails) -> str:
+    if error["type"] != "extra_forbidden":
+        return error["msg"].removeprefix("Value error, ")
+    place = error["loc"]
+    return f"this server does not know {f'its field {place[-1]!r:.200}' if place[1:] else 'this field'}"
 
 
 def _cut(message: str) -> str:
