@@ -11,6 +11,7 @@ from http_server import NAME, PATIENCE, ask, eventually, metrics, open_stream, r
 from transformers import AutoTokenizer
 
 from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.drafts import models_of
 from heavypath.speculative.http.exchange import APART, sequence_id
 
 PROMPT = "def read_lines(path):"
@@ -136,6 +137,24 @@ def test_a_chat_streams_its_role_and_then_its_text(client, alone):
 def test_without_a_length_a_chat_has_all_the_room_there_is(client):
     usage = chat(client, extra_body={"ignore_eos": True}).usage
     assert usage.total_tokens == 256
+
+
+def test_there_is_no_more_room_than_the_models_have_positions(demo_pair, tokenizer, monkeypatch):
+    """So a chat without a length is answered by every model, and no memory is taken that nobody could use."""
+    decoder = SpeculativeDecoder(demo_pair.target, demo_pair.draft, "ersd")
+    for limited in (decoder._target, *models_of(decoder._draft)):
+        with monkeypatch.context() as patch:
+            patch.setattr(limited, "max_positions", 96)
+            with (
+                decoder.serve(slots=1, max_tokens=2048) as service,
+                running(service, tokenizer, max_tokens=service.limits.max_tokens) as base,
+                openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client,
+            ):
+                assert service.limits.max_tokens == 96
+                assert chat(client, extra_body={"ignore_eos": True}).usage.total_tokens == 96
+                with pytest.raises(openai.BadRequestError) as caught:
+                    chat(client, "read " * 100)
+                assert caught.value.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -23,7 +23,8 @@ from heavypath.speculative.processors.grammar import Grammar, schema_source
 AT_ONCE = 2  # schemas that are compiled side by side
 SECONDS = 2.0  # that one may take
 WHAT = "JSON schema"  # as messages call a source
-KEPT = 16  # grammars, of 256 MiB at the very most, and of 1 MiB usually
+MEMORY = 128 << 20  # that one may take
+KEPT = 16  # grammars, which usually take 1 MiB
 
 
 class Grammars:
@@ -33,7 +34,7 @@ class Grammars:
         self._tokenizer, self._eos_token_ids = tokenizer, [*eos_token_ids] or None
         self._threads = ThreadPoolExecutor(AT_ONCE, "grammar")
         self._trials: queue.SimpleQueue[Trial] = queue.SimpleQueue()
-        trials = [Trial(SECONDS) for _ in range(AT_ONCE)]
+        trials = [Trial(SECONDS, MEMORY) for _ in range(AT_ONCE)]
         for trial in trials:
             self._trials.put(trial)
         weakref.finalize(self, _close, trials)

@@ -12,24 +12,23 @@ import threading
 import time
 from pathlib import Path
 
-MEMORY = 256 << 20  # more than it had before a grammar
 STACK = 4 << 20  # half of a thread's in the server, which compiles after it
 SECONDS = 10  # of computing, where nobody is left who would end it
 
 
 def main() -> None:
-    """Compile what comes."""
+    """Compile what comes, each in as many more bytes of memory as the first argument says."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+    memory = int(sys.argv[1])
     tokenizer, limits = LLTokenizer("byte"), LLParserLimits(verbose_errors=False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(json.dumps(""), flush=True)  # ready
     for line in sys.stdin:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY)
+        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory)
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + SECONDS)
         matcher = LLMatcher(tokenizer, json.loads(line), log_level=0, limits=limits)
-        matcher.compute_bitmask()  # which finds what compiles, and is too wide to be followed
         print(json.dumps(matcher.get_error()), flush=True)
 
 

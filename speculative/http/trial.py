@@ -1,6 +1,7 @@
 """A process that compiles grammars before the server does: what ends it, or takes too long, costs one request alone."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,13 +16,13 @@ STARTING = 60.0  # seconds that the process may take until it is ready
 class Trial:
     """Compiles a source in a process, which starts with the first one, and anew behind one that ended it.
 
-    seconds: that compiling may take
+    seconds: that compiling may take; memory: bytes that it may take, more than the process had
 
     For one thread at a time. The process ends with this one, or by `close`.
     """
 
-    def __init__(self, seconds: float):
-        self._seconds = seconds
+    def __init__(self, seconds: float, memory: int):
+        self._seconds, self._memory = seconds, memory
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, source: str, what: str) -> None:
@@ -29,15 +30,17 @@ class Trial:
 
         Raises RuntimeError where the process does not start.
         """
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # somebody else has ended it
         if self._process is None:
-            self._process = _started()
+            self._process = _started(self._memory)
             if _answer(self._process, None, STARTING) is None:
                 self.close()
                 raise RuntimeError("the process that compiles grammars does not start")
         error = _answer(self._process, source, self._seconds)
         if error is None:
             self.close()
-            error = f"it takes more than {self._seconds:g} seconds, or too much memory, to compile"
+            error = f"it takes more than {self._seconds:g} seconds, or too much memory or depth, to compile"
         if error:
             raise ValueError(f"the {what} cannot be followed: {error}")
 
@@ -49,13 +52,14 @@ class Trial:
             self._process = None
 
 
-def _started() -> subprocess.Popen[str]:
+def _started(memory: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-P", str(PROGRAM)],
+        [sys.executable, "-P", str(PROGRAM), str(memory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # none of 64 MiB in reserve, so that what it takes is what it has
         start_new_session=True,  # Ctrl-C is the server's
     )
 
