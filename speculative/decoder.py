@@ -353,7 +353,7 @@ class SpeculativeDecoder:
     ) -> Service:
         """Decode requests as they come, side by side, until the service is closed; see `Service` and its `Limits`.
 
-        max_tokens: default 2,048, or as many as the models have positions. seed: of the noise
+        max_tokens: default 2,048, and never more than the models have positions. seed: of the noise
 
         Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
         """
@@ -361,8 +361,9 @@ class SpeculativeDecoder:
         check_alone("serve", self._target)
         prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
         plan = self._plan(self._request(prompts, GivenSettings(1.0, **NOTHING), max_new_tokens=1))
-        most = min(2048, *(model.max_positions for model in (self._target, *models_of(self._draft))))
-        limits = Limits(slots, most if max_tokens is None else max_tokens, queue, prefill_tokens).check()
+        positions = min(model.max_positions for model in (self._target, *models_of(self._draft)))
+        room = min(2048 if max_tokens is None else max_tokens, positions)
+        limits = Limits(slots, room, queue, prefill_tokens).check()
         trees = self._trees.for_serving(slots)
         return Service(
             replace(plan, tree=trees.of(slots), others=trees.trees),

@@ -293,3 +293,77 @@ def test_a_grammar_that_others_forbid_is_said_to_be_a_dead_end(tiny_pair, letter
             eos_token_id=EOS,
             logits_processor=[Grammar.regex("d(b|d)+", letters), odd_behind_even],
         )
+
+
+def references(length, link=lambda name: {"$ref": name}, last=None):
+    definitions = {f"a{index}": link(f"#/$defs/a{index + 1}") for index in range(length)}
+    return {"$ref": "#/$defs/a0", "$defs": definitions | {f"a{length}": last or {"type": "null"}}}
+
+
+def nested(depth):
+    schema = {"type": "null"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+def items(name):
+    return {"type": "array", "items": {"$ref": name}}
+
+
+def all_of(*numbers, kind="number"):
+    return {"allOf": [{"type": kind, "multipleOf": number} for number in numbers]}
+
+
+@pytest.mark.parametrize(("schema", "message"), [
+    (references(65), "more than 64 references lead to nothing but another reference"),
+    (references(10, last={"$ref": "#/$defs/a3"}), "more than 64 references"),  # in a circle
+    (references(500, items), "may be nested .* deep, and may be 800"),
+    (references(500, items, {"items": {"$ref": "#/$defs/a0"}}), "may be nested"),
+    (references(300, lambda name: {"anyOf": [{"$ref": name}]}), "may be nested"),
+    (references(300, lambda name: items("http://a/b" + name)) | {"$id": "http://a/b"}, "may be nested"),
+    (references(500, lambda name: items(name.replace("$", "%24"))), "may be nested"),
+    (nested(150), "nested 151 deep"),
+    ({"enum": [*range(10_000)]}, "more than 10000 values"),
+    ({"const": "a" * 70_000}, "expected at most 65536 bytes"),
+    (json.dumps({"const": "a" * 70_000}), "expected at most 65536 bytes"),
+    ("[" * 60_000, "nested too deep"),
+    ({"multipleOf": 10_007}, "multipleOf, without its factors of ten, may be at most 10000"),
+    ({"multipleOf": 12345.678}, "multipleOf"),
+    (all_of(97, 89, 83), "the least common multiple of all multipleOf"),
+    (all_of(0.97, 1.03, 7), "the least common multiple"),
+    ({"type": "integer", "minimum": 10**4000}, "out of range"),
+])  # fmt: skip
+def test_a_schema_that_is_too_much_for_llguidance_is_refused_before_it(schema, message, letters):
+    with pytest.raises(ValueError, match=message):
+        Grammar.json_schema(schema, letters)
+
+
+@pytest.mark.parametrize("schema", [
+    references(64),
+    references(200, items),
+    references(60, items, {"anyOf": [{"type": "null"}, {"items": {"$ref": "#/$defs/a0"}}]}),
+    {"properties": {"a": {"$ref": "#"}, "$ref": {"type": "string"}, "multipleOf": {"type": "integer"}}},
+    {"$id": "http://a/b", "$ref": "http://a/b#/$defs/x", "$defs": {"x": {"type": "null"}}},
+    {"enum": [f"e{number}" for number in range(5_000)]},
+    {"type": "integer", "multipleOf": 1_000_000},
+    all_of(0.01, 5, 60, kind="integer"),
+    {"multipleOf": 9973},
+])  # fmt: skip
+def test_schemas_up_to_there_are_followed(schema, letters):
+    assert Grammar.json_schema(schema, letters).matcher().compute_bitmask()
+
+
+def test_a_lark_grammar_of_too_many_rules_is_refused(letters):
+    rules = [f"r{number}: r{number + 1}" for number in range(5_000)]
+    with pytest.raises(ValueError, match="at most 1000 colons"):
+        Grammar.lark("\n".join(["start: r0", *rules, 'r5000: "a"']), letters)
+
+
+def test_a_grammar_is_compiled_once(letters, monkeypatch):
+    import llguidance
+
+    made = []
+    monkeypatch.setattr(llguidance.LLMatcher, "validate_grammar_with_warnings", lambda *_: made.append("checked"))
+    Grammar.json_schema(SCHEMA, letters)
+    assert made == []

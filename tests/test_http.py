@@ -11,6 +11,7 @@ from http_server import NAME, PATIENCE, ask, eventually, metrics, open_stream, r
 from transformers import AutoTokenizer
 
 from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.drafts import models_of
 from heavypath.speculative.http.exchange import APART, sequence_id
 
 PROMPT = "def read_lines(path):"
@@ -138,6 +139,24 @@ def test_without_a_length_a_chat_has_all_the_room_there_is(client):
     assert usage.total_tokens == 256
 
 
+def test_there_is_no_more_room_than_the_models_have_positions(demo_pair, tokenizer, monkeypatch):
+    """So a chat without a length is answered by every model, and no memory is taken that nobody could use."""
+    decoder = SpeculativeDecoder(demo_pair.target, demo_pair.draft, "ersd")
+    for limited in (decoder._target, *models_of(decoder._draft)):
+        with monkeypatch.context() as patch:
+            patch.setattr(limited, "max_positions", 96)
+            with (
+                decoder.serve(slots=1, max_tokens=2048) as service,
+                running(service, tokenizer, max_tokens=service.limits.max_tokens) as base,
+                openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client,
+            ):
+                assert service.limits.max_tokens == 96
+                assert chat(client, extra_body={"ignore_eos": True}).usage.total_tokens == 96
+                with pytest.raises(openai.BadRequestError) as caught:
+                    chat(client, "read " * 100)
+                assert caught.value.code == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_before_itself(client, alone, stream):
     whole = alone(PROMPT, 24)
@@ -236,9 +255,9 @@ REFUSED = {
     "frobnicate": (1, "does not know this field"),
     "guided_json": ({}, "does not know this field"),
     "response_format": ({"type": "xml"}, "json_object"),
-    "repetition_penalty": (0, "greater than 0"),
+    "repetition_penalty": (0, "greater than or equal to 0.01"),
     "temperature": (-1, "greater than or equal to 0"),
-    "top_p": (0, "greater than 0"),
+    "top_p": (0, "greater than"),
     "top_k": (-1, "greater than or equal to 0"),
     "max_tokens": ("5", "valid integer"),
     "n": (17, "at most 16 texts"),
@@ -268,7 +287,7 @@ def test_a_field_that_the_server_does_not_have_is_refused_by_name(base, field):
         (b"{", "the body is not what is expected"),
         (b"[]", "the body is not what is expected"),
         (b"", "the body"),
-        (b'{"model": "shipped", "prompt": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"model": "shipped", "prompt": "\\ud800"}', "unexpected end of hex escape"),
         (b'{"model": "shipped", "prompt": "a", "temperature": NaN}', "finite"),
         ({"model": NAME, "prompt": []}, "empty"),
         ({"model": NAME, "prompt": [[1], []]}, "empty prompt"),

@@ -1,29 +1,21 @@
 """The routes."""
 
-import asyncio
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import aclosing
-from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
-from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, CompletionAnswer, Finished, Reason
-from heavypath.speculative.http.errors import Answer, Refusal, answer_errors
+from heavypath.speculative.http.errors import Answer, answer_errors
 from heavypath.speculative.http.exchange import Exchange, Served, until_gone
-from heavypath.speculative.http.grammar import grammar_of
 from heavypath.speculative.http.guard import Guard
-from heavypath.speculative.http.prompts import Prompt, prompts_of, prompts_of_chat
+from heavypath.speculative.http.reading import Reading, check_model
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
 from heavypath.speculative.http.streaming import EventStream
-from heavypath.speculative.processors.grammar import Grammar
 
-AnyRequest = TypeVar("AnyRequest", bound=Sampling)
-Read = tuple[list[Prompt], Grammar | None]
 DEFAULT_NEW_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 
 
@@ -37,14 +29,7 @@ def create_app(served: Served, fingerprint: str, api_key: str | None = None) -> 
     app.add_middleware(Guard, limits=served.limits, metrics=served.metrics, api_key=api_key)
     answer_errors(app)
     started = int(time.time())
-    tokenizing = ThreadPoolExecutor(1, "tokenizer")  # a long prompt or a schema holds up no stream
-    served.tokenizer("a")  # a tokenizer may set itself up at its first call, which must not be in two threads
-
-    async def read(body: AnyRequest, prompts: Callable[[AnyRequest, PreTrainedTokenizerBase], list[Prompt]]) -> Read:
-        def blocking() -> Read:
-            return prompts(body, served.tokenizer), grammar_of(body, served.tokenizer, served.eos_token_ids)
-
-        return await asyncio.get_running_loop().run_in_executor(tokenizing, blocking)
+    reading = Reading(served)
 
     @app.get("/health")
     async def health() -> Answer:
@@ -62,27 +47,26 @@ def create_app(served: Served, fingerprint: str, api_key: str | None = None) -> 
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Answer:
-        _check_model(served, name)
+        check_model(served, name)
         return Answer(model)
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        _check_model(served, body.model)
-        prompts, grammar = await read(body, prompts_of)
+    async def completions(request: Request) -> Response:
+        body, prompts, grammar, ends = await reading.read(request, CompletionRequest)
         answer = CompletionAnswer(served.name, fingerprint, includes_usage=body.includes_usage)
         new_tokens = DEFAULT_NEW_TOKENS if body.max_tokens is None else body.max_tokens
-        exchange = Exchange(served, body, prompts, grammar, new_tokens)
+        exchange = Exchange(served, body, prompts, grammar, new_tokens, ends)
         return await _answered(exchange, body, request, answer)
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        _check_model(served, body.model)
-        prompts, grammar = await read(body, prompts_of_chat)
+    async def chat(request: Request) -> Response:
+        body, prompts, grammar, ends = await reading.read(request, ChatRequest)
         answer = ChatAnswer(served.name, fingerprint, includes_usage=body.includes_usage)
         new_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        exchange = Exchange(served, body, prompts, grammar, new_tokens)
+        exchange = Exchange(served, body, prompts, grammar, new_tokens, ends)
         return await _answered(exchange, body, request, answer)
 
+    _describe(app, {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest})
     return app
 
 
@@ -100,8 +84,11 @@ async def _answered(exchange: Exchange, body: Sampling, request: Request, answer
     return Answer(answer.whole(finished, exchange.counted))
 
 
-def _check_model(served: Served, name: str) -> None:
-    """Nothing is ever loaded by a name of a request: there is one model."""
-    if name != served.name:
-        message = f"there is no model {name!r:.200} here; this server has {served.name!r}"
-        raise Refusal(404, message, param="model", code="model_not_found")
+def _describe(app: FastAPI, bodies: Mapping[str, type[Sampling]]) -> None:
+    """Tell /openapi.json of the bodies, which FastAPI does not read."""
+    described = app.openapi()
+    for path, kind in bodies.items():
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        described.setdefault("components", {}).setdefault("schemas", {}).update(schema.pop("$defs"))
+        content = {"application/json": {"schema": schema}}
+        described["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 logger = logging.getLogger(__name__)
+MOST_CHARACTERS = 250  # of a message, which may repeat what a client sent
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # others by their hundreds
 
 
@@ -40,7 +42,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, too
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(message)
+        super().__init__(_cut(message))
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
     def content(self) -> dict[str, Any]:
@@ -66,10 +68,6 @@ def answer_errors(app: FastAPI) -> None:
         assert isinstance(error, Refusal)
         return error.response()
 
-    async def refuse_fields(request: Request, error: Exception) -> Answer:
-        assert isinstance(error, RequestValidationError)
-        return _of_fields(error).response()
-
     async def refuse_path(request: Request, error: Exception) -> Answer:
         assert isinstance(error, HTTPException)
         return Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
@@ -79,21 +77,26 @@ def answer_errors(app: FastAPI) -> None:
 
     app.add_exception_handler(Exception, admit_failure)
     app.add_exception_handler(Refusal, refuse)
-    app.add_exception_handler(RequestValidationError, refuse_fields)
     app.add_exception_handler(HTTPException, refuse_path)
 
 
-def _of_fields(error: RequestValidationError) -> Refusal:
+def of_fields(error: ValidationError) -> Refusal:
     """The first field that does not fit, and all that was said of it."""
-    found: dict[str, list[str]] = {}
-    for each in error.errors():
-        place = each["loc"][1:] if each["type"] != "json_invalid" else ()  # without "body"
-        message = each["msg"].removeprefix("Value error, ")
-        if each["type"] == "extra_forbidden":
-            message = "this server does not know this field"
-        found.setdefault(str(place[0]) if place else "", []).append(message)
-    field, messages = next(iter(found.items()))
-    text = "; or: ".join(dict.fromkeys(messages))
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    where = errors[0]["loc"][:1]
+    field = str(where[0])[:200] if where else ""
+    text = "; or: ".join(dict.fromkeys(_said(each) for each in errors if each["loc"][:1] == where))
     return Refusal(
         400, f"{field}: {text}" if field else f"the body is not what is expected: {text}", param=field or None
     )
+
+
+def _said(error: ErrorDetails) -> str:
+    if error["type"] != "extra_forbidden":
+        return error["msg"].removeprefix("Value error, ")
+    place = error["loc"]
+    return f"this server does not know {f'its field {place[-1]!r:.200}' if place[1:] else 'this field'}"
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= MOST_CHARACTERS else f"{message[: MOST_CHARACTERS - 4]} ..."

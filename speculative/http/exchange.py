@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class Exchange:
 
     grammar: that all of them are held to; None for none
     new_tokens: of each, at most; None for as many as there is room for
+    ends: the time.monotonic() at which they have to be complete; None for no end
 
     Raises Refusal for what a request must not ask for, if the queue is full, and if the service is closed; no text of
     the request is decoded then.
@@ -85,13 +87,11 @@ class Exchange:
         prompts: Sequence[Prompt],
         grammar: Grammar | None,
         new_tokens: int | None,
+        ends: float | None,
     ):
         self._served, self._gone = served, False
         _check_stops(request, served.limits)
-        if len(prompts) * request.n > served.limits.choices:
-            most = f"this server gives at most {served.limits.choices} texts for a request"
-            raise Refusal(400, f"n: {most}, got {len(prompts)} prompts with n = {request.n}", param="n")
-        options = _options(served, request, grammar)
+        options = _options(served, request, grammar, ends)
         lengths = [_new_tokens(served.limits, prompt, new_tokens) for prompt in prompts]
         self._texts: list[_Text] = []
         try:
@@ -204,8 +204,7 @@ class Exchange:
             reason = "disconnected" if self._gone else "closed"  # nobody else cancels a text that is read
         text.watch.finish(reason, text.stopped.tokens, steps)
         if reason == "deadline":
-            seconds = self._served.limits.seconds
-            raise Refusal(504, f"the text was not complete within the server's {seconds:g} seconds", code="deadline")
+            raise overdue(self._served.limits)
         if reason == "disconnected":
             raise Refusal(499, "the client is gone")  # which nobody reads; /metrics counts it
         if reason == "closed":
@@ -233,6 +232,11 @@ async def until_gone(receive: Receive, exchange: Exchange) -> AsyncGenerator[Non
         exchange.close()
 
 
+def overdue(limits: Limits) -> Refusal:
+    """Why a request that takes too long gets no text."""
+    return Refusal(504, f"the text was not complete within the server's {limits.seconds:g} seconds", code="deadline")
+
+
 def _check_stops(request: Sampling, limits: Limits) -> None:
     stops = request.stops
     if len(stops) > limits.stop_strings:
@@ -244,7 +248,7 @@ def _check_stops(request: Sampling, limits: Limits) -> None:
             raise Refusal(400, message, param="stop")
 
 
-def _options(served: Served, request: Sampling, grammar: Grammar | None) -> dict[str, Any]:
+def _options(served: Served, request: Sampling, grammar: Grammar | None, ends: float | None) -> dict[str, Any]:
     """What all texts of a request are submitted with."""
     asked = {
         "temperature": served.temperature if request.temperature is None else request.temperature,
@@ -254,7 +258,7 @@ def _options(served: Served, request: Sampling, grammar: Grammar | None) -> dict
         "repetition_penalty": request.repetition_penalty,
         "min_new_tokens": request.min_tokens,
         "logits_processor": None if grammar is None else [grammar],
-        "deadline": served.limits.seconds,
+        "deadline": None if ends is None else max(1e-3, ends - time.monotonic()),
     }
     eos = None if request.ignore_eos else [*served.eos_token_ids]
     return {name: value for name, value in asked.items() if value is not None} | {"eos_token_id": eos}

@@ -59,7 +59,7 @@ class Guard:
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body; None if the client went away before it had sent it."""
         most, seconds = self._limits.body_bytes, self._limits.body_seconds
-        parts, size, more = [], 0, True
+        body, size, more = bytearray(), 0, True
         try:
             async with asyncio.timeout(seconds):
                 while more and size <= DROPPED * most:
@@ -69,14 +69,14 @@ class Guard:
                     part = message.get("body", b"")
                     size, more = size + len(part), message.get("more_body", False)
                     if size <= most:
-                        parts.append(part)
+                        body += part
                     else:
-                        parts.clear()
+                        body.clear()
         except TimeoutError:
             raise Refusal(408, f"the request's body did not arrive within {seconds:g} seconds") from None
         if size > most:
             raise Refusal(413, f"the request's body must have at most {most} bytes, and it has more", code="too_large")
-        return b"".join(parts)
+        return bytes(body)
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

@@ -6,6 +6,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from heavypath.speculative.http.errors import Refusal
+from heavypath.speculative.http.limits import Limits
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest
 
 
@@ -16,38 +17,78 @@ class Prompt(NamedTuple):
     echo: str = ""
 
 
-def prompts_of(request: CompletionRequest, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """One prompt or several, as texts or as tokens. Raises Refusal for an empty one."""
-    given: Any = request.prompt
-    several = isinstance(given, list) and not (given and isinstance(given[0], int))
-    found = []
-    for each in given if several else [given]:
-        tokens = tokenizer(each)["input_ids"] if isinstance(each, str) else each
+class Prompts:
+    """What a tokenizer makes of requests. What is too many or too long is refused before it is tokenized."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: Limits):
+        self._tokenizer, self._limits = tokenizer, limits
+        self._longest = max(map(len, tokenizer.get_vocab()))  # in characters
+        tokenizer("a")  # a tokenizer may set itself up at its first call, which must not be in two threads
+
+    def of(self, request: CompletionRequest | ChatRequest) -> list[Prompt]:
+        """The prompts of a request. Raises Refusal for what there are no prompts of."""
+        return self._of_chat(request) if isinstance(request, ChatRequest) else self._of_texts(request)
+
+    def _of_texts(self, request: CompletionRequest) -> list[Prompt]:
+        """One prompt or several, as texts or as tokens. Raises Refusal for an empty one."""
+        given: Any = request.prompt
+        several = isinstance(given, list) and not (given and isinstance(given[0], int))
+        prompts = given if several else [given]
+        if not prompts:
+            raise Refusal(400, "prompt: expected one prompt or more, got an empty list", param="prompt")
+        self._check_count(len(prompts), request.n)
+        for each in prompts:
+            self._check_length(len(each) if isinstance(each, str) else 0)
+        return [self._of_text(each, echo=bool(request.echo)) for each in prompts]  # up to the first that is too long
+
+    def _of_text(self, given: str | list[int], *, echo: bool) -> Prompt:
+        tokens = self._tokenizer(given)["input_ids"] if isinstance(given, str) else given
         if not tokens:
             raise Refusal(400, "prompt: expected at least one token to continue, got an empty prompt", param="prompt")
-        echo = ""
-        if request.echo:
-            echo = each if isinstance(each, str) else str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-        found.append(Prompt(tokens, echo))
-    if not found:
-        raise Refusal(400, "prompt: expected one prompt or more, got an empty list", param="prompt")
-    return found
+        self._check_room(len(tokens))
+        if not echo:
+            return Prompt(tokens)
+        if isinstance(given, str):
+            return Prompt(tokens, given)
+        return Prompt(tokens, str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)))
 
+    def _of_chat(self, request: ChatRequest) -> list[Prompt]:
+        """The conversation in the tokenizer's chat template, up to where the answer begins.
 
-def prompts_of_chat(request: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The conversation in the tokenizer's chat template, up to where the answer begins.
+        Raises Refusal where there is no template, and for a conversation that it does not write.
+        """
+        if not self._tokenizer.chat_template:
+            message = "this model's tokenizer has no chat template, so it can continue texts alone: use /v1/completions"
+            raise Refusal(400, message, param="messages", code="no_chat_template")
+        self._check_count(1, request.n)
+        messages = [message.for_template() for message in request.messages]
+        self._check_length(sum(len(message["content"]) for message in messages))
+        try:
+            tokens: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except TemplateError as error:
+            message = f"messages: the chat template cannot write this conversation: {error}"
+            raise Refusal(400, message, param="messages") from error
+        if not tokens:
+            raise Refusal(400, "messages: the chat template wrote an empty text of them", param="messages")
+        self._check_room(len(tokens))
+        return [Prompt(tokens)]
 
-    Raises Refusal where there is no template, and for a conversation that it does not write.
-    """
-    if not tokenizer.chat_template:
-        message = "this model's tokenizer has no chat template, so it can continue texts alone: use /v1/completions"
-        raise Refusal(400, message, param="messages", code="no_chat_template")
-    messages = [message.for_template() for message in request.messages]
-    try:
-        tokens: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    except TemplateError as error:
-        message = f"messages: the chat template cannot write this conversation: {error}"
-        raise Refusal(400, message, param="messages") from error
-    if not tokens:
-        raise Refusal(400, "messages: the chat template wrote an empty text of them", param="messages")
-    return [Prompt(tokens)]
+    def _check_count(self, prompts: int, n: int) -> None:
+        most = self._limits.choices
+        if prompts * n > most:
+            message = f"n: this server gives at most {most} texts for a request, got {prompts} prompts with n = {n}"
+            raise Refusal(400, message, param="n")
+
+    def _check_length(self, characters: int) -> None:
+        """Refuse a text that no tokens of the vocabulary could make short enough."""
+        if characters > self._limits.max_tokens * self._longest:
+            raise self._too_long(f"{characters} characters, of which a token has at most {self._longest}")
+
+    def _check_room(self, tokens: int) -> None:
+        """Refuse a prompt that leaves no room for a token."""
+        if tokens >= self._limits.max_tokens:
+            raise self._too_long(f"{tokens} tokens")
+
+    def _too_long(self, what: str) -> Refusal:
+        message = f"there is room for {self._limits.max_tokens} tokens of prompt and answer, and the prompt has {what}"
+        return Refusal(400, message, code="context_length_exceeded")

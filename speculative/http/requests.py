@@ -5,9 +5,9 @@ nothing: a text that ignores what it was asked for is worse than an error. Field
 are taken and not looked at.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 # Fields that are refused, and the values with which they ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -49,17 +49,11 @@ def _asks_for_nothing(value: Any, field: str | None, neutral: dict[str, tuple[An
     return value
 
 
-def _whole(text: str) -> str:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError("expected text, got half of a surrogate pair") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_whole)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Each = TypeVar("Each")
+# What is wrong with the first element is said, and not of each: a body of 1 MiB has room for many.
+Several = Annotated[list[Each], Field(max_length=4096, fail_fast=True)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]  # as many as a body has room for
 
 
 class Body(BaseModel):
@@ -105,18 +99,18 @@ class Sampling(Body):
     not there, either, is 1.
     """
 
-    model: Text
+    model: str
     n: int = Field(1, ge=1)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, gt=1e-30, le=1)  # which is 0 in float32 somewhere below
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool = False
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
-    stop: Text | list[Text] | None = None
+    stop: str | Several[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -157,7 +151,7 @@ class Sampling(Body):
 class CompletionRequest(Sampling):
     """Texts, or their tokens, that are continued. max_tokens is 16 unless given, as in OpenAI's API."""
 
-    prompt: Text | list[Text] | list[Token] | list[list[Token]]
+    prompt: str | Several[str] | Tokens | Several[Tokens]
     echo: bool | None = None
 
     best_of: Any = None
@@ -168,14 +162,14 @@ class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 class Message(Body):
     """Of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: str | Several[TextPart]
 
     annotations: Any = None
     audio: Any = None
@@ -198,7 +192,7 @@ class Message(Body):
 class ChatRequest(Sampling):
     """A conversation that is answered, by default until its slot has no more room."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Several[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
     audio: Any = None

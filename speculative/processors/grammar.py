@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from heavypath.speculative.processors.grammar_limits import check_lark, check_schema, check_source
+
 _tokenizers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # a second's work each
 
 
@@ -44,17 +46,15 @@ class Grammar:
         eos_token_id: the tokens that end a text (default: the tokenizer's)
         what:         what messages call the source
 
-        Raises ValueError for a source that is no grammar, with what is wrong with it, and for a tokenizer without an
-        end-of-sequence token. Raises ImportError without llguidance.
+        Raises ValueError for a source that is no grammar, with what is wrong with it, for one of more than 64 KiB, and
+        for a tokenizer without an end-of-sequence token. Raises ImportError without llguidance.
         """
         library = _library()
+        check_source(source, what)
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise TypeError(f"a grammar needs a fast tokenizer of transformers, got {type(tokenizer).__name__}")
         self.eos_token_ids = _eos_tokens(eos_token_id, tokenizer)
         vocabulary = _vocabulary(tokenizer, self.eos_token_ids)
-        error, messages = library.LLMatcher.validate_grammar_with_warnings(source, vocabulary)
-        if error:
-            raise ValueError(f"the {what} cannot be followed: {' '.join(messages)}")
         limits = library.LLParserLimits(verbose_errors=False)
         self._beginning = library.LLMatcher(vocabulary, source, log_level=0, limits=limits)
         if self._beginning.is_error():
@@ -74,21 +74,10 @@ class Grammar:
         schema:     as a dictionary, or as JSON text
         whitespace: whether there may be any between JSON's tokens; without it, a small model cannot lose itself in it
 
-        Raises ValueError for a schema that is no JSON, and for one that cannot be followed, by the name of what is
-        unknown, impossible or not implemented in it.
+        Raises ValueError for a schema that is no JSON, for one that cannot be followed, by the name of what is
+        unknown, impossible or not implemented in it, and for one beyond the limits of grammar_limits.py.
         """
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"the JSON schema is no JSON: {error}") from None
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
-        if not isinstance(schema, Mapping):
-            raise TypeError(f"a JSON schema must be an object, got {type(schema).__name__}")
-        options = {"whitespace_flexible": whitespace}
-        text = json.dumps(dict(schema))
-        source = _library().LLMatcher.grammar_from_json_schema(text, overrides=options)
+        source = schema_source(schema, whitespace=whitespace)
         return cls(source, tokenizer, eos_token_id=eos_token_id, what="JSON schema")
 
     @classmethod
@@ -104,6 +93,7 @@ class Grammar:
         cls, grammar: str, tokenizer: PreTrainedTokenizerBase, *, eos_token_id: int | Sequence[int] | None = None
     ) -> "Grammar":
         """Texts of a context-free grammar as Lark has them, with `start` as its first rule."""
+        check_lark(grammar)
         source = _library().LLMatcher.grammar_from_lark(grammar)
         return cls(source, tokenizer, eos_token_id=eos_token_id, what="Lark grammar")
 
@@ -136,6 +126,34 @@ class GrammarProcessor:
             may_follow = words_of(matcher)
             words.append(words_with(ends, len(may_follow)) if ended else may_follow)
         return masked(scores, torch.stack(words))
+
+
+def schema_source(schema: str | Mapping[str, Any], *, whitespace: bool = True) -> str:
+    """The llguidance source of a JSON schema, as Grammar takes it, which has not been compiled yet.
+
+    schema, whitespace: as Grammar.json_schema takes them. Raises what it raises for a schema that is none, and for one
+    beyond the limits.
+    """
+    if isinstance(schema, str):
+        check_source(schema, "JSON schema")
+        try:
+            schema = json.loads(schema)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the JSON schema is no JSON: {error}") from None
+        except RecursionError:
+            raise ValueError("the JSON schema is nested too deep") from None
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"a JSON schema must be an object, got {type(schema).__name__}")
+    library = _library()
+    check_schema(schema)
+    text = json.dumps(dict(schema))
+    check_source(text, "JSON schema")
+    try:
+        return library.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": whitespace})
+    except ValueError as error:
+        raise ValueError(f"the JSON schema cannot be followed: {error}") from None
 
 
 def before_end(text: Sequence[int], ends: Sequence[int]) -> tuple[Sequence[int], bool]:
