@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TypeVar
@@ -16,7 +16,7 @@ from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, Completion
 from heavypath.speculative.http.errors import Answer, Refusal, answer_errors
 from heavypath.speculative.http.exchange import Exchange, Served, until_gone
 from heavypath.speculative.http.grammar import grammar_of
-from heavypath.speculative.http.guard import Guard
+from heavypath.speculative.http.guard import Guard, client_of
 from heavypath.speculative.http.prompts import Prompt, prompts_of, prompts_of_chat
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
 from heavypath.speculative.http.streaming import EventStream
@@ -27,14 +27,17 @@ Read = tuple[list[Prompt], Grammar | None]
 DEFAULT_NEW_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 
 
-def create_app(served: Served, fingerprint: str, api_key: str | None = None) -> FastAPI:
+def create_app(
+    served: Served, fingerprint: str, api_key: str | None = None, hosts: Collection[str] | None = None
+) -> FastAPI:
     """The application, for any server of ASGI.
 
     fingerprint: names what texts depend on beside the request, OpenAI's system_fingerprint
     api_key: what clients have to send; None for none
+    hosts: names that requests may ask for; None for any
     """
     app = FastAPI(title="Heavypath", docs_url=None, redoc_url=None)  # pages that load scripts from elsewhere
-    app.add_middleware(Guard, limits=served.limits, metrics=served.metrics, api_key=api_key)
+    app.add_middleware(Guard, limits=served.limits, metrics=served.metrics, api_key=api_key, hosts=hosts)
     answer_errors(app)
     started = int(time.time())
     tokenizing = ThreadPoolExecutor(1, "tokenizer")  # a long prompt or a schema holds up no stream
@@ -71,7 +74,7 @@ def create_app(served: Served, fingerprint: str, api_key: str | None = None) -> 
         prompts, grammar = await read(body, prompts_of)
         answer = CompletionAnswer(served.name, fingerprint, includes_usage=body.includes_usage)
         new_tokens = DEFAULT_NEW_TOKENS if body.max_tokens is None else body.max_tokens
-        exchange = Exchange(served, body, prompts, grammar, new_tokens)
+        exchange = Exchange(served, body, prompts, grammar, new_tokens, client_of(request.scope))
         return await _answered(exchange, body, request, answer)
 
     @app.post("/v1/chat/completions")
@@ -80,7 +83,7 @@ def create_app(served: Served, fingerprint: str, api_key: str | None = None) -> 
         prompts, grammar = await read(body, prompts_of_chat)
         answer = ChatAnswer(served.name, fingerprint, includes_usage=body.includes_usage)
         new_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        exchange = Exchange(served, body, prompts, grammar, new_tokens)
+        exchange = Exchange(served, body, prompts, grammar, new_tokens, client_of(request.scope))
         return await _answered(exchange, body, request, answer)
 
     return app
