@@ -1,4 +1,4 @@
-"""What stands before every route: the host, the key, a body's size and its time to arrive, and a count of the answers."""
+"""What stands before every route: host, key, a body's size and its time to arrive, and a count of the answers."""
 
 import asyncio
 import hmac
@@ -21,8 +21,8 @@ class Guard:
     """An application of ASGI around another, which gets bodies whole.
 
     api_key: what clients send as `Authorization: Bearer KEY`; None for none
-    hosts: names that a request may ask for, in lower case; None for any. Else a page of the web whose name leads to this
-        machine's loopback could have its visitors ask a server that nobody else reaches
+    hosts: names that a request may ask for, in lower case; None for any. Without them a page of the web whose name
+        leads to a visitor's loopback could ask a server that nobody else reaches
     """
 
     def __init__(
@@ -59,7 +59,9 @@ class Guard:
             return
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(given) != 1 or host_of(given[0]) not in self._hosts:
-            message = f"Host: this server is not {' or '.join(given)!r:.200}; start it with --allowed-host to have it so"
+            message = (
+                f"Host: this server is not {' or '.join(given)!r:.200}; start it with --allowed-host to have it so"
+            )
             raise Refusal(421, message, code="host_not_allowed")
 
     def _check_key(self, scope: Scope) -> None:

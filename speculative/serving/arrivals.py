@@ -1,8 +1,8 @@
-"""Texts as they are asked for, and the bounded queue in which they wait for a slot: clients and their requests take turns."""
+"""Texts as they are asked for, and the bounded queue in which they wait for a slot, where clients take turns."""
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -119,7 +119,7 @@ class Arrival:
 
 
 class Arrivals:
-    """The texts that wait for a slot. Clients take turns, and so do a client's requests; a request's texts keep their order.
+    """The texts that wait for a slot. Clients take turns, and so do a client's requests; a request's texts keep order.
 
     A client may fill half of the queue, so that there is room for others; what is nobody's, client None, may fill all
     of it. Where all is of one client and one request, it is first come, first served.
@@ -143,12 +143,6 @@ class Arrivals:
         """Whether requests may still come."""
         return self._is_open
 
-    @property
-    def clients(self) -> list[Hashable]:
-        """Those who have something that waits."""
-        with self._changed:
-            return [*self._waiting]
-
     def check_open(self) -> None:
         """Raise Closed, from the error that was its end if there was one."""
         if not self._is_open:
@@ -169,10 +163,13 @@ class Arrivals:
             self._count += 1
             self._changed.notify_all()
 
-    def pop(self, may: Callable[[Hashable], bool] = lambda client: True) -> Arrival | None:
-        """The one whose turn it is, which waits no more; None where nobody waits whose client may."""
+    def pop(self, may: Callable[[Hashable, Collection[Hashable]], bool] = lambda *_: True) -> Arrival | None:
+        """The one whose turn it is, which waits no more; None where nobody waits whose client may.
+
+        may: called with a client and all who wait
+        """
         with self._changed:
-            client = next(filter(may, self._waiting), _NOBODY)
+            client = next((each for each in self._waiting if may(each, self._waiting)), _NOBODY)
             if client is _NOBODY:
                 return None
             requests = self._waiting.pop(client)  # to be put back behind the others
@@ -189,7 +186,10 @@ class Arrivals:
     def interrupted(self) -> list[tuple[Arrival, Reason]]:
         """Those that are to end while they wait, which wait no more."""
         with self._changed:
-            found = [(each, reason) for each in self._all() if (reason := each.interrupted()) is not None]
+            found: list[tuple[Arrival, Reason]] = []
+            for each in self._all():
+                if (reason := each.interrupted()) is not None:
+                    found.append((each, reason))
             for each, _ in found:
                 requests = self._waiting[each.client]
                 requests[each.group].remove(each)
@@ -224,5 +224,5 @@ _NOBODY = object()
 
 
 def _going_on(arrivals: Iterator[Arrival]) -> int:
-    """How many are not to end as cancelled: places of those are free, also before the thread that decodes has seen it."""
+    """How many are not cancelled: the others' places are free, also before the thread that decodes has seen them."""
     return sum(not each.progress.is_cancelled for each in arrivals)

@@ -145,8 +145,8 @@ class Service:
         input_ids: the prompt's tokens, a list or a LongTensor [T]
         seed: 0 .. 2**27 - 1, names the request's noise; None takes a number that no other request has been given so
         deadline: seconds from now, after which it ends with what it has
-        client: whose it is: clients take turns, one may fill half of the queue, and the last free slot is kept for a client
-            that has none. None, as for a program alone, is bound by nothing but the queue
+        client: whose it is: clients take turns, one may fill half of the queue, and the last free slot is kept for a
+            client that has none. None, as for a program alone, is bound by nothing but the queue
         group: texts of a client that belong together; its groups take turns
         The other arguments are those of `SpeculativeDecoder.generate`, with the same defaults.
 
@@ -279,8 +279,7 @@ class Service:
         budget = self._slots.limits.prefill_tokens
         while budget > 0 and not self._slots.is_full:
             if self._entering is None:
-                clients = self._arrivals.clients
-                arrival = self._arrivals.pop(lambda client: self._slots.may_join(client, clients))
+                arrival = self._arrivals.pop(self._slots.may_join)
                 if arrival is None:
                     return
                 arrival.began = time.monotonic()

@@ -13,7 +13,7 @@ on when a text ends. A client that is alone has all the time and all slots but o
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -140,7 +140,7 @@ class Slots:
         """Whether no other sequence can join."""
         return len(self.running) == self.limits.slots
 
-    def may_join(self, client: Hashable, waiting: Sequence[Hashable]) -> bool:
+    def may_join(self, client: Hashable, waiting: Collection[Hashable]) -> bool:
         """Whether a client may have one more slot; waiting: the clients who wait for any."""
         if client is None:
             return True
@@ -155,7 +155,7 @@ class Slots:
         if self._on_host:
             return
         try:
-            torch.cuda.current_stream().query()
+            torch.cuda.synchronize()
         except RuntimeError:
             raise error from None
 
