@@ -103,20 +103,25 @@ def test_a_newcomer_has_a_slot_at_once_and_short_steps():
     short = {**LONG, "max_new_tokens": 6}
     expected_short = alone(decoder, [3, 4], short, 50)
     with decoder.serve(slots=4, max_tokens=128, queue=32) as service:
-        steps = watched(service)
-        sent = [service.submit(prompt, **LONG, seed=number, client="A") for number, prompt in enumerate(prompts)]
-        until(lambda: ["A"] * 3 in steps)
-        for _ in range(3):
-            begin = len(steps)
-            done = service.submit([3, 4], **short, seed=50, client="B").result(PATIENCE)
-            assert done.tokens == expected_short
-            taken = [step for step in steps[begin:] if "B" in step]
-            assert done.steps <= len(taken) <= done.steps + 2
-            late = 1 + (len(steps) - begin - len(taken))
-            assert late <= 8, "steps before the newcomer's first and behind its last"
-            assert all(step.count("A") == BESIDE for step in taken)
-        assert not any(each.done() for each in sent[3:])
+        steps, brief = watched(service), []
+        step = service._slots._step
+
+        def newcomer(count):
+            if len(steps) == 5:
+                brief.extend(service.submit([3, 4], **short, seed=50, client="B") for _ in range(3))
+            return step(count)
+
+        service._slots._step = newcomer
+        with held(service) as entered:
+            sent = [service.submit(prompts[0], **LONG, seed=0, client="A")]
+            assert entered.wait(PATIENCE)
+            sent += [service.submit(prompts[number], **LONG, seed=number, client="A") for number in range(1, 12)]
         assert [each.result(PATIENCE).tokens for each in sent] == expected
+        assert [each.result(PATIENCE).tokens for each in brief] == [expected_short] * 3
+    assert steps[1:6] == [["A"] * 3] * 5
+    beside = [number for number, each in enumerate(steps) if "B" in each]
+    assert beside == [*range(6, 6 + sum(each.result().steps for each in brief))], "at once, and without a break"
+    assert all(sorted(steps[number]) == [*"A" * BESIDE, "B"] for number in beside)
     assert max(map(len, steps)) == 3
 
 
@@ -154,18 +159,25 @@ def test_on_a_gpu_where_a_step_takes_as_long_for_one_as_for_all_nobody_pauses():
 
 def test_the_last_free_slot_is_for_a_client_that_has_none():
     with SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd").serve(slots=4, max_tokens=256) as service:
-        steps = watched(service)
-        many = {**LONG, "max_new_tokens": 200}
+        steps, third = watched(service), []
+        step = service._slots._step
+
+        def newcomer(count):
+            if len(steps) == 5:
+                third.append(service.submit([1, 2], 4, eos_token_id=None, client="C"))
+            return step(count)
+
+        service._slots._step = newcomer
         with held(service) as entered:
-            sent = [service.submit([1, 2], **many, client="A")]
+            service.submit([1, 2], 200, eos_token_id=None, client="A")
             assert entered.wait(PATIENCE)
-            sent += [service.submit([1, 2], **many, client=client) for client in "AABB"]
-        until(lambda: len(steps) > 10)
-        third = service.submit([1, 2], **{**LONG, "max_new_tokens": 4}, client="C")
-        assert len(third.result(PATIENCE).tokens) == 4
-        assert not any(each.done() for each in sent)
+            for client in "AABB":
+                service.submit([1, 2], 200, eos_token_id=None, client=client)
+        until(lambda: len(steps) > 6)
+        assert len(third[0].result(PATIENCE).tokens) == 4
         service.close(graceful=False)
-    assert {tuple(sorted(step)) for step in steps[1:]} == {tuple("AAB"), tuple("AABC")}
+    assert [sorted(each) for each in steps[1:7]] == [[*"AAB"]] * 5 + [[*"AABC"]]
+    assert all(len(each) <= 3 or "C" in each for each in steps)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
