@@ -19,8 +19,10 @@ PATIENCE = 60  # seconds until a test gives up
 
 
 @contextmanager
-def running(service, tokenizer, *, api_key=None, eos=(), grace=5, fingerprint="fingerprint", **limits):
-    """Serve; gives the base address, http://127.0.0.1:PORT."""
+def running(
+    service, tokenizer, *, api_key=None, eos=(), grace=5, fingerprint="fingerprint", hosts=None, bounds=None, **limits
+):
+    """Serve; gives the base address, http://127.0.0.1:PORT. bounds: of connections, as `Server` has them."""
     served = Served(
         service=service,
         tokenizer=tokenizer,
@@ -31,7 +33,7 @@ def running(service, tokenizer, *, api_key=None, eos=(), grace=5, fingerprint="f
         metrics=Metrics(service),
     )
     ready = threading.Event()
-    server = Server(create_app(served, fingerprint, api_key), grace=grace, ready=ready.set)
+    server = Server(create_app(served, fingerprint, api_key, hosts), grace=grace, ready=ready.set, **bounds or {})
     with bound_socket("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()

@@ -51,6 +51,7 @@ def process(*arguments, **environment):
 def test_the_command_serves_the_shipped_pair_and_ends_streams_before_it_stops_by_sigterm():
     with process("--max-tokens", 512, "--slots", 2) as (server, base, said):
         assert said == [f"heavypath: serving heavypath-demo by ersd at {base}/v1\n"]
+        assert ask(base, "GET", "/v1/models", headers={"Host": "evil.example"})[0] == 421
         with openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
             name = client.models.list().data[0].id
             asked = {"model": name, "prompt": "def read_lines(path):", "temperature": 0}
@@ -78,7 +79,7 @@ def test_texts_that_take_longer_than_the_grace_are_cut_off_and_the_command_ends_
         with socket.create_connection((host, int(port))) as connection:
             body = {"model": "heavypath-demo", "prompt": "def", "max_tokens": 1000, "stream": True}
             content = json.dumps(body | {"ignore_eos": True}).encode()
-            head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
             assert connection.recv(100)
             server.send_signal(signal.SIGINT)
@@ -112,6 +113,8 @@ def test_what_cannot_be_served_is_said_in_one_line_before_models_are_loaded(caps
     assert "'EMPTY', which is empty or not there" in refused(capsys, "--api-key-env", "EMPTY")
     monkeypatch.setenv("LINES", "a\nb\n")
     assert "characters that a header cannot have" in refused(capsys, "--api-key-env", "LINES")
+    assert "--max-choices must be at most" in refused(capsys, "--max-choices", 9)
+    assert "here 2; got 3" in refused(capsys, "--max-choices", 3, "--queue", 5)
     assert "--method must be one of" in refused(capsys, "--method", "fastest")
     assert "nowhere" in refused(capsys, "--target", "nowhere")
 

@@ -54,7 +54,10 @@ def serve(
         int, typer.Option(min=2, help="Room for a prompt with its new tokens; never more than the models' positions.")
     ] = 2048,
     queue: Annotated[int, typer.Option(min=1, help="How many texts may wait for a slot; more are refused.")] = 64,
-    max_choices: Annotated[int, typer.Option(min=1, help="Most texts of a request: its prompts times n.")] = 16,
+    max_choices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most texts of a request: its prompts times n; default: --slots, or half of --queue."),
+    ] = None,
     max_body: Annotated[int, typer.Option(min=1024, help="Most bytes of a request.")] = 1 << 20,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a text may take, the queue included.")] = 600,
     grace: Annotated[
@@ -63,13 +66,19 @@ def serve(
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with a key, which clients then have to send.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name in Host headers that is answered, beside this machine's own; may be given again."),
+    ] = None,
     seed: Seed = 0,
     verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP, in the shapes of OpenAI's API, until SIGTERM or Ctrl-C."""
     check_can_serve()
     from heavypath.speculative.http.app import create_app
+    from heavypath.speculative.http.connections import raise_limit_of_files
     from heavypath.speculative.http.exchange import Served
+    from heavypath.speculative.http.guard import LOCAL, host_of
     from heavypath.speculative.http.limits import Limits
     from heavypath.speculative.http.metrics import Metrics
     from heavypath.speculative.http.server import Server, bound_socket, is_loopback
@@ -79,7 +88,15 @@ def serve(
     if profile is not None and tree_size is not None:
         raise ValueError("a profile says what trees to take; leave out --tree-size or --profile")
     measured = None if profile is None else Profile.load(profile)
-    limits = Limits(max_tokens, choices=max_choices, body_bytes=max_body, seconds=timeout)
+    share = min(slots, max(1, queue // 2))
+    if max_choices is not None and max_choices > share:
+        most = "--slots, and half of --queue, which one client may have waiting"
+        raise ValueError(f"--max-choices must be at most {most}, here {share}; got {max_choices}")
+    hosts = None
+    if allowed_host or (is_loopback(host) and api_key is None):
+        hosts = {*LOCAL, host.lower(), *map(host_of, allowed_host or [])}
+    raise_limit_of_files()
+    limits = Limits(max_tokens, choices=max_choices or share, body_bytes=max_body, seconds=timeout)
     with bound_socket(host, port) as bound:  # an address that is taken is said before models are loaded
         if not is_loopback(host):
             keyed = "with its key" if api_key else "without a key: give --api-key-env"
@@ -103,7 +120,7 @@ def serve(
             with progress("warming up"):  # which also finds settings of the model that are not served
                 service.submit([1], max_new_tokens=min(WARM_UP_TOKENS, limits.max_tokens - 1)).result()
             fingerprint = f"heavypath-{importlib.metadata.version('heavypath')}-{method}-{seed}"
-            app = create_app(served, fingerprint, api_key)
+            app = create_app(served, fingerprint, api_key, hosts)
             address, number = bound.getsockname()[:2]
             where = f"http://{f'[{address}]' if ':' in address else address}:{number}/v1"
             ready = f"heavypath: serving {served.name} by {method} at {where}"

@@ -291,11 +291,12 @@ class Workspace:
             self._views[slots] = self.state.first(slots), self.target_cache.first(slots), draft_cache
         return self._views[slots]
 
-    def swap(self, one: int, other: int) -> None:
-        """Exchange the sequences in two slots, with their caches."""
-        for part in (self.state, self.target_cache, self.draft_cache):
-            if part is not None:
-                part.swap(one, other)
+    def swap(self, one: int, other: int, rows: int | None = None) -> None:
+        """Exchange the sequences in two slots, with their caches, which have `rows` rows in use; None: maybe all."""
+        self.state.swap(one, other)
+        for cache in (self.target_cache, self.draft_cache):
+            if cache is not None:
+                cache.swap(one, other, rows)
 
     def receive(self, slot: int, source: "Workspace", of: int, rows: int) -> None:
         """Take over the sequence in slot `of` of another workspace, or of this one; its caches have `rows` rows."""

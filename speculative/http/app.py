@@ -1,7 +1,7 @@
 """The routes."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import aclosing
 
 from fastapi import FastAPI, Request
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from heavypath.speculative.http.answers import AnyAnswer, ChatAnswer, CompletionAnswer, Finished, Reason
 from heavypath.speculative.http.errors import Answer, answer_errors
 from heavypath.speculative.http.exchange import Exchange, Served, until_gone
-from heavypath.speculative.http.guard import Guard
+from heavypath.speculative.http.guard import Guard, client_of
 from heavypath.speculative.http.reading import Reading, check_model
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest, Sampling
 from heavypath.speculative.http.streaming import EventStream
@@ -19,14 +19,17 @@ from heavypath.speculative.http.streaming import EventStream
 DEFAULT_NEW_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 
 
-def create_app(served: Served, fingerprint: str, api_key: str | None = None) -> FastAPI:
+def create_app(
+    served: Served, fingerprint: str, api_key: str | None = None, hosts: Collection[str] | None = None
+) -> FastAPI:
     """The application, for any server of ASGI.
 
     fingerprint: names what texts depend on beside the request, OpenAI's system_fingerprint
     api_key: what clients have to send; None for none
+    hosts: names that requests may ask for; None for any
     """
     app = FastAPI(title="Heavypath", docs_url=None, redoc_url=None)  # pages that load scripts from elsewhere
-    app.add_middleware(Guard, limits=served.limits, metrics=served.metrics, api_key=api_key)
+    app.add_middleware(Guard, limits=served.limits, metrics=served.metrics, api_key=api_key, hosts=hosts)
     answer_errors(app)
     started = int(time.time())
     reading = Reading(served)
@@ -55,7 +58,7 @@ def create_app(served: Served, fingerprint: str, api_key: str | None = None) -> 
         body, prompts, grammar, ends = await reading.read(request, CompletionRequest)
         answer = CompletionAnswer(served.name, fingerprint, includes_usage=body.includes_usage)
         new_tokens = DEFAULT_NEW_TOKENS if body.max_tokens is None else body.max_tokens
-        exchange = Exchange(served, body, prompts, grammar, new_tokens, ends)
+        exchange = Exchange(served, body, prompts, grammar, new_tokens, ends, client_of(request.scope))
         return await _answered(exchange, body, request, answer)
 
     @app.post("/v1/chat/completions")
@@ -63,7 +66,7 @@ def create_app(served: Served, fingerprint: str, api_key: str | None = None) -> 
         body, prompts, grammar, ends = await reading.read(request, ChatRequest)
         answer = ChatAnswer(served.name, fingerprint, includes_usage=body.includes_usage)
         new_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        exchange = Exchange(served, body, prompts, grammar, new_tokens, ends)
+        exchange = Exchange(served, body, prompts, grammar, new_tokens, ends, client_of(request.scope))
         return await _answered(exchange, body, request, answer)
 
     _describe(app, {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest})

@@ -75,6 +75,7 @@ class Exchange:
     grammar: that all of them are held to; None for none
     new_tokens: of each, at most; None for as many as there is room for
     ends: the time.monotonic() at which they have to be complete; None for no end
+    client: whose it is, by which the queue is shared
 
     Raises Refusal for what a request must not ask for, if the queue is full, and if the service is closed; no text of
     the request is decoded then.
@@ -88,10 +89,11 @@ class Exchange:
         grammar: Grammar | None,
         new_tokens: int | None,
         ends: float | None,
+        client: str | None = None,
     ):
         self._served, self._gone = served, False
         _check_stops(request, served.limits)
-        options = _options(served, request, grammar, ends)
+        options = _options(served, request, grammar, ends) | {"client": client, "group": object()}
         lengths = [_new_tokens(served.limits, prompt, new_tokens) for prompt in prompts]
         self._texts: list[_Text] = []
         try:
@@ -155,7 +157,7 @@ class Exchange:
         except QueueFull as error:
             raise Refusal(
                 429,
-                f"the server has as many requests waiting as it takes: {error}",
+                f"the server takes no more texts now: {error}",
                 code="queue_full",
                 headers={"Retry-After": str(_seconds_for_one(service))},
             ) from error

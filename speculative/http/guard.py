@@ -1,7 +1,9 @@
-"""What stands before every route: the key, the size of a body and its time to arrive, and a count of the answers."""
+"""What stands before every route: host, key, a body's size and its time to arrive, and a count of the answers."""
 
 import asyncio
 import hmac
+import ipaddress
+from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -11,6 +13,7 @@ from heavypath.speculative.http.metrics import Metrics
 
 OPEN = "/health"  # which asks for no key: what watches a server has none
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", OPEN, "/metrics")  # others are counted as one
+LOCAL = ("localhost", "127.0.0.1", "::1")  # names of this machine for itself
 DROPPED = 16  # times the limit of a body are read and dropped, for clients that read no answer before they have written
 
 
@@ -18,9 +21,14 @@ class Guard:
     """An application of ASGI around another, which gets bodies whole.
 
     api_key: what clients send as `Authorization: Bearer KEY`; None for none
+    hosts: names that a request may ask for, in lower case; None for any. Without them a page of the web whose name
+        leads to a visitor's loopback could ask a server that nobody else reaches
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, metrics: Metrics, api_key: str | None):
+    def __init__(
+        self, app: ASGIApp, limits: Limits, metrics: Metrics, api_key: str | None, hosts: Collection[str] | None
+    ):
+        self._hosts = hosts
         self._app, self._limits, self._metrics = app, limits, metrics
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
@@ -37,6 +45,7 @@ class Guard:
             await send(message)
 
         try:
+            self._check_host(scope)
             self._check_key(scope)
             body = await self._body(scope, receive)
         except Refusal as refusal:
@@ -44,6 +53,16 @@ class Guard:
             return
         if body is not None:  # else the client is gone
             await self._app(scope, _again(body, receive), counted)
+
+    def _check_host(self, scope: Scope) -> None:
+        if self._hosts is None:
+            return
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(given) != 1 or host_of(given[0]) not in self._hosts:
+            message = (
+                f"Host: this server is not {' or '.join(given)!r:.200}; start it with --allowed-host to have it so"
+            )
+            raise Refusal(421, message, code="host_not_allowed")
 
     def _check_key(self, scope: Scope) -> None:
         if self._expected is None or scope["path"] == OPEN:
@@ -77,6 +96,25 @@ class Guard:
         if size > most:
             raise Refusal(413, f"the request's body must have at most {most} bytes, and it has more", code="too_large")
         return bytes(body)
+
+
+def host_of(address: str) -> str:
+    """The name in a Host header: without the port, and without the brackets of IPv6."""
+    name = address[1:].partition("]")[0] if address.startswith("[") else address.partition(":")[0]
+    return name.lower()
+
+
+def client_of(scope: Scope) -> str | None:
+    """Who sent a request, for those who share what there is: an IPv4 address or an IPv6 network of one customer, /64.
+
+    None where the server does not say.
+    """
+    if not scope.get("client"):
+        return None
+    address = ipaddress.ip_address(scope["client"][0].partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

@@ -117,7 +117,7 @@ class _OfService:
             yield GaugeMetricFamily(f"heavypath_{name}", what, value=getattr(stats, name))
         counters = {
             "submitted": "Sequences that were accepted.",
-            "refused": "Sequences that were refused because the queue was full.",
+            "refused": "Sequences that were refused because the queue, or their client's share of it, was full.",
             "steps": "Steps of the decoder, counted for each sequence that took part.",
             "seconds_busy": "Time that the decoder spent on steps and prompts.",
         }

@@ -1,5 +1,6 @@
 """The server itself: where it listens, and how it stops."""
 
+import asyncio
 import ipaddress
 import signal
 import socket
@@ -7,6 +8,8 @@ from collections.abc import Callable
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from heavypath.speculative.http.connections import BACKLOG, AcceptErrors, Connection, most_connections
 
 
 def is_loopback(host: str) -> bool:
@@ -35,12 +38,24 @@ class Server(uvicorn.Server):
 
     grace: seconds that these have; what is not done by then is cancelled
     ready: called once it listens
+    head_seconds, connections: until a request's head is there, and how many connections there may be; see `Connection`.
+        There are no more than half as many as this process may have files.
     """
 
-    def __init__(self, app: ASGIApp, *, grace: int, ready: Callable[[], object]):
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        grace: int,
+        ready: Callable[[], object],
+        head_seconds: float = Connection.head_seconds,
+        connections: int = Connection.most,
+    ):
+        bounds = {"head_seconds": head_seconds, "most": most_connections(connections)}
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=type("BoundConnection", (Connection,), bounds),
+            backlog=BACKLOG,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -53,6 +68,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
+        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
         await super().startup(sockets)
         if self.started:
             self._ready()

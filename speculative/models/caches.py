@@ -41,12 +41,13 @@ class RowCache:
         """The tensors [B, any, rows, any] or [B, rows or any, any] or [B] that have all there is of a sequence."""
         return [self.keys, self.values]
 
-    def swap(self, one: int, other: int) -> None:
-        """Exchange all that is remembered of two sequences."""
+    def swap(self, one: int, other: int, rows: int | None = None) -> None:
+        """Exchange all that is remembered of two sequences; of their rows the first ones, if they are so many."""
         for field in self.remembered():
-            kept = field[one].clone()
-            field[one] = field[other]
-            field[other] = kept
+            used = field[:, :, :rows] if field.dim() == 4 else field
+            kept = used[one].clone()
+            used[one] = used[other]
+            used[other] = kept
 
     def receive(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
         """Remember as `sequence` what another cache of the same draft or model, or this one, remembers of `of`.

@@ -1,8 +1,8 @@
-"""Requests as they come in, and the bounded queue in which they wait for a slot."""
+"""Texts as they are asked for, and the bounded queue in which they wait for a slot, where clients take turns."""
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ GREEDY_DRAFT = Filters(temperature=2.0**-7)
 
 
 class QueueFull(RuntimeError):  # noqa: N818 - as the standard library calls its own
-    """As many requests wait as may; try again later."""
+    """As many requests wait as may, of all or of one client; try again later."""
 
 
 class Closed(RuntimeError):  # noqa: N818
@@ -33,6 +33,7 @@ class Arrival:
     draft_filters: how its draft is sampled
     clock:         returns seconds
     deadline:      by that clock; None for none
+    client, group: whose it is, and which of this client's requests it belongs to; see `Arrivals`
     submitted, began, first: when it came, when its prompt's turn came, and when it had its first tokens
     tokens, steps: new tokens and steps so far
     stops:         tokens that end its text
@@ -43,6 +44,8 @@ class Arrival:
     draft_filters: Filters
     clock: Callable[[], float]
     deadline: float | None
+    client: Hashable = None
+    group: Hashable = None
     progress: Progress = field(default_factory=Progress)
     submitted: float = field(init=False)
     began: float | None = None
@@ -116,55 +119,91 @@ class Arrival:
 
 
 class Arrivals:
-    """The requests that wait for a slot, first come, first served.
+    """The texts that wait for a slot. Clients take turns, and so do a client's requests; a request's texts keep order.
+
+    A client may fill half of the queue, so that there is room for others; what is nobody's, client None, may fill all
+    of it. Where all is of one client and one request, it is first come, first served.
 
     most: how many may wait
     """
 
     def __init__(self, most: int):
         self.most = most
-        self._waiting: deque[Arrival] = deque()
+        self._waiting: dict[Hashable, dict[Hashable, deque[Arrival]]] = {}  # whose turn is next comes first
+        self._count = 0
         self._changed = threading.Condition()
         self._is_open = True
+        self._error: BaseException | None = None
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._count
 
     @property
     def is_open(self) -> bool:
         """Whether requests may still come."""
         return self._is_open
 
+    def check_open(self) -> None:
+        """Raise Closed, from the error that was its end if there was one."""
+        if not self._is_open:
+            ended = "" if self._error is None else f"; it has ended by an error: {self._error}"
+            raise Closed(f"the service is closed and takes no more requests{ended}") from self._error
+
     def put(self, arrival: Arrival) -> None:
         """Let a request wait. Raises QueueFull or Closed."""
         with self._changed:
-            if not self._is_open:
-                raise Closed("the service is closed and takes no more requests")
-            if len(self._waiting) >= self.most:
+            self.check_open()
+            if self._count >= self.most and _going_on(self._all()) >= self.most:
                 raise QueueFull(f"{self.most} requests are waiting, as many as may; try again later, or with queue=")
-            self._waiting.append(arrival)
+            client, share = arrival.client, max(1, self.most // 2)
+            requests = self._waiting.get(client, {})
+            if client is not None and _going_on(each for texts in requests.values() for each in texts) >= share:
+                raise QueueFull(f"{share} requests of this client are waiting, as many as may of one; try again later")
+            self._waiting.setdefault(client, requests).setdefault(arrival.group, deque()).append(arrival)
+            self._count += 1
             self._changed.notify_all()
 
-    def pop(self) -> Arrival | None:
-        """The one that has waited longest, which waits no more; None where nobody waits."""
+    def pop(self, may: Callable[[Hashable, Collection[Hashable]], bool] = lambda *_: True) -> Arrival | None:
+        """The one whose turn it is, which waits no more; None where nobody waits whose client may.
+
+        may: called with a client and all who wait
+        """
         with self._changed:
-            return self._waiting.popleft() if self._waiting else None
+            client = next((each for each in self._waiting if may(each, self._waiting)), _NOBODY)
+            if client is _NOBODY:
+                return None
+            requests = self._waiting.pop(client)  # to be put back behind the others
+            group, texts = next(iter(requests.items()))
+            del requests[group]
+            arrival = texts.popleft()
+            if texts:
+                requests[group] = texts
+            if requests:
+                self._waiting[client] = requests
+            self._count -= 1
+            return arrival
 
     def interrupted(self) -> list[tuple[Arrival, Reason]]:
         """Those that are to end while they wait, which wait no more."""
         with self._changed:
             found: list[tuple[Arrival, Reason]] = []
-            for each in self._waiting:
+            for each in self._all():
                 if (reason := each.interrupted()) is not None:
                     found.append((each, reason))
             for each, _ in found:
-                self._waiting.remove(each)
+                requests = self._waiting[each.client]
+                requests[each.group].remove(each)
+                if not requests[each.group]:
+                    del requests[each.group]
+                if not requests:
+                    del self._waiting[each.client]
+            self._count -= len(found)
             return found
 
-    def close(self) -> None:
-        """Take no more."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Take no more; error: why, if that was one."""
         with self._changed:
-            self._is_open = False
+            self._is_open, self._error = False, self._error or error
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -175,4 +214,15 @@ class Arrivals:
     def wait(self) -> None:
         """Wait for a request, or for the end."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._waiting) or not self._is_open)
+            self._changed.wait_for(lambda: self._count > 0 or not self._is_open)
+
+    def _all(self) -> Iterator[Arrival]:
+        return (each for requests in self._waiting.values() for texts in requests.values() for each in texts)
+
+
+_NOBODY = object()
+
+
+def _going_on(arrivals: Iterator[Arrival]) -> int:
+    """How many are not cancelled: the others' places are free, also before the thread that decodes has seen them."""
+    return sum(not each.progress.is_cancelled for each in arrivals)

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from heavypath.speculative.decoding.request import Prompts, Request
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.processors.settings import GivenProcessors
-from heavypath.speculative.serving.arrivals import Arrival, Arrivals, Closed, QueueFull
+from heavypath.speculative.serving.arrivals import Arrival, Arrivals, QueueFull
 from heavypath.speculative.serving.completion import Completion
 from heavypath.speculative.serving.progress import Reason
 from heavypath.speculative.serving.slots import Limits, Slots, serving_plan
@@ -34,7 +34,7 @@ class ServiceStatistics:
 
     running, waiting: requests in slots, one whose prompt is under way among them, and requests in the queue
     submitted:  that were taken; completed, by the end of their text; cancelled; expired, past their deadline; failed,
-                by an error; refused: that were not taken, because the queue was full
+                by an error; refused: that were not taken, because the queue was full, or their client's share of it
     steps:      sums over the requests, as new_tokens and prompt_tokens
     batch_steps: steps of all that ran then, side by side
     cache_bytes: of all caches, which are allocated when the service begins
@@ -72,7 +72,8 @@ class Service:
                 ...
 
     Requests have prompts, sampling, processors, lengths, stops and noise of their own. Up to `slots` are decoded in
-    each step; up to `queue` more wait, first come, first served. A prompt goes through the models in pieces of
+    each step; up to `queue` more wait, first come, first served; where `submit` says whose a request is, clients take
+    turns, and none takes everything (see `Arrivals` and `Slots`). A prompt goes through the models in pieces of
     `prefill_tokens`, between steps, so that no running request waits for more than one piece. All memory is taken at
     the beginning.
 
@@ -136,19 +137,23 @@ class Service:
         logits_processor: Sequence[Any] | None = None,
         prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
         deadline: float | None = None,
+        client: Hashable = None,
+        group: Hashable = None,
     ) -> Completion:
         """Take a request, from any thread, without waiting for anything.
 
         input_ids: the prompt's tokens, a list or a LongTensor [T]
         seed: 0 .. 2**27 - 1, names the request's noise; None takes a number that no other request has been given so
         deadline: seconds from now, after which it ends with what it has
+        client: whose it is: clients take turns, one may fill half of the queue, and the last free slot is kept for a
+            client that has none. None, as for a program alone, is bound by nothing but the queue
+        group: texts of a client that belong together; its groups take turns
         The other arguments are those of `SpeculativeDecoder.generate`, with the same defaults.
 
-        Raises TypeError or ValueError for arguments that do not fit, QueueFull where as many requests wait as may, and
-        Closed behind `close`.
+        Raises TypeError or ValueError for arguments that do not fit, QueueFull where as many requests wait as may, of
+        all or of this client, and Closed behind `close`, or from the error that has ended the service.
         """
-        if not self._arrivals.is_open:
-            raise Closed("the service is closed and takes no more requests")
+        self._arrivals.check_open()
         prompt = torch.as_tensor(input_ids)
         prompt = prompt if len(input_ids) else prompt.long()  # a list of nothing has no type
         if prompt.dim() != 1 or prompt.dtype != torch.long:
@@ -189,6 +194,8 @@ class Service:
             self._draft_filters(request.filters),
             clock=time.monotonic,
             deadline=None if deadline is None else now + deadline,
+            client=client,
+            group=group,
         )
         try:
             self._arrivals.put(arrival)
@@ -242,7 +249,7 @@ class Service:
                     self._count(seconds_busy=time.monotonic() - begin)
             except BaseException as error:  # which is none of a request: nobody may wait for ever
                 logger.exception("serving has ended by an error")
-                self._arrivals.close()
+                self._arrivals.close(error)
                 self._end_all(error if isinstance(error, Exception) else RuntimeError("the service was stopped"))
                 raise
             finally:
@@ -272,7 +279,7 @@ class Service:
         budget = self._slots.limits.prefill_tokens
         while budget > 0 and not self._slots.is_full:
             if self._entering is None:
-                arrival = self._arrivals.pop()
+                arrival = self._arrivals.pop(self._slots.may_join)
                 if arrival is None:
                     return
                 arrival.began = time.monotonic()
@@ -284,6 +291,7 @@ class Service:
                     self._entering = None
                     self._slots.join(arrival)
             except Exception as error:
+                self._slots.check_device(error)
                 self._entering = None
                 self._end(arrival, error)
 
@@ -305,7 +313,8 @@ class Service:
             arrival, self._entering = self._entering[0], None
             self._end(arrival, outcome)
         for member in [*self._slots.running]:
-            self._slots.leave(member)
+            if not isinstance(outcome, Exception):  # behind an error there may be no device that could empty slots
+                self._slots.leave(member)
             self._end(member.arrival, outcome)
 
     def _end(self, arrival: Arrival, outcome: Reason | Exception) -> None:

@@ -5,12 +5,19 @@ its slot: its rows are copied, and nothing else moves.
 
 A prompt goes through the models in an anteroom, the memory of one sequence, piece by piece between the steps of those
 that run, so that none of these waits for more than one piece. Then its rows are copied into a slot.
+
+Two rules keep one client's texts from holding up another's. The last free slot is for a client that has none, so that
+nobody waits for the end of a stranger's text. And on a CPU, where a step takes the longer the more texts are in it, no
+client has more than `BESIDE` of them in a step while others have any: its further ones pause in the last slots, and go
+on when a text ends. A client that is alone has all the time and all slots but one.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from heavypath.kernels.commit import StateField
@@ -27,6 +34,8 @@ from heavypath.speculative.processors.texts import BatchProcessors
 from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.progress import Reason
 from heavypath.speculative.trees.tree import TokenTree
+
+BESIDE = 2  # texts of a client in a step on a CPU, beside another client's
 
 
 @dataclass(eq=False)
@@ -131,6 +140,25 @@ class Slots:
         """Whether no other sequence can join."""
         return len(self.running) == self.limits.slots
 
+    def may_join(self, client: Hashable, waiting: Collection[Hashable]) -> bool:
+        """Whether a client may have one more slot; waiting: the clients who wait for any."""
+        if client is None:
+            return True
+        clients = [member.arrival.client for member in self.running]
+        has = clients.count(client)
+        if self._on_host and has >= BESIDE and len({*clients, *waiting}) > 1:
+            return False  # it would pause
+        return has == 0 or len(clients) + 1 < self.limits.slots
+
+    def check_device(self, error: Exception) -> None:
+        """Raise an error that came from a fault of the GPU, behind which nothing can be computed in this process."""
+        if self._on_host:
+            return
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            raise error from None
+
     def entering(self, arrival: Arrival) -> Iterator[None]:
         """Bring a request's prompt into the anteroom, a piece at a time; behind the last piece it may `join`."""
         # Its end is found by `Arrival.take`: what ends one text does not end the others.
@@ -152,33 +180,52 @@ class Slots:
         """Give a member's slot to the last one that runs."""
         slot, last = self.running.index(member), self.running.pop()
         if last is not member:
-            # Where the host is a step late the text may be longer than it knows.
-            rows = last.arrival.prompt_length + len(last.arrival.tokens) + 2 * (self.plan.depth + 1)
-            self._workspace.receive(slot, self._workspace, len(self.running), rows)
+            self._workspace.receive(slot, self._workspace, len(self.running), self._cache_rows(last))
             self.running[slot] = last
         self._state.numbers[StateField.LEFT, len(self.running)] = 0
         self._rows.append(member.row)
 
     def step(self) -> list[tuple[Member, Reason | Exception]]:
-        """Run a step of all members and pass their new tokens on; those who ended by it, and why. They have to leave.
+        """Run a step and pass its new tokens on; those who ended by it, and why. They have to leave.
 
-        An error ends those alone without whom the step runs.
+        An error ends those alone without whom the step runs. Raises one behind which no step can run.
         """
+        count = self._arrange()
         try:
-            return self._step(len(self.running))
+            return self._step(count)
         except Exception as error:
-            if len(self.running) == 1 or not self._on_host:
-                return [(member, error) for member in self.running]
-            return self._one_by_one()
+            self.check_device(error)
+            if count == 1 or not self._on_host:
+                return [(member, error) for member in self.running[:count]]
+            return self._one_by_one(count)
 
     def free(self) -> None:
         """Give the memory back."""
         del self._workspace, self._anteroom, self._state, self._snapshots
 
-    def _one_by_one(self) -> list[tuple[Member, Reason | Exception]]:
+    def _arrange(self) -> int:
+        """Bring those that take part in a step into the first slots; how many they are."""
+        clients = [member.arrival.client for member in self.running]
+        if not self._on_host or len({*clients}) < 2:
+            return len(clients)
+        had, pause, part = Counter[Hashable](), [], []
+        for slot, client in enumerate(clients):
+            had[client] += 1
+            (pause if client is not None and had[client] > BESIDE else part).append(slot)
+        for early, late in zip(pause, reversed(part), strict=False):
+            if early > late:
+                break
+            self._exchange(early, late)
+        return len(part)
+
+    def _cache_rows(self, member: Member) -> int:
+        """At most so many rows of a member are in use: where the host is a step late, more than it knows."""
+        return member.arrival.prompt_length + len(member.arrival.tokens) + 2 * (self.plan.depth + 1)
+
+    def _one_by_one(self, count: int) -> list[tuple[Member, Reason | Exception]]:
         """What `step` does, for one member after the other: a step that fails has committed nothing."""
         ended = []
-        for slot, member in enumerate(self.running):
+        for slot, member in enumerate(self.running[:count]):
             self._exchange(0, slot)
             try:
                 ended += self._step(1)
@@ -188,7 +235,8 @@ class Slots:
         return ended
 
     def _exchange(self, one: int, other: int) -> None:
-        self._workspace.swap(one, other)
+        rows = max(self._cache_rows(self.running[slot]) for slot in (one, other))
+        self._workspace.swap(one, other, rows)
         self.running[one], self.running[other] = self.running[other], self.running[one]
 
     def _step(self, count: int) -> list[tuple[Member, Reason | Exception]]:
