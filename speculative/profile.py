@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
+from heavypath.kernels.ordering import MAX_NODES
 from heavypath.speculative.costs.simulation import MATTERS
 from heavypath.speculative.costs.streamed import streamed_bytes
-from heavypath.speculative.costs.table import Costs, CostsByBatch
+from heavypath.speculative.costs.table import CostsByBatch
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.drafts import (
@@ -40,6 +41,7 @@ from heavypath.speculative.drafts import (
     Several,
     is_own,
 )
+from heavypath.speculative.files.typed_json import parsed, typed
 from heavypath.speculative.methods import Kind, Method, measured_row, row_of
 from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.tree_choice import as_drafted, best_plan
@@ -52,6 +54,7 @@ from heavypath.speculative.trees.tree import TokenTree
 VERSION = 5
 STREAMED = "streamed_megabytes"  # in the environment: what a pass reads, of a target that is streamed
 ALIKE = 0.25  # of that: as long as it is within this, the costs are those that were measured
+SHORTEST, LONGEST = 1e-9, 1e6  # seconds that a step may take
 PRIOR = 50  # nodes' worth of the mean over all depths in each depth's acceptance: deep nodes are seen seldom
 
 
@@ -77,6 +80,22 @@ class MeasuredAcceptance:
     def kind(self) -> Kind:
         """The kind of the methods that this is the acceptance of."""
         return Kind(self.draw, self.verification, independent_sequences=self.sequence_count is not None)
+
+    def check(self) -> None:
+        """Raise ValueError for counts that cannot be."""
+        self.filters.check()
+        if self.sequence_count is not None and self.sequence_count < 1:
+            raise ValueError(f"sequence_count must be None or >= 1, got {self.sequence_count}")
+        children = {len(row) for row in self.accepted}
+        if len(self.reached) != len(self.accepted) or len(children) != 1 or children == {0}:
+            raise ValueError("accepted must have a row of as many children for each depth, reached a number for each")
+        for row, reached in zip(self.accepted, self.reached, strict=True):
+            if min(row) < 0 or sum(row) > reached:
+                raise ValueError(f"of {reached} nodes that were reached at a depth at most as many go on, got {row}")
+        if not all(len(row) == 5 and 0 <= min(row) <= max(row) <= 1.001 * min(row[0], 2**63) for row in self.moments):
+            raise ValueError("moments must have rows of five numbers >= 0, none above the first")
+        if self.filters.temperature > 0:
+            self.confidence()
 
     def rates(self) -> Tensor:
         """The share of nodes at depth d whose child j was accepted, fp64 [depth, child].
@@ -189,34 +208,39 @@ class Profile:
         if not Path(path).exists():
             raise FileNotFoundError(f"there is no profile {str(path)!r}; `heavypath calibrate --out {path}` makes one")
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            version = content.pop("heavypath profile")
-            profile = cls._from_json(content) if version == VERSION else None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            content = typed(parsed(Path(path).read_text(encoding="utf-8")), dict[str, Any])
+            version = content.pop("heavypath profile", None)
+            if version is None:
+                raise ValueError("it has no version")
+            if version == VERSION:
+                costs = {"by_batch": content.get("costs")}
+                return typed(content | {"costs": costs}, cls)._checked()
+        except ValueError as error:
             raise ValueError(
-                f"{str(path)!r} is no profile that `heavypath calibrate` writes ({type(error).__name__}: {error}); "
-                "make it again"
+                f"{str(path)!r} is no profile that `heavypath calibrate` writes ({error}); make it again"
             ) from error
-        if profile is None:
-            raise ValueError(
-                f"{str(path)!r} is a profile of version {version}, expected {VERSION}; make it again with "
-                f"`heavypath calibrate --out {path}`"
-            )
-        return profile
-
-    @classmethod
-    def _from_json(cls, content: dict[str, Any]) -> "Profile":
-        by_batch, measured = content.pop("costs"), content.pop("acceptance")
-        for costs in by_batch.values():
-            for name in ("step", "step_error"):
-                costs[name] = {int(size): float(seconds) for size, seconds in costs[name].items()}
-        return cls(
-            **content,
-            costs=CostsByBatch({int(batch): Costs(**costs) for batch, costs in by_batch.items()}),
-            acceptance=tuple(
-                MeasuredAcceptance(**entry | {"filters": Filters(**entry["filters"])}) for entry in measured
-            ),
+        raise ValueError(
+            f"{str(path)!r} is a profile of version {version}, expected {VERSION}; make it again with "
+            f"`heavypath calibrate --out {path}`"
         )
+
+    def _checked(self) -> "Profile":
+        """The profile; ValueError for figures that no calibration times or counts."""
+        for batch in self.costs.batches:
+            costs = self.costs.at(batch)
+            sizes = {*costs.step, *costs.step_error}
+            if 1 not in costs.step or not 1 <= min(sizes) <= max(sizes) <= MAX_NODES:
+                raise ValueError(f"costs of {batch} sequences must be of trees of 1 to {MAX_NODES} nodes, 1 among them")
+            steps, others = [*costs.step.values()], [*costs.step_error.values(), costs.level, costs.level_error]
+            if min(steps) < SHORTEST or min(others) < 0 or max(steps + others) > LONGEST:
+                raise ValueError(f"costs of {batch} sequences must be seconds, a step {SHORTEST} to {LONGEST}")
+        if "device_type" not in self.environment or type(self.environment.get(STREAMED, 0)) is not int:
+            raise ValueError(f"its environment must have a device_type, and as {STREAMED} a number if it has that")
+        if self.target_parameters < 1 or self.draft_parameters < 0 or not self.acceptance:
+            raise ValueError("target_parameters must be >= 1, draft_parameters >= 0, and some acceptance be counted")
+        for entry in self.acceptance:
+            entry.check()
+        return self
 
     def row(self, method: str) -> Method:
         """The row of a method, verified as it was when its acceptance was counted."""

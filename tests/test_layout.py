@@ -20,8 +20,8 @@ from heavypath.speculative import SpeculativeDecoder
 
 ROOT = Path(__file__).parent.parent
 ORDER = (
-    "kernels", "losslessness", "streaming", "trees", "ranks", "models", "drafts", "processors", "costs", "training",
-    "demo", "decoding", "output", "serving", "root", "http", "cli", "examples", "package",
+    "kernels", "files", "losslessness", "streaming", "trees", "ranks", "models", "drafts", "processors", "costs",
+    "training", "demo", "decoding", "output", "serving", "root", "http", "cli", "examples", "package",
 )  # fmt: skip
 APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
 MOST_MODULES, MOST_LINES, MEDIAN_LINES, MOST_PARAMETERS = 20, 500, 160, 8

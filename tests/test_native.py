@@ -323,13 +323,3 @@ MUTANTS = [  # of the C++: a file, what is replaced, and a test that must fail
 def test_a_bug_of_the_compiled_code_is_found(file, original, replacement, test, tmp_path, monkeypatch):
     with torch.inference_mode():
         assert_fails_with(test, file, original, replacement, tmp_path, monkeypatch)
-
-
-def test_where_the_cache_cannot_be_written_a_folder_of_the_process_is_taken(tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    folder = native_library._cache()
-    assert folder.is_dir()
-    assert folder == native_library._cache()
-    assert tmp_path not in folder.parents
-    assert "is not a folder of this user: the kernels are compiled for this process alone" in caplog.text

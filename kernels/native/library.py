@@ -1,13 +1,15 @@
 """The CPU kernels as a shared library: compiled once for a machine, by its own compiler, and kept in the user's cache.
 
 A kernel is compiled for the processor that it runs on, which takes some five seconds, and found again by its sources,
-the compiler and the processor. Threads are OpenMP's, of the same runtime as PyTorch's, so that both share one pool.
+the compiler and the processor. A file is loaded only if nobody else may have written it, and if it is whole: it ends
+with the digest of what is before. Threads are OpenMP's, of the same runtime as PyTorch's, so that both share one pool.
 """
 
 import ctypes
 import hashlib
 import logging
 import os
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 SHARE = 1 << 19  # bytes that take longer to read than threads take to wait for each other
+PATIENCE = 10.0  # seconds for a compiler to say which one it is
+DIGEST = hashlib.sha256().digest_size
 SWITCH = "HEAVYPATH_NATIVE"  # the environment variable that turns the kernels off with "0"
 
 
@@ -39,13 +43,18 @@ def library() -> ctypes.CDLL | None:
         )
         return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler)))
-    except subprocess.CalledProcessError as error:
-        reason = error.stderr.strip().partition("\n")[0]
+        file = _file(compiler)
+    except (subprocess.SubprocessError, OSError) as error:
+        reason = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        reason = reason.strip().partition("\n")[0]
+        logger.warning("%s cannot compile the CPU kernels, so PyTorch's operations stay: %s", compiler, reason)
+        return None
+    try:
+        # What was checked, whatever has that name by now. It stays open: by this name the loader knows it again.
+        return ctypes.CDLL(f"/proc/self/fd/{file}")
     except OSError as error:
-        reason = str(error)
-    logger.warning("%s cannot compile the CPU kernels, so PyTorch's operations stay: %s", compiler, reason)
-    return None
+        logger.warning("the compiled CPU kernels cannot be loaded, so PyTorch's operations stay: %s", error)
+        return None
 
 
 def compiled() -> ctypes.CDLL:
@@ -66,29 +75,54 @@ def _compiler() -> str | None:
     return next(filter(None, map(shutil.which, [given] if given else ["g++", "c++", "clang++"])), None)
 
 
-def _compiled(compiler: str) -> Path:
-    """The library's file, compiled now if it is not there yet."""
+def _run(arguments: list[str], seconds: float | None = None) -> str:
+    """What a program prints."""
+    done = subprocess.run(
+        arguments, check=True, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
+        timeout=seconds,
+    )  # fmt: skip
+    return done.stdout
+
+
+def _file(compiler: str) -> int:
+    """A descriptor of the library, from the user's cache, or compiled now and kept there."""
     sources = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    key = hashlib.sha256("\n".join([version, *FLAGS, _processor()]).encode())
+    key = hashlib.sha256("\n".join([_run([compiler, "--version"], PATIENCE), *FLAGS, _processor()]).encode())
     for source in sources:
         key.update(source.read_bytes())
     name = f"native-{key.hexdigest()[:20]}.so"
-    path = _cache() / name
-    if not path.exists():
-        logger.info("compiling kernels for this CPU, once: %s", path)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            objects = {source: f"{folder}/{source.stem}.o" for source in sources if source.suffix == ".cpp"}
+    try:
+        place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heavypath"
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = _own(place, os.O_DIRECTORY)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        return _in_memory(_compiled(compiler, sources), error)
+    try:
+        try:
+            return _whole(name, folder)
+        except FileNotFoundError:
+            logger.info("compiling kernels for this CPU, once: %s", place / name)
+        except OSError as error:
+            logger.warning("%s is compiled anew: %s", place / name, error)
+        code = _compiled(compiler, sources)
+        try:
+            _keep(code, name, folder)
+            return _whole(name, folder)
+        except OSError as error:
+            return _in_memory(code, error)
+    finally:
+        os.close(folder)
 
-            def run(arguments: list[str]) -> None:
-                subprocess.run([compiler, *FLAGS, *arguments], check=True, capture_output=True, text=True)
 
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(run, [["-c", str(source), "-o", made] for source, made in objects.items()]))
-            whole = Path(folder) / name
-            run(["-shared", *objects.values(), "-o", str(whole)])
-            whole.replace(path)  # whole or not at all, for other processes that look for it
-    return path
+def _compiled(compiler: str, sources: list[Path]) -> bytes:
+    """The library, compiled in a folder that goes again."""
+    with tempfile.TemporaryDirectory(prefix="heavypath-") as folder:
+        objects = {source: f"{folder}/{source.stem}.o" for source in sources if source.suffix == ".cpp"}
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_run, [[compiler, *FLAGS, "-c", str(each), "-o", made] for each, made in objects.items()]))
+        whole = Path(folder) / "native.so"
+        _run([compiler, *FLAGS, "-shared", *objects.values(), "-o", str(whole)])
+        return whole.read_bytes()
 
 
 def _processor() -> str:
@@ -97,24 +131,58 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
-def _cache() -> Path:
-    """A folder of the user for what is compiled; one for this process if that cannot be written."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heavypath"
+def _own(path: str | Path, kind: int = 0, folder: int | None = None) -> int:
+    """A descriptor of a file or folder that nobody but this user may write to; OSError for any other, and for a link.
+
+    Nobody else says what this process loads.
+    """
+    opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=folder)
+    facts = os.fstat(opened)
+    if facts.st_uid == os.getuid() and not facts.st_mode & 0o022:
+        return opened
+    os.close(opened)
+    raise PermissionError(
+        f"'{path}' is of user {facts.st_uid} with mode {facts.st_mode & 0o7777:o}, expected one of user {os.getuid()} "
+        "that nobody else may write to"
+    )
+
+
+def _whole(name: str, folder: int) -> int:
+    """A descriptor of a library of the cache; OSError for one that is not as `_keep` wrote it."""
+    file = _own(name, folder=folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        is_own = folder.stat().st_uid == os.getuid()  # nobody else says what this process loads
-        if is_own and os.access(folder, os.W_OK):
-            return folder
+        with open(file, "rb", closefd=False) as opened:
+            found = opened.read()
+        if hashlib.sha256(found[:-DIGEST]).digest() != found[-DIGEST:]:
+            raise OSError("it was cut off or changed")
     except OSError:
-        is_own = False
+        os.close(file)
+        raise
+    return file
+
+
+def _keep(code: bytes, name: str, folder: int) -> None:
+    """Write a library into the cache, and behind it its digest: whole or not at all, for whoever looks for it."""
+    written = f"{name}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with open(os.open(written, flags, 0o600, dir_fd=folder), "wb") as file:
+        try:
+            file.write(code + hashlib.sha256(code).digest())
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(written, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError:
+            os.unlink(written, dir_fd=folder)
+            raise
+
+
+def _in_memory(code: bytes, reason: Exception) -> int:
+    """A descriptor of a library that only this process has."""
     logger.warning(
-        "%s %s: the kernels are compiled for this process alone, which takes some seconds; set XDG_CACHE_HOME to a "
-        "folder of yours", folder, "cannot be written" if is_own else "is not a folder of this user",
+        "the kernels are compiled for this process alone, which takes some seconds, since they cannot be kept: %s; "
+        "set XDG_CACHE_HOME to a folder of yours that nobody else may write to", reason,
     )  # fmt: skip
-    return Path(_of_process().name)
-
-
-@lru_cache(1)
-def _of_process() -> tempfile.TemporaryDirectory[str]:
-    """A folder that goes when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="heavypath-")
+    file = os.memfd_create("heavypath-native")
+    with open(file, "wb", closefd=False) as opened:
+        opened.write(code)
+    return file

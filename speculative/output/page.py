@@ -176,7 +176,7 @@ def _facts(header: Mapping[str, Any]) -> str:
 
 def _model(model: Mapping[str, Any]) -> str:
     """A model of the header in words."""
-    if "parameters" not in model:
+    if not {"type", "layers", "parameters"} <= model.keys():
         return model["name"]
     millions = model["parameters"] / 1e6
     size = f"{millions / 1000:.3g}B" if millions >= 1000 else f"{millions:.3g}M"

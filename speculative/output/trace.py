@@ -56,7 +56,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NotRequired, TextIO, TypedDict
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -66,11 +66,71 @@ from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped
 from heavypath.speculative.drafts import CompositeDraft, Draft, Drafting, OwnDraft, RetrievalDraft, model_of
+from heavypath.speculative.files.typed_json import parsed, typed
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.output.reasons import Reasons, VerifiedTree, VerifyOptions, explain, shown
+from heavypath.speculative.output.reasons import FATES, Reasons, VerifiedTree, VerifyOptions, explain, shown
 from heavypath.speculative.output.text_stream import UNFINISHED, TextStream
 
 FORMAT = 1
+
+
+class _Sequence(TypedDict):
+    id: int
+    prompt: list[int]
+    text: NotRequired[str]
+
+
+class _Model(TypedDict):
+    name: str
+    type: NotRequired[str]
+    layers: NotRequired[int]
+    parameters: NotRequired[int]
+
+
+class _Sampling(TypedDict):
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+
+
+class _Header(TypedDict):
+    trace: int
+    method: str
+    verify: str
+    law_changed_by: NotRequired[str]
+    target: _Model
+    draft: _Model | None
+    filters: _Sampling
+    draft_filters: _Sampling
+    shown: _Sampling
+    draft_shown: _Sampling
+    seed: Any
+    sequences: list[_Sequence]
+
+
+class _Step(TypedDict):
+    step: int
+    sequence: int
+    position: int
+    tokens: list[int]
+    parents: list[int]
+    ranks: list[int]
+    depths: list[int]
+    draft: list[float | None]
+    target: list[float | None]
+    fates: list[str]
+    coins: list[float | None]
+    thresholds: list[float | None]
+    path: list[int]
+    length: int
+    chosen: list[int]
+    next: int
+    kind: str
+    next_target: float
+    emitted: list[int]
+    pieces: NotRequired[list[str]]
+    texts: NotRequired[dict[str, str]]
 
 
 class Recorder:
@@ -223,16 +283,32 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
-        header, *steps = [json.loads(line) for line in lines]
-        made = header["trace"]
-    except (ValueError, KeyError, TypeError) as error:
+        header, *steps = [parsed(line) for line in lines or [""]]
+        made = typed(header, dict[str, Any]).get("trace")
+        if made == FORMAT:
+            header = typed(header, _Header)
+            return header, [_checked(typed(step, _Step, "a step"), len(header["sequences"])) for step in steps]
+        if made is None:
+            raise ValueError("its first line has no format")
+    except ValueError as error:
         raise ValueError(
-            f"{str(path)!r} is no trace that `generate` writes ({type(error).__name__}: {error}); make one with "
+            f"{str(path)!r} is no trace that `generate` writes ({error}); make one with "
             "`heavypath generate --trace FILE`"
         ) from error
-    if made != FORMAT:
-        raise ValueError(f"{str(path)!r} is a trace of format {made}, expected {FORMAT}; make it anew")
-    return header, steps
+    raise ValueError(f"{str(path)!r} is a trace of format {made}, expected {FORMAT}; make it anew")
+
+
+def _checked(step: dict[str, Any], sequences: int) -> dict[str, Any]:
+    """A step; ValueError unless its numbers lead to what there is."""
+    nodes, path, chosen = len(step["tokens"]), step["path"], step["chosen"]
+    of_nodes = ("parents", "ranks", "depths", "draft", "target", "fates", "coins", "thresholds")
+    fits = nodes > 0 and all(len(step[name]) == nodes for name in of_nodes) and 0 <= step["sequence"] < sequences
+    fits = fits and step["parents"][0] == -1 and all(0 <= step["parents"][i] < i for i in range(1, nodes))
+    fits = fits and bool(path) and len(path) == len(chosen) and all(0 <= node < nodes for node in path + chosen)
+    fits = fits and all(fate in FATES for fate in step["fates"])
+    if not fits or len(step.get("pieces", step["emitted"])) != len(step["emitted"]):
+        raise ValueError(f"the nodes of step {step['step']} of sequence {step['sequence']} do not fit each other")
+    return step
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:

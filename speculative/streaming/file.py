@@ -31,16 +31,18 @@ class WeightFile:
         self._stat = self._facts()
         self.size = self._stat[0]
 
-    def _facts(self) -> tuple[int, int]:
+    def _facts(self) -> tuple[int, int, int, int]:
         facts = os.fstat(self._file)
-        return facts.st_size, facts.st_mtime_ns
+        return facts.st_size, facts.st_mtime_ns, facts.st_nlink, facts.st_ctime_ns
 
     def check(self) -> None:
         """Raise OSError if the file has been written to since it was opened."""
-        size, _ = facts = self._facts()
+        size, modified, links, _ = facts = self._facts()
         if size < self.size:
             raise OSError(f"{self.path!r} has been truncated, {self.size:,} bytes to {size:,}; load the model anew")
-        if facts != self._stat:
+        if (size, modified) == self._stat[:2] and links != self._stat[2]:
+            self._stat = facts  # it was deleted, or replaced by another: that sets its ctime, too, and writes nothing
+        if facts != self._stat:  # whoever puts mtime back cannot put back ctime
             raise OSError(f"{self.path!r} has changed since it was opened; load the model anew")
 
     def read(self, into: memoryview, begin: int) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from heavypath.speculative.streaming.accelerate_hooks import with_index
 from heavypath.speculative.streaming.offloaded import layers_in, stream_layers
+from heavypath.speculative.streaming.source import places_of_folder
 
 
 def load_streamed(
@@ -50,6 +51,8 @@ def load_streamed(
         import accelerate  # noqa: F401
     except ImportError as error:
         raise ImportError("weights are streamed by way of accelerate: pip install 'heavypath[offload]'") from error
+    if Path(folder).is_dir():
+        places_of_folder(folder)  # whose errors name the file; transformers has KeyErrors and others for some
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(config)

@@ -4,13 +4,15 @@ Files are read as they are: safetensors (https://github.com/huggingface/safetens
 length in 8 bytes, then the tensors one behind another; the .dat files of accelerate have one tensor and nothing else.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+
+from heavypath.speculative.files.typed_json import parsed, weight_map
 
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -46,31 +48,23 @@ LayerSource = Mapping[str, Place]  # the tensors of a layer by their names in it
 def places_in(path: str | Path) -> dict[str, Place]:
     """The tensors of a safetensors file by their names.
 
-    Raises FileNotFoundError, and ValueError for a file that is no such file or is shorter than its header says.
+    Raises FileNotFoundError, and ValueError for a file that is no such file, is shorter than its header says, or has
+    tensors that lie elsewhere than one behind another.
     """
     path = Path(path)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise ValueError(f"{str(path)!r} is no safetensors file, or is cut off within its header")
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{str(path)!r} is no safetensors file: its header is not JSON ({error})") from error
+    try:
+        with safe_open(path, "np"), path.open("rb") as file:  # which checks all that the header says
+            length = int.from_bytes(file.read(8), "little")
+            header = parsed(file.read(length).decode())
+    except SafetensorError as error:
+        raise ValueError(f"{str(path)!r} is no safetensors file, or is truncated: {error}") from error
     found = {}
     for name, what in header.items():
         if name == "__metadata__":
             continue
         if what["dtype"] not in TYPES:
             raise ValueError(f"{name} in {str(path)!r} is of type {what['dtype']}, expected one of {', '.join(TYPES)}")
-        begin, end = (8 + length + offset for offset in what["data_offsets"])
-        place = Place(str(path), begin, TYPES[what["dtype"]], (*what["shape"],))
-        if place.end != end:
-            raise ValueError(f"{name} in {str(path)!r} has {end - begin} bytes, expected {place.nbytes} by its shape")
-        if end > size:
-            raise ValueError(f"{str(path)!r} is truncated: {name} ends at byte {end:,}, the file at {size:,}")
-        found[name] = place
+        found[name] = Place(str(path), 8 + length + what["data_offsets"][0], TYPES[what["dtype"]], (*what["shape"],))
     return found
 
 
@@ -83,7 +77,7 @@ def places_of_folder(folder: str | Path) -> dict[str, Place]:
     index = folder / INDEX
     if not index.is_file():
         return places_in(folder / "model.safetensors")
-    names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    names = weight_map(index)
     files = {name: places_in(folder / name) for name in sorted({*names.values()})}
     absent = [tensor for tensor, name in names.items() if tensor not in files[name]]
     if absent:

@@ -26,8 +26,15 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
-from heavypath.speculative.drafts.heads.files import find_files, read_json, read_tensors, tensor_names
-from heavypath.speculative.drafts.heads.settings import OWN_KEY, config_of, is_settings_of_head
+from heavypath.speculative.drafts.heads.files import find_files, read_tensors, tensor_names
+from heavypath.speculative.drafts.heads.settings import (
+    OWN_KEY,
+    HeadSettings,
+    ModelSettings,
+    config_of,
+    is_settings_of_head,
+)
+from heavypath.speculative.files.typed_json import read_json
 
 # Other names of the same tensors.
 _RENAMED = {"model.": "", "midlayer.": "layers.0.", "fusion_fc.": "fc.", "transformer.": "layers.0."}
@@ -55,7 +62,7 @@ def load_head(
     target, are missing, or are not known.
     """
     files = find_files(path_or_name, revision, local_files_only)
-    settings, tensors = read_json(files.config), read_tensors(files)
+    settings, tensors = read_json(files.config, HeadSettings), read_tensors(files)
     try:
         tensors = _renamed(tensors)
         head = _built(settings, tensors, target)
@@ -71,7 +78,8 @@ def is_head(path_or_name: str | Path, revision: str | None = None) -> bool:
         files = find_files(path_or_name, revision, local_files_only=True)
     except FileNotFoundError:
         return False
-    return is_settings_of_head(read_json(files.config)) or _has_fc({_ours(name) for name in tensor_names(files)})
+    settings = read_json(files.config, ModelSettings)
+    return is_settings_of_head(settings) or _has_fc({_ours(name) for name in tensor_names(files)})
 
 
 def save_head(head: EagleHead, folder: str | Path) -> None:
@@ -153,14 +161,17 @@ def _built(settings: dict[str, Any], tensors: dict[str, Tensor], target: PreTrai
         raise ValueError(f"fc.weight, which reads the target's hidden states for layers.0, is missing{hint}")
     kept = tensors.pop("t2d", None)
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() and name != "d2t":
+        if not tensor.is_floating_point() and (name != "d2t" or tensor.is_complex()):
             raise ValueError(f"{name} is {tensor.dtype}; expected floating point: quantised heads are not supported")
     config = config_of(settings, tensors, target)
     if settings.get("tie_word_embeddings") and config.generation == 3 and _could_be_tied(config, tensors):
         tensors["lm_head.weight"], config = tensors["embed_tokens.weight"], replace(config, owns_lm_head=True)
     _take_the_tokens(config, tensors, kept)
-    with torch.device("meta"):
-        return EagleHead(config)
+    try:
+        with torch.device("meta"):
+            return EagleHead(config)
+    except Exception as error:  # transformers' and PyTorch's, of all kinds
+        raise ValueError(f"config.json gives what no head can be made of: {error}") from error
 
 
 def _could_be_tied(config: HeadConfig, tensors: dict[str, Tensor]) -> bool:
@@ -219,6 +230,10 @@ def _fill(head: EagleHead, tensors: dict[str, Tensor], dtype: torch.dtype, devic
     on_device = {name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in tensors.items()}
     head.load_state_dict(on_device, assign=True)
     head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config).to(device)  # of no tensor; stays float32
+    if not head.rotary_emb.inv_freq.isfinite().all():
+        raise ValueError(
+            f"config.json gives rotary settings {head.config.rope_parameters}, whose angles are no numbers"
+        )
 
 
 def _list(names: list[str]) -> str:

@@ -3,17 +3,18 @@
 Of a model on the hub nothing is fetched but its config.json and the first that there is of its weights.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zipfile import is_zipfile
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
+
+from heavypath.speculative.files.typed_json import weight_map
 
 WEIGHTS = (
     "model.safetensors",
@@ -42,7 +43,7 @@ def find_files(
     revision, local_files_only: of a name, as transformers' `from_pretrained` takes them
     weights: the files that may hold them; the first that there is counts
 
-    Raises FileNotFoundError for files that are missing or cannot be fetched.
+    Raises FileNotFoundError for files that are missing or cannot be fetched, ValueError for an index that is none.
     """
     name = str(path_or_name)
     folder = Path(name).expanduser()
@@ -72,23 +73,12 @@ def find_files(
     if first.suffix != ".json":
         return CheckpointFiles(name, config, (first,))
     shards: dict[str, Path] = {}
-    for file in sorted({*read_json(first)["weight_map"].values()}):
-        shard = find(file) if Path(file).name == file else None  # names lead out of no folder
+    for file in sorted({*weight_map(first).values()}):
+        shard = find(file)
         if shard is None:
             raise FileNotFoundError(f"the head {name!r} lacks {file!r}, which {first.name} names; fetch it again")
         shards[file] = shard
     return CheckpointFiles(name, config, tuple(shards.values()))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError if there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"cannot read {str(path)!r}: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{str(path)!r} must hold a JSON object, got {type(found).__name__}")
-    return found
 
 
 def read_tensors(files: CheckpointFiles) -> dict[str, Tensor]:
@@ -103,8 +93,13 @@ def read_tensors(files: CheckpointFiles) -> dict[str, Tensor]:
         except Exception as error:
             raise ValueError(f"cannot read the weights in {str(path)!r}: {error}") from error
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or not isinstance(name, str):
             raise ValueError(f"{name!r} in {files.folder!r} is a {type(tensor).__name__}; expected tensors by name")
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.ndim or not tensor.numel():
+            raise ValueError(
+                f"{name!r} in {files.folder!r} is {tensor.layout} of shape {[*tensor.shape]} on {tensor.device}; "
+                "expected tensors that are not empty, and have all their numbers in the file"
+            )
     return tensors
 
 
@@ -114,6 +109,9 @@ def tensor_names(files: CheckpointFiles) -> set[str]:
         return {*read_tensors(files)}
     names: set[str] = set()
     for path in files.weights:
-        with safe_open(path, framework="pt") as opened:
-            names |= {*opened.keys()}
+        try:
+            with safe_open(path, framework="pt") as opened:
+                names |= {*opened.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"cannot read the weights in {str(path)!r}: {error}") from error
     return names

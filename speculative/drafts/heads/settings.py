@@ -10,7 +10,7 @@ Tensors are believed before config.json. Where checkpoints that look alike mean 
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,6 +23,64 @@ OWN_KEY = "heavypath"
 _LINEAR = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _FIRST = "layers.0."
 _ROPES = ("default", "linear", "llama3", "yarn")
+
+
+class ModelSettings(TypedDict, total=False):
+    """What is read of the config.json of any model."""
+
+    architectures: list[str] | None
+
+
+class _RopeSettings(TypedDict, total=False):
+    rope_theta: float | None
+    factor: float | None
+    original_max_position_embeddings: int | None
+    partial_rotary_factor: float | None
+    low_freq_factor: float | None
+    high_freq_factor: float | None
+    attention_factor: float | None
+    beta_fast: float | None
+    beta_slow: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+    truncate: bool | None
+
+
+class _LayerSettings(TypedDict, total=False):
+    num_attention_heads: int | None
+    num_key_value_heads: int | None
+    head_dim: int | None
+    vocab_size: int | None
+    max_position_embeddings: int | None
+    rms_norm_eps: float | None
+    hidden_act: str | None
+    rope_theta: float | None
+    partial_rotary_factor: float | None
+    rope_scaling: _RopeSettings | None
+    rope_parameters: _RopeSettings | None
+
+
+class _Options(TypedDict, total=False):
+    draft_vocab_size: int | None
+    eagle_aux_hidden_state_layer_ids: list[int] | None
+    fc_norm: bool | None
+    norm_before_fc: bool | None
+    norm_before_residual: bool | None
+    norm_output: bool | None
+
+
+class _OwnSettings(TypedDict, total=False):
+    taps: list[int]
+    feeds_back_normed: bool
+
+
+class HeadSettings(ModelSettings, _LayerSettings, _Options, total=False):
+    """What is read of a head's config.json."""
+
+    transformer_layer_config: _LayerSettings | None
+    eagle_config: _Options | None
+    heavypath: _OwnSettings | None
+    tie_word_embeddings: bool | None
 
 
 def is_settings_of_head(settings: Mapping[str, Any]) -> bool:
@@ -41,6 +99,14 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
     own = settings.get(OWN_KEY) or {}
     text, names = target.config.get_text_config(), tensors.keys()
     width, heads = tensors["fc.weight"].shape[0], _number(layer, "num_attention_heads")
+    kv_heads = _number({"num_key_value_heads": heads} | layer, "num_key_value_heads")
+    head_dim = layer.get("head_dim") or _rows(tensors, "self_attn.q_proj") // heads
+    layers = 1 + max(int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name)))
+    if heads % kv_heads or head_dim < 1 or head_dim % 2 or layers > len(tensors):
+        raise ValueError(
+            f"config.json and the tensors give {heads} heads of width {head_dim}, {kv_heads} of them of keys, and "
+            f"{layers} layers; no such head can be"
+        )
     tap_norms = bool(options.get("fc_norm")) or any(name.startswith("fc_norm.") for name in names)
     norm_before_fc = bool(options.get("norm_before_fc")) or "input_norm.weight" in names
     eagle31 = "speculators_model_type" in settings or tap_norms or norm_before_fc
@@ -53,13 +119,13 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         target_hidden_size=text.hidden_size,
         intermediate_size=_rows(tensors, "mlp.gate_proj"),
         num_attention_heads=heads,
-        num_key_value_heads=layer.get("num_key_value_heads", heads),
-        head_dim=layer.get("head_dim") or _rows(tensors, "self_attn.q_proj") // heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         vocab_size=text.vocab_size,
         draft_vocab_size=drafted,
         taps=_taps(options, own, text.num_hidden_layers) if third else (text.num_hidden_layers,),
-        layers=1 + max(int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))),
-        rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
+        layers=layers,
+        rms_norm_eps=_epsilon(layer),
         hidden_act=_activation(layer),
         rope_parameters=_rope(layer),
         biases=frozenset(name for name in _LINEAR if any(re.search(rf"\b{name}\.bias$", found) for found in names)),
@@ -140,6 +206,13 @@ def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
     if kind in ("llama3", "yarn") and "max_position_embeddings" in layer:
         given.setdefault("original_max_position_embeddings", layer["max_position_embeddings"])
     return {**given, "rope_type": kind, "rope_theta": float(theta)}
+
+
+def _epsilon(layer: Mapping[str, Any]) -> float:
+    found = layer.get("rms_norm_eps", 1e-6)
+    if found < 0:
+        raise ValueError(f"config.json gives rms_norm_eps {found}, expected a number >= 0")
+    return found
 
 
 def _activation(layer: Mapping[str, Any]) -> str:

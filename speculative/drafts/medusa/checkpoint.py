@@ -70,7 +70,7 @@ def _config_of(tensors: Mapping[str, Tensor], hidden_size: int, vocab_size: int)
         some = ", ".join(sorted(tensors)[:4])
         raise ValueError(f"0.0.linear.weight, the first layer of the first head, is missing; got {some or 'nothing'}")
     heads, deepest = 1 + max(head for head, _ in places), max(count for _, count in places)
-    if heads * deepest > len(tensors):
+    if heads * max(1, deepest) > len(tensors):
         raise ValueError(f"the tensors' names are of {heads} heads of {deepest} layers, and there are {len(tensors)}")
     return MedusaConfig(
         heads=heads,

@@ -1,0 +1,107 @@
+"""Read JSON that others wrote, and check it by types, so that whatever is wrong is a ValueError that says where.
+
+A type says what is expected: the fields of a dataclass, a NamedTuple or a TypedDict, and for these int, float, str,
+bool, None, Any, list[T], tuple[T, ...], dict[str, T], dict[int, T], and what may be one of these or None.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from reprlib import repr as shortened
+from types import NoneType, UnionType
+from typing import Any, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+_PLAIN: dict[Any, set[type]] = {int: {int}, float: {int, float}, str: {str}, bool: {bool}, NoneType: {NoneType}}
+_LIMITS = {int: 2**63, float: math.inf}  # as PyTorch has numbers; NaN is none
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+def parsed(text: str) -> Any:
+    """What a text of JSON says. Raises ValueError for any other text, and for one that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_json(path: str | Path, kind: Any = dict[str, Any]) -> Any:
+    """What is in a JSON file, of that type; ValueError with the file's name if something else is."""
+    try:
+        return typed(parsed(Path(path).read_text(encoding="utf-8")), kind)
+    except ValueError as error:
+        raise ValueError(f"cannot read {str(path)!r}: {error}") from error
+
+
+def weight_map(path: str | Path) -> dict[str, str]:
+    """The file of each tensor, by an index as `save_pretrained` writes it; ValueError for one of another folder."""
+    files = read_json(path, _Index)["weight_map"]
+    for file in files.values():
+        if file in ("", "..") or Path(file).name != file:
+            raise ValueError(f"{str(path)!r} names {file!r}, expected files of its own folder; fetch it again")
+    return files
+
+
+def typed(value: Any, kind: Any, name: str = "it") -> Any:
+    """A value of JSON as a type has it; ValueError, which calls it by a name, if it is of another type.
+
+    An object for a dataclass or a NamedTuple has its fields alone, one for a TypedDict may have others, too.
+    """
+    if kind is Any or _fits(value, _plain(kind)):
+        return value
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        for other in (other for other in inner if not _plain(other)):
+            return typed(value, other, name)
+    if origin in (list, tuple) and isinstance(value, list):
+        plain = _plain(inner[0])
+        return origin(
+            each if _fits(each, plain) else typed(each, inner[0], f"{name}[{index}]")
+            for index, each in enumerate(value)
+        )
+    if origin is dict and isinstance(value, dict):
+        if inner[0] is int and not all(key.isdecimal() for key in value):
+            raise ValueError(f"{name} has the keys {shortened([*value])}, expected numbers")
+        return {inner[0](key): typed(each, inner[1], f"{name}[{key!r}]") for key, each in value.items()}
+    if isinstance(value, dict) and (names := _fields(kind)):
+        missing, unknown = _required(kind) - value.keys(), value.keys() - names.keys()
+        if missing or (unknown and not is_typeddict(kind)):
+            raise ValueError(f"{name} has {'no' if missing else 'an unknown'} field {min(missing or unknown)!r}")
+        known = {key: typed(each, names[key], key) for key, each in value.items() if key in names}
+        return value | known if is_typeddict(kind) else kind(**known)
+    expected = kind.__name__ if isinstance(kind, type) and not inner else str(kind)
+    raise ValueError(f"{name} is {shortened(value)}, expected {'an object' if _fields(kind) else expected}")
+
+
+def _fits(value: Any, plain: set[type]) -> bool:
+    kind = type(value)
+    return kind in plain and (kind not in _LIMITS or abs(value) < _LIMITS[kind])
+
+
+@cache
+def _plain(kind: Any) -> set[type]:
+    """The types of the values that are of a kind without a look into them."""
+    if get_origin(kind) in (Union, UnionType):
+        return {found for each in get_args(kind) for found in _plain(each)}
+    return _PLAIN.get(kind, set())
+
+
+@cache
+def _fields(kind: Any) -> Mapping[str, Any]:
+    """The fields of a dataclass, a NamedTuple or a TypedDict, and their types; none of anything else."""
+    has_fields = is_typeddict(kind) or is_dataclass(kind) or hasattr(kind, "_fields")
+    return get_type_hints(kind) if has_fields else {}
+
+
+@cache
+def _required(kind: Any) -> frozenset[str]:
+    if is_typeddict(kind):
+        return kind.__required_keys__
+    if is_dataclass(kind):
+        return frozenset(each.name for each in fields(kind) if each.default is each.default_factory is MISSING)
+    return frozenset(kind._fields) - kind._field_defaults.keys()

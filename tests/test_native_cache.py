@@ -1,0 +1,199 @@
+"""Where compiled kernels are kept: nobody else's code is loaded, nothing broken is, and the log says what is wrong."""
+
+import ctypes
+import errno
+import hashlib
+import logging
+import os
+import subprocess
+import time
+
+import pytest
+
+from heavypath.kernels.native import library as native_library
+from heavypath.kernels.native.library import library
+
+if library() is None:
+    pytest.skip("needs a C++ compiler", allow_module_level=True)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A safe cache with a small library in it; its file's path, from which nothing has been loaded yet."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "one.cpp").write_text('extern "C" int answer() { return 1; }\n')
+    monkeypatch.setattr(native_library, "SOURCES", sources)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "made"))
+    assert load() == 1
+    (tmp_path / "made").rename(tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (kept,) = (tmp_path / "cache" / "heavypath").iterdir()
+    return kept
+
+
+def load():
+    """What the library's function returns: 1 of the right one, 2 of one that somebody else wrote."""
+    return library.__wrapped__().answer()
+
+
+def put(cache, code):
+    """Another file in the place of one that may be loaded."""
+    cache.unlink()
+    cache.write_bytes(code)
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """The bytes of somebody else's library, with the right digest, and the file that it writes if it is loaded."""
+    mark = tmp_path / "ran"
+    source = (
+        '#include <cstdio>\nextern "C" int answer() { return 2; }\n'
+        f'__attribute__((constructor)) static void run() {{ fclose(fopen("{mark}", "w")); }}\n'
+    )
+    (tmp_path / "planted.cpp").write_text(source)
+    made = tmp_path / "planted.so"
+    subprocess.run(["g++", "-shared", "-fPIC", tmp_path / "planted.cpp", "-o", made], check=True)
+    code = made.read_bytes()
+    return code + hashlib.sha256(code).digest(), mark
+
+
+def of_another_user(monkeypatch, *paths):
+    """Have these files and folders belong to somebody else."""
+    real, taken = os.fstat, {os.stat(path).st_ino for path in paths}
+
+    def fstat(file):
+        facts = real(file)
+        return os.stat_result((*facts[:4], 65534, *facts[5:])) if facts.st_ino in taken else facts
+
+    monkeypatch.setattr(os, "fstat", fstat)
+
+
+def test_a_library_that_somebody_else_could_write_is_not_loaded(cache, planted, monkeypatch, caplog):
+    code, mark = planted
+    folder = cache.parent
+    elsewhere = folder.parent / "elsewhere"
+    put(cache, code)
+    for mode in (0o777, 0o1777, 0o775, 0o720, "link", "owner"):
+        with monkeypatch.context() as context:
+            if mode == "link":
+                folder.chmod(0o700)
+                folder.rename(elsewhere)
+                folder.symlink_to(elsewhere)
+            elif mode == "owner":
+                folder.unlink()
+                elsewhere.rename(folder)
+                of_another_user(context, folder)
+            else:
+                folder.chmod(mode)
+            caplog.clear()
+            assert load() == 1, mode
+        assert not mark.exists(), mode
+        assert cache.read_bytes() == code, "nothing is put into what is not safe"
+        assert "compiled for this process alone" in caplog.text
+        assert "heavypath'" in caplog.text
+        assert "set XDG_CACHE_HOME" in caplog.text
+    folder.chmod(0o700)
+    assert load() == 2, "it would have run"
+
+
+@pytest.mark.parametrize("how", [0o666, 0o620, "link", "owner"])
+def test_a_file_that_somebody_else_could_write_is_compiled_anew(how, cache, planted, monkeypatch, caplog):
+    code, mark = planted
+    put(cache, code)
+    with monkeypatch.context() as context:
+        if how == "link":
+            cache.rename(cache.parent.parent / "there")
+            cache.symlink_to(cache.parent.parent / "there")
+        elif how == "owner":
+            of_another_user(context, cache)
+        else:
+            cache.chmod(how)
+        assert load() == 1
+    assert not mark.exists()
+    assert f"{cache} is compiled anew" in caplog.text
+    assert load() == 1
+    assert not cache.is_symlink()
+    assert cache.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_is_swapped_after_the_check_is_not_loaded(cache, planted, monkeypatch):
+    code, mark = planted
+    real = ctypes.CDLL
+
+    def late(name):
+        put(cache, code)
+        return real(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", late)
+    assert load() == 1
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 0.9, 0.9999, None])
+def test_a_file_that_is_cut_or_garbage_is_compiled_anew(share, cache, caplog):
+    whole = cache.read_bytes()
+    put(cache, bytes(len(whole)) if share is None else whole[: int(share * len(whole))])
+    with caplog.at_level(logging.INFO):
+        assert load() == 1
+    assert f"{cache} is compiled anew: it was cut off or changed" in caplog.text
+    assert "cannot compile" not in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert load() == 1
+    assert not caplog.records
+
+
+def test_where_nothing_can_be_kept_the_kernels_are_compiled_all_the_same(cache, monkeypatch, caplog, tmp_path):
+    cache.unlink()
+    cache.mkdir()
+    (cache / "file").touch()
+    assert load() == 1
+    assert "Is a directory" in caplog.text
+    (cache / "file").unlink()
+    cache.rmdir()
+    with monkeypatch.context() as context:
+
+        def fail(file):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        context.setattr(os, "fsync", fail)
+        assert load() == 1
+    assert "cannot be kept: [Errno 28] No space left on device" in caplog.text
+    assert [*cache.parent.iterdir()] == [], "nothing is left of it"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert load() == 1
+    assert "Not a directory" in caplog.text
+    assert "cannot compile" not in caplog.text
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(cache, monkeypatch):
+    cache.unlink()
+    done, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append("fsync"), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda *names, **options: (done.append("replace"), replace(*names, **options)))
+    assert load() == 1
+    assert done == ["fsync", "replace"]
+
+
+def test_what_cannot_be_loaded_is_not_blamed_on_the_compiler(cache, caplog):
+    code = b"no library"
+    put(cache, code + hashlib.sha256(code).digest())
+    assert library.__wrapped__() is None
+    assert "cannot be loaded" in caplog.text
+    assert "cannot compile" not in caplog.text
+
+
+def test_a_compiler_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch, caplog):
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 20\n")
+    silent.chmod(0o700)
+    monkeypatch.setenv("CXX", str(silent))
+    monkeypatch.setattr(native_library, "PATIENCE", 0.2, raising=False)
+    begin = time.monotonic()
+    assert library.__wrapped__() is None
+    assert time.monotonic() - begin < 10
+    (record,) = caplog.records
+    assert "timed out after 0.2 seconds" in record.getMessage()
+    assert str(silent) in record.getMessage()
