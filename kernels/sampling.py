@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores, largest_first
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import check_can_launch, choose_impl, opaque
 from heavypath.kernels.native.sampling import draw
 from heavypath.kernels.noise import Noise, Stream, check_seed, gumbels, noise_bits
 from heavypath.kernels.sampling_kernel import launch_topk
@@ -44,6 +44,7 @@ class TopK(NamedTuple):
     logprobs: Tensor
 
 
+@opaque
 def gumbel_topk(
     logits: Tensor,
     k: int,
