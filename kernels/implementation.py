@@ -9,7 +9,7 @@ Public functions that compute outside of PyTorch are `opaque`: neither torch.com
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def opaque(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
 
     @wraps(function)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        func = function
+        func: Any = function
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(f"{function.__name__} computes outside of PyTorch")  # what fullgraph=True says
             func = torch.compiler.disable(call)
