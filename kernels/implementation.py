@@ -3,13 +3,48 @@
 "triton" needs CUDA tensors or Triton's interpreter, "torch" takes anything, and "auto" is triton for CUDA tensors, else
 torch. Some functions have a third: "native", compiled C++ for CPU tensors (`heavypath.kernels.native`), which "auto" is
 for these where a compiler is there. Each kernel's own file checks what else the kernel cannot take.
+
+Public functions that compute outside of PyTorch are `opaque`: neither torch.compile nor torch.func looks into them.
 """
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from triton import knobs
 
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.recording import refuse
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def opaque(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Have torch.compile call a function as it is, behind a graph break, and torch.func's transforms refused.
+
+    It costs half of what torch.compiler.disable does, and does not import the compiler where nobody compiles.
+    """
+
+    @wraps(function)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        func: Any = function
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(f"{function.__name__} computes outside of PyTorch")  # what fullgraph=True says
+            func = torch.compiler.disable(call)
+        elif peek_interpreter_stack() is not None and any(
+            isinstance(each, Tensor) and is_functorch_wrapped_tensor(each) for each in (*args, *kwargs.values())
+        ):
+            raise TypeError(
+                f"{function.__name__} cannot be transformed by torch.func (vmap, grad, jvp): it computes outside of "
+                "PyTorch; give it all rows at once, it takes a batch"
+            )
+        return func(*args, **kwargs)
+
+    return call
 
 
 def choose_impl(function: str, impl: str, tensor: Tensor, *, native: bool = False) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores, largest_first
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import check_can_launch, choose_impl, opaque
 from heavypath.kernels.native.sampling import draw
 from heavypath.kernels.noise import Noise, Stream, check_seed, gumbels, noise_bits
 from heavypath.kernels.sampling_kernel import launch_topk
@@ -44,6 +44,7 @@ class TopK(NamedTuple):
     logprobs: Tensor
 
 
+@opaque
 def gumbel_topk(
     logits: Tensor,
     k: int,
@@ -58,7 +59,10 @@ def gumbel_topk(
     uniform_fill: bool = False,
     impl: str = "auto",
 ) -> TopK:
-    """Draw k tokens from each row of logits [..., R, V]; `TopK` says what is returned.
+    """Draw k tokens from each row of logits [..., R, V].
+
+    A row whose support has fewer than k tokens, as one with k > V, or of nothing but -inf, has tokens -1 behind them; a
+    row with NaN or +inf in it has tokens -1 alone, and no error is raised. `TopK` says what else is returned.
 
     logits:       fp32, fp16 or bf16 for the kernel, any floating point for the reference. Rows may lie apart, so that
                   `logits[..., :vocabulary]` leaves out the last tokens of a padded vocabulary without a copy

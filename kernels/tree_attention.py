@@ -81,6 +81,10 @@ def tree_attention(
     """
     if (subtree_end is None) == (ancestor_mask is None):
         raise ValueError("give exactly one of subtree_end and ancestor_mask")
+    mask = subtree_end if ancestor_mask is None else ancestor_mask
+    if not isinstance(mask, (Tensor, PackedAncestors)):
+        name = "subtree_end" if ancestor_mask is None else "ancestor_mask"
+        raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}; make it one by torch.as_tensor")
     if not isinstance(prefix_length, (int, Tensor)):
         raise ValueError(f"prefix_length must be an int or a LongTensor, got {type(prefix_length).__name__}")
     length, lengths = (0, prefix_length) if isinstance(prefix_length, Tensor) else (prefix_length, None)

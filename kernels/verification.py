@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import check_can_launch, choose_impl, opaque
 from heavypath.kernels.native.verification import NATIVE_METHODS, verify
 from heavypath.kernels.nodes import (
     Laws,
@@ -67,6 +67,7 @@ from heavypath.kernels.verifying.walk import launch_walk
 __all__ = ["DRAFT_AWARE", "VERIFICATION_METHODS", "Rule", "verify_tree", "verify_unchecked"]
 
 
+@opaque
 def verify_tree(
     tokens: Tensor,
     parents: Tensor,

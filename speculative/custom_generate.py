@@ -196,7 +196,8 @@ def _check_settings(config: GenerationConfig, input_ids: Tensor, model_kwargs: d
         if value not in without:
             raise _unsupported(f"{name}={value!r}", f"leave it at {without[-1]!r}")
     for name, value in model_kwargs.items():
-        if name not in _SERVED and value is not None and value is not False:
+        absent = value is None or value is False or (isinstance(value, dict) and not value)
+        if name not in _SERVED and not absent:
             raise _unsupported(name, "the decoder's forward pass takes input_ids and attention_mask alone")
     if model_kwargs.get("use_cache") is False:
         raise _unsupported("use_cache=False", "the decoder has caches of its own")
@@ -234,6 +235,8 @@ def _generate_call(input_ids: Tensor) -> dict[str, Any]:
 def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> int:
     """How many of the first processors the decoder's own penalties stand for.
 
+    None where another one is of their classes, too: given beside a setting, it would be asked in the setting's place.
+
     stops: the tokens that end a text
     """
     kinds: list[type] = []
@@ -248,7 +251,7 @@ def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> i
         if not own or type(processor) not in _PENALTIES:
             break
         kinds.append(type(processor))
-    return len(kinds)
+    return 0 if any(type(each) in _PENALTIES for each in processors[len(kinds) :]) else len(kinds)
 
 
 def _own_last(processors: list[Any]) -> int:

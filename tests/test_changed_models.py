@@ -182,6 +182,26 @@ def test_a_hook_that_is_gone_is_gone(model, draft):
     assert isinstance(forward_of(model, "target"), LlamaForward)
 
 
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
+def test_hooks_that_transformers_leaves_behind_are_no_change(asked, model, draft):
+    """It registers them for good when it is asked for these for the first time."""
+    decoder, expected = SpeculativeDecoder(model, draft, tree_size=5), greedy(model)
+    first = decoder.generate(PROMPTS, 6, eos_token_id=None)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scaled-dot-product attention has no weights to give
+        model(PROMPTS, **{asked: True})
+    assert any(module._forward_hooks for module in model.modules())
+    later = decoder.generate(first.sequences, 6, past=first.cache, eos_token_id=None)
+    assert later.stats.reused_tokens > 0
+    assert torch.equal(later.sequences, expected)
+    assert isinstance(decoder._target, LlamaForward)
+    assert isinstance(forward_of(model, "target"), LlamaForward)
+    hooked("model.layers.0")(model)
+    assert not torch.equal(greedy(model), expected)
+    assert torch.equal(text(decoder), greedy(model))
+    assert isinstance(forward_of(model, "target"), TransformersForward)
+
+
 def test_a_hook_on_all_modules(model, draft):
     decoder = SpeculativeDecoder(model, draft, tree_size=5)
     expected = text(decoder)
@@ -287,7 +307,9 @@ def test_layers_that_mix_tokens_are_refused(model, draft, caplog):
         quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8)
         torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8, inplace=True)
     for generate in (lambda: SpeculativeDecoder(quantised, draft, tree_size=5), lambda: text(decoder)):
-        with pytest.raises(ValueError, match=r"cannot be decoded by trees .* layers must treat each token by itself"):
+        with pytest.raises(
+            ValueError, match=r"cannot be decoded by trees .* each token by itself, which .* quantize_dynamic"
+        ):
             generate()
     assert torch.equal(text(SpeculativeDecoder(draft, quantised, tree_size=5)), greedy(draft))  # as a draft it will do
     assert "draft's logits are not its own" in caplog.text

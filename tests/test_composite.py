@@ -165,6 +165,18 @@ def test_the_joint_law_of_four_tokens_is_exact(name, method):
     assert chi_square_p_value(joint_counts(out.sequences[:, 5:], 7), law) > SIGNIFICANCE
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("method", "verifier"), [("chain", "rejection"), ("sequoia", "held_traversal")])
+def test_the_joint_law_of_a_cascade_of_two_types_is_exact(method, verifier, order):
+    """A model of 16 bits and the text itself, whose logits are fp32: those of a tree lie in one tensor."""
+    target, prompt = tiny_llama(1), torch.tensor([3, 1, 4, 3, 1])
+    parts = [tiny_llama(5, **SMALL).bfloat16(), PromptLookup(2)][::order]
+    decoder = SpeculativeDecoder(target, Cascade(parts, levels=[1, 2]), method, tree_size=5, verifier=verifier)
+    out = decoder.generate(prompt.expand(6_000, -1), max_new_tokens=3, temperature=0.9, seed=4)
+    law = exact_law(target, prompt, Filters(0.9), 3)
+    assert chi_square_p_value(joint_counts(out.sequences[:, 5:], 7), law) > SIGNIFICANCE
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", [
     each if each in (*QUICK, "ersd") else pytest.param(each, marks=pytest.mark.slow) for each in DRAFTED

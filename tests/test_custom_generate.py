@@ -11,6 +11,8 @@ from test_decoder import exact_law, tiny_llama, transformers_greedy
 from test_processing import EOS, PROMPTS, left_padded
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     DynamicCache,
     GenerationConfig,
     MaxTimeCriteria,
@@ -81,6 +83,48 @@ def test_greedy_batches_are_those_of_generate(method, tiny_pair):
         settings = left_padded(PROMPTS) | {"pad_token_id": 0} | settings
         expected = tiny_pair[0].generate(**settings)
         assert torch.equal(tiny_pair[0].generate(**settings, custom_generate=decoder), expected)
+
+
+TEXT = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 64,
+}  # fmt: skip
+SEES = {"hidden_size": 16, "intermediate_size": 16}
+SQUARE = SEES | {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2}
+MULTIMODAL = {
+    "gemma3": {
+        "text_config": TEXT | {"head_dim": 8, "sliding_window": 8}, "vision_config": SQUARE,
+        "image_token_index": 60, "boi_token_index": 59, "eoi_token_index": 58, "mm_tokens_per_image": 4,
+    },
+    "qwen2_5_vl": {
+        "text_config": TEXT | {"bos_token_id": 1, "eos_token_id": 2, "rope_parameters": {
+            "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4,
+        }},
+        "vision_config": SEES | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "patch_size": 14},
+        "image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57,
+    },
+    "llava": {
+        "text_config": TEXT | {"model_type": "llama"}, "vision_config": SQUARE | {"model_type": "clip_vision_model"},
+        "image_token_id": 60, "image_seq_length": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_a_multimodal_models_text_is_that_of_generate(kind):
+    torch.manual_seed(3)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **MULTIMODAL[kind])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    decoder = SpeculativeDecoder(model, PromptLookup(), "chain", tree_size=4)
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for inputs in (left_padded(PROMPTS), {"input_ids": IDS}):
+        expected = model.generate(**inputs, **settings)
+        assert len({*expected[0].tolist()}) > 5
+        assert torch.equal(model.generate(**inputs, **settings, custom_generate=decoder), expected)
+    with pytest.raises(ValueError, match="does not support mm_encoder_outputs: the decoder's forward pass takes"):
+        model.generate(IDS, **settings, mm_encoder_outputs={"image": torch.zeros(1, 4, 32)}, custom_generate=decoder)
 
 
 def test_a_trace_is_written_through_transformers_generate(demo_pair, tmp_path):
@@ -243,7 +287,8 @@ def test_a_setting_that_differs_from_the_decoders_own_is_a_processor(processors,
     ({"guidance_scale": 1.5}, "the logits processor UnbatchedClassifierFreeGuidance.* decode without guidance_scale"),
     ({"encoder_no_repeat_ngram_size": 2}, "the logits processor EncoderNoRepeatNGram.* leave it out"),
     ({"stopping_criteria": [ConfidenceCriteria(0.5)]}, "ConfidenceCriteria needs the scores"),
-    ({"stop_strings": "x"}, "stop_strings need tokenizer="),
+    ({"stop_strings": "x"}, r"stop_strings need tokenizer=.*functools.partial\(decoder, tokenizer=tokenizer\)"),
+    ({"prefix_allowed_tokens_fn": 5}, r"prefix_allowed_tokens_fn is called with \(sequence, its text .* got 5"),
     ({"position_ids": torch.tensor([[4, 5, 6]])}, "position_ids"),
     ({"inputs_embeds": torch.zeros(1, 3, 16)}, "inputs_embeds"),
     ({"token_type_ids": torch.zeros(1, 3)}, "token_type_ids"),

@@ -44,6 +44,14 @@ def test_products_are_those_of_pytorch(columns, outputs, dtype):
 
 
 @needs_compiler
+@pytest.mark.parametrize("hidden", [torch.zeros(3, 6), torch.zeros(3, 7).bfloat16()])
+def test_a_product_of_other_rows_than_the_weights_is_refused(hidden):
+    blocks = Blocks.of([torch.zeros(5, 6).bfloat16()], [None])
+    with pytest.raises(ValueError, match=r"product needs rows \[\.\.\., 6\] of torch.bfloat16, got "):
+        product(hidden, blocks)
+
+
+@needs_compiler
 def test_sixteen_bits_are_rounded_to_the_nearest():
     hidden, weight = (torch.randn(count, 1).bfloat16() for count in (60, 500))
     assert torch.equal(product(hidden, Blocks.of([weight], [None])), hidden * weight.T)

@@ -12,7 +12,7 @@ from heavypath.kernels.cache_compaction import _reference as compact_by_pytorch
 from heavypath.kernels.commit import State, StateField, commit
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.recording import Recording, dense, do, recorded, refuse
-from heavypath.kernels.native.steps import compact
+from heavypath.kernels.native.steps import compact, copy_rows
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Stream, gumbels
 from heavypath.kernels.sampling import gumbel_topk
@@ -159,6 +159,22 @@ def test_rows_are_moved_as_by_the_reference(dtype):
         move(caches, path, length, prefix)
         made.append(caches)
     assert all(map(torch.equal, *made))
+
+
+def test_rows_are_copied_to_their_places():
+    rows, to = torch.randn(2, 6, 5)[:, ::2], torch.zeros(2, 4, 5)
+    copy_rows(rows, to, torch.tensor([3, 0, 2]))
+    assert torch.equal(to[:, [3, 0, 2]], rows)
+    assert not to[:, 1].any()
+
+
+@pytest.mark.parametrize("to", [
+    torch.zeros(2, 4, 5).bfloat16(), torch.zeros(2, 4, 3), torch.zeros(1, 4, 5), torch.zeros(2, 5, 4).mT,
+], ids=["a type", "a width", "a batch", "a stride"])  # fmt: skip
+def test_rows_are_not_copied_to_what_has_no_room_for_them(to):
+    with pytest.raises(ValueError, match=r"copy_rows needs rows \[B, n, V\] and \[B, N, V\] of one type"):
+        copy_rows(torch.ones(2, 3, 5), to, torch.tensor([3, 0, 2]))
+    assert not to.any()
 
 
 @pytest.mark.parametrize("seen", [0, 50])

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from test_decoder import tiny_llama
+from test_heads import head_of
 from test_step import as_on_a_gpu  # noqa: F401
 from test_transformers_forward import tiny
 from transformers import Cache, DynamicCache
@@ -110,6 +111,17 @@ def test_a_model_with_transformers_forward_has_a_past_too(kind, tiny_pair):
     turn = left_padded([[*text, 7] for text in texts_of(first, PADDING.sum(1).tolist())])
     expected = decoder.generate(**turn, **options)
     assert torch.equal(decoder.generate(**turn, past=first.cache, **options).sequences, expected.sequences)
+
+
+def test_a_head_over_transformers_forward_has_a_past_from_its_first_text_on():
+    """The first time that it reads hidden states, transformers puts hooks into the target."""
+    target = tiny("granite")
+    decoder = SpeculativeDecoder(target, head_of(target))
+    first = decoder.generate(IDS, 6, eos_token_id=None)
+    turn = torch.cat([first.sequences, IDS], 1)
+    later = decoder.generate(turn, 6, past=first.cache, eos_token_id=None)
+    assert later.stats.reused_tokens > 0
+    assert torch.equal(later.sequences, decoder.generate(turn, 6, eos_token_id=None).sequences)
 
 
 def test_no_token_of_the_past_is_computed_again(tiny_pair, computed):

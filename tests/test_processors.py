@@ -318,6 +318,7 @@ SETTINGS = [
     {"suppress_tokens": [1, 4], "begin_suppress_tokens": [2, 6]},
     {"sequence_bias": {(1,): 3.0, (2, 6): -9.0}, "repetition_penalty": 1.6},
     {"forced_eos_token_id": 5, "min_length": 12},
+    {"min_length": 24, "min_new_tokens": 2, "sequence_bias": {(EOS,): 9.0}},
     {"exponential_decay_length_penalty": (3, 1.5), "remove_invalid_values": True},
     {"watermarking_config": WatermarkingConfig(bias=9.0)},
 ]
@@ -340,6 +341,45 @@ def test_settings_that_are_processors_are_those_of_transformers(settings, throug
     if through == "config":
         assert torch.equal(target.generate(ids, max_new_tokens=18, attention_mask=torch.ones_like(ids)), expected)
     assert torch.equal(decoder.generate(ids, 18).sequences, expected)
+
+
+DOUBLED = {
+    "a bias of the config": ({"sequence_bias": {(1,): 3.0}}, lambda: [theirs.SequenceBiasLogitsProcessor({(2,): 2.0})]),
+    "a penalty": ({"repetition_penalty": 1.6}, lambda: [theirs.RepetitionPenaltyLogitsProcessor(0.8)]),
+    "a least length": (
+        {"min_new_tokens": 12}, lambda: [theirs.MinNewTokensLengthLogitsProcessor(6, 4, EOS), odd_behind_even],
+    ),
+    "two of a class": (
+        {"repetition_penalty": 3.0},
+        lambda: [theirs.RepetitionPenaltyLogitsProcessor(penalty) for penalty in (0.8, 1.1)],
+    ),
+    "one twice": ({}, lambda: [theirs.SequenceBiasLogitsProcessor({(2,): 2.0})] * 2),
+    "both least lengths": (
+        {"min_new_tokens": 12},
+        lambda: [theirs.MinNewTokensLengthLogitsProcessor(6, 4, EOS), theirs.MinLengthLogitsProcessor(9, EOS)],
+    ),
+    "another least length": ({"min_length": 11}, lambda: [theirs.MinNewTokensLengthLogitsProcessor(6, 9, 6)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOUBLED)
+@pytest.mark.parametrize("through", ["custom_generate", "config"])
+def test_a_users_processor_takes_the_place_of_a_settings_of_its_class(name, through, tiny_pair, monkeypatch):
+    target = tiny_pair[0]
+    settings, own = DOUBLED[name]
+    decoder = SpeculativeDecoder(*tiny_pair)
+    ids = torch.tensor([[3, 1, 4, 1, 6, 2]])
+    usual = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 18, "eos_token_id": EOS, "pad_token_id": 0}
+    given = {"return_dict_in_generate": True, "output_scores": True, "logits_processor": LogitsProcessorList(own())}
+    expected = target.generate(ids, **usual, **settings, **given)
+    if through == "custom_generate":
+        out = target.generate(ids, **usual, **settings, **given, custom_generate=decoder)
+    else:
+        config = GenerationConfig(**settings, eos_token_id=EOS, pad_token_id=0)
+        monkeypatch.setattr(target, "generation_config", config)
+        out = decoder.generate(ids, 18, output_scores=True, logits_processor=own())
+    assert torch.equal(out.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(out.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
 
 
 WARPED = [
@@ -475,6 +515,11 @@ SYNTH_ID = theirs.SynthIDTextWatermarkLogitsProcessor(
 def test_what_cannot_be_asked_along_a_tree_is_refused(given, message, tiny_pair):
     with pytest.raises((TypeError, ValueError), match=message):
         SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 8, logits_processor=given)
+
+
+def test_allowed_tokens_that_are_no_function_are_refused(tiny_pair):
+    with pytest.raises(TypeError, match=r"prefix_allowed_tokens_fn is called with \(sequence, its text .* got 5"):
+        SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 8, prefix_allowed_tokens_fn=5)
 
 
 def test_a_dead_end_that_is_never_reached_is_no_error(tiny_pair):

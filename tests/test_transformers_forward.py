@@ -154,6 +154,12 @@ def test_the_cache_is_one_of_transformers(llama):
     assert int(cache.keys.count_nonzero()) == key.numel()
 
 
+def without_limit():
+    model = tiny("granite")
+    vars(model.config)["max_position_embeddings"] = None  # not every config has one
+    return model
+
+
 REFUSED = {
     "t5": (lambda: T5ForConditionalGeneration(T5Config(d_model=8, num_layers=1, d_kv=4, d_ff=8, num_heads=2)),
            TypeError, "target must be a decoder alone, got an encoder and decoder: T5For"),
@@ -180,8 +186,10 @@ REFUSED = {
     "falcon": (lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model(
                    "falcon", vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, alibi=True)),
                ValueError, "'falcon' has ALiBi position biases"),
-    "no limit": (lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=8)).eval(),
-                 ValueError, "target's config has no max_position_embeddings; set it"),
+    "mamba as published": (lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=8)),
+                           ValueError, "got 'mamba' with layers of type linear_attention"),
+    "no limit": (without_limit, ValueError,
+                 "target's config has no max_position_embeddings; set it"),
     "no cache": (lambda: tiny("openai-gpt", **GPT), ValueError, r"its layers with keys and values are \[\], exp"),
     "both ways": (lambda: tiny("bert"), ValueError, "'bert' cannot be decoded by trees with attn_implementation="),
 }  # fmt: skip

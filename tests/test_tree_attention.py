@@ -485,3 +485,10 @@ def test_a_bug_of_the_kernel_is_found(name, tmp_path, monkeypatch):
             mutant = tree_attention(query, key, value, **problem)
         wrong.append(not torch.allclose(mutant, right, atol=1e-2))
     assert any(wrong)
+
+
+@pytest.mark.parametrize("name", ["subtree_end", "ancestor_mask"])
+def test_a_mask_that_is_no_tensor_is_refused(name):
+    query, key = torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 8, 16)
+    with pytest.raises(TypeError, match=f"{name} must be a tensor, got list; make it one by torch.as_tensor"):
+        tree_attention(query, key, key, prefix_length=2, **{name: [3, 2, 3]})

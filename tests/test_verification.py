@@ -11,7 +11,8 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.ordering import sibling_order
-from heavypath.kernels.verification import verify_tree
+from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
 from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.residual import residual_chain
 
@@ -326,3 +327,52 @@ def test_bad_input_is_refused_with_what_was_given_and_expected(change, message):
     arguments = GOOD | change
     with pytest.raises(ValueError, match=message):
         verify_tree(**arguments)
+
+
+TREE = torch.tensor([[0, 3, 5, 1], [2, 4, 4, 0]]), torch.tensor([-1, 0, 0, 1])
+
+
+def doubled(name, impl, target, draft):
+    """A function of a user's around one of ours."""
+    if name == "gumbel_topk":
+        return gumbel_topk(target * 2, 3, seed=4, impl=impl).tokens + 1
+    draft = None if name in ("greedy", "target_sample") else draft * 2
+    options = {"method": name, "temperature": float(name != "greedy"), "seed": 3, "impl": impl}
+    return verify_tree(*TREE, target * 2, draft, **options).next_token + 1
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch"])
+@pytest.mark.parametrize("name", ["gumbel_topk", *VERIFICATION_METHODS])
+def test_the_compiler_looks_around_what_it_cannot_compile(name, impl):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    torch.compiler.reset()
+    logits = torch.randn(2, 2, 4, 7, generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(doubled, backend=backend)(name, impl, *logits)
+    assert torch.equal(compiled, doubled(name, impl, *logits))
+    assert [node for graph in graphs for node in graph if node != "mul"] == ["add"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gumbel_topk", "without_replacement", "traversal"])
+def test_inductor_compiles_what_is_around(name):
+    torch.compiler.reset()
+    logits = torch.randn(2, 2, 4, 7, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(torch.compile(doubled)(name, "torch", *logits), doubled(name, "torch", *logits))
+
+
+def test_a_whole_graph_says_what_breaks_it():
+    torch.compiler.reset()
+    whole = torch.compile(doubled, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="verify_tree computes outside of PyTorch"):
+        whole("greedy", "auto", torch.zeros(2, 4, 7), None)
+
+
+@pytest.mark.parametrize("name", ["gumbel_topk", "greedy"])
+def test_torch_func_is_refused_by_name(name):
+    with pytest.raises(TypeError, match=r"cannot be transformed by torch.func .* it takes a batch"):
+        torch.vmap(lambda logits: doubled(name, "auto", logits, None))(torch.zeros(3, 2, 4, 7))

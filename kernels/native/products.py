@@ -60,11 +60,15 @@ def _in_blocks(weights: Sequence[Tensor], paired: bool) -> Tensor:
 
 
 def product(hidden: Tensor, blocks: Blocks) -> Tensor:
-    """The product of rows [..., K] by a weight, [..., N]; hidden is of the weight's dtype."""
+    """The product of rows [..., K] by a weight, [..., N]; ValueError for rows that are not of its dtype and width."""
+    weight = blocks.weight
+    if (hidden.dtype, hidden.shape[-1]) != (weight.dtype, weight.shape[1]):
+        given = f"{hidden.dtype} {[*hidden.shape]}"
+        raise ValueError(f"product needs rows [..., {weight.shape[1]}] of {weight.dtype}, got {given}")
     rows, struct = hidden.reshape(-1, hidden.shape[-1]).float().contiguous(), blocks.struct
     result = hidden.new_empty(*hidden.shape[:-1], struct.outputs)
     multiply = getattr(compiled(), f"product_{TYPES[hidden.dtype]}")
-    count, threads = c_int64(len(rows)), c_int64(thread_count(blocks.weight.nbytes))
+    count, threads = c_int64(len(rows)), c_int64(thread_count(weight.nbytes))
     addresses = c_void_p(rows.data_ptr()), c_void_p(result.data_ptr())
     do(partial(multiply, byref(struct), addresses[0], count, addresses[1], threads), (blocks, rows, result))
     return result

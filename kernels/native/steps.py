@@ -116,10 +116,21 @@ def numbered(base: Tensor, places: Tensor, step: int) -> Tensor:
 
 
 def copy_rows(rows: Tensor, to: Tensor, places: Tensor) -> None:
-    """to[b, places[i]] = rows[b, i] for rows [B, n, V] and to [B, N, V] of one type, with columns side by side."""
-    size = rows.element_size()
+    """to[b, places[i]] = rows[b, i] for rows [B, n, V] and to [B, N, V] of one type, with columns side by side.
+
+    places: LongTensor[n], below N, which is not checked
+    Raises ValueError for tensors that do not fit: memory would be overwritten.
+    """
+    size, (batch, count, vocab) = rows.element_size(), rows.shape
+    fits = to.dtype == rows.dtype and (to.shape[0], to.shape[2], places.shape[0]) == (batch, vocab, count)
+    if not (fits and rows.stride(2) == to.stride(2) == 1):
+        given = [f"{each.dtype} {[*each.shape]} with strides {each.stride()}" for each in (rows, to)]
+        raise ValueError(
+            "copy_rows needs rows [B, n, V] and [B, N, V] of one type, with a last stride of 1, and n places; "
+            f"got {' and '.join(given)}, and {places.shape[0]} places"
+        )
     call = _RowCopies(
-        len(rows), len(places), rows.shape[2] * size, rows.stride(0) * size, rows.stride(1) * size,
+        batch, count, vocab * size, rows.stride(0) * size, rows.stride(1) * size,
         to.stride(0) * size, to.stride(1) * size, rows.data_ptr(), to.data_ptr(), places.data_ptr(),
     )  # fmt: skip
     launch("copy_rows", call, (rows, to, places))

@@ -47,7 +47,10 @@ def checked_criteria(
         if not strings or not all(isinstance(string, str) and string for string in strings):
             raise ValueError(f"stop_strings must be one or more strings that are not empty, got {stop_strings!r}")
         if tokenizer is None:
-            raise ValueError("stop_strings need tokenizer=, which says what tokens spell them; got None")
+            raise ValueError(
+                "stop_strings need tokenizer=, which says what tokens spell them; got None. transformers' generate "
+                "keeps its own to itself: there pass custom_generate=functools.partial(decoder, tokenizer=tokenizer)"
+            )
         criteria.append(StopStringCriteria(tokenizer, strings))
     if stopping_criteria is not None:
         if not isinstance(stopping_criteria, Sequence) or not all(map(callable, stopping_criteria)):

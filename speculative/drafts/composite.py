@@ -164,7 +164,7 @@ class CascadeDraft(CompositeDraft):
         self._ends = [*accumulate(levels)][:-1]  # the level at which each but the last has drafted all of its own
 
     def __call__(self, feed: Feed, cache: CompositeCache) -> Tensor:
-        """The logits of whichever part drafts this level."""
+        """The logits of whichever part drafts this level, in fp32: parts may have types of their own."""
         store_rows(cache.keys, feed.tokens[:, :, None, None], feed.cache_rows)
         stage = sum(feed.level >= end for end in self._ends)
         caught_up = _chain_feed(feed, cache) if feed.news else feed
@@ -175,7 +175,7 @@ class CascadeDraft(CompositeDraft):
                 lacks_rows = index < len(self._ends) and isinstance(part, ModelDraft)
                 logits[index] = part(caught_up if lacks_rows else feed, part_cache)
         if feed.drafted is None:
-            return logits[stage]
+            return logits[stage].float()
         chosen = logits[0][:, -1:].float()  # of nodes of all levels at once, each sequence has its own
         for index, end in enumerate(self._ends, 1):
             chosen = chosen.where((feed.drafted < end)[:, None, None], logits[index][:, -1:].float())

@@ -85,7 +85,8 @@ def _check(forward: TransformersForward, model: nn.Module) -> None:
         return
     raise forward.refusal(
         f"{what}, expected at most {_tolerance(forward)}; its attention must take a 4-D mask, position_ids and a "
-        "cache, and its layers must treat each token by itself"
+        "cache, and its layers must treat each token by itself, which those that scale activations by the whole "
+        "tensor (torch.ao's quantize_dynamic) do not"
     )
 
 

@@ -36,17 +36,19 @@ class TransformersForward(Forward):
                 f"{name} of type {model.config.model_type!r} has ALiBi position biases, which follow from a cache's "
                 "rows, where a tree's nodes lie out of order; take a model with rotary or learned positions"
             )
+        self._text_config: Any = model.config.get_text_config(decoder=True)
+        kinds = {*(getattr(self._text_config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+        if kinds or getattr(model, "_is_stateful", False):
+            what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
+            raise ValueError(
+                f"{name} must have full or sliding attention alone, got {model.config.model_type!r} with {what}"
+            )
         super().__init__(model, name)
         if self.has_dynamic_rope and self.device.type == "cuda":
             raise ValueError(
                 f"{name} of type {self._kind} has rope type 'dynamic', which waits for the GPU in every forward pass, "
                 "so that it cannot be part of a CUDA graph; types llama, mistral, qwen2 and qwen3 do not need to"
             )
-        self._text_config: Any = model.config.get_text_config(decoder=True)
-        kinds = {*(getattr(self._text_config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-        if kinds or getattr(model, "_is_stateful", False):
-            what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
-            raise ValueError(f"{name} must have full or sliding attention alone, got {self._kind} with {what}")
         self._kinds: list[str | None] = getattr(self._text_config, "layer_types", None) or [None]
         window: int | None = getattr(self._text_config, "sliding_window", None) or None
         self._window_of = {kind: None if kind == "full_attention" else window for kind in self._kinds}

@@ -19,6 +19,7 @@ from heavypath.speculative.streaming.layer_weights import is_own
 
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of an adapter's layer in PEFT
 _PLAIN = (bool, int, float, str)
+_CAPTURES = "_output_capturing_hooks_installed"  # by which transformers marks a model that has the hooks of `_captures`
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
 
@@ -52,7 +53,7 @@ def structure_of(model: nn.Module) -> Structure:
                 type(module).forward,
                 own.get("forward"),
                 *_settings(own),
-                *own["_forward_hooks"],
+                *(key for key, hook in own["_forward_hooks"].items() if not _captures(hook)),
                 *own["_forward_pre_hooks"],
                 *((id(weight), type(weight), weight.dtype, weight.device) for weight in weights),
                 *(
@@ -73,7 +74,15 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module does more, or other, than what its class says, but to have its weights there."""
     own = module.__dict__
     hooks = (own["_forward_hooks"], own["_forward_pre_hooks"], *_GLOBAL_HOOKS)
-    return "forward" in own or not all(is_own(hook) for each in hooks for hook in each.values())
+    return "forward" in own or not all(is_own(hook) or _captures(hook) for each in hooks for hook in each.values())
+
+
+def _captures(hook: object) -> bool:
+    """Whether a hook is one of those that transformers registers for good when it is first asked for hidden states.
+
+    They do nothing but in a call that asks for these, so that they are no change of a model.
+    """
+    return getattr(hook, "__globals__", {}).get("__name__") == "transformers.utils.output_capturing"
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -94,7 +103,7 @@ def _changes_by_itself(own: dict[str, Any]) -> bool:
 def _settings(own: dict[str, Any]) -> Iterator[Any]:
     """A module's attributes that are numbers, words or adapters' names; `training` is one of them."""
     if not _changes_by_itself(own):
-        yield from (value for value in own.values() if isinstance(value, _PLAIN))
+        yield from (value for name, value in own.items() if isinstance(value, _PLAIN) and name != _CAPTURES)
     yield from (str(own[name]) for name in _ADAPTERS if name in own)
 
 

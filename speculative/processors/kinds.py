@@ -107,6 +107,13 @@ def _check(processor: object) -> None:
     if not callable(processor) or isinstance(processor, type):
         given = f"the class {name}; make an object of it" if isinstance(processor, type) else repr(processor)
         raise TypeError(f"a logits processor is called with (input_ids, scores) and returns scores, got {given}")
+    if isinstance(processor, theirs.PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        if not callable(allowed):
+            raise TypeError(
+                "prefix_allowed_tokens_fn is called with (sequence, its text LongTensor[T']) and returns a list of the "
+                f"tokens that may follow, got {allowed!r}"
+            )
     for kind in inspect.getmro(type(processor)):
         why = _REFUSED.get(kind.__name__) or _REFUSED_PACKAGES.get(kind.__module__.partition(".")[0])
         if why is not None:

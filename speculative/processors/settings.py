@@ -4,6 +4,8 @@ A penalty and a least length alone, and temperature, top-k, top-p and min-p, are
 Where there are other processors, the penalty and the least length are two of them, so that the order is that of
 transformers and the draft is told. Where a model's config has warpers that the kernels do not have (typical_p, ...),
 the filters before these become warpers, too, and the kernels sample at temperature 1.
+
+As in transformers a user's processor takes the place of a setting's of its class.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +17,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import logits_process as theirs
+from transformers.utils import logging
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.processors.kinds import Processor, lists_for
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ def chain_of(given: GivenProcessors, texts: Texts, penalties: Penalties, filters
     """
     own = lists_for(given.logits_processor, len(texts.input_ids))
     config = GenerationConfig() if given.config is None else given.config
-    biases, others = _biases(config), _others(config, given.prefix_allowed_tokens_fn, texts)
+    biases = _biases(config)
+    others = _others(config, given.prefix_allowed_tokens_fn, texts, penalties.min_new_tokens)
     warpers, marks = _warpers(config, texts) if filters.temperature > 0 else [], _watermarks(config, texts)
     first = _penalties(penalties, texts)
     if not (any(own) or biases or others or warpers or marks or (given.always and any(first))):
@@ -78,8 +84,22 @@ def chain_of(given: GivenProcessors, texts: Texts, penalties: Penalties, filters
     if filters.temperature > 0 and (warpers or marks):
         warpers, filters = _in_order(filters, warpers), Filters(1.0)
     behind = [*warpers, *marks]
-    lists = [[*biases, *one, *others, *each, *behind] for one, each in zip(first, own, strict=True)]
+    lists = [[*_merged([*biases, *one, *others], each), *behind] for one, each in zip(first, own, strict=True)]
     return Chain(lists_for(lists, len(lists)), filters)
+
+
+def _merged(settings: list[Any], own: Sequence[Any]) -> list[Any]:
+    """Those that settings stand for, and a user's own: what `GenerationMixin._merge_criteria_processor_list` does."""
+    first = {type(each): each for each in reversed(own)}
+    for each in settings:
+        if type(each) in first:
+            name = type(each).__name__
+            logger.warning_once(f"a {name} is given as a logits processor and as a setting: the setting is not asked")
+    merged = [first.get(type(each), each) for each in settings]
+    for each in own:
+        if each not in merged:
+            merged.append(each)
+    return merged
 
 
 def _penalties(penalties: Penalties, texts: Texts) -> list[list[Any]]:
@@ -90,9 +110,11 @@ def _penalties(penalties: Penalties, texts: Texts) -> list[list[Any]]:
         padding = (width - texts.lengths).tolist()
         kinds = {each: theirs.RepetitionPenaltyLogitsProcessor(penalties.repetition_penalty, each) for each in padding}
         found = [[kinds[each]] for each in padding]
-    if penalties.min_new_tokens > 0 and texts.eos:
-        least = theirs.MinNewTokensLengthLogitsProcessor(width, penalties.min_new_tokens, list(texts.eos), device)
-        found = [[*each, least] for each in found]
+    if penalties.min_new_tokens > 0 and texts.eos:  # of which transformers makes two processors
+        least, eos = penalties.min_new_tokens, list(texts.eos)
+        by_width = theirs.MinLengthLogitsProcessor(width + least, eos, device)
+        by_new = theirs.MinNewTokensLengthLogitsProcessor(width, least, eos, device)
+        found = [[*each, by_width, by_new] for each in found]
     return found
 
 
@@ -102,7 +124,9 @@ def _biases(config: GenerationConfig) -> list[Any]:
     return [] if bias is None else [theirs.SequenceBiasLogitsProcessor(bias)]
 
 
-def _others(config: GenerationConfig, allowed: Callable[[int, Tensor], list[int]] | None, texts: Texts) -> list[Any]:
+def _others(
+    config: GenerationConfig, allowed: Callable[[int, Tensor], list[int]] | None, texts: Texts, min_new_tokens: int
+) -> list[Any]:
     """What transformers asks behind the penalties and before a user's processors, in its order."""
     width, device = texts.input_ids.shape[1], str(texts.input_ids.device)
     eos = torch.tensor(list(texts.eos), dtype=torch.long, device=device)
@@ -115,7 +139,7 @@ def _others(config: GenerationConfig, allowed: Callable[[int, Tensor], list[int]
         found.append(theirs.NoRepeatNGramLogitsProcessor(of("no_repeat_ngram_size")))
     if of("bad_words_ids") is not None:
         found.append(theirs.NoBadWordsLogitsProcessor(of("bad_words_ids"), eos if texts.eos else None))
-    if of("min_length") and texts.eos:
+    if of("min_length") and not min_new_tokens and texts.eos:  # of the two transformers takes min_new_tokens
         found.append(theirs.MinLengthLogitsProcessor(of("min_length"), eos, device=device))
     if allowed is not None:
         found.append(theirs.PrefixConstrainedLogitsProcessor(allowed, 1))
