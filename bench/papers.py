@@ -5,9 +5,12 @@
     rsd-1        RSD's experiment 1 (Jeon et al. 2024, section 5): drafts of 2 to 5 levels, whatever they cost
     rsd-2        its experiment 2: drafts of the same number of nodes, 6 to 30
     robustness   Sequoia's figure 4 (Chen et al. 2024): the tree planned for T = 0.6 at other temperatures and top-p
-    specinfer    SpecInfer's width and depth (Miao et al. 2023, section 6.3): k sequences of l tokens, k l at most 128
+    specinfer    SpecInfer by width and depth (Sequoia's tables 5 and 6): k sequences of l tokens, k l at most 128
     dyspec       DySpec's trees, step by step (Xiong et al. 2024): nodes, levels and accepted nodes, with a threshold
     large        trees of 768 nodes, which Sequoia and DySpec take where the target's weights are read from host memory
+
+"dyspec as published" takes a token's draft probability for its chance of being accepted, as the paper does
+(confidence="draft"); "dyspec, measured confidence" is what the method has here by default.
 
 For each cell all prompts are continued as one batch, once with each verifier that the method takes. Printed are
 
@@ -16,7 +19,7 @@ For each cell all prompts are continued as one batch, once with each verifier th
     held, ...    the same by VERIFIERS of speculative/methods.py; "-" where the method does not take it
     nodes        of a step's tree, the root included; the median, which for a fixed tree is its size
     MBSU         memory-bound speed-up, tokens / (1 + L r): L levels, r = the draft's parameters / the target's (RSD)
-    tokens/s     the first prompts one by one, on the machine at hand; without any meaning for a GPU
+    tokens/s     the first prompts one by one, on the machine at hand; without any meaning for a GPU. "-" by --timed 0
 
 MBSU and tokens/s are of the method's own rule. The last step of a text is cut short, by any verifier, which makes all
 tokens per forward a little low, those of large trees most. --json is written after each cell, and
@@ -58,6 +61,7 @@ BUDGETS = {
 }
 NAMES = {"temperature": "T =", "top_p": "top-p"}
 WIDE = 128  # nodes of a level, where trees of up to 768 grow; half as long to draft as the default of 384
+DYSPEC: dict[str, dict] = {"dyspec as published": {"confidence": "draft"}, "dyspec, measured confidence": {}}
 
 
 class Cell(NamedTuple):
@@ -87,7 +91,7 @@ class Measured(NamedTuple):
     verification: str
     efficiency: dict[str, Estimate]
     mbsu: float
-    tokens_per_second: float
+    tokens_per_second: float | None  # None where no prompt was timed
     drafted: list[int]
     accepted: list[int]
 
@@ -163,10 +167,11 @@ def specinfer(temperature: float) -> Iterator[Cell]:
 
 
 def dyspec(temperature: float) -> Iterator[Cell]:
-    """Trees that stop growing where a slot is worth less than a threshold."""
-    for threshold in (0.1, 0.03, 0.01, 0.003):
-        options = {"tree_size": 768, "max_depth": 12, "width": WIDE, "threshold": threshold}
-        yield Cell("at most 768 nodes", f"threshold {threshold:g}", "dyspec", options, {"temperature": temperature})
+    """Trees of at most 768 nodes that stop growing where a slot is worth less than a threshold."""
+    for group, values in DYSPEC.items():
+        for threshold in (0.1, 0.03, 0.01, 0.003):
+            options = {"tree_size": 768, "max_depth": 12, "width": WIDE, "threshold": threshold, **values}
+            yield Cell(group, f"threshold {threshold:g}", "dyspec", options, {"temperature": temperature})
 
 
 def large(temperature: float) -> Iterator[Cell]:
@@ -174,7 +179,8 @@ def large(temperature: float) -> Iterator[Cell]:
     for each in (0.6, 1.0):
         group, sampling = f"T = {each:g}", {"temperature": each}
         yield Cell(group, "sequoia", "sequoia", {"tree": sequoia_tree(DEFAULT_ACCEPTANCE, 768, 18)}, sampling)
-        yield Cell(group, "dyspec", "dyspec", {"tree_size": 768, "max_depth": 18, "width": WIDE}, sampling)
+        for label, values in DYSPEC.items():
+            yield Cell(group, label, "dyspec", {"tree_size": 768, "max_depth": 18, "width": WIDE, **values}, sampling)
         yield Cell(group, "specinfer 48 x 16", "specinfer", {"tree": TokenTree.independent(48, 16)}, sampling)
 
 
@@ -210,7 +216,9 @@ def measure(pair: DemoPair, cell: Cell, texts: Texts, *, tokens: int, timed: int
         verification=stats.verification,
         efficiency=efficiency,
         mbsu=efficiency[OWN].value / (1 + stats.depth * sizes[0] / sizes[1]),
-        tokens_per_second=sum(run.new_tokens for run in alone) / sum(run.total_seconds for run in alone),
+        tokens_per_second=sum(run.new_tokens for run in alone) / sum(run.total_seconds for run in alone)
+        if alone
+        else None,
         drafted=observer.drafted,
         accepted=observer.accepted,
     )
@@ -222,7 +230,8 @@ def as_row(cell: Cell, found: Measured, *, steps: bool) -> dict[str, Any]:
     row |= {"nodes": found.nodes, "levels": found.levels, "verification": found.verification}
     row["tokens"] = {name: round(each.value, 4) for name, each in found.efficiency.items()}
     row["standard_error"] = {name: round(each.standard_error, 4) for name, each in found.efficiency.items()}
-    row |= {"mbsu": round(found.mbsu, 4), "tokens_per_second": round(found.tokens_per_second, 1)}
+    speed = found.tokens_per_second
+    row |= {"mbsu": round(found.mbsu, 4), "tokens_per_second": None if speed is None else round(speed, 1)}
     return row | ({"drafted": found.drafted, "accepted": found.accepted} if steps else {})
 
 
@@ -240,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"expected tables among {', '.join(TABLES)}, got {', '.join(unknown)}")
     if arguments.miniature:
         arguments.prompts, arguments.tokens, arguments.timed = 2, 4, 1
-    least = {"prompts": 2, "tokens": 1, "timed": 1}  # two prompts, for a standard error
+    least = {"prompts": 2, "tokens": 1, "timed": 0}  # two prompts, for a standard error
     for name, given in ((name, getattr(arguments, name)) for name in least):
         if given is not None and given < least[name]:
             parser.error(f"--{name} must be at least {least[name]}, got {given}")

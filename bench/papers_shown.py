@@ -2,11 +2,13 @@
 
     python bench/papers_shown.py bench/results/papers-cpu.json [--plot bench/results]
 
-prints the tables in Markdown. Of each group and verifier the most tokens per forward are bold.
+prints the tables in Markdown. Of each group and verifier the most tokens per forward are bold, if they are more than
+any other row's by over two standard errors of the difference, sqrt(a^2 + b^2) of the rows' own; in many groups none is.
 """
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ OWN = "own"  # the rule of the method's paper
 VERIFIERS = (OWN, "held", "traversal", "held_traversal")  # the columns of tokens per forward
 # Okabe and Ito's palette, which colour-blind readers tell apart.
 BLUE, GREEN, ORANGE, RED = "#0072B2", "#009E73", "#E69F00", "#D55E00"
+COLORS = (BLUE, GREEN, ORANGE, RED)
 FAMILIES = {"SD": ("o", RED), "SpecTr": ("^", ORANGE), "RSD-C": ("s", GREEN), "RSD-S": ("D", BLUE)}
 
 
@@ -31,23 +34,38 @@ def table_of(name: str, rows: Sequence[Mapping[str, Any]], style: box.Box) -> Ta
         table.add_column(heading, justify="right", no_wrap=True)
     before = ""
     for row in rows:
-        peers = [other["tokens"] for other in rows if other["group"] == row["group"]]
+        group = [other for other in rows if other["group"] == row["group"]]
         tokens = []
         for verifier in VERIFIERS:
             if verifier not in row["tokens"]:
                 tokens.append("-")
                 continue
-            value = row["tokens"][verifier]
-            best = value == max(peer.get(verifier, 0) for peer in peers)
-            shown = f"{value:.2f} ± {row['standard_error'][verifier]:.2f}"
-            tokens.append(f"{bold[0]}{shown}{bold[1]}" if best else shown)
+            shown = f"{row['tokens'][verifier]:.2f} ± {row['standard_error'][verifier]:.2f}"
+            tokens.append(f"{bold[0]}{shown}{bold[1]}" if best_of(group, verifier) is row else shown)
         label = row["label"] if style is box.MARKDOWN else row["label"].replace("[", "\\[")
         table.add_row(
             row["group"] if row["group"] != before else "", label, f"{row['nodes']:g}", str(row["levels"]), *tokens,
-            f"{row['mbsu']:.2f}", f"{row['tokens_per_second']:.0f}",
+            f"{row['mbsu']:.2f}", "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.0f}",
         )  # fmt: skip
         before = row["group"]
     return table
+
+
+def best_of(group: Sequence[Mapping[str, Any]], verifier: str) -> Mapping[str, Any] | None:
+    """The row that has more tokens per forward than any other; None where noise leaves that open, and for one alone."""
+    best, *others = sorted(
+        (row for row in group if verifier in row["tokens"]), key=lambda row: -row["tokens"][verifier]
+    )
+    return best if others and all(is_more(best, other, verifier) for other in others) else None
+
+
+def is_more(row: Mapping[str, Any], other: Mapping[str, Any], verifier: str) -> bool:
+    """Whether a row has more tokens per forward than another, by over two standard errors of the difference.
+
+    The error takes rows to be independent. They share their prompts, so it is rather too large.
+    """
+    error = math.hypot(*(each["standard_error"][verifier] for each in (row, other)))
+    return row["tokens"][verifier] - other["tokens"][verifier] > 2 * error
 
 
 def draw(results: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path) -> None:
@@ -152,11 +170,16 @@ def draw_specinfer(pyplot, rows: Sequence[Mapping[str, Any]]):
 def draw_dyspec(pyplot, rows: Sequence[Mapping[str, Any]]):
     """The nodes of each step's tree, in falling order."""
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    groups, labels = ([*dict.fromkeys(row[key] for row in rows)] for key in ("group", "label"))
     for row in rows:
-        axes.plot(sorted(row["drafted"], reverse=True), label=f"{row['label']}: {row['tokens'][OWN]:.2f} tokens")
+        axes.plot(
+            sorted(row["drafted"], reverse=True), color=COLORS[labels.index(row["label"]) % len(COLORS)],
+            linestyle=("-", "--")[groups.index(row["group"]) % 2],
+            label=f"{row['group']}, {row['label']}: {row['tokens'][OWN]:.2f} tokens",
+        )  # fmt: skip
     axes.set(xlabel="steps, largest trees first", ylabel="drafted nodes", yscale="log")
     axes.set_title("DySpec's trees grow while a slot is worth more than a threshold", fontsize=11)
-    axes.legend()
+    axes.legend(fontsize=8, ncols=max(1, len(groups)))
     axes.grid(alpha=0.3)
     return figure
 

@@ -8,7 +8,7 @@ draft Q and F(l) = sum_v max(P(v) - l Q(v), 0), the mass of P that l Q leaves un
 
     without replacement   Sequoia, RSD, DySpec   chain_acceptance of children drawn by gumbel_topk
     with replacement      SpecInfer              F(l_{k+1}), where l_1 = 0 and l_{k+1} = l_k + F(l_k)
-    k-seq                 SpecTr, algorithm 2    F(g), where 1 - (1 - beta)^k = g beta and beta = (1 - F(g)) / g
+    k-seq                 SpecTr                 F(g), where 1 - (1 - beta)^k = g beta and beta = (1 - F(g)) / g
     race                  ERSD                   argmax log P + G is none of the k largest log Q + G
     naive-distinct                               P outside children drawn without replacement
     top-k                                        P outside the k most likely children

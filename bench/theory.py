@@ -10,8 +10,10 @@ growth             expected tokens against the size and the shape of the tree, w
 decoding           the same expectation beside the tokens per target forward that decoding with these trees gave
 draft-probability  how often a drawn token is accepted, by the probability that the draft gave it (DySpec, figure 2)
 blocks             occupied 32 x 32 blocks of attention, prefix and tree, by node order (DySpec, figure 9)
-races              the exact acceptance of a race's first child against greedy rejection's 1 - TV, with ERSD's lemma 3.1
-entropy            bits of a race's place and index against the divergence of target and draft (ERSD, equations 6 - 8)
+races              the exact acceptance of a race's first child against greedy rejection's 1 - TV. The curve is Daliri
+                   et al.'s bound; the mean is of the larger of that and of ERSD's lemma 3.1, at each position
+entropy            bits of a race's place and index against the divergence of target and draft (ERSD, equations 6 and 8;
+                   7, for greedy rejection, is not here)
 
 Positions are those that decoding meets: held-out prompts continued by samples of the target, as in rejection.py. An
 expectation takes the accepted child to be independent from node to node, which decoding does not guarantee. The first

@@ -57,6 +57,20 @@ def test_the_decoder_takes_every_cell(papers, table):
         SpeculativeDecoder(*pair, cell.method, **cell.options)
 
 
+@pytest.mark.parametrize("table", ["dyspec", "large"])
+def test_dyspec_stands_there_as_published_and_as_it_is_here(papers, table):
+    """The same trees by the paper's values, the draft's probabilities, and by the decoder's default."""
+    found = {}
+    for cell in getattr(papers, table)(0.6):
+        if cell.method == "dyspec":
+            options = dict(cell.options)
+            values = options.pop("confidence", "default")
+            name = cell.group if table == "dyspec" else cell.label
+            found.setdefault((name, values), []).append((options, dict(cell.sampling)))
+    assert [*found] == [("dyspec as published", "draft"), ("dyspec, measured confidence", "default")]
+    assert len({str(cells) for cells in found.values()}) == 1
+
+
 def test_a_cells_figures_by_hand(papers):
     """The target drafts for itself: every token is accepted, and a chain of two gives three a step."""
     target = tiny_llama(1)
@@ -68,6 +82,19 @@ def test_a_cells_figures_by_hand(papers):
     assert found.mbsu == 1  # 3 / (1 + 2): the draft is as large as the target
     assert (found.nodes, found.levels) == (3, 2)
     assert found.drafted == found.accepted == [2] * 6  # three steps of each text
+    assert found.tokens_per_second > 0
+
+
+def test_a_busy_machine_gives_tokens_per_forward_without_times(papers, tmp_path, monkeypatch, capsys):
+    cell = papers.Cell("", "a chain", "chain", {"tree": TokenTree.chain(2)}, {"temperature": 0.6})
+    monkeypatch.setitem(papers.TABLES, "rsd-1", lambda temperature: iter([cell]))
+    options = ["--prompts", "2", "--tokens", "4", "--timed", "0"]
+    papers.main(["rsd-1", *options, "--json", str(tmp_path / "papers.json")])
+    (row,) = json.loads((tmp_path / "papers.json").read_text())["rsd-1"]
+    assert row["tokens_per_second"] is None
+    assert row["tokens"]["own"] > 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "a chain" in line]
+    assert line.split()[-1] == "-"
 
 
 def test_each_verifier_has_its_own_column(papers, monkeypatch):
@@ -104,7 +131,7 @@ def test_the_script_writes_a_table_and_draws_it(papers, tmp_path, monkeypatch, c
     assert (tmp_path / "papers-dyspec.png").exists()
 
 
-@pytest.mark.parametrize("wrong", [["rsd-3"], ["--prompts", "1"], ["--tokens", "0"], ["--timed", "0"]])
+@pytest.mark.parametrize("wrong", [["rsd-3"], ["--prompts", "1"], ["--tokens", "0"], ["--timed", "-1"]])
 def test_what_cannot_be_measured_is_refused(papers, wrong, capsys):
     with pytest.raises(SystemExit):
         papers.main(wrong)
@@ -138,15 +165,40 @@ def row(group, label, method="sequoia", **tokens):
 
 
 def test_a_table_in_markdown(shown, tmp_path, capsys):
-    rows = [row("2 levels", "SD", own=2.0, held=2.0), row("2 levels", "RSD-C [2, 1]", own=1.5, held=2.25)]
+    """A winner is bold where it is above all others of its group by two errors, 2 sqrt(2) / 8 = 0.354."""
+    rows = [row("2 levels", "SD", own=2.0, held=2.0), row("2 levels", "RSD-C [2, 1]", own=1.625, held=2.34)]
     rows.append(row("3 levels", "SpecTr (2, 3)", own=1.0))
     (tmp_path / "papers.json").write_text(json.dumps({"environment": {}, "rsd-1": rows}))
     shown.main([str(tmp_path / "papers.json")])
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
     assert lines[0] == ["", "", "nodes", "levels", "own", "held", "traversal", "held traversal", "MBSU", "tokens/s"]
     assert lines[2] == ["2 levels", "SD", "3", "2", "**2.00 ± 0.12**", "2.00 ± 0.12", "-", "-", "1.50", "50"]
-    assert lines[3] == ["", "RSD-C [2, 1]", "3", "2", "1.50 ± 0.12", "**2.25 ± 0.12**", "-", "-", "1.50", "50"]
-    assert lines[4][:5] == ["3 levels", "SpecTr (2, 3)", "3", "2", "**1.00 ± 0.12**"]
+    assert lines[3] == ["", "RSD-C [2, 1]", "3", "2", "1.62 ± 0.12", "2.34 ± 0.12", "-", "-", "1.50", "50"]
+    assert lines[4][:5] == ["3 levels", "SpecTr (2, 3)", "3", "2", "1.00 ± 0.12"], "nothing to be compared with"
+
+
+def test_no_winner_is_bold_whose_lead_over_any_other_is_within_the_noise(shown):
+    first, second, third = (row("", each, own=value) for each, value in (("a", 3.0), ("b", 2.5), ("c", 2.4)))
+    assert shown.is_more(first, second, "own")
+    assert not shown.is_more(second, third, "own")
+    assert shown.best_of([first, second, third], "own") is first
+    third["standard_error"]["own"] = 0.5  # it may well be the best one
+    assert shown.best_of([first, second, third], "own") is None
+    assert shown.best_of([first, row("", "d", own=3.0)], "own") is None, "a tie"
+    assert shown.best_of([first, row("", "d", held=1.0)], "own") is None, "the only one"
+
+
+def test_the_readmes_tables_are_those_of_the_file_of_results(shown, capsys):
+    """Figure by figure, bold ones included."""
+    shown.main([str(BENCH / "results" / "papers-cpu.json")])
+
+    def lines(text):
+        split = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
+        return [cells for cells in split if set("".join(cells)) - set("-: ")]
+
+    readme = (BENCH / "README.md").read_text(encoding="utf-8")
+    section = readme.split("\n## The papers' comparisons\n")[1].split("\n## ")[0]
+    assert lines(section) == lines(capsys.readouterr().out)
 
 
 def test_every_table_that_has_a_figure_is_drawn_from_its_first_row_on(papers, shown, tmp_path):

@@ -1,4 +1,4 @@
-"""K-SEQ (SpecTr, Sun et al. 2023, algorithm 2): accept one of a node's independent children.
+"""K-SEQ (SpecTr, Sun et al. 2023): accept one of a node's independent children.
 
 At a node with target distribution P and draft distribution Q let K children be independent draws from Q. With
 

@@ -217,7 +217,7 @@ class EntropyBounds(NamedTuple):
 
 
 def entropy_bounds(target_probs: Tensor, draft_probs: Tensor) -> EntropyBounds:
-    """How many bits a race's index carries, on which the growth of trees depends (for ERSD's equations 6 to 8).
+    """How many bits a race's index carries, on which the growth of trees depends (for ERSD's equations 6 and 8).
 
     lower. The token's law given K = k is P_k <= Q / P(K = k), so D(P_k || Q) <= -log2 P(K = k). By convexity
     D(P || Q) is at most the mean of these over K, which is H[K]. This holds for any choice among independent draws from
