@@ -202,6 +202,24 @@ def test_after_warming_up_nothing_is_captured_or_allocated(batch, as_on_a_gpu, m
     assert decoder.runner.idle is workspace
 
 
+@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
+def test_a_step_that_is_tried_out_gets_as_far_as_the_rows_of_the_caches(method, as_on_a_gpu, monkeypatch):  # noqa: F811
+    """So that what it launches before is compiled side by side."""
+    as_on_a_gpu()
+    launch, names = Tape.launch, {}
+
+    def watch(graph, executor, *args, **kwargs):
+        names.setdefault(graph, []).append(executor.fn.__name__)
+        launch(graph, executor, *args, **kwargs)
+
+    monkeypatch.setattr(Tape, "launch", watch)
+    decoder = SpeculativeDecoder(small_llama(1), small_llama(2), method, tree_size=3)
+    decoder.warm_up(prompt_tokens=4, max_new_tokens=4, temperature=0.8)
+    tried_out, captured = names.values()
+    assert tried_out == captured[: len(tried_out)]
+    assert captured[len(tried_out)] == "_compact_kernel"
+
+
 def test_on_a_cpu_warming_up_leaves_the_text_as_it_is():
     decoder = SpeculativeDecoder(small_llama(1), small_llama(2))
     before = decoder.generate(ONE, **SAMPLED).sequences
