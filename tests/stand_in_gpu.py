@@ -5,15 +5,15 @@
 
 What is played: torch.cuda says that there is one GPU. A tensor is on it if its memory was asked for there, or comes
 from what is there; it says so (`device`, `is_cuda`), is copied by `.to`, `.cuda` and `.cpu`, and may neither become a
-NumPy array nor meet a CPU tensor in an operation. A kernel that is given a CPU tensor is refused, as Triton does it. A
-CUDA graph notes operations and launches, and does them again without any of our Python; while it notes, nothing may ask
-for a value. TRITON_INTERPRET is not set, for who looks.
+NumPy array nor meet a CPU tensor in an operation. A kernel that is given a CPU tensor is refused, as Triton does it.
+CUDA graphs, and what torch refuses around them, are those of played_graphs.py. TRITON_INTERPRET is not set, for who
+looks.
 
 What is not: kernels run in Triton's interpreter, with the constants that it needs (INTERPRETED, UPCAST); nothing is
-asynchronous, streams and events are empty, a graph runs when it is captured and not when it is first replayed; what
-torch.compile makes knows of no GPU; memory has no limits, and the allocator counts nothing; gradients forget where they
-are; the numbers are those of a CPU. So it says nothing of compilers, races, rounding or speed. A test that launches
-kernels for longer than LONGEST is broken off and counts as skipped: decoding with the shipped pair takes minutes here.
+asynchronous, streams and events are empty; what torch.compile makes knows of no GPU; memory has no limits, and the
+allocator counts nothing but graphs; gradients forget where they are; the numbers are those of a CPU. So it says nothing
+of compilers, races, rounding or speed. A test that launches kernels for longer than LONGEST is broken off and counts as
+skipped: decoding with the shipped pair takes minutes here.
 """
 
 import inspect
@@ -31,11 +31,10 @@ import pytest
 import torch
 import triton
 import triton.language
+from played_graphs import Event, PlayedGraph, Stream, capturing, current_stream, on_stream, refuse_while_capturing
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 NAME = "a GPU that is only played"
 PROCESSORS = 16  # few, because the interpreter runs the programs of a launch one after the other
@@ -45,7 +44,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 _there: dict[int, StorageWeakRef] = {}  # memory "on the GPU"; a weak reference keeps the address
 _most = 1000  # entries before those of freed memory are looked for
 _until = math.inf  # when a test that still launches kernels is broken off
-_capturing: list["Graph"] = []  # which notes what its own thread does
 
 
 def is_there(tensor: Tensor) -> bool:
@@ -83,18 +81,6 @@ def tensors_in(values: object) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += tensors_in(value)
     return found
-
-
-def capturing() -> "Graph | None":
-    """The graph that this thread captures."""
-    return next((graph for graph in _capturing if graph.thread == threading.get_ident()), None)
-
-
-def refuse_while_capturing() -> None:
-    graph = capturing()
-    if graph is not None:
-        graph.broken = True
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 # What takes tensors of both devices, by name.
@@ -135,13 +121,16 @@ class Placing(TorchFunctionMode):
         out = function(*args, **kwargs)
         if name in MOVING and isinstance(out, Tensor):
             target = where or (CUDA if any(places) else CPU)
-            if given and places[0] != (target == CUDA) and shares(out, given[0]):
-                out = out.clone()
+            if given and places[0] != (target == CUDA):
+                refuse_pageable(given[0])
+                out = out.clone() if shares(out, given[0]) else out
             if target == CUDA:
                 bring(out)
             return out
         if where == CPU or (where is None and not any(places)) or name in ("copy_", "__setitem__", "__set__"):
             return out
+        if name == "tensor" and where is not None:
+            refuse_pageable(out)
         if name == "tensor" and where is None and not isinstance(args[0], Tensor):
             return out
         at_home = [tensor for tensor, there in zip(given, places, strict=True) if not there]
@@ -195,115 +184,40 @@ def shares(one: Tensor, other: Tensor) -> bool:
         return False
 
 
-class Graph(TorchDispatchMode):
-    """A CUDA graph's part: notes operations on tensors and kernel launches, to do them again on the same memory.
+class Graph(PlayedGraph):
+    """A CUDA graph's part, where each tensor knows whether it is on the GPU."""
 
-    CUDA only notes what it captures. This does it, too, and so has nothing to do when it is first replayed.
-    """
+    def is_there(self, tensor):
+        return is_there(tensor)
 
-    def __init__(self, keep_graph: bool = False):
-        super().__init__()
-        self.notes, self.within, self.done = [], False, True
-        self.thread, self.broken = 0, False
+    def bring(self, tensor):
+        bring(tensor)
 
-    def capture_begin(self, pool=None, capture_error_mode="global"):
-        assert not _capturing, "one capture may be underway in a process"
-        self.thread, self.broken = threading.get_ident(), False
-        _capturing.append(self)
-        self.__enter__()
+    def check_copy(self, into, source):
+        if into is not None and is_there(into) != is_there(source):
+            refuse_pageable(source if is_there(into) else into)
 
-    def capture_end(self):
-        self.__exit__(None, None, None)
-        _capturing.remove(self)
-        if self.broken:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    @staticmethod
+    def run(executor, *args, **kwargs):
+        _launch(executor, *args, **kwargs)
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        copies = function is torch.ops.aten.copy_.default and is_there(args[0]) and not is_there(args[1])
-        if copies and not RUNTIME.holds(args[1]):
-            self.broken = True
-            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless pinned")
-        within, self.within = self.within, True
-        try:
-            out = function(*args, **(kwargs or {}))
-        finally:
-            self.within = within
-        self.notes.append((function, args, kwargs or {}, out))
-        return out
 
-    def launch(self, executor, *args, **kwargs):
-        with _disable_current_modes():
-            _launch(executor, *args, **kwargs)
-        if not self.within:  # an operation of our own, which is noted itself
-            self.notes.append((_launch, (executor, *args), kwargs, None))
-
-    def replay(self):
-        if self.done:
-            self.done = False
-            return
-        for function, args, kwargs, before in self.notes:
-            after = function(*args, **kwargs)
-            for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                    assert old.shape == new.shape, f"{function} gives another shape: {args}"
-                    old.copy_(new)
-
-    def reset(self):
-        self.notes.clear()
+def refuse_pageable(tensor: Tensor) -> None:
+    """What torch does in a capture about copies from and to a host's memory that is not pinned."""
+    if capturing() is not None and not RUNTIME.holds(tensor):
+        raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless pinned")
 
 
 @contextmanager
 def capture(graph, pool=None, stream=None, capture_error_mode="global"):
     """`torch.cuda.graph`'s part."""
-    graph.capture_begin(pool, capture_error_mode)
-    try:
-        yield
-    finally:
-        graph.capture_end()
-
-
-class Event:
-    """A CUDA event, of a device that has always done what it was given."""
-
-    def __init__(self, enable_timing=False, blocking=False, interprocess=False):
-        self.at = 0.0
-
-    def record(self, stream=None):
-        self.at = time.perf_counter()
-
-    def synchronize(self):
-        refuse_while_capturing()
-
-    def query(self):
-        return True
-
-    def wait(self, stream=None):
-        pass
-
-    def elapsed_time(self, end):
-        return 1e3 * max(end.at - self.at, 1e-9)
-
-
-class Stream:
-    """A CUDA stream."""
-
-    def __init__(self, device=None, priority=0, number=1):
-        self.device, self.cuda_stream = CUDA, number
-
-    def wait_stream(self, stream):
-        pass
-
-    def wait_event(self, event):
-        pass
-
-    def record_event(self, event=None):
-        return event or Event()
-
-    def synchronize(self):
-        refuse_while_capturing()
-
-    def query(self):
-        return True
+    PlayedGraph.pools.empty_cache()
+    with on_stream(stream or Stream()):
+        graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 class Generator(torch.Generator):
@@ -453,18 +367,18 @@ def install() -> None:
         "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "get_device_name": NAME,
         "get_device_capability": (9, 0), "get_device_properties": properties, "is_bf16_supported": True,
         "memory_allocated": 0, "memory_reserved": 0, "max_memory_allocated": 0, "max_memory_reserved": 0,
-        "mem_get_info": (79 << 30, 80 << 30), "get_arch_list": ["sm_90"], "graph_pool_handle": (0, 1),
+        "mem_get_info": (79 << 30, 80 << 30), "get_arch_list": ["sm_90"],
     }  # fmt: skip
-    nothing = ("init", "_lazy_init", "empty_cache", "manual_seed", "manual_seed_all", "reset_peak_memory_stats")
+    nothing = ("init", "_lazy_init", "manual_seed", "manual_seed_all", "reset_peak_memory_stats")
     nothing += ("set_sync_debug_mode", "set_device", "ipc_collect", "seed_all")
     parts = {name: (lambda *args, value=value, **kwargs: value) for name, value in constant.items()}
     parts |= {name: (lambda *args, **kwargs: None) for name in nothing}
     parts |= {
         "synchronize": lambda device=None: refuse_while_capturing(),
         "is_current_stream_capturing": lambda: capturing() is not None,
-        "current_stream": lambda device=None: Stream(number=0),
+        "current_stream": current_stream,
         "default_stream": lambda device=None: Stream(number=0),
-        "stream": lambda stream: nullcontext(),
+        "stream": on_stream,
         "device": lambda device=None: nullcontext(),
         "device_of": lambda tensor: nullcontext(),
         "cudart": lambda: RUNTIME,
@@ -473,11 +387,14 @@ def install() -> None:
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,
+        "graph_pool_handle": PlayedGraph.pools.handle,
+        "empty_cache": PlayedGraph.pools.empty_cache,
         "graph": capture,
     }
     for name, part in parts.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name} any more"
         setattr(torch.cuda, name, part)
+    torch._C._cuda_endAllocateToPool = PlayedGraph.pools.end
     torch.Generator = Generator
     torch.compile = compiling_without_placing(torch.compile)
     threading.Thread.run = placed(threading.Thread.run)

@@ -65,7 +65,9 @@ def ids():
 def text_of(target, draft, ids, method="ersd", temperature=0.6, **options):
     shape = {} if method == "autoregressive" else {"tree_size": TREE}
     decoder = SpeculativeDecoder(target, None if method == "autoregressive" else draft, method, **shape, **options)
-    return decoder.generate(ids, NEW, temperature=temperature, seed=3, eos_token_id=None)
+    out = decoder.generate(ids, NEW, temperature=temperature, seed=3, eos_token_id=None)
+    assert not decoder.runner.cuda_graphs or len(decoder.runner.idle.graphs) > 0
+    return out
 
 
 def assert_alike(one, other):

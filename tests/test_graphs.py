@@ -9,13 +9,14 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from played_graphs import STREAMS, Event, Stream
 from test_decoder import tiny_llama
 from test_own_draft import Bigrams
-from test_step import PROMPTS, Event, Stream, Tape, as_on_a_gpu  # noqa: F401
+from test_step import PROMPTS, Tape, as_on_a_gpu  # noqa: F401
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from heavypath.speculative import EarlyExit, Lookahead, PromptLookup, Retrieval, SpeculativeDecoder
-from heavypath.speculative.decoding.graphs import Graphs
+from heavypath.speculative.decoding.graphs import MOST, Graphs
 from heavypath.speculative.decoding.snapshots import Snapshots
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="real graphs have tests of their own")
@@ -201,6 +202,24 @@ def test_after_warming_up_nothing_is_captured_or_allocated(batch, as_on_a_gpu, m
     assert decoder.runner.idle is workspace
 
 
+@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
+def test_a_step_that_is_tried_out_gets_as_far_as_the_rows_of_the_caches(method, as_on_a_gpu, monkeypatch):  # noqa: F811
+    """So that what it launches before is compiled side by side."""
+    as_on_a_gpu()
+    launch, names = Tape.launch, {}
+
+    def watch(graph, executor, *args, **kwargs):
+        names.setdefault(graph, []).append(executor.fn.__name__)
+        launch(graph, executor, *args, **kwargs)
+
+    monkeypatch.setattr(Tape, "launch", watch)
+    decoder = SpeculativeDecoder(small_llama(1), small_llama(2), method, tree_size=3)
+    decoder.warm_up(prompt_tokens=4, max_new_tokens=4, temperature=0.8)
+    tried_out, captured = names.values()
+    assert tried_out == captured[: len(tried_out)]
+    assert captured[len(tried_out)] == "_compact_kernel"
+
+
 def test_on_a_cpu_warming_up_leaves_the_text_as_it_is():
     decoder = SpeculativeDecoder(small_llama(1), small_llama(2))
     before = decoder.generate(ONE, **SAMPLED).sequences
@@ -219,3 +238,39 @@ def test_a_capture_that_fails_leaves_the_stream_and_the_lock(as_on_a_gpu):  # no
     assert Tape.underway is None
     graph.capture(lambda: nullcontext())
     assert (graph.fails, graph.is_captured) == (False, True)
+
+
+@pytest.mark.parametrize("first", [lambda: 1 / 0, lambda: torch.ones(1).item()], ids=["in Python", "by CUDA"])
+def test_a_capture_that_fails_leaves_the_others_and_torchs_allocator(first, as_on_a_gpu):  # noqa: F811
+    """Whether it is the first one of its workspace or another graph is there."""
+    as_on_a_gpu()
+    graphs = Graphs(CPU)
+    for number in range(2):
+        with pytest.raises((ZeroDivisionError, RuntimeError)):
+            graphs.of(("fails", number)).capture(first)
+        torch.cuda.empty_cache()
+        graphs.of(number).capture(lambda: torch.ones(1))
+    graphs.try_out(lambda: torch.ones(1))
+    assert len(graphs) == 2
+    for number in range(2):
+        graphs.of(number).replay()
+        assert graphs.of(number).result == 1
+
+
+def test_graphs_of_a_workspace_share_a_pool_for_as_long_as_there_are_some(as_on_a_gpu):  # noqa: F811
+    as_on_a_gpu()
+    graphs = Graphs(CPU)
+    for number in range(MOST + 3):  # the first three are dropped
+        graphs.of(number).capture(lambda: torch.ones(1))
+    assert len({graphs.of(number)._graph.pool for number in range(3, MOST + 3)}) == 1
+    assert Tape.pools.made == 1
+
+
+def test_nobody_is_given_the_stream_that_is_captured_on_however_many_workspaces_there_are(as_on_a_gpu):  # noqa: F811
+    """torch gives out 32 streams in turn."""
+    as_on_a_gpu()
+    mine = torch.cuda.Stream()
+    for _ in range(STREAMS + 1):
+        graph = Graphs(CPU).of("a step")
+        graph.capture(lambda: torch.ones(1))
+        assert graph._graph.stream != mine

@@ -35,6 +35,7 @@ from heavypath.speculative import (
     most_frequent,
     new_head,
 )
+from heavypath.speculative.decoding.graphs import Graph
 
 GPU = torch.cuda.is_available()
 MINIATURE = GPU and torch.cuda.get_device_name() == "a GPU that is only played"
@@ -65,10 +66,20 @@ def assert_alike(one, other):
     assert torch.equal(one.stats.accepted, other.stats.accepted)
 
 
-def with_and_without_graphs(pair, method, **shape):
+class Captured(SpeculativeDecoder):
+    """A decoder whose steps must be CUDA graphs, since the text of one whose steps cannot be captured is right, too."""
+
+    def generate(self, *args, **kwargs):
+        out = super().generate(*args, **kwargs)
+        assert len(self.runner.idle.graphs) > 0
+        assert not self.runner._warned, "a step cannot be captured"
+        return out
+
+
+def with_and_without_graphs(pair, method, *, kind=Captured, **shape):
     if method == "autoregressive":
         shape = {}
-    return [SpeculativeDecoder(*pair, method, **shape, cuda_graphs=on) for on in (True, False)]
+    return kind(*pair, method, **shape, cuda_graphs=True), SpeculativeDecoder(*pair, method, **shape, cuda_graphs=False)
 
 
 def captured(run):
@@ -78,7 +89,7 @@ def captured(run):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run()
-    graph.replay()  # with what it was captured with; where a GPU is only played, this replay has nothing to do
+    graph.replay()  # with what it was captured with
     return graph, out
 
 
@@ -302,6 +313,51 @@ def test_served_texts_are_those_of_each_prompt_alone(pair):
                 assert done.tokens == alone.sequences[0, len(prompt) :].tolist()
 
 
+@pytest.fixture
+def done(monkeypatch):
+    """What is done with graphs: what is captured and what is replayed, by the name."""
+    names = []
+
+    def watch(name):
+        kept = getattr(Graph, name)
+
+        def watched(*args):
+            kept(*args)
+            names.append(name)
+
+        monkeypatch.setattr(Graph, name, watched)
+
+    watch("capture")
+    watch("replay")
+    return names
+
+
+@pytest.mark.parametrize("method", ["sequoia", "dyspec", "autoregressive"])
+def test_after_warming_up_each_step_is_a_graph_that_is_there(method, pair, done):
+    if MINIATURE and method == "sequoia":
+        pytest.skip("too slow in miniature")
+    graphs, eager = with_and_without_graphs(pair, method, tree_size=size(16, 3))
+    new = size(40, 5)
+    graphs.warm_up(batch_size=size(4, 1), prompt_tokens=9, max_new_tokens=new, temperature=0.8)
+    assert len(graphs.runner.idle.graphs) == size(3, 1)  # of 4 sequences, 2 and 1
+    assert "replay" in done
+    done.clear()
+    options = {"max_new_tokens": new, "temperature": 0.8, "eos_token_id": None, "seed": 3}
+    out, expected = (decoder.generate(prompts(size(4, 1), 9), **options) for decoder in (graphs, eager))
+    assert_alike(out, expected)
+    assert {*done} == {"replay"}
+    assert len(done) >= out.stats.steps_of.max()
+
+
+def test_a_service_captures_its_steps_before_the_first_request(pair, done):
+    decoder = SpeculativeDecoder(*pair, "ersd", tree_size=size(6, 2))
+    with decoder.serve(slots=size(4, 1), max_tokens=64, prefill_tokens=16) as service:
+        assert done.count("capture") >= size(3, 1)
+        done.clear()
+        service.submit(prompts(1, 5)[0], max_new_tokens=size(30, 3), temperature=0.8, eos_token_id=None).result(300)
+        assert {*done} == {"replay"}
+
+
 def test_streamers_criteria_and_traces_see_what_an_eager_text_shows(pair, tmp_path):
     class Recorder:
         def __init__(self):
@@ -319,7 +375,7 @@ def test_streamers_criteria_and_traces_see_what_an_eager_text_shows(pair, tmp_pa
 
         def criterion(ids, scores, calls=calls):
             calls.append(ids[0].tolist())
-            return torch.tensor([ids.shape[1] >= 14])
+            return torch.tensor([ids.shape[1] >= 14], device=ids.device)
 
         out = decoder.generate(
             prompts(1, 5), size(40, 9), temperature=0.8, eos_token_id=None, seed=1, streamer=recorder,
@@ -364,7 +420,9 @@ def test_other_families_write_the_eager_text(kind):
         pytest.skip("too slow in miniature")
     model = tiny(kind, head_dim=16, hidden_size=64).to("cuda")
     options = {"max_new_tokens": size(24, 4), "temperature": 0.8, "eos_token_id": None, "seed": 3}
-    graphs, eager = with_and_without_graphs((model, model), "sequoia", tree_size=size(6, 3))
+    routed = kind == "gpt_oss"  # its experts may ask the host
+    made = SpeculativeDecoder if routed else Captured
+    graphs, eager = with_and_without_graphs((model, model), "sequoia", kind=made, tree_size=size(6, 3))
     assert_alike(*(decoder.generate(prompts(2, 9), **options) for decoder in (graphs, eager)))
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import on_ranks
 from rank_work import METHODS, PADDING, PROMPTS, load
-from test_on_gpu import MINIATURE, assert_alike
+from test_on_gpu import MINIATURE, Captured, assert_alike
 from test_tensor_parallel import llama
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -23,6 +23,7 @@ pytestmark = [
 ]
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
 COLUMNS = ("o_proj", "down_proj")
+DECODERS = {True: Captured, False: SpeculativeDecoder}  # by whether steps are graphs
 
 
 def split_over_one(model, mesh):
@@ -50,7 +51,7 @@ def test_a_step_with_nccls_collectives_is_captured_and_writes_the_eager_text(mes
     draft = None if method == "autoregressive" else llama(2).cuda()
     options = {"temperature": 0.6, "seed": 7, "attention_mask": PADDING.cuda(), "eos_token_id": None}
     texts = [
-        SpeculativeDecoder(model, draft, method, cuda_graphs=on).generate(PROMPTS.cuda(), 24, **options)
+        DECODERS[on](model, draft, method, cuda_graphs=on).generate(PROMPTS.cuda(), 24, **options)
         for model, on in ((target, True), (target, False), (whole, False))
     ]
     assert SpeculativeDecoder(target, draft, method)._target.ranks.count == 1
@@ -65,7 +66,7 @@ def decode_by_nccl(folder, methods):
     draft = load(folder, "draft").cuda()
     options = {"temperature": 0.6, "seed": 7, "attention_mask": PADDING.cuda(), "eos_token_id": None}
     return {
-        (method, on): SpeculativeDecoder(target, draft if method != "autoregressive" else None, method, cuda_graphs=on)
+        (method, on): DECODERS[on](target, draft if method != "autoregressive" else None, method, cuda_graphs=on)
         .generate(PROMPTS.cuda(), 24, **options)
         .sequences.cpu()
         for method in methods

@@ -1,8 +1,8 @@
 """A step can be a CUDA graph: it asks the host nothing, and done over again by rote it does the next step.
 
 What CUDA does is played here without a GPU. `Tape` stands for a graph: it notes each operation and kernel launch of a
-step with its arguments, and replays them without running any of our Python. The same decoder under real graphs is a
-test below, for machines that have a GPU.
+step with its arguments, and replays them without running any of our Python (`played_graphs` has the rules). The same
+decoder under real graphs is a test below, for machines that have a GPU.
 """
 
 import importlib
@@ -12,9 +12,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from medusa_checkpoints import published, write
+from played_graphs import Event, PlayedGraph, Pools, Stream, capturing, current_stream, on_stream
 from test_decoder import tiny_llama
 from test_heads import head_of
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
@@ -61,92 +62,50 @@ PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
 PADDING = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 
 
-class Tape(TorchDispatchMode):
-    """A CUDA graph's part: operations on tensors and kernel launches, to be done again on the same memory.
-
-    CUDA only notes what it captures; a tape does it, too, and so has nothing to do when it is first replayed.
-    """
-
-    replays, underway = 0, None
-
-    def __init__(self):
-        super().__init__()
-        self.notes, self.within, self.done = [], False, True
-
-    def capture_begin(self, pool, capture_error_mode):
-        assert capture_error_mode == "thread_local"
-        assert Tape.underway is None, "one capture may be underway in a process"
-        Tape.underway = self
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: self.launch(*args, **kwargs))
-        self.__enter__()
-
-    def capture_end(self):
-        self.__exit__(None, None, None)
-        self.patch.undo()
-        Tape.underway = None
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        within, self.within = self.within, True
-        out = function(*args, **(kwargs or {}))
-        self.within = within
-        self.notes.append((function, args, kwargs or {}, out))
-        return out
-
-    def launch(self, executor, *args, **kwargs):
-        with _disable_current_modes():
-            launched(executor, *args, **kwargs)
-        if not self.within:  # an operation of our own, which is noted itself
-            self.notes.append((launched, (executor, *args), kwargs, None))
-
-    def replay(self):
-        if self.done:
-            self.done = False
-            return
-        Tape.replays += 1
-        for function, args, kwargs, before in self.notes:
-            after = function(*args, **kwargs)
-            for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    assert old.shape == new.shape, f"{function} gives another shape: {args}"
-                    old.copy_(new)
-
-
 launched = GridExecutor.__call__
 
 
-class Event:
-    """A CUDA event, of a device that has always done what it was given."""
+class Tape(PlayedGraph):
+    """A graph of a machine where all tensors are the CPU's: numbers alone are as good as the host's."""
 
-    def record(self):
-        pass
+    def capture_begin(self, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        self.numbers = set()  # memory of the host's numbers
+        super().capture_begin(pool, capture_error_mode)
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(GridExecutor, "__call__", noted)
 
-    def synchronize(self):
-        pass
+    def capture_end(self):
+        self.patch.undo()
+        super().capture_end()
+
+    def is_there(self, tensor):
+        return tensor.untyped_storage()._cdata not in self.numbers
+
+    def check_copy(self, into, source):
+        if into is None and source.dim() == 0:
+            self.numbers.add(source.untyped_storage()._cdata)
+        elif into is None:
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless pinned")
+
+    run = staticmethod(launched)
 
 
-class Stream:
-    """A CUDA stream that does what it is given at once."""
-
-    def wait_stream(self, stream):
-        pass
-
-    def wait_event(self, event):
-        pass
-
-    def record_event(self):
-        return Event()
+def noted(executor, *args, **kwargs):
+    """A kernel's launch while a graph is captured, by this thread or another one."""
+    graph = capturing()
+    (launched if graph is None else graph.launch)(executor, *args, **kwargs)
 
 
-STREAM = Stream()
 CUDA = {
     "CUDAGraph": Tape,
     "Event": Event,
     "Stream": Stream,
-    "stream": nullcontext,
-    "current_stream": lambda: STREAM,
+    "stream": on_stream,
+    "current_stream": current_stream,
     "device": nullcontext,
-    "graph_pool_handle": object,
+    "graph_pool_handle": lambda: PlayedGraph.pools.handle(),
+    "empty_cache": lambda: PlayedGraph.pools.empty_cache(),
 }
 
 
@@ -168,7 +127,9 @@ def as_on_a_gpu(monkeypatch, interpreter):
         for name, part in CUDA.items():
             monkeypatch.setattr(torch.cuda, name, part)
         monkeypatch.setattr("heavypath.kernels.cache_compaction._check_rows", lambda *rows: None)  # of CPU tensors
-        Tape.replays = 0
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *given: PlayedGraph.pools.end(*given))
+        monkeypatch.setattr("heavypath.speculative.decoding.graphs._streams", {})
+        PlayedGraph.pools, PlayedGraph.replays = Pools(), 0
 
     return apply
 

@@ -1,7 +1,11 @@
 """Steps as CUDA graphs: captured once, then launched as one.
 
 A graph is bound to the memory that it was captured with, so it lives as long as its workspace. All graphs of a
-workspace share one pool for what a step needs between its own operations, since no two of them run at the same time.
+workspace share one pool for what a step needs between its own operations, since no two of them run at the same time. A
+capture that is only tried out has a pool of its own.
+
+All captures of a process on a device are on one stream: torch has 32 streams and gives them out in turn, so a new one
+for each workspace would soon be one that somebody else uses meanwhile.
 
 torch.cuda.graph is not used, because it empties torch's caches of memory before each capture, which takes longer than
 the capture; because its stream belongs to the device that was current when it was first used; and because it does not
@@ -13,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -26,6 +31,7 @@ MOST = 32  # graphs kept: those used last
 Result = TypeVar("Result")
 
 _capturing = threading.Lock()  # one capture may be underway in a process
+_streams: dict[torch.device, torch.cuda.Stream] = {}  # to capture on; a graph is replayed on any stream
 
 
 def has_graphs(given: bool | None, target: Forward) -> bool:
@@ -45,11 +51,29 @@ def has_graphs(given: bool | None, target: Forward) -> bool:
     return not on_host and is_fixed if given is None else given
 
 
+class Pool:
+    """Memory that graphs share. torch takes no more of them once all are gone, so that it is another memory then."""
+
+    def __init__(self) -> None:
+        self._graphs = WeakSet[torch.cuda.CUDAGraph]()
+        self._handle: Any = None
+
+    def handle(self) -> Any:
+        """What torch knows the pool by, for a capture."""
+        if not self._graphs:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+    def keeps(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Know of a graph that was captured into it."""
+        self._graphs.add(graph)
+
+
 class Graph(Generic[Result]):
     """One function's graph. It has no `result` until it is captured; replaying overwrites the result's tensors."""
 
-    def __init__(self, pool: Any, stream: torch.cuda.Stream, device: torch.device):
-        self._pool, self._stream = pool, stream
+    def __init__(self, pool: Pool, device: torch.device):
+        self._pool, self._device = pool, device
         self._counters = new_counters(device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self.is_warm = False  # whether the function ran once, which compiles kernels and fills tables
@@ -68,13 +92,16 @@ class Graph(Generic[Result]):
         nothing has run, and the current stream is the one that it was before.
         """
         graph, self.fails = torch.cuda.CUDAGraph(), True
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with _capturing, torch.cuda.stream(self._stream), counters_for(self._counters):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = function()
-            finally:
-                graph.capture_end()  # of a capture that has failed, it raises a RuntimeError, too
+        with _capturing:
+            stream, pool = _stream_for(self._device), self._pool.handle()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream), counters_for(self._counters):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    result = function()
+                finally:
+                    _end(graph, self._device, pool)
+        self._pool.keeps(graph)
         self._graph, self.result, self.fails = graph, result, False
 
     def replay(self) -> None:
@@ -90,9 +117,7 @@ class Graphs(Generic[Result]):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # to capture on; a graph is replayed on any stream
+        self._device, self._pool = device, Pool()
         self._graphs: OrderedDict[object, Graph[Result]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -101,13 +126,34 @@ class Graphs(Generic[Result]):
     def try_out(self, function: Callable[[], object]) -> None:
         """Do what a function does on the host. Nothing runs; nothing is kept, not even that it cannot be captured."""
         with suppress(RuntimeError):
-            Graph(self._pool, self._stream, self._device).capture(function)
+            Graph(Pool(), self._device).capture(function)
 
     def of(self, key: object) -> Graph[Result]:
         """The graph of a function, known by its key; a new one if there is none, and the oldest one is dropped."""
         if key not in self._graphs:
-            self._graphs[key] = Graph(self._pool, self._stream, self._device)
+            self._graphs[key] = Graph(self._pool, self._device)
             if len(self._graphs) > MOST:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key]
+
+
+def _stream_for(device: torch.device) -> torch.cuda.Stream:
+    """The stream that everything is captured on, of the current device."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream()
+    return _streams[device]
+
+
+def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """End a capture. Raises RuntimeError for one that CUDA has broken, and leaves nothing underway.
+
+    Before version 2.13 torch's allocator would go on as if it were: it would refuse to empty its caches, as it does
+    where memory is short. A later one says that it has ended the capture already.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+        raise

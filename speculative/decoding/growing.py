@@ -104,7 +104,7 @@ def grow_tree(
         most = min(growth.width, after.shape[-1])
         drawn = gumbel_topk(after, most, **filters._asdict(), seed=state.seed, rows=noise_rows)
         check_distributions("draft", drawn.keys, state, level.depth)
-        level, fed = grow(slots, level, drawn, after, roots, _policy(growth, rules, most, device))
+        level, fed = grow(slots, level, drawn, after, roots, _policy(growth, rules, device))
         logits.append(after)
         lap("sampling")
         if level.depth == growth.depth or (can_trim and not (slots.tokens[:, level.first : level.end] >= 0).any()):
@@ -126,8 +126,8 @@ def grow_tree(
     return drafted
 
 
-def _policy(growth: Growth, rules: Rules, children: int, device: torch.device) -> Policy:
-    """How slots are chosen, of at most `children` below a node."""
+def _policy(growth: Growth, rules: Rules, device: torch.device) -> Policy:
+    """How slots are chosen."""
     noisy = (rules.draft_filters if growth.by == "beam" else rules.drawing_filters).temperature > 0
     return Policy(
         by=growth.by,
@@ -135,5 +135,5 @@ def _policy(growth: Growth, rules: Rules, children: int, device: torch.device) -
         threshold=growth.threshold,
         noisy=noisy,
         temperature=rules.draft_filters.temperature or rules.value_temperature,
-        lines=None if growth.confidence is None or not noisy else growth.confidence.lines(children, device),
+        lines=None if growth.confidence is None or not noisy else growth.confidence.lines(growth.width, device),
     )

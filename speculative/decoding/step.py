@@ -210,6 +210,8 @@ def new_step(plan: StepPlan, depth: int) -> Step:
     top: DeviceTree | Growth
     if isinstance(plan.tree, Growth) and depth > 0:
         top = replace(plan.tree, depth=depth)
+        if top.confidence is not None:
+            top.confidence.lines(top.width, plan.target.device)  # now: a capture copies nothing from the host
     else:
         whole = plan.tree if isinstance(plan.tree, TokenTree) else TokenTree([-1])
         top = device_tree(whole, depth, plan.target.device, law_count(plan.draft))

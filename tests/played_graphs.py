@@ -1,0 +1,421 @@
+"""CUDA graphs that are only played: what torch and CUDA do with captures, replays and their memory, on a CPU.
+
+As on a GPU:
+
+- A capture runs nothing. Behind it, memory that was there before holds what it held, and tensors that were made within
+  hold garbage until a replay writes them.
+- A replay does the noted work without any of our Python, on the same memory, with what that holds by then; pinned
+  memory of the host, too. Memory that the capture made and freed is garbage at each beginning. Memory that it did not
+  make must still be there, which a GPU would not notice.
+- What asks for a value breaks a capture, which then ends with an error.
+- A pool is done with once all graphs captured into it are gone, and takes no other one (`create_or_incref_pool` in
+  torch's c10/cuda/CUDACachingAllocator.cpp).
+- A capture that is broken stays underway for torch's allocator, as before torch 2.13: until that is told, it empties no
+  caches and takes no other capture into that pool.
+- torch has 32 streams of a device and gives them out in turn.
+"""
+
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+aten = torch.ops.aten
+STREAMS = 32  # that torch has of a device
+ASKING = {
+    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
+    aten._unique2.default, aten.repeat_interleave.Tensor,
+}  # fmt: skip
+
+
+class Pools:
+    """What torch's allocator knows of captures: how many graphs share each pool, and what is underway."""
+
+    def __init__(self):
+        self.made, self.uses, self.underway = 0, {}, []
+
+    def handle(self):
+        self.made += 1
+        return 0, self.made
+
+    def begin(self, pool):
+        if self.uses.get(pool) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp")
+        self.uses[pool] = self.uses.get(pool, 0) + 1
+        if pool in self.underway:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.underway.append(pool)
+
+    def end(self, device, pool):
+        """`torch._C._cuda_endAllocateToPool`'s part."""
+        if pool not in self.underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.underway.remove(pool)
+
+    def release(self, pool):
+        self.uses[pool] -= 1
+
+    def empty_cache(self):
+        if self.underway:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp")
+
+
+class Event:
+    """A CUDA event, of a device that has always done what it was given."""
+
+    def __init__(self, enable_timing=False, blocking=False, interprocess=False):
+        self.at = 0.0
+
+    def record(self, stream=None):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        refuse_while_capturing()
+
+    def query(self):
+        return True
+
+    def wait(self, stream=None):
+        pass
+
+    def elapsed_time(self, end):
+        return 1e3 * max(end.at - self.at, 1e-9)
+
+
+class Stream:
+    """A CUDA stream that does what it is given at once."""
+
+    made = 0
+
+    def __init__(self, device=None, priority=0, number=None):
+        if number is None:
+            number, Stream.made = 1 + Stream.made % STREAMS, Stream.made + 1
+        self.device, self.cuda_stream = torch.device("cuda", 0), number
+
+    def __eq__(self, other):
+        return isinstance(other, Stream) and self.cuda_stream == other.cuda_stream
+
+    def __hash__(self):
+        return self.cuda_stream
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self):
+        refuse_while_capturing()
+
+    def query(self):
+        return True
+
+
+_of_thread = threading.local()
+
+
+def current_stream(device=None):
+    return getattr(_of_thread, "stream", None) or Stream(number=0)
+
+
+@contextmanager
+def on_stream(stream):
+    """`torch.cuda.stream`'s part."""
+    before, _of_thread.stream = current_stream(), stream or current_stream()
+    try:
+        yield
+    finally:
+        _of_thread.stream = before
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor that a graph uses lies: in which memory, and how."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Place":
+        memory = tensor.untyped_storage()._cdata
+        return cls(memory, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+    def within(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor that lies so in a memory."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+
+
+class Note(NamedTuple):
+    """Work of a graph: a function, its arguments and what it gave, with Places for the tensors of the GPU."""
+
+    function: object
+    args: tuple
+    kwargs: dict
+    out: object
+
+    def places(self) -> list[Place]:
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs, self.out)) if isinstance(leaf, Place)]
+
+
+def spoil(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    """Overwrite memory by what nobody means."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        tensor = torch.empty(0, dtype=dtype).set_(storage)
+        tensor.fill_(garbage(dtype))
+
+
+def garbage(dtype: torch.dtype) -> bool | float | int:
+    """What nobody means."""
+    if dtype == torch.bool:
+        return True
+    return torch.nan if dtype.is_floating_point or dtype.is_complex else max(-(10**9), torch.iinfo(dtype).min)
+
+
+class PlayedGraph(TorchDispatchMode):
+    """`torch.cuda.CUDAGraph`'s part: notes operations on tensors and kernel launches, and does them in each replay."""
+
+    pools = Pools()
+    underway: "PlayedGraph | None" = None
+    captures = replays = 0
+
+    def __init__(self, keep_graph=False):
+        super().__init__()
+        self.notes: list[Note] = []
+        self.is_captured = self.broken = self.within = False
+        self.thread = 0
+        self._held: dict[int, torch.UntypedStorage] = {}  # while capturing; so their addresses are theirs alone
+        self._made: dict[int, torch.dtype] = {}  # memory that the capture made, and of which type
+        self._before: dict[int, torch.UntypedStorage] = {}  # what changed memory of others held before
+        self._on_gpu: set[int] = set()
+        self._memory: dict[int, StorageWeakRef] = {}  # once captured
+
+    # What a kind of graph knows better
+
+    def is_there(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the GPU; an operation's own intermediate ones need not be known."""
+        raise NotImplementedError
+
+    def check_copy(self, into: Tensor | None, source: Tensor) -> None:
+        """Raise what torch raises for copies between the host and the GPU; None: into a new tensor."""
+
+    def bring(self, tensor: Tensor) -> None:
+        """Have a tensor's memory be on the GPU."""
+
+    @staticmethod
+    def run(executor, *args, **kwargs):
+        """Launch a kernel."""
+        raise NotImplementedError
+
+    # torch's interface
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        assert PlayedGraph.underway is None, "one capture may be underway in a process"
+        self.pool = self.pools.handle() if pool is None else pool
+        self.pools.begin(self.pool)
+        self.stream, self.thread, self.broken = current_stream(), threading.get_ident(), False
+        PlayedGraph.underway = self
+        PlayedGraph.captures += 1
+        self.__enter__()
+
+    def capture_end(self):
+        self.__exit__(None, None, None)
+        PlayedGraph.underway = None
+        self._undo()
+        if self.broken:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self.pools.end(0, self.pool)
+        self.is_captured = True
+
+    def replay(self):
+        assert self.is_captured, "Called CUDAGraph::replay without a preceding successful capture."
+        refuse_while_capturing()
+        PlayedGraph.replays += 1
+        memory: dict[int, torch.UntypedStorage] = {}  # that the graph makes
+        with torch.inference_mode():
+            for note in self.notes:
+                args, kwargs = tree_map_only(Place, lambda place: self._tensor(place, memory), (note.args, note.kwargs))
+                out = note.function(*args, **kwargs)
+                for place, tensor in zip(tree_leaves(note.out), tree_leaves(out), strict=True):
+                    if isinstance(place, Place):
+                        self._keep(note, place, tensor, memory)
+            for number, storage in memory.items():
+                alive = self._storage(number)
+                if alive is not None:
+                    alive.copy_(storage)
+
+    def reset(self):
+        if self.is_captured:
+            self.is_captured = False
+            self.pools.release(self.pool)
+        self.notes.clear()
+
+    def __del__(self):
+        self.reset()
+
+    # Capturing
+
+    def refuse(self):
+        self.broken = True
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in given:
+            self._hold(tensor)
+        there = [tensor for tensor in given if self._is_there(tensor)]
+        if there and (function in ASKING or _has_mask(function, args)):
+            self.refuse()
+        if function is aten.lift_fresh.default:
+            self.check_copy(None, args[0])
+        elif function is aten.copy_.default:
+            self.check_copy(*args[:2])
+        for tensor in there:
+            if _writes(function, args, kwargs, tensor):
+                self._save(tensor)
+        noted = self._noted((args, kwargs))
+        within, self.within = self.within, True
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            self.within = within
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and self._hold(tensor):
+                number = tensor.untyped_storage()._cdata
+                self._made[number] = tensor.dtype
+                if there:
+                    self._on_gpu.add(number)
+                if _is_unwritten(function):
+                    tensor.zero_()  # so that it may be an index, though nothing is computed
+        self.notes.append(Note(function, *noted, self._noted(out)))
+        return out
+
+    def launch(self, executor, *args, **kwargs):
+        """Note a kernel's launch; one within an operation is noted with that."""
+        if not self.within:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    self._hold(tensor)
+            self.notes.append(Note(self.run, (executor, *self._noted(args)), self._noted(kwargs), None))
+
+    def _hold(self, tensor: Tensor) -> bool:
+        """Keep a tensor's memory until the capture ends; whether it is new."""
+        storage = tensor.untyped_storage()
+        is_new = storage._cdata not in self._held
+        self._held[storage._cdata] = storage
+        return is_new
+
+    def _save(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._made and storage._cdata not in self._before:
+            self._before[storage._cdata] = storage.clone()
+
+    def _is_there(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._on_gpu or self.is_there(tensor)
+
+    def _noted(self, values):
+        """The values, with Places for tensors; but numbers of the host are taken as they are now."""
+
+        def place(tensor):
+            is_number = tensor.dim() == 0 and not self._is_there(tensor)
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                return tensor.clone() if is_number else Place.of(tensor)
+
+        return tree_map_only(Tensor, place, values)
+
+    def _undo(self) -> None:
+        """Leave the memory as a real capture leaves it, and hold no more of it."""
+        for number, content in self._before.items():
+            self._held[number].copy_(content)
+        places = {place.memory: place for note in self.notes for place in note.places()}
+        for number, place in places.items():
+            if self._is_there(place.within(self._held[number])):
+                self._on_gpu.add(number)
+        for number in self._on_gpu & self._made.keys():
+            spoil(self._held[number], self._made[number])
+        # What only the host does, it has done.
+        self.notes = [note for note in self.notes if any(place.memory in self._on_gpu for place in note.places())]
+        self._memory = {number: StorageWeakRef(self._held[number]) for number in places}
+        self._before.clear()
+        self._held.clear()
+
+    # Replaying
+
+    def _storage(self, number: int) -> torch.UntypedStorage | None:
+        """The memory that the capture saw under a number; None once it is gone."""
+        reference = self._memory[number]
+        return None if reference.expired() else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+    def _tensor(self, place: Place, memory: dict[int, torch.UntypedStorage]) -> Tensor:
+        if place.memory in memory:
+            return place.within(memory[place.memory])
+        storage = self._storage(place.memory)
+        assert place.memory not in self._made, "a graph reads memory that it has not written"
+        assert storage is not None, f"a graph uses memory that is gone since it was captured: {place}"
+        return place.within(storage)
+
+    def _keep(self, note: Note, place: Place, tensor: Tensor, memory: dict[int, torch.UntypedStorage]) -> None:
+        """Keep what a work of a replay has made."""
+        assert Place.of(tensor).shape == place.shape, f"{note.function} gives another shape"
+        if place.memory in self._made and place.memory not in memory:
+            assert Place.of(tensor).stride == place.stride, f"{note.function} gives other strides"
+            memory[place.memory] = tensor.untyped_storage()
+            if place.memory in self._on_gpu:
+                self.bring(tensor)
+            if _is_empty(note.function):
+                spoil(memory[place.memory], place.dtype)
+
+
+def capturing() -> PlayedGraph | None:
+    """The graph that this thread captures."""
+    graph = PlayedGraph.underway
+    return graph if graph is not None and graph.thread == threading.get_ident() else None
+
+
+def refuse_while_capturing() -> None:
+    graph = capturing()
+    if graph is not None:
+        graph.refuse()
+
+
+def _has_mask(function, args) -> bool:
+    """Whether an index is a mask, whose number of places the host has to know."""
+    if function not in (aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten.index_put_.default):
+        return False
+    return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
+
+
+def _writes(function, args, kwargs, tensor: Tensor) -> bool:
+    """Whether an operation changes this argument of its."""
+    for number, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            if any(leaf is tensor for leaf in tree_leaves(given)):
+                return True
+    return False
+
+
+def _is_empty(function) -> bool:
+    """Whether an operation leaves the memory that it gives as it finds it."""
+    return function.name().startswith(("aten::empty", "aten::new_empty"))
+
+
+def _is_unwritten(function) -> bool:
+    """The same in a capture, where the kernels of an operation of ours do not run."""
+    return _is_empty(function) or not function.name().startswith("aten::")
