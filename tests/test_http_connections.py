@@ -107,6 +107,22 @@ def test_a_connection_has_a_time_until_its_request_is_there(tokenizer):
         assert b"[DONE]" in received
 
 
+@pytest.mark.parametrize(("size", "status"), [(1, b"400"), (100, b"200")])
+def test_a_body_by_very_many_small_pieces_is_refused(size, status, tokenizer):
+    body = json.dumps(BODY).encode().ljust(6000 * size)
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    fields = b"Host: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    sent = (
+        b"POST /v1/completions HTTP/1.1\r\n"
+        + fields
+        + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+        + b"0\r\n\r\n"
+    )
+    with played_service.Service(at_once) as service, running(service, tokenizer) as base, opened(base, sent) as asking:
+        asking.settimeout(PATIENCE)
+        assert asking.recv(1000).startswith(b"HTTP/1.1 " + status)
+
+
 def test_a_body_that_comes_on_behind_its_refusal_is_not_waited_for(tokenizer):
     bounds = {"head_seconds": 0.4}
     with (

@@ -7,10 +7,12 @@ import time
 from contextlib import suppress
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger(__name__)
 BACKLOG = 64  # connections that are accepted at a time, before any of them is looked at
+MOST_PIECES, LEAST_BYTES = 4096, 64  # of a body: where there are more, they have so many bytes on average
 
 
 def raise_limit_of_files() -> None:
@@ -26,6 +28,26 @@ def most_connections(asked: int) -> int:
     return asked if files == resource.RLIM_INFINITY else max(1, min(asked, files // 2))
 
 
+class Pieces(h11.Connection):
+    """The protocol of a connection, which refuses a body in very many very small pieces.
+
+    Each takes some 20 microseconds of the event loop, however small it is: a megabyte by single bytes takes 20 seconds.
+    """
+
+    _count = _size = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """What comes next."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._count = self._size = 0
+        elif isinstance(event, h11.Data):
+            self._count, self._size = self._count + 1, self._size + len(event.data)
+            if self._count > MOST_PIECES and self._size < LEAST_BYTES * self._count:
+                raise h11.RemoteProtocolError("the body comes in too many small pieces", error_status_hint=400)
+        return event
+
+
 class Connection(H11Protocol):
     """A connection that is closed when no request is under way on it and the next one's head takes too long.
 
@@ -38,6 +60,10 @@ class Connection(H11Protocol):
 
     head_seconds = 10.0
     most = 1000
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.conn = Pieces(h11.SERVER)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take it, if need be for another one."""
