@@ -169,7 +169,7 @@ def draw_specinfer(pyplot, rows: Sequence[Mapping[str, Any]]):
 
 def draw_dyspec(pyplot, rows: Sequence[Mapping[str, Any]]):
     """The nodes of each step's tree, in falling order."""
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
     groups, labels = ([*dict.fromkeys(row[key] for row in rows)] for key in ("group", "label"))
     for row in rows:
         axes.plot(
@@ -179,7 +179,7 @@ def draw_dyspec(pyplot, rows: Sequence[Mapping[str, Any]]):
         )  # fmt: skip
     axes.set(xlabel="steps, largest trees first", ylabel="drafted nodes", yscale="log")
     axes.set_title("DySpec's trees grow while a slot is worth more than a threshold", fontsize=11)
-    axes.legend(fontsize=8, ncols=max(1, len(groups)))
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     axes.grid(alpha=0.3)
     return figure
 
