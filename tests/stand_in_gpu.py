@@ -43,6 +43,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 _there: dict[int, StorageWeakRef] = {}  # memory "on the GPU"; a weak reference keeps the address
 _most = 1000  # entries before those of freed memory are looked for
+_interpreting = threading.Lock()  # the interpreter takes one launch at a time
 _until = math.inf  # when a test that still launches kernels is broken off
 
 
@@ -298,7 +299,7 @@ def launch(executor, *args, **kwargs):
 
 
 def _launch(executor, *args, **kwargs):
-    with torch._C.DisableTorchFunction():
+    with _interpreting, torch._C.DisableTorchFunction():
         _run(executor, *args, **kwargs)
 
 
