@@ -201,7 +201,6 @@ class PlayedGraph(TorchDispatchMode):
         self.thread = 0
         self._held: dict[int, torch.UntypedStorage] = {}  # while capturing; so their addresses are theirs alone
         self._made: dict[int, torch.dtype] = {}  # memory that the capture made, and of which type
-        self._before: dict[int, torch.UntypedStorage] = {}  # what changed memory of others held before
         self._on_gpu: set[int] = set()
         self._memory: dict[int, StorageWeakRef] = {}  # once captured
 
@@ -286,13 +285,14 @@ class PlayedGraph(TorchDispatchMode):
             self.check_copy(None, args[0])
         elif function is aten.copy_.default:
             self.check_copy(*args[:2])
-        for tensor in there:
-            if _writes(function, args, kwargs, tensor):
-                self._save(tensor)
         noted = self._noted((args, kwargs))
+        written = _written(function, args, kwargs) if there else []
         within, self.within = self.within, True
         try:
-            out = function(*args, **kwargs)
+            if written:
+                out = written[0] if len(written) == 1 else tuple(written)
+            else:
+                out = _computed(function, args, kwargs) if there else function(*args, **kwargs)
         finally:
             self.within = within
         for tensor in tree_leaves(out):
@@ -321,11 +321,6 @@ class PlayedGraph(TorchDispatchMode):
         self._held[storage._cdata] = storage
         return is_new
 
-    def _save(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._made and storage._cdata not in self._before:
-            self._before[storage._cdata] = storage.clone()
-
     def _is_there(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._on_gpu or self.is_there(tensor)
 
@@ -341,8 +336,6 @@ class PlayedGraph(TorchDispatchMode):
 
     def _undo(self) -> None:
         """Leave the memory as a real capture leaves it, and hold no more of it."""
-        for number, content in self._before.items():
-            self._held[number].copy_(content)
         places = {place.memory: place for note in self.notes for place in note.places()}
         for number, place in places.items():
             if self._is_there(place.within(self._held[number])):
@@ -352,7 +345,6 @@ class PlayedGraph(TorchDispatchMode):
         # What only the host does, it has done.
         self.notes = [note for note in self.notes if any(place.memory in self._on_gpu for place in note.places())]
         self._memory = {number: StorageWeakRef(self._held[number]) for number in places}
-        self._before.clear()
         self._held.clear()
 
     # Replaying
@@ -401,14 +393,27 @@ def _has_mask(function, args) -> bool:
     return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
 
 
-def _writes(function, args, kwargs, tensor: Tensor) -> bool:
-    """Whether an operation changes this argument of its."""
-    for number, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[number] if number < len(args) else kwargs.get(argument.name)
-            if any(leaf is tensor for leaf in tree_leaves(given)):
-                return True
-    return False
+def _written(function, args, kwargs) -> list:
+    """What an operation changes, if it gives nothing else: in a capture it need not run."""
+    schema = function._schema
+    if torch.Tag.inplace_view in function.tags or not all(map(_is_changed, schema.returns)):
+        return []
+    arguments = enumerate(schema.arguments)
+    given = [args[at] if at < len(args) else kwargs.get(one.name) for at, one in arguments if _is_changed(one)]
+    return given if len(given) == len(schema.returns) else []
+
+
+def _is_changed(argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _computed(function, args, kwargs):
+    """What an operation gives in a capture, where indices may be anything, since what they come from has not run."""
+    try:
+        return function(*args, **kwargs)
+    except (IndexError, RuntimeError):
+        valid = tree_map_only(Tensor, lambda one: one if one.is_floating_point() else torch.zeros_like(one), args)
+        return function(*valid, **kwargs)
 
 
 def _is_empty(function) -> bool:

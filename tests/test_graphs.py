@@ -15,6 +15,7 @@ from test_own_draft import Bigrams
 from test_step import PROMPTS, Tape, as_on_a_gpu  # noqa: F401
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from heavypath.kernels import cache_compaction
 from heavypath.speculative import EarlyExit, Lookahead, PromptLookup, Retrieval, SpeculativeDecoder
 from heavypath.speculative.decoding.graphs import MOST, Graphs
 from heavypath.speculative.decoding.snapshots import Snapshots
@@ -206,6 +207,7 @@ def test_after_warming_up_nothing_is_captured_or_allocated(batch, as_on_a_gpu, m
 def test_a_step_that_is_tried_out_gets_as_far_as_the_rows_of_the_caches(method, as_on_a_gpu, monkeypatch):  # noqa: F811
     """So that what it launches before is compiled side by side."""
     as_on_a_gpu()
+    cache_compaction._table.cache_clear()  # which may know the same addresses
     launch, names = Tape.launch, {}
 
     def watch(graph, executor, *args, **kwargs):
