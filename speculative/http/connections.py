@@ -61,13 +61,10 @@ class Connection(H11Protocol):
     head_seconds = 10.0
     most = 1000
 
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
-        self.conn = Pieces(h11.SERVER)
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take it, if need be for another one."""
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.conn = Pieces(h11.SERVER)
         self._since, self._late = 0.0, None
         self._watch()
         if len(self.connections) > self.most:
