@@ -247,6 +247,7 @@ def test_a_client_is_an_address_or_a_network_of_one_customer():
     assert of("10.1.2.3") != of("10.1.2.4")
     assert of("2001:db8::1") == of("2001:db8::ffff:2") != of("2001:db8:0:1::1")
     assert of("fe80::1%eth0") == "fe80::/64"
+    assert of("testclient") == "testclient"
     assert client_of({"client": None}) is None
 
 

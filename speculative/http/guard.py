@@ -107,11 +107,15 @@ def host_of(address: str) -> str:
 def client_of(scope: Scope) -> str | None:
     """Who sent a request, for those who share what there is: an IPv4 address or an IPv6 network of one customer, /64.
 
-    None where the server does not say.
+    What is no address, as of servers that listen elsewhere, stands for itself; None where the server does not say.
     """
     if not scope.get("client"):
         return None
-    address = ipaddress.ip_address(scope["client"][0].partition("%")[0])
+    given = scope["client"][0].partition("%")[0]
+    try:
+        address = ipaddress.ip_address(given)
+    except ValueError:
+        return given
     if isinstance(address, ipaddress.IPv6Address):
         return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))
     return str(address)
