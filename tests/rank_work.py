@@ -150,6 +150,7 @@ def one_rank_decides(folder):
         streamer.tokens,
     )
     found["traced"] = trace.exists()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without
     for name, wish in {"streamer": lambda: None, "ctrl-c": lambda: os.kill(os.getpid(), signal.SIGINT)}.items():
 
         def before(step, workspace, name=name, wish=wish):

@@ -1,11 +1,12 @@
 """Schemas that no limit knows: what they do to the process that compiles them, and what the server makes of it."""
 
 import json
+import threading
 import time
 
 import played_service
 import pytest
-from http_server import NAME, ask, eventually, metrics, open_stream, running
+from http_server import NAME, PATIENCE, ask, eventually, metrics, open_stream, running
 from test_grammar import references
 
 from heavypath.speculative.http import grammar as grammars
@@ -81,30 +82,46 @@ def test_a_schema_that_ends_its_process_is_refused_and_the_server_lives(base):
     assert ask(base, "POST", "/v1/completions", held_to({"type": "null"}))[0] == 200
 
 
-def test_schemas_that_take_too_long_hold_up_no_text(base):
-    slow = [open_stream(base, held_to(SLOW | {"minimum": number})) for number in range(2)]
-    time.sleep(0.3)
-    begin = time.monotonic()
+@pytest.fixture
+def held_up(monkeypatch):
+    """Compiling a schema with a minimum takes until the event is set, and fails then; and the sources in order."""
+    go_on, compiled = threading.Event(), []
+
+    def check(self, source, what):
+        compiled.append(source)
+        if "minimum" in source:
+            go_on.wait(PATIENCE)
+            raise ValueError("it takes too long")
+
+    monkeypatch.setattr(Trial, "check", check)
+    yield go_on, compiled
+    go_on.set()
+
+
+def test_schemas_that_take_long_hold_up_no_text(base, held_up):
+    go_on, compiled = held_up
+    slow = [open_stream(base, held_to({"minimum": number})) for number in range(grammars.AT_ONCE)]
+    eventually(lambda: len(compiled) == grammars.AT_ONCE)
     assert ask(base, "POST", "/v1/completions", BODY)[0] == 200
-    assert time.monotonic() - begin < 1.5, "it waited for none of them"
+    go_on.set()
     for connection in slow:
         assert connection.recv(1000).startswith(b"HTTP/1.1 400")
         connection.close()
 
 
-def test_a_schema_whose_client_has_left_is_not_compiled(base, monkeypatch):
-    compiled, check = [], Trial.check
-    monkeypatch.setattr(Trial, "check", lambda *given: (compiled.append(given[1]), check(*given)))
-    busy = [open_stream(base, held_to(SLOW | {"minimum": number})) for number in range(grammars.AT_ONCE)]
+def test_a_schema_whose_client_has_left_is_not_compiled(base, held_up):
+    go_on, compiled = held_up
+    slow = [open_stream(base, held_to({"minimum": number})) for number in range(grammars.AT_ONCE)]
     eventually(lambda: len(compiled) == grammars.AT_ONCE)
     left = open_stream(base, held_to({"title": "left"}))
     time.sleep(0.2)  # it waits for a thread
     left.close()
     gone = "heavypath_http_requests_total{path=/v1/completions},{status=499}"
     eventually(lambda: metrics(base).get(gone) == 1)
+    go_on.set()
     assert ask(base, "POST", "/v1/completions", held_to({"type": "null"}))[0] == 200
     assert not any("left" in each for each in compiled)
-    for connection in busy:
+    for connection in slow:
         connection.close()
 
 
