@@ -123,7 +123,7 @@ def test_a_multimodal_models_text_is_that_of_generate(kind):
         expected = model.generate(**inputs, **settings)
         assert len({*expected[0].tolist()}) > 5
         assert torch.equal(model.generate(**inputs, **settings, custom_generate=decoder), expected)
-    with pytest.raises(ValueError, match="does not support mm_encoder_outputs: the decoder's forward pass takes"):
+    with pytest.raises(ValueError, match="mm_encoder_outputs"):  # older transformers refuse it themselves
         model.generate(IDS, **settings, mm_encoder_outputs={"image": torch.zeros(1, 4, 32)}, custom_generate=decoder)
 
 
