@@ -330,6 +330,7 @@ def all_of(*numbers, kind="number"):
     ("[" * 60_000, "nested too deep"),
     ({"multipleOf": 10_007}, "multipleOf, without its factors of ten, may be at most 10000"),
     ({"multipleOf": 12345.678}, "multipleOf"),
+    ({"multipleOf": 10**30 + 1}, "multipleOf, without its factors of ten"),  # more digits than Decimal keeps
     (all_of(97, 89, 83), "the least common multiple of all multipleOf"),
     (all_of(0.97, 1.03, 7), "the least common multiple"),
     ({"type": "integer", "minimum": 10**4000}, "out of range"),

@@ -8,6 +8,7 @@ numbers as many as their least common multiple. Nothing here calls itself.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
@@ -101,7 +102,7 @@ def _check_multiples(given: list[Any]) -> None:
     if not numbers:
         return
     digits = max(0, *(-each.as_tuple().exponent for each in numbers))  # type: ignore[operator]
-    common = math.lcm(*(int(each.scaleb(digits)) for each in numbers))
+    common = math.lcm(*(int(Fraction(each) * 10**digits) for each in numbers))
     while common % 10 == 0:
         common //= 10
     if common > LARGEST_MULTIPLE:
