@@ -3,7 +3,7 @@
 #   make test TORCH_VERSION=2.13.0     the torch that is installed
 #   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu    where torch comes from, if not from pip's own index
 #   make test WORKERS=8                processes that the tests run in, about 1 GB each
-#   make test TESTS=tests/test_tree.py                            some of the tests
+#   make test TESTS=tests/core/test_tree.py                            some of the tests
 #   make test VENV=.venv-oldest CONSTRAINTS=.ci/oldest.txt        another environment, with other versions
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
@@ -15,13 +15,13 @@ TESTS ?=
 
 # What depends on the versions of other packages: how it is installed, the kernels in Triton's interpreter, the drop-in,
 # the models' forward passes, generation against that of transformers, and the command line; and a kernel compiled.
-VERSION_TESTS := $(addprefix tests/, test_packaging.py test_noise.py test_filtering.py test_commit.py \
-	test_cache_compaction.py test_huggingface.py test_transformers_forward.py test_changed_models.py test_custom_generate.py test_cli.py \
-	test_head_checkpoints.py test_heads.py::test_a_target_by_transformers_own_forward_pass \
-	test_heads.py::test_greedy_text_is_the_targets_own \
-	test_decoder.py::test_greedy_text_is_that_of_transformers_generate \
-	test_decoder.py::test_decoding_through_the_kernel test_compile_report.py::test_a_tree_of_one_node_compiles \
-	test_http.py test_grammar.py test_tensor_parallel.py test_streaming.py)
+VERSION_TESTS := $(addprefix tests/, integration/test_packaging.py kernels/test_noise.py kernels/test_filtering.py kernels/test_commit.py \
+	kernels/test_cache_compaction.py core/test_huggingface.py core/test_transformers_forward.py core/test_changed_models.py options/test_custom_generate.py cli/test_cli.py \
+	drafts/test_head_checkpoints.py drafts/test_heads.py::test_a_target_by_transformers_own_forward_pass \
+	drafts/test_heads.py::test_greedy_text_is_the_targets_own \
+	core/test_decoder.py::test_greedy_text_is_that_of_transformers_generate \
+	core/test_decoder.py::test_decoding_through_the_kernel integration/test_compile_report.py::test_a_tree_of_one_node_compiles \
+	serving/test_http.py options/test_grammar.py options/test_tensor_parallel.py options/test_streaming.py)
 
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made-with-$(notdir $(PYTHON))
@@ -30,18 +30,18 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addpre
 
 # What differs where there is a GPU: tests that look for one, and those of the kernels. Most of the command line's
 # decode with the shipped pair, which takes minutes where a GPU is played, and most of the decoder's are on the CPU.
-GPU_TESTS := $(addprefix tests/, test_sampling.py test_commit.py test_cache_compaction.py test_ordering.py test_windows.py \
-	test_huggingface.py test_transformers_forward.py test_step.py test_custom_generate.py \
-	$(addprefix test_cli.py::test_, a_target_alone_decodes_plainly info_reports_what_is_installed \
+GPU_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py kernels/test_cache_compaction.py kernels/test_ordering.py kernels/test_windows.py \
+	core/test_huggingface.py core/test_transformers_forward.py core/test_step.py options/test_custom_generate.py \
+	$(addprefix cli/test_cli.py::test_, a_target_alone_decodes_plainly info_reports_what_is_installed \
 	unusable_prompts_are_refused_in_one_line unusable_models_are_refused_in_one_line) \
-	test_decoder.py::test_statistics_add_up)
+	core/test_decoder.py::test_statistics_add_up)
 
 .PHONY: help setup demo test test-all test-as-on-a-gpu gpu-miniature test-oldest test-libraries check report record pictures clean requirements
 
 help:
 	@echo "The first target also makes .venv and installs torch there, which takes some minutes."
 	@echo "make demo         decode real prompts with the shipped pair, then compare all methods"
-	@echo "make test         run the tests (about 10 minutes on two cores; TESTS=tests/test_tree.py runs some of them)"
+	@echo "make test         run the tests (about 10 minutes on two cores; TESTS=tests/core/test_tree.py runs some of them)"
 	@echo "make test-all     run the slow tests, too (several times as long)"
 	@echo "make test-as-on-a-gpu  run the tests that look for a GPU as on a machine that has one, which is played; of those"
 	@echo "                  of the command line and the decoder a part"
@@ -67,7 +67,7 @@ test-all: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m "" $(TESTS)
 
 test-as-on-a-gpu: setup
-	PYTHONPATH=tests $(BIN)/python -m pytest -p stand_in_gpu --numprocesses $(WORKERS) -m "not gpu and not slow" \
+	PYTHONPATH=tests/support $(BIN)/python -m pytest -p stand_in_gpu --numprocesses $(WORKERS) -m "not gpu and not slow" \
 		$(or $(TESTS),$(GPU_TESTS))
 
 gpu-miniature: setup
@@ -80,7 +80,7 @@ test-libraries:
 	$(MAKE) setup VENV=.venv-libraries
 	.venv-libraries/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		--editable '.[libraries]' torch==$(TORCH_VERSION)
-	$(MAKE) test VENV=.venv-libraries TESTS=tests/test_other_libraries.py
+	$(MAKE) test VENV=.venv-libraries TESTS=tests/integration/test_other_libraries.py
 
 check: $(VENV)/.checkers
 	$(BIN)/ruff check .

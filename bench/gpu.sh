@@ -99,7 +99,7 @@ workers=() plot=() named=(-vv) # which undoes -q: the log has the name of each t
 # Warnings are no errors here: the project does not pin the versions on such a machine. A test file may be cut: -rfE.
 pytest=("$python" -m pytest -q -rfE -W default --durations=8 -p no:cacheprovider "${workers[@]}")
 played=() # where there is no GPU, as on one that is played
-[ "$gpu" = 1 ] || played=(env "PYTHONPATH=$PWD/tests:$PWD/tests/stand_in${PYTHONPATH:+:$PYTHONPATH}")
+[ "$gpu" = 1 ] || played=(env "PYTHONPATH=$PWD/tests/support:$PWD/tests/support/stand_in${PYTHONPATH:+:$PYTHONPATH}")
 
 run_first() {
     local tickets=test_the_tickets_of_a_thousand_verifications_are_found_at_zero few=() line=()
@@ -107,11 +107,11 @@ run_first() {
         "$0" -m pip list | grep -iE "^(setuptools|pytest|hypothesis|numpy|numba|cuda|nvidia)"; df -h . | tail -1; nproc
         "$0" -c "import heavypath; print(heavypath.__version__, heavypath.__path__)"' "$python"
     step linear_gpu 60 "$python" bench/linear_gpu.py "${mini[@]}" --json "$out/linear_gpu.json"
-    step first-texts 150 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/test_first_on_gpu.py
+    step first-texts 150 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_first_on_gpu.py
     [ -n "$small" ] && few=(-k "by_hand or one_launch or do_not_fit")
-    step first-kernels 130 "${pytest[@]}" "${named[@]}" "${few[@]}" tests/test_layer_kernels.py \
-        tests/test_on_gpu.py::test_one_launch_of_each_kernel tests/test_on_gpu.py::$tickets \
-        tests/test_on_gpu.py::test_a_million_gumbels_order_tokens_as_on_a_cpu tests/test_tree_attention.py
+    step first-kernels 130 "${pytest[@]}" "${named[@]}" "${few[@]}" tests/kernels/test_layer_kernels.py \
+        tests/gpu/test_on_gpu.py::test_one_launch_of_each_kernel tests/gpu/test_on_gpu.py::$tickets \
+        tests/gpu/test_on_gpu.py::test_a_million_gumbels_order_tokens_as_on_a_cpu tests/kernels/test_tree_attention.py
     line=(--methods sequoia --batches 1 --temperatures 0.6 --prompts 1 --json "$out/large.json")
     if [ -z "$small" ]; then
         step first-large 150 "$python" bench/large.py "${line[@]}" --sizes 32 --minutes 1.5
@@ -127,8 +127,8 @@ run_tests() {
     local files=("${kernels[@]/#/tests/}")
     files=("${files[@]/%/.py}")
     [ -n "$small" ] && few=(-k "by_hand or nothing_to_do or equal_siblings") || few=()
-    step tests-gpu 250 "${pytest[@]}" "${named[@]}" -m gpu tests/test_step.py tests/test_on_gpu.py \
-        tests/test_first_on_gpu.py tests/test_decoder.py tests/test_ranks_on_gpu.py
+    step tests-gpu 250 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_step.py tests/gpu/test_on_gpu.py \
+        tests/core/test_first_on_gpu.py tests/core/test_decoder.py tests/gpu/test_ranks_on_gpu.py
     step tests-kernels 280 "${pytest[@]}" "${named[@]}" "${few[@]}" "${files[@]}"
 }
 
@@ -147,7 +147,7 @@ run_large() {
 }
 
 run_stream() {
-    step tests-streaming 180 "${pytest[@]}" -m gpu tests/test_device_streaming.py
+    step tests-streaming 180 "${pytest[@]}" -m gpu tests/options/test_device_streaming.py
     [ -z "$small" ] || step disk 60 "$python" bench/scale.py stream --miniature --device cpu # which wants no GPU
     # There are no streams to be copied by on a CPU.
     step stream 340 "${played[@]}" "$python" bench/scale.py device "${mini[@]}" --folder "$out" --json "$out/stream.json"
@@ -166,7 +166,7 @@ run_kernels() {
 run_more() {
     local prompts=(--prompts 8 --max-new-tokens 64)
     [ -n "$small" ] && prompts=(--prompts 1 --max-new-tokens 4)
-    # There is no small calibration: tests/test_cli.py has these two commands.
+    # There is no small calibration: tests/cli/test_cli.py has these two commands.
     [ -n "$small" ] || step calibrate 150 "$python" -m heavypath.speculative calibrate --limit 100 --out "$out/profile.json"
     [ ! -f "$out/profile.json" ] ||
         step plan 30 "$python" -m heavypath.speculative plan "$out/profile.json" --svg "$out/tree.svg"
@@ -179,11 +179,11 @@ run_more() {
         step ranks 120 "$python" bench/scale.py ranks "${mini[@]}" --ranks 1 2 --json "$out/ranks.json" \
             --device "$([ -n "$small" ] && echo cpu || echo cuda)"
     fi
-    [ -n "$small" ] || step soak 100 "${pytest[@]}" -m "" tests/test_soak.py
+    [ -n "$small" ] || step soak 100 "${pytest[@]}" -m "" tests/core/test_soak.py
     if [ "$gpu" = 1 ] && [ -z "$small" ] && command -v compute-sanitizer >/dev/null; then
         for tool in memcheck racecheck; do
             step "$tool" 150 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
-                "$python" -m pytest -q -W default -p no:cacheprovider -m gpu tests/test_on_gpu.py -k one_launch_of_each_kernel
+                "$python" -m pytest -q -W default -p no:cacheprovider -m gpu tests/gpu/test_on_gpu.py -k one_launch_of_each_kernel
         done
     fi
 }

@@ -12,7 +12,7 @@ of each shape (3 on a GPU).
 loop       what published code does: softmax (or arg-max) of the rows of all nodes, then from the root, child after
            child in draw order, the coin against residual / draft, a new residual and a new draft row after each
            rejection, and torch.multinomial at the end. For a race it is given the noise. That it is right is tested by
-           tests/test_bench_verification.py
+           tests/bench/test_bench_verification.py
 lazy loop  the same, but it normalises a row only when the walk reaches it
 
 On a GPU each time is the median of triton.testing.do_bench, which empties the L2 cache before every run; heavypath is

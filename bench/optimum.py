@@ -7,8 +7,8 @@ L = depth + 1
     sum_D p(D) sum_s x[D, s] P(w behind s) = P(w)            s: the tokens emitted, a beginning of w
 
 so the most tokens that any lossless verifier has is a linear programme, in x[D, s] >= 0 with sum_s x[D, s] = 1. Beside
-it: the rules of `verify_tree`, in the exact form of tests/verification_oracle.py. "Gap closed" is the part of the way
-from recursive rejection to the optimum, a mean over the random laws.
+it: the rules of `verify_tree`, in the exact form of tests/support/verification_oracle.py. "Gap closed" is the part of
+the way from recursive rejection to the optimum, a mean over the random laws.
 
 Sources: Sun et al. 2023 (SpecTr, sec. 3), for one node, the optimal transport; the programme for whole trees is ours.
 """
@@ -24,7 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import verification_oracle as oracle
 

@@ -7,8 +7,8 @@ A step of a static tree at batch 1 is a chain of kernels, each of which waits fo
     draw of a level          + DRAW, verification + DECIDE          what these take beyond a small kernel
 
 `before` is a layer as PyTorch's operations make it, with seven products and fourteen other kernels. `now` is with
-joined products and fused kernels, as tests/test_layer_kernels.py and tests/test_step.py count them. The limit is the
-time to read the target's weights once.
+joined products and fused kernels, as tests/kernels/test_layer_kernels.py and tests/core/test_step.py count them. The
+limit is the time to read the target's weights once.
 """
 
 from typing import NamedTuple

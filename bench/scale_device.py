@@ -49,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure all rows, print them, and write them after each."""
     if DEVICE != "cuda":
-        raise SystemExit("the part device needs a CUDA GPU; PYTHONPATH=tests:tests/stand_in plays one, for --miniature")
+        raise SystemExit(
+            "the part device needs a CUDA GPU; "
+            "PYTHONPATH=tests/support:tests/support/stand_in plays one, for --miniature"
+        )
     if arguments.miniature:
         arguments.gpu_gigabytes, arguments.gpu_memory, arguments.gpu_host_memory = 0.1, "60M", "35M"
         arguments.gpu_width, arguments.nodes, arguments.new_tokens = 384, [1, 4], 3

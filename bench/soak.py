@@ -35,7 +35,7 @@ from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.demo import demo_prompts
 
 PATH = "/v1/completions"
-MEMORY = 30e6  # bytes that may come and go; see tests/test_soak.py
+MEMORY = 30e6  # bytes that may come and go; see tests/core/test_soak.py
 CHECKED = 2000  # texts that are compared with `generate`, at most
 PATIENCE = 120.0  # seconds for one answer
 NONSENSE: tuple[dict[str, Any], ...] = (

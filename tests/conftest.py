@@ -10,9 +10,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+pytest_plugins = ["command_line", "played_steps"]  # whose fixtures several folders use
+
+
 def pytest_addoption(parser):
     parser.addoption(
-        "--adversary", type=int, metavar="SEED", help="run kernels under tests/adversary.py with this seed"
+        "--adversary", type=int, metavar="SEED", help="run kernels under tests/support/adversary.py with this seed"
     )
 
 

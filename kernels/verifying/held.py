@@ -37,7 +37,7 @@ by induction: the first takes l to l + 1 / c, and c to some c' that is c on aver
 
     E[c'] H_{k-1}(l + 1 / c) <= c H_{k-1}(l + F(l)) = c H_k(l)                    h + c F(l) = 1, so 1 / c >= F(l)
 
-Without replacement the proof does not carry over, and `tests/test_held.py` enumerates cases instead.
+Without replacement the proof does not carry over, and `tests/kernels/test_held.py` enumerates cases instead.
 
 Of a single child, and of point masses (draft temperature 0, where all s_j are 1), the rule is rejection itself. Where
 the draft's support is used up, the chain restarts as in `residual`, with c such that c F(l) stays. A child that is

@@ -1,0 +1,413 @@
+"""A model that is not what its type says, or no longer what it was, is decoded as it is, or refused by name."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from tiny_models import tiny_llama
+from torch import nn
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from heavypath.speculative import SpeculativeDecoder
+from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.generic import TransformersForward
+from heavypath.speculative.models.llama import LlamaForward
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of PEFT
+
+PROMPTS = torch.tensor([[3, 1, 4, 1], [2, 6, 5, 3]])
+TINY = {
+    "vocab_size": 31, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model():
+    return tiny_llama(1, vocab_size=31)
+
+
+@pytest.fixture
+def draft():
+    return tiny_llama(2, vocab_size=31)
+
+
+def greedy(model):
+    return model.generate(input_ids=PROMPTS, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
+def text(decoder):
+    return decoder.generate(PROMPTS, 12, eos_token_id=None).sequences
+
+
+class Leaning(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits.index_add(-1, torch.tensor([7, 11]), torch.full((*out.logits.shape[:-1], 2), 1.5))
+        return out
+
+
+def leaning(model):
+    model.__class__ = Leaning
+
+
+def without_mlp(model):
+    model.model.layers[0].mlp.forward = torch.zeros_like
+
+
+def other_mlp(model):
+    model.model.layers[0].mlp = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).to(model.device)
+
+
+def other_head(model):
+    model.lm_head = nn.Linear(16, 31, bias=True)
+
+
+def hooked(path):
+    def change(model):
+        model.get_submodule(path).register_forward_hook(
+            lambda module, args, out: (-out[0], *out[1:]) if isinstance(out, tuple) else -out
+        )
+
+    return change
+
+
+def hooked_before(path):
+    def change(model):
+        model.get_submodule(path).register_forward_pre_hook(lambda module, args: (args[0].flip(-1), *args[1:]))
+
+    return change
+
+
+def patched(path):
+    """As accelerate and others put their own function in the place of a module's forward."""
+
+    def change(model):
+        module = model.get_submodule(path)
+        before = module.forward
+        module.forward = lambda *args, **kwargs: -before(*args, **kwargs)
+
+    return change
+
+
+def adapted(model):
+    torch.manual_seed(5)
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False), "first")
+    torch.manual_seed(6)
+    with pytest.warns(UserWarning, match="multiple adapters"):
+        model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False), "second")
+
+
+def scaled(model):
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(-2)
+
+
+def scaled_behind_the_back(model):
+    model.model.norm.weight.data = model.model.norm.weight.data.flip(0) * torch.linspace(-1, 1, 16)
+
+
+def retuned(model):
+    model.model.rotary_emb.inv_freq.mul_(3)
+
+
+CHANGES = {
+    "a subclass": leaning,
+    "a module's forward": without_mlp,
+    "another module": other_mlp,
+    "another head": other_head,
+    "a hook on a layer": hooked("model.layers.0"),
+    "a hook on attention": hooked("model.layers.1.self_attn"),
+    "a hook on a norm": hooked("model.layers.1.input_layernorm"),
+    "a hook on a linear layer": hooked("model.layers.1.mlp.up_proj"),
+    "a hook on the embedding": hooked("model.embed_tokens"),
+    "a hook before a linear layer": hooked_before("model.layers.0.self_attn.v_proj"),
+    "a hook before the head": hooked_before("lm_head"),
+    "a patched linear layer": patched("model.layers.0.mlp.gate_proj"),
+    "a patched activation": patched("model.layers.0.mlp.act_fn"),
+    "adapters": adapted,
+    "weights in place": scaled,
+    "weights through data": scaled_behind_the_back,
+    "rotary frequencies": retuned,
+    "a wider type": lambda model: model.double(),
+    "eager attention": lambda model: model.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_decoded_as_it_is(change, model, draft):
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    before = greedy(model)
+    assert torch.equal(text(decoder), before)
+    CHANGES[change](model)
+    expected = greedy(model)
+    assert torch.equal(expected, before) == (change in ("a wider type", "eager attention"))
+    assert torch.equal(text(decoder), expected)
+    assert torch.equal(text(SpeculativeDecoder(model, draft, "dyspec", tree_size=5)), expected)
+
+
+@pytest.mark.parametrize("change", ["a subclass", "another module", "a hook on a layer", "adapters", "a wider type"])
+def test_a_changed_draft_costs_acceptance_alone(change, model, draft):
+    decoder = SpeculativeDecoder(model, draft, "ersd", tree_size=5)
+    options = {"max_new_tokens": 12, "temperature": 0.9, "seed": 3}
+    plain = SpeculativeDecoder(model, None, "autoregressive").generate(PROMPTS, **options).sequences
+    CHANGES[change](draft)
+    assert torch.equal(decoder.generate(PROMPTS, **options).sequences, plain)
+
+
+def test_a_large_models_linear_layers_are_looked_at_too(draft):
+    """Which are multiplied by functions of their own, not called."""
+    model = tiny_llama(1, vocab_size=31, hidden_size=320, intermediate_size=512)
+    decoder = SpeculativeDecoder(model, None, "autoregressive")
+    for change in (hooked("model.layers.1.mlp.up_proj"), patched("model.layers.0.self_attn.o_proj")):
+        before = text(decoder)
+        change(model)
+        assert not torch.equal(greedy(model), before)
+        assert torch.equal(text(decoder), greedy(model))
+
+
+def test_a_hook_that_is_gone_is_gone(model, draft):
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    expected = text(decoder)
+    with model.model.layers[0].register_forward_hook(lambda module, args, out: -out):
+        changed = text(decoder)
+        assert torch.equal(changed, greedy(model))
+        assert isinstance(forward_of(model, "target"), TransformersForward)
+    assert not torch.equal(changed, expected)
+    assert torch.equal(text(decoder), expected)
+    assert isinstance(forward_of(model, "target"), LlamaForward)
+
+
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
+def test_hooks_that_transformers_leaves_behind_are_no_change(asked, model, draft):
+    """It registers them for good when it is asked for these for the first time."""
+    decoder, expected = SpeculativeDecoder(model, draft, tree_size=5), greedy(model)
+    first = decoder.generate(PROMPTS, 6, eos_token_id=None)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scaled-dot-product attention has no weights to give
+        model(PROMPTS, **{asked: True})
+    assert any(module._forward_hooks for module in model.modules())
+    later = decoder.generate(first.sequences, 6, past=first.cache, eos_token_id=None)
+    assert later.stats.reused_tokens > 0
+    assert torch.equal(later.sequences, expected)
+    assert isinstance(decoder._target, LlamaForward)
+    assert isinstance(forward_of(model, "target"), LlamaForward)
+    hooked("model.layers.0")(model)
+    assert not torch.equal(greedy(model), expected)
+    assert torch.equal(text(decoder), greedy(model))
+    assert isinstance(forward_of(model, "target"), TransformersForward)
+
+
+def test_a_hook_on_all_modules(model, draft):
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    expected = text(decoder)
+    with nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: -out if isinstance(module, modeling_llama.LlamaMLP) else None
+    ):
+        assert torch.equal(text(decoder), greedy(model))
+        assert not torch.equal(greedy(model), expected)
+    assert torch.equal(text(decoder), expected)
+
+
+def test_attention_patched_for_all_llamas(model, draft, monkeypatch):
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    forward, before = modeling_llama.LlamaAttention.forward, greedy(model)
+
+    def patched(self, *args, **kwargs):
+        out, weights = forward(self, *args, **kwargs)
+        return out.flip(-1), weights
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", patched)
+    expected = greedy(model)
+    assert not torch.equal(expected, before)
+    assert torch.equal(text(decoder), expected)
+    assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), expected)
+
+
+def test_attention_functions_of_ones_own(model, draft, monkeypatch):
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    sdpa, before = ALL_ATTENTION_FUNCTIONS["sdpa"], greedy(model)
+
+    def sharper(module, query, key, value, attention_mask, **kwargs):
+        return sdpa(module, 3 * query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", sharper)
+    expected = greedy(model)
+    assert not torch.equal(expected, before)
+    assert torch.equal(text(decoder), expected)
+    assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), expected)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sharper", sharper)
+    model.config._attn_implementation = "sharper"
+    with pytest.raises(ValueError, match="target has attn_implementation='sharper', which takes no tree; call"):
+        text(decoder)
+
+
+def test_adapters_are_switched(model, draft):
+    adapted(model)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    texts = []
+    for switch in (
+        lambda: model.set_adapter("first"),
+        lambda: model.set_adapter("second"),
+        model.disable_adapters,
+        model.enable_adapters,
+    ):
+        switch()
+        texts.append(text(decoder))
+        assert torch.equal(texts[-1], greedy(model))
+    assert len({tuple(each.flatten().tolist()) for each in texts}) >= 3
+
+
+def test_a_peft_model_and_what_is_inside(model, draft):
+    plain = greedy(model)
+    torch.manual_seed(5)
+    target = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    target.eval()
+    expected = greedy(target)
+    assert not torch.equal(expected, plain)
+    for given in (target, target.get_base_model()):
+        decoder = SpeculativeDecoder(given, draft, tree_size=5)
+        assert torch.equal(text(decoder), expected)
+        with target.disable_adapter():
+            assert torch.equal(text(decoder), plain)
+        assert torch.equal(text(decoder), expected)
+        out = target.generate(input_ids=PROMPTS, custom_generate=decoder, max_new_tokens=12, do_sample=False,
+                              eos_token_id=None, pad_token_id=0)  # fmt: skip
+        assert torch.equal(out, expected)
+    assert torch.equal(text(SpeculativeDecoder(target, target, "dyspec", tree_size=5)), expected)  # and as a draft
+    merged = target.merge_and_unload()
+    assert torch.equal(text(SpeculativeDecoder(merged, draft, tree_size=5)), expected)
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
+def test_virtual_tokens_are_refused(config, model, draft):
+    target = get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    with pytest.raises(ValueError, match=r"target has a P.*_TUNING adapter, which puts virtual tokens before"):
+        SpeculativeDecoder(target, draft, tree_size=5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+def test_wrappers_are_refused_by_name(wrap, model, draft):
+    with pytest.raises(TypeError, match=r"target must be .* around a LlamaForCausalLM; give one that is not wrapped"):
+        SpeculativeDecoder(wrap(model), draft)
+
+
+def test_layers_that_mix_tokens_are_refused(model, draft, caplog):
+    """Quantised per tensor, a token's numbers depend on which others are in the same forward pass."""
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    text(decoder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8)
+        torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8, inplace=True)
+    for generate in (lambda: SpeculativeDecoder(quantised, draft, tree_size=5), lambda: text(decoder)):
+        with pytest.raises(
+            ValueError, match=r"cannot be decoded by trees .* each token by itself, which .* quantize_dynamic"
+        ):
+            generate()
+    assert torch.equal(text(SpeculativeDecoder(draft, quantised, tree_size=5)), greedy(draft))  # as a draft it will do
+    assert "draft's logits are not its own" in caplog.text
+
+
+def test_a_model_back_in_training_is_refused(model, draft):
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    model.train()
+    with pytest.raises(ValueError, match=r"target is in training mode; call target.eval\(\) first"):
+        text(decoder)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
+def test_relatives_of_llama_are_tried_as_well(kind, draft):
+    make = {
+        "mistral": lambda: MistralForCausalLM(MistralConfig(**TINY, sliding_window=None)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=16)),
+    }
+    torch.manual_seed(1)
+    model = make[kind]().eval()
+    assert isinstance(forward_of(model, "target"), LlamaForward)
+    hooked("model.layers.0.self_attn")(model)
+    assert isinstance(forward_of(model, "target"), TransformersForward)
+    assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), greedy(model))
+
+
+def test_a_llama_that_computes_something_else_is_found_by_trying(model, draft, monkeypatch):
+    """Where no module tells: a function that its layers call."""
+    monkeypatch.setattr(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos[:, None], k * cos[:, None])
+    )
+    assert isinstance(forward_of(model, "target"), TransformersForward)
+    assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), greedy(model))
+
+
+@pytest.mark.parametrize(
+    "change", ["a hook on a layer", "another head", "adapters", "weights in place", "a wider type"]
+)
+def test_what_a_model_computed_before_it_changed_is_not_used_after(change, model, draft):
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    cache = decoder.generate(PROMPTS, 4, eos_token_id=None).cache
+    decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
+    CHANGES[change](model)
+    with pytest.raises(
+        ValueError, match=r"past must come from .* before its weights, adapters, type or device changed"
+    ):
+        decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
+
+
+def test_adapters_switched_between_turns(model, draft):
+    adapted(model)
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    model.set_adapter("first")
+    cache = decoder.generate(PROMPTS, 4, eos_token_id=None).cache
+    model.set_adapter("second")
+    with pytest.raises(ValueError, match="past must come from"):
+        decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
+    model.set_adapter("first")
+    assert decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache).stats.reused_tokens > 0
+
+
+def test_a_changed_draft_computes_its_rows_anew(model, draft):
+    decoder = SpeculativeDecoder(model, draft, "ersd", tree_size=5)
+    options = {"temperature": 0.9, "seed": 3, "eos_token_id": None}
+    cache = decoder.generate(PROMPTS, 4, **options).cache
+    scaled(draft)
+    out = decoder.generate(PROMPTS, 12, past=cache, **options)
+    assert out.stats.reused_tokens > 0
+    assert torch.equal(
+        out.sequences, SpeculativeDecoder(model, draft, "ersd", tree_size=5).generate(PROMPTS, 12, **options).sequences
+    )
+
+
+SETTINGS = {
+    "scaling": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.9),
+    "epsilon": lambda model: setattr(model.model.layers[0].post_attention_layernorm, "variance_epsilon", 1e4),
+    "rotary": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 3.0),
+    "window": lambda model: setattr(model.config, "sliding_window", 3),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_that_changes_is_noticed(setting, draft):
+    torch.manual_seed(1)
+    model = MistralForCausalLM(MistralConfig(**TINY, sliding_window=None)).eval()
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    out, before = decoder.generate(PROMPTS, 12, eos_token_id=None), greedy(model)
+    assert torch.equal(out.sequences, before)
+    SETTINGS[setting](model)
+    assert not torch.equal(greedy(model), before)
+    assert torch.equal(text(decoder), greedy(model))
+    with pytest.raises(ValueError, match="past must come from"):
+        decoder.generate(PROMPTS, 12, past=out.cache)
+
+
+def test_autocast_is_refused_by_name(model, draft):
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for refused in (lambda: text(decoder), lambda: SpeculativeDecoder(model, draft, tree_size=5)):
+            with pytest.raises(ValueError, match=r"does not run under torch.autocast\('cpu', ...\)"):
+                refused()

@@ -1,0 +1,350 @@
+"""SpeculativeDecoder: the target's own text, for every method, batch and stop; and what it refuses."""
+
+from functools import partial
+
+import pytest
+import torch
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from tiny_models import assert_same_text, exact_law, tiny_llama, transformers_greedy
+
+from heavypath.kernels.attention.prepared import prepared_attention
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    METHODS,
+    EarlyExit,
+    PromptLookup,
+    SpeculativeDecoder,
+    TokenTree,
+    load_demo_pair,
+)
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.demo import demo_prompts
+
+SPECULATIVE = [name for name in METHODS if name != "autoregressive"]
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+@pytest.fixture(scope="module")
+def greedy_texts(demo_pair):
+    """6 prompts, and 64 tokens that transformers' greedy generate puts behind each; a slow test takes all of them."""
+    target, _, tokenizer = demo_pair
+    prompts = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in demo_prompts()[:6]]
+    assert len(prompts) == 6
+    return prompts, [transformers_greedy(target, ids, 64) for ids in prompts]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_text_is_that_of_transformers_generate(method, demo_pair, greedy_texts):
+    target, draft, _ = demo_pair
+    decoder = SpeculativeDecoder(target, draft, method)
+    for ids, expected in zip(*greedy_texts, strict=True):
+        out = decoder.generate(ids, max_new_tokens=64)
+        assert_same_text(target, out.sequences, expected)
+        assert out.stats.new_tokens == 64
+        assert method == "autoregressive" or out.stats.tokens_per_step > 1.2
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("sequoia", 1.0), ("dyspec", 1.0)])
+def test_decoding_through_the_kernel(method, temperature, monkeypatch):
+    target, draft = (tiny_llama(seed, hidden_size=32, num_key_value_heads=1) for seed in (1, 2))
+    prompts = torch.tensor([[3, 1, 4, 1, 5], [6, 6, 2, 6, 5]])
+    padding = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+
+    def text():
+        shape = {"tree": TokenTree.from_branching([2, 2, 1])} if method == "sequoia" else {"width": 3, "max_depth": 3}
+        decoding = SpeculativeDecoder(target, draft, method, **shape)
+        return decoding.generate(prompts, max_new_tokens=12, temperature=temperature, attention_mask=padding).sequences
+
+    expected = text()
+    by_kernel = partial(prepared_attention, impl="triton")
+    monkeypatch.setattr("heavypath.speculative.models.forward.prepared_attention", by_kernel)
+    assert torch.equal(text(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("method", METHODS)
+def test_text_on_a_gpu_is_the_text_on_a_cpu(method, demo_pair, greedy_texts):
+    target, draft, _ = demo_pair
+    size = None if method == "autoregressive" else 8  # the default is another one on a GPU
+    on_gpu = SpeculativeDecoder(*load_demo_pair(device="cuda")[:2], method, tree_size=size)
+    on_cpu = SpeculativeDecoder(target, draft, method, tree_size=size)
+    for ids, expected in zip(*greedy_texts, strict=True):
+        assert_same_text(target, on_gpu.generate(ids.cuda(), max_new_tokens=64).sequences.cpu(), expected)
+    ids = greedy_texts[0][0]
+    sampled = [each.generate(ids.to(device), max_new_tokens=24, temperature=0.6, seed=3).sequences.cpu()
+               for each, device in ((on_gpu, "cuda"), (on_cpu, "cpu"))]  # fmt: skip
+    assert torch.equal(*sampled)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+def test_ersd_writes_what_plain_sampling_writes_under_the_same_seed(temperature, demo_pair):
+    target, draft, tokenizer = demo_pair
+    plain = SpeculativeDecoder(target, None, "autoregressive")
+    racing = [
+        SpeculativeDecoder(target, draft, "ersd"),
+        SpeculativeDecoder(target, draft, "ersd", tree=TokenTree.k_ary(3, 2), draft_temperature=1.3),
+    ]
+    for seed, prompt in enumerate(demo_prompts()[:5]):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        options = {"max_new_tokens": 48, "temperature": temperature, "top_p": 0.95, "seed": seed}
+        expected = plain.generate(ids, **options).sequences
+        for decoder in racing:
+            assert torch.equal(decoder.generate(ids, **options).sequences, expected)
+
+
+@pytest.mark.slow
+def test_long_greedy_texts_of_all_prompts_are_those_of_transformers_generate(demo_pair):
+    target, draft, tokenizer = demo_pair
+    decoders = {method: SpeculativeDecoder(target, draft, method) for method in METHODS}
+    for prompt in demo_prompts():
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        expected = transformers_greedy(target, ids, 256)
+        for decoder in decoders.values():
+            assert_same_text(target, decoder.generate(ids, max_new_tokens=256).sequences, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{"temperature": 0.6}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 50}])
+def test_ersd_writes_what_plain_sampling_writes_under_twenty_seeds(sampling, demo_pair):
+    target, draft, tokenizer = demo_pair
+    plain, racing = SpeculativeDecoder(target, None, "autoregressive"), SpeculativeDecoder(target, draft, "ersd")
+    ids = tokenizer(demo_prompts()[0], return_tensors="pt").input_ids
+    for seed in range(20):
+        options = {"max_new_tokens": 128, "seed": seed, **sampling}
+        assert torch.equal(racing.generate(ids, **options).sequences, plain.generate(ids, **options).sequences)
+
+
+LAWS = [
+    pytest.param(method, options, id=f"{method}-{name}", marks=[pytest.mark.slow] * slow)
+    for name, options in {
+        "plain": {"temperature": 1.0},
+        "filtered": {"temperature": 1.2, "top_k": 5, "top_p": 0.95},
+    }.items()
+    for method in LOSSLESS_METHODS
+    for slow in [name == "filtered" and method not in ("dyspec", "spectr", "ersd")]  # a rule of verification each
+]
+
+
+@pytest.mark.parametrize(("method", "options"), LAWS)
+def test_the_joint_law_of_four_tokens_is_exact(method, options, tiny_pair):
+    target, draft = tiny_pair
+    prompt, sequences = torch.tensor([3, 1, 4]), 20_000
+    law = exact_law(target, prompt, Filters(**options), 4)
+    ragged, deepest = TokenTree([-1, 0, 0, 2, 2, 0, 5]), []
+    fixed = method == "autoregressive" or isinstance(METHODS[method].tree_of(6), Growth)
+    for shape in [{"tree_size": 6}] if fixed else [{"tree_size": 6}, {"tree": ragged}]:
+        decoder = SpeculativeDecoder(target, draft, method, **shape)
+        out = decoder.generate(prompt.expand(sequences, -1), max_new_tokens=4, seed=11, **options)
+        counts = joint_counts(out.sequences[:, 3:], 7)
+        assert chi_square_p_value(counts, law) > SIGNIFICANCE
+        deepest.append(max(out.stats.acceptance_by_depth[1:], default=0.0))
+    assert method == "autoregressive" or max(deepest) > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_batch_of_different_prompts_is_decoded_as_each_alone(method, temperature, tiny_pair):
+    target, draft = tiny_pair
+    decoder = SpeculativeDecoder(target, draft, method, tree_size=8)
+    lengths, longest = [1, 5, 2, 9], 9
+    prompts = [torch.randint(0, 7, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
+    padded = torch.stack([torch.cat([torch.zeros(longest - len(p), dtype=torch.long), p]) for p in prompts])
+    mask = torch.stack([torch.arange(longest) >= longest - length for length in lengths]).long()
+    ids = torch.tensor([4, 0, 7, 2])
+    options = {"max_new_tokens": 23, "temperature": temperature, "seed": 5, "eos_token_id": 6, "pad_token_id": 0}
+    batch = decoder.generate(padded, attention_mask=mask, sequence_ids=ids, **options)
+    steps = 0
+    for b, prompt in enumerate(prompts):
+        alone = decoder.generate(prompt[None], sequence_ids=ids[b : b + 1], **options)
+        new = alone.sequences[0, len(prompt) :]
+        assert torch.equal(batch.sequences[b, longest : longest + len(new)], new)
+        assert (batch.sequences[b, longest + len(new) :] == 0).all()
+        assert (alone.stats.steps, alone.stats.new_tokens) == (batch.stats.steps_of[b], batch.stats.tokens_of[b])
+        steps += alone.stats.steps
+    assert batch.stats.steps == steps
+    assert "of each sequence" in str(batch.stats)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_text_ends_exactly_at_the_first_end_of_sequence_token(method, tiny_pair):
+    target, draft = tiny_pair
+    decoder = SpeculativeDecoder(target, draft, method, tree_size=8)
+    prompt = torch.tensor([[1, 2, 3]])
+    for seed in range(8):
+        free = decoder.generate(prompt, 24, temperature=1.0, seed=seed).sequences[0, 3:]
+        for eos in ([5], [2, 6]):
+            stopped = decoder.generate(prompt, 24, temperature=1.0, seed=seed, eos_token_id=eos)
+            hits = torch.isin(free, torch.tensor(eos)).nonzero()[:, 0]
+            end = int(hits[0]) + 1 if len(hits) else 24
+            assert stopped.sequences[0, 3:].tolist() == free[:end].tolist()
+            assert stopped.stats.new_tokens == end
+
+
+@pytest.mark.parametrize("method", SPECULATIVE)
+def test_the_last_position_can_be_used(method, tiny_pair):
+    target, draft = tiny_pair
+    prompt = torch.randint(0, 7, (1, 50))
+    out = SpeculativeDecoder(target, draft, method).generate(prompt, max_new_tokens=14)
+    expected = transformers_greedy(target, prompt, 14)
+    assert_same_text(target, out.sequences, expected)
+    assert out.sequences.shape == (1, 64)
+
+
+def test_long_prompts_are_prefilled_in_chunks_to_the_same_text(monkeypatch, tiny_pair):
+    target, draft = tiny_pair
+    decoder = SpeculativeDecoder(target, draft)
+    prompts = torch.randint(1, 7, (3, 40))
+    prompts[0, :30] = 0
+    mask = torch.ones_like(prompts)
+    mask[0, :30] = 0
+    whole = decoder.generate(prompts, 20, attention_mask=mask)
+    monkeypatch.setattr("heavypath.speculative.models.forward.PREFILL_CHUNK", 7)
+    assert torch.equal(decoder.generate(prompts, 20, attention_mask=mask).sequences, whole.sequences)
+
+
+def test_a_draft_equal_to_the_target_is_always_accepted(tiny_pair):
+    target, _ = tiny_pair
+    decoder = SpeculativeDecoder(target, target, "chain", tree_size=5)
+    out = decoder.generate(torch.tensor([[1, 2]]), max_new_tokens=41, temperature=1.0)
+    assert out.stats.acceptance_by_rank == [1.0]
+    assert out.stats.acceptance_by_depth == [1.0] * 4
+    assert out.stats.steps == 9  # of 5 tokens, but for the last
+
+
+def test_statistics_add_up(demo_pair):
+    target, draft, tokenizer = demo_pair
+    ids = tokenizer(demo_prompts()[0], return_tensors="pt").input_ids
+    stats = SpeculativeDecoder(target, draft, "sequoia").generate(ids, 40, temperature=0.7).stats
+    assert stats.new_tokens == 40
+    assert stats.tokens_per_step == pytest.approx(40 / stats.steps)
+    phases = {"prefill", "draft", "sampling", "target", "verification", "compaction", "host"}
+    assert set(stats.seconds) == phases
+    assert sum(stats.seconds.values()) == pytest.approx(stats.total_seconds)
+    assert phases < set(str(stats).replace("seconds, ", "").split())
+    assert "tokens per step" in str(stats)
+    rows = ids.shape[1] + 40 + 5
+    assert stats.cache_bytes == 2 * 4 * rows * sum(
+        model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim
+        for model in (target, draft)
+    )
+    plain = SpeculativeDecoder(target, None, "autoregressive").generate(ids, 12).stats
+    assert (plain.steps, plain.new_tokens, plain.acceptance_by_rank) == (12, 12, [])
+
+
+def test_a_streamer_gets_the_prompt_then_each_new_token_once(tiny_pair):
+    class Recorder:
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    recorder = Recorder()
+    out = SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 20, temperature=0.9, streamer=recorder)
+    assert recorder.tokens == out.sequences[0].tolist()
+    assert recorder.ended
+
+
+def with_nan(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    return model
+
+
+@pytest.mark.parametrize(("build", "message"), [
+    (lambda t, d: SpeculativeDecoder(t, d, "medusa"), "method must be one of autoregressive, .* got 'medusa'"),
+    (lambda t, d: SpeculativeDecoder(t, None, "sequoia"), "method 'sequoia' needs a draft model, got None"),
+    (lambda t, d: SpeculativeDecoder(t, tiny_llama(0, 9)), "share one vocabulary, got 7 and 9 tokens"),
+    (lambda t, d: SpeculativeDecoder(with_nan(tiny_llama(0)), d), "target has NaN .* model.layers.0.mlp.up"),
+    (lambda t, d: SpeculativeDecoder(t, with_nan(tiny_llama(0))), "draft has NaN"),
+    (lambda t, d: SpeculativeDecoder(t, d, tree_size=1), "tree_size counts the root and must be in 2 .. 2048, got 1"),
+    (lambda t, d: SpeculativeDecoder(t, d, tree=[-1, 0]), "tree must be a TokenTree, got list"),
+    (lambda t, d: SpeculativeDecoder(t, d, draft_top_p=0.0), "draft_top_p must be"),
+    (lambda t, d: SpeculativeDecoder(t, d, acceptance=[]), "not empty"),
+    (lambda t, d: SpeculativeDecoder(t, d, acceptance=[[0.9, 0.4]]), "rows that sum to at most 1"),
+    (lambda t, d: SpeculativeDecoder(t, d, "chain", width=2), "'chain' has no option 'width'; it has threshold"),
+    (lambda t, d: SpeculativeDecoder(t, d, "autoregressive", width=2), "it has none but tree_size"),
+    (lambda t, d: SpeculativeDecoder(t, d, "dyspec", confidence="high"), "a Confidence or 'draft', got 'high'"),
+    (lambda t, d: SpeculativeDecoder(t, d, "dyspec", width=0), "width must be at least 1, got 0"),
+    (lambda t, d: SpeculativeDecoder(t, d, "dyspec", threshold=1.5), r"threshold must be in \[0, 1\], got 1.5"),
+    (lambda t, d: SpeculativeDecoder(t, d, "dyspec", tree=TokenTree.chain(2)), "'dyspec' grows its trees"),
+    (lambda t, d: SpeculativeDecoder(t, d, tree=TokenTree.chain(2), tree_size=4), "leave out tree_size"),
+    (lambda t, d: SpeculativeDecoder(t, EarlyExit(2)), r"must leave 1 .. 1 layers, got 2"),
+    (lambda t, d: PromptLookup(2, 3), "min_ngram <= max_ngram, got 3 and 2"),
+])  # fmt: skip
+def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pair):
+    with pytest.raises((ValueError, TypeError), match=message):
+        build(*tiny_pair)
+
+
+def test_an_unknown_option_is_refused_by_name(tiny_pair):
+    with pytest.raises(TypeError, match="num_beams"):
+        SpeculativeDecoder(*tiny_pair, num_beams=4)
+    with pytest.raises(TypeError, match="num_beams"):
+        SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1]]), num_beams=4)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"input_ids": [[1, 2]]}, r"input_ids must be a LongTensor \[B, T\], got list"),
+    ({"input_ids": torch.tensor([1, 2])}, r"LongTensor \[B, T\], got torch.int64 \[2\]"),
+    ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "at least one token"),
+    ({"input_ids": torch.tensor([[7]])}, r"input_ids must be in 0 .. 6, got 7 .. 7"),
+    ({"max_new_tokens": 63}, r"need 65 positions \(2 \+ 63\), but target has 64"),
+    ({"seed": 1.5}, "seed must be an integer, got 1.5"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
+    ({"eos_token_id": "a"}, "eos_token_id must be an integer, got 'a'"),
+    ({"sequence_ids": [3]}, r"sequence_ids must be a LongTensor \[1\], got list"),
+    ({"attention_mask": [[1, 1]]}, "attention_mask must be a tensor, got list"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+    ({"temperature": -0.5}, "temperature must be .* got -0.5"),
+    ({"top_p": 0.0}, r"top_p must be .* \(0, 1\], got 0.0"),
+    ({"top_p": 1.5}, "top_p must be .* got 1.5"),
+    ({"top_k": -1}, "top_k must be .* got -1"),
+    ({"attention_mask": torch.tensor([[1, 0]])}, r"attention_mask must .* \(left padding\)"),
+    ({"sequence_ids": torch.tensor([1, 2])}, r"sequence_ids must be a LongTensor \[1\]"),
+    ({"sequence_ids": torch.tensor([-1])}, "sequence_ids must be in 0 .. "),
+    ({"eos_token_id": 7}, "eos_token_id must be in 0 .. 6, got 7"),
+    ({"pad_token_id": -1}, "pad_token_id must be in 0 .. 6, got -1"),
+    ({"input_ids": torch.tensor([[1], [1]]), "streamer": object()}, "got one streamer for a batch of 2"),
+])  # fmt: skip
+def test_bad_arguments_are_refused_before_any_work(options, message, tiny_pair):
+    decoder = SpeculativeDecoder(*tiny_pair)
+    with pytest.raises((ValueError, TypeError), match=message):
+        decoder.generate(**{"input_ids": torch.tensor([[1, 2]]), "max_new_tokens": 4} | options)
+
+
+def test_the_text_can_be_trained_on(tiny_pair):
+    target, _ = tiny_pair
+    ids = SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 10).sequences
+    target(ids, labels=ids).loss.backward()
+    target.zero_grad()
+
+
+def test_the_models_are_left_as_they_were(tiny_pair):
+    target, draft = tiny_pair
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    implementation, config = target.config._attn_implementation, target.config.to_dict()
+    SpeculativeDecoder(target, draft).generate(torch.tensor([[1, 2]]), 10)
+    assert target.config._attn_implementation == implementation
+    assert target.config.to_dict() == config
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_tree_may_have_more_children_than_are_drawn_one_by_one(temperature):
+    pair = [tiny_llama(seed, vocab_size=200) for seed in (1, 2)]
+    tree = TokenTree([-1, 0, 0, *[1] * 65, *[2] * 65])
+    out = SpeculativeDecoder(*pair, "sequoia", tree=tree).generate(
+        torch.tensor([[1, 2, 3]]), max_new_tokens=6, temperature=temperature
+    )
+    assert out.sequences.shape == (1, 9)

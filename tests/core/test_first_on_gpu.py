@@ -1,0 +1,64 @@
+"""What to know first on a GPU: texts are those of a CPU, with CUDA graphs and without, and the graphs are there.
+
+In fp32, where a GPU's other order of sums changes a token once in a hundred thousand. On a GPU that is only played
+(tests/support/stand_in_gpu.py) it runs in miniature.
+"""
+
+import logging
+
+import pytest
+import torch
+from gpu_cases import MINIATURE, prompts, pytestmark, size  # noqa: F401
+from tiny_models import tiny_llama
+
+from heavypath.speculative import SpeculativeDecoder, load_demo_pair
+
+SAMPLINGS = [{"temperature": 0.0}, {"temperature": 0.8}][size(0, 1) :]
+PROMPTS, NEW_TOKENS = (size(2, 1), 9), size(64, 4)
+TREE = {"tree_size": size(16, 3), "verifier": "rejection"}  # a CPU has another verifier if it is not told
+
+
+def models():
+    """A pair on the CPU, in fp32."""
+    if MINIATURE:
+        return [tiny_llama(seed, layers=1, hidden_size=32, vocab_size=50) for seed in (1, 2)]
+    return load_demo_pair()[:2]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return [model.to("cuda") for model in models()]
+
+
+def text(decoder, sampling, device="cuda"):
+    """What a decoder there writes, on the CPU."""
+    given = prompts(*PROMPTS).to(device)
+    return decoder.generate(given, NEW_TOKENS, seed=5, eos_token_id=None, **sampling).sequences.cpu()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_texts_are_those_of_a_cpu(sampling, pair, caplog):
+    on_cpu = SpeculativeDecoder(*models(), "sequoia", **TREE)
+    graphs, eager = (SpeculativeDecoder(*pair, "sequoia", **TREE, cuda_graphs=on) for on in (True, False))
+    expected = text(on_cpu, sampling, "cpu")
+    assert torch.equal(text(eager, sampling), expected)
+    assert torch.equal(text(graphs, sampling), expected)
+    assert len(graphs.runner.idle.graphs) > 0
+    assert_nothing_failed(caplog)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_steps_behind_a_warm_up_are_graphs(sampling, pair, caplog):
+    warm, eager = (SpeculativeDecoder(*pair, "sequoia", **TREE, cuda_graphs=on) for on in (True, False))
+    warm.warm_up(batch_size=PROMPTS[0], prompt_tokens=PROMPTS[1], max_new_tokens=NEW_TOKENS, **sampling)
+    assert len(warm.runner.idle.graphs) > 0
+    workspace = warm.runner.idle
+    assert torch.equal(text(warm, sampling), text(eager, sampling))
+    assert warm.runner.idle is workspace
+    assert_nothing_failed(caplog)
+
+
+def assert_nothing_failed(caplog):
+    """Where a step cannot be captured, a warning says so, and it runs eagerly."""
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not [record.getMessage() for record in warnings if record.name.startswith("heavypath")]

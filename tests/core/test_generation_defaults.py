@@ -1,0 +1,132 @@
+"""What `generate` is not told is taken from the target's generation_config, and transformers' own generate agrees."""
+
+import pytest
+import torch
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from texts_with_rules import left_padded
+from tiny_models import exact_law, tiny_llama
+from transformers import GenerationConfig, SynthIDTextWatermarkingConfig
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import PromptLookup, SpeculativeDecoder
+
+IDS = torch.tensor([[1, 2, 3]])
+PROMPTS = [[3, 1, 4, 1, 6, 2], [6, 2], [1, 1, 2, 0, 4], [2]]
+
+
+@pytest.fixture
+def pair():
+    return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+GREEDY = [
+    {"eos_token_id": 6},
+    {"eos_token_id": [6, 3], "pad_token_id": 1},
+    {"eos_token_id": 6, "min_new_tokens": 5},
+    {"repetition_penalty": 1.7, "eos_token_id": 4, "pad_token_id": 4},
+    {"temperature": 0.3, "top_k": 2, "top_p": 0.4, "min_p": 0.2, "eos_token_id": 6},
+]
+
+
+@pytest.mark.parametrize("draft", ["model", "prompt lookup"])
+@pytest.mark.parametrize("config", GREEDY, ids=str)
+def test_greedy_text_is_that_of_the_models_own_generate(config, draft, pair):
+    target = pair[0]
+    target.generation_config = GenerationConfig(**config)
+    decoder = SpeculativeDecoder(target, pair[1] if draft == "model" else PromptLookup())
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        expected = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)
+        assert torch.equal(decoder.generate(ids, 12).sequences, expected)
+    if config.get("repetition_penalty") is None:  # which counts padding in transformers before 5.23
+        batch = left_padded(PROMPTS)
+        assert torch.equal(
+            decoder.generate(**batch, max_new_tokens=12).sequences, target.generate(**batch, max_new_tokens=12)
+        )
+
+
+SAMPLED = [
+    ({"do_sample": True}, Filters(1.0)),
+    ({"do_sample": True, "temperature": 0.4}, Filters(0.4)),
+    ({"do_sample": True, "temperature": 2.0, "top_k": 3, "top_p": 0.9, "min_p": 0.3}, Filters(2.0, 3, 0.9, 0.3)),
+]
+
+
+@pytest.mark.parametrize(("config", "filters"), SAMPLED, ids=str)
+def test_sampled_text_has_the_law_of_the_models_own_generate(config, filters, pair):
+    target = pair[0]
+    target.generation_config = GenerationConfig(**config)
+    many = IDS.expand(8000, -1)
+    law = exact_law(target, IDS[0], filters, 2)
+    ours = SpeculativeDecoder(*pair).generate(many, 2, seed=5).sequences
+    theirs = target.generate(many, attention_mask=torch.ones_like(many), max_new_tokens=2, pad_token_id=0)
+    for texts in (ours, theirs):
+        assert chi_square_p_value(joint_counts(texts[:, 3:], 7), law) > SIGNIFICANCE
+
+
+def test_what_is_said_wins_over_the_config(pair):
+    target = pair[0]
+    decoder = SpeculativeDecoder(*pair)
+    options = {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    options |= {"min_new_tokens": 0, "eos_token_id": None, "pad_token_id": 0, "seed": 3}
+    free, greedy = decoder.generate(IDS, 20, **options), decoder.generate(IDS, 20)
+    config = {"do_sample": True, "temperature": 0.1, "top_k": 1, "top_p": 0.01, "min_p": 1.0, "eos_token_id": 6}
+    target.generation_config = GenerationConfig(**config, repetition_penalty=3.0, min_new_tokens=9, pad_token_id=2)
+    assert torch.equal(decoder.generate(IDS, 20, **options).sequences, free.sequences)
+    least = options | {"temperature": 0.0}
+    assert torch.equal(decoder.generate(IDS, 20, **least).sequences, greedy.sequences)
+    for name, value in options.items():  # each of them does something
+        if name not in ("seed", "pad_token_id", "min_new_tokens"):
+            rest = {other: given for other, given in options.items() if other != name}
+            assert not torch.equal(decoder.generate(IDS, 20, **rest).sequences, free.sequences), (name, value)
+    other = options | {"eos_token_id": int(free.sequences[0, 8]), "pad_token_id": None}
+    batch = decoder.generate(torch.cat([IDS, IDS]), 20, **other).sequences
+    assert 2 in batch[:, -1]
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    ({"num_beams": 4}, r"generation_config has num_beams=4, .* set target.generation_config.num_beams = 1 to do"),
+    ({"penalty_alpha": 0.6}, "penalty_alpha=0.6, .* = 0 to do without it"),
+    ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
+    ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size=2"),
+    ({"watermarking_config": SynthIDTextWatermarkingConfig(5, [1])}, "SynthIDTextWatermarkLogitsProcessor cannot be"),
+    ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
+    ({"stop_strings": ["x"]}, "stop_strings need tokenizer="),
+    ({"min_new_tokens": 9, "eos_token_id": 3}, "min_new_tokens must be in 0 .. max_new_tokens = 4, got 9"),
+])  # fmt: skip
+def test_settings_that_the_decoder_lacks_are_refused_by_name(config, message, pair, monkeypatch):
+    monkeypatch.setattr(GenerationConfig, "validate", lambda *_, **__: None)
+    pair[0].generation_config = GenerationConfig(**config)
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder(*pair).generate(IDS, 4)
+
+
+def test_settings_that_change_no_text_are_no_error(pair):
+    expected = SpeculativeDecoder(*pair).generate(IDS, 4).sequences
+    config = {"typical_p": 0.5, "top_k": 3, "max_length": 5, "max_new_tokens": 2, "use_cache": False}
+    config |= {"num_beams": 1, "guidance_scale": 1.0, "no_repeat_ngram_size": 0, "output_scores": True}
+    pair[0].generation_config = GenerationConfig(**config)
+    assert torch.equal(SpeculativeDecoder(*pair).generate(IDS, 4).sequences, expected)
+    pair[0].generation_config = GenerationConfig(eos_token_id=[7, 151643], pad_token_id=-1)
+    assert torch.equal(SpeculativeDecoder(*pair).generate(IDS, 4).sequences, expected)
+    pair[0].generation_config = None
+    assert torch.equal(SpeculativeDecoder(*pair).generate(IDS, 4).sequences, expected)
+
+
+def test_generate_of_transformers_has_the_last_word_on_its_own_settings(pair):
+    """What its caller switches off is off, whatever the config of the model says."""
+    target = pair[0]
+    decoder = SpeculativeDecoder(*pair)
+    expected = decoder.generate(IDS, 12).sequences
+    target.generation_config = GenerationConfig(
+        repetition_penalty=2.0, no_repeat_ngram_size=2, eos_token_id=6, num_beams=2
+    )
+    off = {
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "eos_token_id": None,
+        "num_beams": 1,
+        "pad_token_id": 0,
+    }
+    out = target.generate(IDS, custom_generate=decoder, max_new_tokens=12, **off)
+    assert torch.equal(out, expected)

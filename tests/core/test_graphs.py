@@ -1,0 +1,275 @@
+"""What is around CUDA graphs: devices, streams, threads, failures, lifetimes, warming up. `test_step` plays CUDA."""
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from graph_cases import small_llama
+from own_drafts import Bigrams
+from played_graphs import STREAMS, Event, Stream
+from played_steps import PROMPTS, Tape
+from tiny_models import tiny_llama
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from heavypath.kernels import cache_compaction
+from heavypath.speculative import EarlyExit, Lookahead, PromptLookup, Retrieval, SpeculativeDecoder
+from heavypath.speculative.decoding.graphs import MOST, Graphs
+from heavypath.speculative.decoding.snapshots import Snapshots
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="real graphs have tests of their own")
+ONE = PROMPTS[:1]
+CPU = torch.device("cpu")
+SAMPLED = {"max_new_tokens": 3, "temperature": 0.8}
+
+
+def test_the_models_gpu_is_the_current_one_while_decoding(as_on_a_gpu, monkeypatch):
+    current, seen = [None], []
+
+    @contextmanager
+    def device(given):
+        current.append(given)
+        yield
+        current.pop()
+
+    def watch(owner, name):
+        kept = getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            seen.append((name, current[-1]))
+            return kept(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    as_on_a_gpu()
+    monkeypatch.setattr(torch.cuda, "device", device)
+    watch(Tape, "capture_begin")
+    watch(Tape, "replay")
+    watch(Snapshots, "take")
+    watch(torch.cuda, "graph_pool_handle")
+    SpeculativeDecoder(small_llama(1), None, "autoregressive").generate(ONE, **SAMPLED)
+    assert {name for name, _ in seen} == {"capture_begin", "replay", "take", "graph_pool_handle"}
+    assert {where for _, where in seen} == {torch.device("cpu")}
+    assert current == [None]
+
+
+def test_one_capture_is_underway_in_a_process(as_on_a_gpu):
+    as_on_a_gpu()
+    together, failed = threading.Barrier(4), []
+
+    def capture():
+        graph = Graphs(CPU).of("a step")
+        together.wait()
+        try:
+            graph.capture(lambda: time.sleep(0.05))  # `Tape.capture_begin` asserts that it is the only one
+        except AssertionError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=capture) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+class AsksTheHost(Bigrams):
+    """A draft that CUDA cannot capture."""
+
+    def __call__(self, feed, cache):
+        if Tape.underway is not None:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
+        return super().__call__(feed, cache)
+
+
+def test_what_cannot_be_captured_runs_eagerly_with_one_warning(as_on_a_gpu, monkeypatch, caplog):
+    target, logits = small_llama(1), torch.randn(7, 7)
+    expected = SpeculativeDecoder(target, Bigrams(logits), tree_size=3).generate(ONE, **SAMPLED)
+    as_on_a_gpu()
+    streams = [None]
+
+    @contextmanager
+    def stream(given):
+        streams.append(given)
+        try:
+            yield
+        finally:
+            streams.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    decoder = SpeculativeDecoder(target, AsksTheHost(logits), tree_size=3)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            out = decoder.generate(ONE, **SAMPLED)
+            assert torch.equal(out.sequences, expected.sequences)
+    (record,) = [each for each in caplog.records if "CUDA graph" in each.message]
+    assert "LlamaForCausalLM and AsksTheHost" in record.message
+    assert record.message.endswith("operation not permitted when stream is capturing")
+    assert streams == [None]
+    assert len(decoder.runner.idle.graphs) == 0
+
+
+class Noted(Stream):
+    """A stream that notes what waits for what."""
+
+    def __init__(self, name, notes):
+        self.name, self.notes = name, notes
+
+    def record_event(self):
+        self.notes.append(f"{self.name} records")
+        return Event()
+
+    def wait_event(self, event):
+        self.notes.append(f"{self.name} waits")
+
+
+def test_a_workspace_changes_streams_behind_its_last_step(as_on_a_gpu, monkeypatch):
+    as_on_a_gpu()
+    notes = []
+    one, other = Noted("one", notes), Noted("other", notes)
+    decoder = SpeculativeDecoder(small_llama(1), None, "autoregressive", cuda_graphs=None)
+    for stream, expected in (
+        (one, ["one records", "one waits"]),
+        (other, ["other waits", "other records", "one waits"]),
+    ):
+        notes.clear()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda stream=stream: stream)
+        decoder.generate(ONE, **SAMPLED)
+        assert notes == expected
+
+
+def gpt2():
+    config = GPT2Config(vocab_size=7, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).eval()
+
+
+DRAFTS = {
+    "model": (small_llama, lambda: small_llama(2)),
+    "another kind of model": (lambda seed: gpt2(), gpt2),
+    "early exit": (lambda seed: tiny_llama(seed, layers=2, hidden_size=32), lambda: EarlyExit(1)),
+    "prompt lookup": (small_llama, PromptLookup),
+    "lookahead": (small_llama, lambda: Lookahead(2, 3)),
+    "retrieval": (small_llama, lambda: Retrieval([[1, 2, 3, 1, 2]])),
+}
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("model", "early exit", "retrieval") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in DRAFTS
+    ],
+)
+def test_a_decoder_goes_with_its_last_reference(kind, graphs, as_on_a_gpu):
+    """Its memory would else be kept until Python looks for cycles, which knows nothing of a GPU's memory."""
+    if graphs:
+        as_on_a_gpu()
+    target, draft = DRAFTS[kind]
+    target, draft = target(1), draft()
+    gc.collect()
+    gc.disable()
+    try:
+        decoder = SpeculativeDecoder(target, draft, "sequoia", tree_size=2)
+        out = decoder.generate(ONE, 3, temperature=0.8, eos_token_id=None)
+        parts = [decoder, decoder.runner, decoder._target, decoder._draft, out.cache]
+        parts += [decoder.runner.idle, decoder.runner.idle.target_cache.keys] if graphs else []
+        alive = {type(part).__name__: weakref.ref(part) for part in parts}
+        del decoder, parts, out
+        assert [name for name, part in alive.items() if part() is not None] == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_after_warming_up_nothing_is_captured_or_allocated(batch, as_on_a_gpu, monkeypatch):
+    pair = small_llama(1), small_llama(2)
+    expected = SpeculativeDecoder(*pair, tree_size=2).generate(PROMPTS[:batch], 6, temperature=0.8, eos_token_id=2)
+    as_on_a_gpu()
+    decoder = SpeculativeDecoder(*pair, tree_size=2)
+    assert decoder.warm_up(batch_size=batch, prompt_tokens=6, max_new_tokens=6, temperature=0.8) > 0
+    workspace = decoder.runner.idle
+    assert len(workspace.graphs) == {1: 1, 3: 3}[batch]  # of 1 sequence; of 3, 2 and 1
+    monkeypatch.setattr(Tape, "capture_begin", lambda *args, **kwargs: pytest.fail("captured"))
+    out = decoder.generate(PROMPTS[:batch], 6, temperature=0.8, eos_token_id=2)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert decoder.runner.idle is workspace
+
+
+@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
+def test_a_step_that_is_tried_out_gets_as_far_as_the_rows_of_the_caches(method, as_on_a_gpu, monkeypatch):
+    """So that what it launches before is compiled side by side."""
+    as_on_a_gpu()
+    cache_compaction._table.cache_clear()  # which may know the same addresses
+    launch, names = Tape.launch, {}
+
+    def watch(graph, executor, *args, **kwargs):
+        names.setdefault(graph, []).append(executor.fn.__name__)
+        launch(graph, executor, *args, **kwargs)
+
+    monkeypatch.setattr(Tape, "launch", watch)
+    decoder = SpeculativeDecoder(small_llama(1), small_llama(2), method, tree_size=3)
+    decoder.warm_up(prompt_tokens=4, max_new_tokens=4, temperature=0.8)
+    tried_out, captured = names.values()
+    assert tried_out == captured[: len(tried_out)]
+    assert captured[len(tried_out)] == "_compact_kernel"
+
+
+def test_on_a_cpu_warming_up_leaves_the_text_as_it_is():
+    decoder = SpeculativeDecoder(small_llama(1), small_llama(2))
+    before = decoder.generate(ONE, **SAMPLED).sequences
+    assert decoder.warm_up(batch_size=2, prompt_tokens=4, temperature=0.8, max_new_tokens=8) > 0
+    assert torch.equal(decoder.generate(ONE, **SAMPLED).sequences, before)
+    with pytest.raises(ValueError, match="positions"):
+        decoder.warm_up(prompt_tokens=60, max_new_tokens=8)
+
+
+def test_a_capture_that_fails_leaves_the_stream_and_the_lock(as_on_a_gpu):
+    as_on_a_gpu()
+    graph = Graphs(CPU).of("a step")
+    with pytest.raises(ZeroDivisionError):
+        graph.capture(lambda: 1 / 0)
+    assert (graph.fails, graph.is_captured) == (True, False)
+    assert Tape.underway is None
+    graph.capture(lambda: nullcontext())
+    assert (graph.fails, graph.is_captured) == (False, True)
+
+
+@pytest.mark.parametrize("first", [lambda: 1 / 0, lambda: torch.ones(1).item()], ids=["in Python", "by CUDA"])
+def test_a_capture_that_fails_leaves_the_others_and_torchs_allocator(first, as_on_a_gpu):
+    """Whether it is the first one of its workspace or another graph is there."""
+    as_on_a_gpu()
+    graphs = Graphs(CPU)
+    for number in range(2):
+        with pytest.raises((ZeroDivisionError, RuntimeError)):
+            graphs.of(("fails", number)).capture(first)
+        torch.cuda.empty_cache()
+        graphs.of(number).capture(lambda: torch.ones(1))
+    graphs.try_out(lambda: torch.ones(1))
+    assert len(graphs) == 2
+    for number in range(2):
+        graphs.of(number).replay()
+        assert graphs.of(number).result == 1
+
+
+def test_graphs_of_a_workspace_share_a_pool_for_as_long_as_there_are_some(as_on_a_gpu):
+    as_on_a_gpu()
+    graphs = Graphs(CPU)
+    for number in range(MOST + 3):  # the first three are dropped
+        graphs.of(number).capture(lambda: torch.ones(1))
+    assert len({graphs.of(number)._graph.pool for number in range(3, MOST + 3)}) == 1
+    assert Tape.pools.made == 1
+
+
+def test_nobody_is_given_the_stream_that_is_captured_on_however_many_workspaces_there_are(as_on_a_gpu):
+    """torch gives out 32 streams in turn."""
+    as_on_a_gpu()
+    mine = torch.cuda.Stream()
+    for _ in range(STREAMS + 1):
+        graph = Graphs(CPU).of("a step")
+        graph.capture(lambda: torch.ones(1))
+        assert graph._graph.stream != mine

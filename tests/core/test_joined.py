@@ -1,0 +1,264 @@
+"""Weights that are joined for one product: the model stays what it was, and gets its own memory back."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from llama_cases import MODELS, sharpened
+from tiny_models import tiny_llama
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from heavypath.speculative import EarlyExit, SpeculativeDecoder
+from heavypath.speculative.models import joined, linear
+from heavypath.speculative.models.generic import TransformersForward
+from heavypath.speculative.models.joined import Joining
+from heavypath.speculative.models.llama import LlamaForward
+
+PROMPT = torch.tensor([[3, 1, 4, 1]])
+GROUPS = [("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))]
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(joined, "choose_impl", lambda *_: "triton")
+    monkeypatch.setattr(linear, "library", lambda: None)  # no compiled pass
+    yield
+    assert not joined._shared, "a test left weights joined"
+
+
+@pytest.fixture
+def without_collector():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def storages(model):
+    """How many different pieces of memory a model's parameters are in, and their bytes."""
+    found = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in model.parameters()}
+    return len(found), sum(found.values())
+
+
+def values_of(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(model, values):
+    assert model.state_dict().keys() == values.keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name]), name
+
+
+def text(decoder, model):
+    """A decoder's text, which must be that of the model."""
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(PROMPT, max_new_tokens=8, **options)
+    assert torch.equal(decoder.generate(PROMPT, 8, eos_token_id=None).sequences, expected)
+    return expected
+
+
+@pytest.mark.parametrize(("name", "fewer"), [("llama with biases, tied", 6), ("qwen2", 5), ("qwen3", 3)])
+def test_parameters_stay_the_same_objects_with_their_values_and_versions(name, fewer, without_collector):
+    """fewer: pieces of memory that a layer has less, two for q, k and v, one for gate and up, the same for biases."""
+    model = sharpened(MODELS[name]())
+    before, own = values_of(model), storages(model)
+    parameters, versions = dict(model.named_parameters()), [one._version for one in model.parameters()]
+    forward = LlamaForward(model)
+    state = forward.state()
+    assert storages(model) == (own[0] - fewer * len(model.model.layers), own[1])
+    assert_same(model, before)
+    assert all(one is parameters[name] for name, one in model.named_parameters())
+    assert [one._version for one in model.parameters()] == versions
+    assert forward.is_current()
+    assert all(one.is_contiguous() and one.requires_grad for one in model.parameters())
+    gone = weakref.ref(forward)
+    del forward
+    assert gone() is None
+    assert storages(model) == own
+    assert_same(model, before)
+    assert all(one is parameters[name] for name, one in model.named_parameters())
+    assert LlamaForward(model).state() == state, "a cache of an earlier text still serves"
+
+
+def test_products_are_those_of_the_layers():
+    model = sharpened(MODELS["qwen2"]())
+    forward = LlamaForward(model)
+    hidden = torch.randn(5, 64)
+    for layer, own in zip(forward._layers, model.model.layers, strict=True):
+        for product, (part, names) in zip((layer.project, layer.gate_and_up), GROUPS, strict=True):
+            assert isinstance(product, joined._JoinedProducts)
+            for ours, name in zip(product(hidden), names, strict=True):
+                torch.testing.assert_close(ours, own.get_submodule(part).get_submodule(name)(hidden))
+
+
+def test_no_more_than_a_layers_weights_are_there_twice(monkeypatch):
+    """Counted at each allocation of a joined tensor, when the layer's own weights are still there."""
+    model = tiny_llama(1, layers=4, hidden_size=64, intermediate_size=96)
+    own, most = storages(model)[1], []
+    before = joined._Together.__init__
+
+    def counted(self, parameters):
+        twice = sum(one.nbytes for one in parameters)
+        most.append(storages(model)[1] + twice)
+        before(self, parameters)
+
+    monkeypatch.setattr(joined._Together, "__init__", counted)
+    forward = LlamaForward(model)
+    assert len(most) == 8
+    assert max(most) - own == 2 * 64 * 96 * 4, "gate and up of one layer, in fp32"
+    assert storages(model)[1] == own
+    del forward
+
+
+def test_what_is_written_into_a_weight_is_seen():
+    model = tiny_llama(1)
+    decoder = SpeculativeDecoder(model, None, "autoregressive")
+    before = text(decoder, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
+    model(PROMPT, labels=PROMPT).loss.backward()
+    optimizer.step()
+    target = decoder._target
+    assert not torch.equal(text(decoder, model), before)
+    assert decoder._target is target, "values may change at any time"
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.neg_()
+    text(decoder, model)
+    assert decoder._target is target
+
+
+def other_layer(model):
+    model.model.layers[0].mlp.up_proj = nn.Linear(16, 24, bias=False)
+
+
+def other_parameter(model):
+    model.model.layers[0].self_attn.k_proj.weight = nn.Parameter(torch.randn(8, 16))
+
+
+def other_data(model):
+    model.model.layers[0].self_attn.q_proj.weight.data = torch.randn(16, 16)
+
+
+def other_type(model):
+    model.double()
+
+
+def hooked(model):
+    model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda module, args, out: -out)
+
+
+@pytest.mark.parametrize("change", [other_layer, other_parameter, other_data, other_type, hooked])
+def test_a_later_change_is_noticed(change, without_collector):
+    model = tiny_llama(1)
+    own = storages(model)
+    decoder = SpeculativeDecoder(model, None, "autoregressive")
+    before, target = text(decoder, model), decoder._target
+    change(model)
+    assert torch.equal(text(decoder, model), before) == (change is other_type)
+    assert decoder._target is not target
+    assert isinstance(decoder._target, TransformersForward) == (change is hooked)
+    del target
+    decoder.runner._step.cache_clear()
+    del decoder
+    assert storages(model) == (own[0], own[1] * (1 + (change is other_type)))
+
+
+def test_decoders_share_what_is_joined(without_collector):
+    model, draft = tiny_llama(1), tiny_llama(2)
+    own = storages(model)
+    one = SpeculativeDecoder(model, draft)
+    joined_now = storages(model)
+    places = [each.data_ptr() for each in model.parameters()]
+    other = SpeculativeDecoder(model, EarlyExit(1), "chain")
+    assert [each.data_ptr() for each in model.parameters()] == places
+    text(one, model)
+    text(other, model)
+    assert one._target.is_current()
+    assert other._target.is_current()
+    del one
+    assert storages(model) == joined_now
+    text(other, model)
+    del other
+    assert storages(model) == own
+    text(SpeculativeDecoder(model, draft), model)
+
+
+def test_a_past_outlives_its_decoder_and_what_was_joined(without_collector):
+    model = tiny_llama(1)
+    first = SpeculativeDecoder(model, None, "autoregressive").generate(PROMPT, 8, eos_token_id=None)
+    cache = first.cache
+    options = {"max_new_tokens": 4, "eos_token_id": None, "past": cache}
+    out = SpeculativeDecoder(model, None, "autoregressive").generate(first.sequences, **options)
+    assert out.stats.reused_tokens == len(PROMPT[0]) + 8 - 1
+
+
+def test_a_model_can_be_saved_copied_and_moved_meanwhile(tmp_path):
+    model = tiny_llama(1)
+    before = values_of(model)
+    model.save_pretrained(tmp_path / "apart")
+    decoder = SpeculativeDecoder(model, None, "autoregressive")
+    model.save_pretrained(tmp_path / "saved")
+    sizes = {(tmp_path / name / "model.safetensors").stat().st_size for name in ("apart", "saved")}
+    assert len(sizes) == 1
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "saved"), before)
+    torch.save(model.state_dict(), tmp_path / "weights")
+    for loaded in (torch.load(tmp_path / "weights"), copy.deepcopy(model).state_dict()):
+        fresh = tiny_llama(2)
+        fresh.load_state_dict(loaded)
+        assert_same(fresh, before)
+    alike = copy.deepcopy(model)
+    assert storages(alike)[0] == len([*alike.parameters()])
+    model.load_state_dict(tiny_llama(3).state_dict())
+    text(decoder, model)
+    model.to(torch.float64).to(torch.float32)
+    assert storages(model)[0] == len([*model.parameters()]), "as after model.to, which frees the device"
+    text(decoder, model)
+
+
+def test_what_others_use_is_not_moved():
+    tied, buffer = tiny_llama(1, num_key_value_heads=2), tiny_llama(2)
+    tied.model.layers[0].self_attn.k_proj.weight = tied.model.layers[1].self_attn.q_proj.weight
+    flat = torch.randn(2, 24, 16)
+    for part, name in zip(flat, ("gate_proj", "up_proj"), strict=True):
+        buffer.model.layers[0].mlp.get_submodule(name).weight.data = part
+    adapted = tiny_llama(3)
+    adapted.model.layers[0].mlp.up_proj.forward = torch.zeros_like
+    cases = {tied: [(0, False, True), (1, False, True)], buffer: [(0, True, False), (1, True, True)]}
+    for model, expected in cases.items():
+        places = [each.data_ptr() for each in flat]
+        forward = LlamaForward(model)
+        for number, attention, mlp in expected:
+            layer = forward._layers[number]
+            found = [isinstance(each, joined._JoinedProducts) for each in (layer.project, layer.gate_and_up)]
+            assert found == [attention, mlp]
+        assert [each.data_ptr() for each in flat] == places
+    layers = adapted.model.layers[0].mlp.gate_proj, adapted.model.layers[0].mlp.up_proj
+    assert Joining(adapted).products(layers) is None
+    assert Joining(adapted).products([nn.Bilinear(2, 2, 2), nn.Linear(2, 2)]) is None
+
+
+def test_on_a_cpu_nothing_is_joined(monkeypatch):
+    monkeypatch.undo()
+    model = tiny_llama(1)
+    places = [each.data_ptr() for each in model.parameters()]
+    decoder = SpeculativeDecoder(model, None, "autoregressive")
+    assert [each.data_ptr() for each in model.parameters()] == places
+    del decoder
+
+
+def test_where_memory_is_short_weights_stay_together(monkeypatch):
+    model = tiny_llama(1)
+    before = values_of(model)
+    forward = LlamaForward(model)
+    together = storages(model)
+
+    def short(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.Tensor, "clone", short)
+    del forward
+    monkeypatch.undo()
+    assert storages(model) == together
+    assert_same(model, before)

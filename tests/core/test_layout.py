@@ -1,0 +1,230 @@
+"""The house's rules: which folder imports which, and what keeps a file readable.
+
+`ORDER` is the layout. A folder imports those before it and never those behind it; within a folder modules may import
+each other, but in no circle.
+"""
+
+import ast
+import subprocess
+import sys
+import traceback
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from heavypath.speculative import SpeculativeDecoder
+
+ROOT = Path(__file__).parents[2]
+ORDER = (
+    "kernels", "files", "losslessness", "streaming", "trees", "ranks", "models", "drafts", "processors", "costs",
+    "training", "demo", "decoding", "output", "serving", "root", "http", "cli", "examples", "package",
+)  # fmt: skip
+APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
+MOST_MODULES, MOST_LINES, MEDIAN_LINES, MOST_PARAMETERS = 20, 500, 160, 8
+FORMER_PATHS = {  # of modules that moved into folders, and a name of each
+    "acceptance": "measure_acceptance",
+    "bounds": "tree_bounds",
+    "calibration": "calibrate",
+    "drafts": "PromptLookup",
+    "huggingface": "attention_forward",
+    "planning": "select_tree",
+    "profile": "Profile",
+    "tree": "TokenTree",
+}
+# Functions whose parameters are somebody else's: the public interface, what transformers calls, and torch's operator.
+PUBLIC = {
+    "gumbel_topk", "stochastic_beam", "tree_attention", "chain_attention", "verify_tree", "accept_typical", "calibrate",
+    "compare", "generate", "__init__", "__call__", "attention_forward", "visible_rows", "demo", "chat", "warm_up",
+    "distil", "serve", "submit", "simulate_command",
+}  # fmt: skip
+FREE_OF_NAMES = (  # take any arguments alike
+    "zip", "zip_longest", "gcd", "print", "ctx.save_for_backward", "func", "field_validator",
+)  # fmt: skip
+OPERATORS = {"_tree_attention"}  # torch.library takes no tuples
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package, by its dotted name."""
+    found = {}
+    for folder in ("kernels", "speculative"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(("heavypath", *parts))] = path
+    return found
+
+
+@cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def folder_of(name: str) -> str:
+    """One of ORDER. What starts the command belongs to the command."""
+    parts = name.split(".")
+    if parts[1] == "kernels":
+        return "kernels"
+    if parts[2:] == ["__main__"]:
+        return "cli"
+    return parts[2] if len(parts) > 3 else "root"
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """The modules of the package that each one imports, wherever in the file."""
+    found = {}
+    for name, path in modules().items():
+        taken = set()
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.Import):
+                taken |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name} imports by a relative path"
+                taken |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        taken |= {f"{one}.__init__" for one in taken}
+        found[name] = taken & modules().keys() - {name}
+    return found
+
+
+def test_every_module_is_in_a_folder_of_the_layout():
+    assert {folder_of(name) for name in modules()} == {*ORDER}
+
+
+def test_folders_import_only_those_before_them():
+    wrong = []
+    for name, taken in imports().items():
+        for other in taken:
+            one, another = folder_of(name), folder_of(other)
+            if ORDER.index(another) > ORDER.index(one) or {one, another} in APART:
+                wrong.append(f"{name} ({one}) imports {other} ({another})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    list(TopologicalSorter(imports()).static_order())  # raises CycleError with the circle
+
+
+def test_the_package_itself_is_imported_by_nothing_below_it():
+    """`heavypath.speculative` imports everything: who imports it from within hides what it needs."""
+    inner = {name for name in modules() if folder_of(name) not in ("cli", "examples", "package")}
+    wrong = [name for name in inner if "heavypath.speculative.__init__" in imports()[name]]
+    assert not wrong
+
+
+def test_a_folder_has_few_modules():
+    for folder in {path.parent for path in modules().values()}:
+        assert len([*folder.glob("*.py")]) <= MOST_MODULES, folder
+
+
+def test_modules_are_short():
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules().items()}
+    assert not {name: length for name, length in lengths.items() if length > MOST_LINES}
+    assert median(lengths.values()) <= MEDIAN_LINES
+
+
+@pytest.mark.parametrize("name", modules())
+def test_every_module_says_what_it_is(name):
+    text = ast.get_docstring(syntax(modules()[name]))
+    assert text
+    assert text.split("\n\n")[0].rstrip().endswith((".", ":")), "its first paragraph is a sentence"
+
+
+def test_functions_have_few_parameters():
+    """Kernels are not counted: what they take are pointers, strides and sizes, one by one."""
+    wrong = []
+    for path in [*modules().values(), *(ROOT / "bench").glob("*.py")]:
+        for node in ast.walk(syntax(path)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in PUBLIC | OPERATORS:
+                continue
+            if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+                continue
+            taken = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            if len(taken) > MOST_PARAMETERS:
+                wrong.append(f"{path.relative_to(ROOT)}: {node.name} has {len(taken)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_no_private_name_is_used_in_another_file():
+    files = [*modules().values(), *(ROOT / "bench").glob("*.py")]
+    wrong = []
+    for path in files:
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("heavypath"):
+                wrong += [f"{path.name}: {alias.name}" for alias in node.names if is_private(alias.name)]
+    own = {path: definitions(path) for path in files}
+    for path in files:
+        foreign = {name for other in files if other != path for name in own[other]} - own[path]
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr in foreign:
+                wrong.append(f"{path.name}: {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def definitions(path: Path) -> set[str]:
+    """Private names that a file defines: functions, classes, variables and attributes of self."""
+    found = set()
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    # NamedTuple's own methods begin with an underscore.
+    return {name for name in found if is_private(name)} - {"_replace", "_asdict", "_fields"}
+
+
+def test_no_call_hides_its_arguments_in_a_tuple():
+    """`f(*given, seed)` does not say what f is given. To unpack a shape or what a comprehension makes is no secret."""
+    shapes = ("shape", "lead", "stride")
+    wrong = []
+    for path in modules().values():
+        for node in ast.walk(syntax(path)):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) in FREE_OF_NAMES:
+                continue
+            for argument in node.args:
+                if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Name | ast.Attribute):
+                    text = ast.unparse(argument.value)
+                    if not text.endswith(shapes) and not ast.unparse(node.func).endswith("add_row"):
+                        wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node.func)}(*{text})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_that_moved_can_be_imported_by_their_former_paths():
+    lines = ["import heavypath.speculative as package"]
+    for module, name in FORMER_PATHS.items():
+        lines += [
+            f"from heavypath.speculative.{module} import {name}",
+            f"import heavypath.speculative.{module} as moved",
+            f"assert moved.{name} is {name} and package.{module} is moved",
+        ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_four_functions_stand_between_generate_and_the_targets_first_operation(demo_pair, monkeypatch):
+    target, draft, tokenizer = demo_pair
+    decoder = SpeculativeDecoder(target, draft, "sequoia")
+    stacks = []
+    embed = torch.nn.functional.embedding
+
+    def noted(tokens, weight, *options):
+        if weight is target.model.embed_tokens.weight:
+            frames = [frame for frame, _ in traceback.walk_stack(None) if "heavypath" in frame.f_globals["__name__"]]
+            names = [f"{frame.f_globals['__name__'].rpartition('.')[2]}.{frame.f_code.co_name}" for frame in frames]
+            stacks.append(names[::-1])
+        return embed(tokens, weight, *options)
+
+    monkeypatch.setattr(torch.nn.functional, "embedding", noted)
+    decoder._target._native = None  # which has no operations
+    decoder.generate(tokenizer("import os\n", return_tensors="pt").input_ids, max_new_tokens=4)
+    step = ["decoder.generate", "loop.decode", "runner.run", "step.__call__", "llama.__call__"]
+    assert stacks[-1] == step, "the way of a step is README's"

@@ -1,0 +1,83 @@
+"""LlamaForward gives the logits of the transformers model it wraps."""
+
+import pytest
+import torch
+from llama_cases import MODELS, TINY, sharpened
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from heavypath.kernels.native.library import library
+from heavypath.speculative.models import linear, llama
+from heavypath.speculative.models.forward import TreeMask
+from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.trees.tree import TokenTree
+
+WAYS = ["compiled pass", "compiled products", "PyTorch"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """How a forward pass on the CPU computes."""
+    if request.param == "PyTorch":
+        monkeypatch.setattr(linear, "library", lambda: None)
+    elif library() is None:
+        pytest.skip("no C++ compiler")
+    if request.param == "compiled products":
+        monkeypatch.setattr(llama, "native_pass", lambda *parts: None)
+    return request.param
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_logits_of_prompts_then_trees_are_those_of_transformers(name, way):
+    model = sharpened(MODELS[name]())
+    forward = LlamaForward(model)
+    assert (forward._native is not None) == (way == "compiled pass" and forward.device.type == "cpu")
+    prompts, prefix = torch.randint(0, 61, (2, 9)), 9
+    cache = forward.new_cache(2, 20)
+    rows = torch.arange(9).expand(2, -1)
+
+    def behind(length, ends):
+        rows = length + len(ends)
+        return TreeMask(prefix_length=torch.tensor(length), visible_rows=rows, subtree_end=torch.as_tensor(ends))
+
+    logits = forward(prompts, rows, rows, cache, behind(0, [9] * 9))
+    torch.testing.assert_close(logits, model(prompts).logits, atol=2e-4, rtol=2e-4)
+
+    alone = forward.new_cache(1, 20)
+    forward.prefill(prompts[:1, :8], alone)
+    one = forward(prompts[:1, 8:], rows[:1, 8:], rows[:1, 8:], alone, behind(8, [1]))
+    torch.testing.assert_close(one[0, 0], logits[0, 8], atol=2e-4, rtol=2e-4)
+
+    tree = TokenTree([-1, 0, 1, 1, 0, 4])
+    tokens = torch.randint(0, 61, (2, 6))
+    positions, tree_rows = prefix + tree.depths.expand(2, -1), prefix + torch.arange(6).expand(2, -1)
+    logits = forward(tokens, positions, tree_rows, cache, behind(prefix, tree.subtree_end))
+    for node in range(6):
+        path = tree.mask()[node].nonzero()[:, 0]
+        expected = model(torch.cat([prompts, tokens[:, path]], 1)).logits[:, -1]
+        torch.testing.assert_close(logits[:, node], expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("model", "error", "message"), [
+    (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16)), TypeError, "got 'gpt2'"),
+    (lambda: T5ForConditionalGeneration(T5Config(d_model=8, num_layers=1, d_kv=4, d_ff=8, num_heads=2, vocab_size=16)),
+     TypeError, "got 't5'"),
+    (lambda: LlamaModel(LlamaConfig(**TINY)), TypeError, "language-model head .* got LlamaModel"),
+    (lambda: "meta-llama/Llama-2-7b", TypeError, "got 'str'"),
+    (lambda: LlamaForCausalLM(LlamaConfig(**TINY)).train(), ValueError, "training mode; call target.eval"),
+    (lambda: LlamaForCausalLM(LlamaConfig(**TINY)).to("meta"), ValueError, "meta device"),
+])  # fmt: skip
+def test_what_it_cannot_run_is_refused_by_name(model, error, message):
+    model = model()
+    if hasattr(model, "eval") and "training" not in message:
+        model.eval()
+    with pytest.raises(error, match=message):
+        LlamaForward(model, "target")

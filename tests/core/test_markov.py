@@ -1,0 +1,177 @@
+"""Markov acceptance: its expectation and its trees against all paths and all trees there are, and how it is counted."""
+
+from itertools import product
+
+import pytest
+import torch
+from mutations import mutated
+from planning_cases import every_tree, random_rates, yielded
+from tiny_models import tiny_llama
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import METHODS, TokenTree, expected_tokens, greedy_tree, select_tree
+from heavypath.speculative.calibration import Extent, Way, walk
+from heavypath.speculative.drafts import as_draft
+from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.trees import markov
+from heavypath.speculative.trees.markov import falling, markov_acceptance, markov_table
+
+CHILDREN = 3
+# Far more is accepted below a second child than below a first one.
+BETTER_BELOW_THE_SECOND = torch.tensor([[0.5, 0.4], [0.1, 0.0], [0.9, 0.05]])
+
+
+def test_expected_tokens_by_hand():
+    acceptance = markov_acceptance(BETTER_BELOW_THE_SECOND)
+    assert expected_tokens(TokenTree.chain(3), acceptance) == pytest.approx(1 + 0.5 + 0.5 * 0.1 + 0.5 * 0.1 * 0.1)
+    second = TokenTree.from_paths([(0,), (1,), (1, 0), (1, 0, 0), (1, 1)])
+    assert expected_tokens(second, acceptance) == pytest.approx(1 + 0.9 + 0.4 * (0.9 + 0.9 * 0.1 + 0.05))
+
+
+def check_expectation(module) -> None:
+    """Whole levels of a full tree are powers of the matrix of ranks."""
+    for seed, depth in product(range(3), range(4)):
+        table = random_rates(CHILDREN + 1, CHILDREN, seed=seed, falling=True)
+        level, expected = table[0], 1.0
+        for _ in range(depth):
+            expected += float(level.sum())
+            level = level @ table[1:]
+        tree = TokenTree.k_ary(CHILDREN, depth) if depth else TokenTree([-1])
+        assert expected_tokens(tree, module.markov_acceptance(table)) == pytest.approx(expected, abs=1e-9)
+
+
+def check_trees(module) -> None:
+    tables = [random_rates(7, 6, seed=seed, falling=True) for seed in range(4)]
+    tables.append(torch.zeros(7, 6))
+    tables[-1][:, :2] = torch.tensor([[0.5, 0.4], [0.1, 0.0], [0.9, 0.05]] + [[0.0, 0.0]] * 4)
+    for table, size in product(tables, (2, 4, 7)):
+        acceptance, rows = module.markov_acceptance(table), table.tolist()
+        worth = [
+            yielded(tree, lambda path, rows=rows: rows[0 if path == () else path[-1] + 1]) for tree in every_tree(size)
+        ]
+        assert expected_tokens(greedy_tree(acceptance, size), acceptance) == pytest.approx(max(worth), abs=1e-9)
+
+
+def test_whole_levels_are_powers_of_the_matrix():
+    check_expectation(markov)
+
+
+def test_greedy_trees_are_the_best_of_all_trees():
+    check_trees(markov)
+
+
+def test_subtrees_differ_by_the_rank_of_their_root():
+    tree = greedy_tree(markov_acceptance(BETTER_BELOW_THE_SECOND), 5)
+    assert tree == TokenTree.from_paths([(0,), (1,), (1, 0), (0, 0)]).reordered("heavy_path")[0]
+    plan = select_tree(markov_acceptance(BETTER_BELOW_THE_SECOND), {1: 1.0, 4: 1.1}, draft_cost=0.05)
+    assert plan.tree == TokenTree.from_paths([(0,), (1,), (1, 0)]).reordered("heavy_path")[0]
+
+
+def test_counting_by_hand():
+    # root: 1, below it 0, below that none; root: none offered; root: 0, and the text ends
+    table = markov_table(torch.tensor([[1, 0, -1, -2, 0]]), 2, prior=0)
+    assert table.tolist() == [[0.5, 0.5], [0, 0], [1, 0]]
+    overall = torch.tensor([2 / 4, 1 / 4])
+    drawn = markov_table(torch.tensor([[1, 0, -1, -2, 0]]), 2, prior=4)
+    expected = torch.stack([(1 + 4 * overall) / 6, 4 * overall / 5, (torch.tensor([1.0, 0]) + 4 * overall) / 5])
+    assert torch.allclose(drawn, expected.double())
+
+
+def check_counting(module) -> None:
+    """Short texts whose ranks are a Markov chain."""
+    generator = torch.Generator().manual_seed(1)
+    table = torch.tensor([[0.5, 0.2, 0.1], [0.7, 0.1, 0.05], [0.4, 0.3, 0.1], [0.3, 0.3, 0.2]]).double()
+    outcome = torch.cat([1 - table.sum(1, keepdim=True), table], 1)
+    state, ranks = torch.zeros(20000, dtype=torch.long), []
+    for _ in range(4):
+        state = outcome[state].multinomial(1, generator=generator)[:, 0]
+        ranks.append(state - 1)
+    assert torch.allclose(module.markov_table(torch.stack(ranks, 1).to(torch.int16), 3, prior=0), table, atol=0.03)
+
+
+def test_a_markov_chain_of_ranks_is_counted():
+    check_counting(markov)
+
+
+def test_rates_fall_as_little_as_they_must():
+    """Against the definition, and by hand: neighbours that rise become their mean."""
+    assert falling(torch.tensor([[0.3, 0.1, 0.2, 0.05], [0.1, 0.2, 0.3, 0.0]])).tolist() == [
+        pytest.approx([0.3, 0.15, 0.15, 0.05]), pytest.approx([0.2, 0.2, 0.2, 0])
+    ]  # fmt: skip
+    rates = random_rates(50, 5, seed=3)
+    found = falling(rates)
+    assert (found.diff(dim=1) <= 1e-12).all()
+    assert torch.allclose(found.sum(1), rates.sum(1))
+    for row, result in zip(rates.tolist(), found.tolist(), strict=True):  # pool adjacent violators
+        blocks = []
+        for rate in row:
+            blocks.append([rate])
+            while len(blocks) > 1 and sum(blocks[-1]) / len(blocks[-1]) > sum(blocks[-2]) / len(blocks[-2]):
+                blocks[-2:] = [blocks[-2] + blocks[-1]]
+        assert result == pytest.approx([sum(block) / len(block) for block in blocks for _ in block])
+
+
+def test_calibration_notes_the_ranks_that_it_counts():
+    target = LlamaForward(tiny_llama(1))
+    way, depth, children = Way(METHODS["sequoia"].kind(1.0), None), 3, 4
+    counts = walk(
+        target, as_draft(tiny_llama(2, layers=1), target, None), [torch.tensor([1, 2])], way, Filters(1.0),
+        Extent(tokens=30, sequences=20, depth=depth, children=children), seed=0,
+    )  # fmt: skip
+    (ranks,) = counts.ranks
+    accepted, reached = torch.zeros(depth, children, dtype=torch.long), torch.zeros(depth, dtype=torch.long)
+    for text in ranks.tolist():
+        at = 0
+        for rank in text:
+            assert (rank == -2) == (at == depth)
+            if at < depth:
+                reached[at] += 1
+            if rank >= 0:
+                accepted[at, rank] += 1
+            at = at + 1 if rank >= 0 else 0
+    assert torch.equal(accepted, counts.accepted)
+    assert torch.equal(reached, counts.reached)
+    table = markov_table(ranks, children)
+    assert len(greedy_tree(markov_acceptance(table), 16)) == 16
+
+
+MUTATIONS = {
+    "the root's row is the first child's": (
+        check_expectation, "rows[1 + path[-1] if path else 0]", "rows[1 + path[-1] if path else 1]"
+    ),
+    "the first child has the root's row": (
+        check_expectation, "rows[1 + path[-1] if path else 0]", "rows[path[-1] if path else 0]"
+    ),
+    "the row is the root's child's": (
+        check_trees, "rows[1 + path[-1] if path else 0]", "rows[1 + path[0] if path else 0]"
+    ),
+    "children are counted by the token itself": (
+        check_counting, "ranks[:, :-1]], 1)", "ranks[:, 1:]], 1)"
+    ),
+    "texts go on in one another": (
+        check_counting, "torch.full_like(ranks[:, :1], -1)", "ranks[:, -1:]"
+    ),
+    "only accepted children count as nodes": (
+        check_counting, "counted[:, 1:], counted.sum(1, keepdim=True)", "counted[:, 1:], counted[:, 1:].sum(1, True)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_bug_is_found(name):
+    check, original, replacement = MUTATIONS[name]
+    with pytest.raises((AssertionError, ValueError)):
+        check(mutated(markov, original, replacement))
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: markov_acceptance(torch.zeros(3, 3)), r"table \[1 \+ K, K\].* got \[3, 3\]"),
+    (lambda: markov_acceptance(torch.full((3, 2), 0.6)), "rows that sum to at most 1"),
+    (lambda: greedy_tree(markov_acceptance(torch.tensor([[0.2, 0.1], [0.1, 0.3], [0, 0]])), 4), r"at path \(0,\)"),
+    (lambda: markov_table(torch.zeros(4), 2), r"ranks \[S, T\] .* got shape \[4\]"),
+    (lambda: markov_table(torch.tensor([[2]]), 2), "below the number of children, 2, got 2"),
+    (lambda: markov_table(torch.tensor([[1]]), 2, prior=-1), "prior must be at least 0, got -1"),
+])  # fmt: skip
+def test_bad_tables_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,77 @@
+"""The table of methods: what each does at a temperature, and what sets the kinds of naive sampling apart."""
+
+from itertools import pairwise
+from math import comb
+
+import pytest
+import torch
+from profile_cases import constant_llama
+from tiny_models import tiny_llama
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
+from heavypath.speculative.methods import Kind
+from heavypath.speculative.output.trace import read_trace
+
+
+def test_what_temperature_zero_means_is_said_once():
+    for name, method in METHODS.items():
+        assert method.kind(0.8) == (method.draw, method.verification, method.independent_sequences)
+        assert method.kind(0.0) == ("top_k", "greedy", name in ("specinfer", "spectr"))
+        assert method.kind(0.8, draft_temperature=0.0) == ("top_k", *method.kind(0.8)[1:])
+        assert not method.kind(0.0).replacement
+
+
+def test_the_likeliest_tokens_are_draws_at_temperature_zero():
+    filters = Filters(0.8, top_k=3)
+    assert Kind("top_k", "target_sample", False).drawing_filters(filters) == Filters(0.0, top_k=3)
+    assert Kind("with_replacement", "kseq", True).drawing_filters(filters) == filters
+
+
+def test_sequences_are_independent_where_draws_are_and_the_tree_branches_at_its_root_alone():
+    for method in METHODS.values():
+        tree = method.tree_of(13)
+        assert method.draw == "with_replacement" or not method.independent_sequences
+        if method.draw == "with_replacement":
+            assert isinstance(tree, TokenTree)
+            inner = tree.parents[1:].bincount()[1:]
+            assert method.independent_sequences == bool((inner <= 1).all())
+
+
+@pytest.mark.parametrize("method", ["naive", "naive-distinct"])
+def test_siblings_of_naive_sampling_are_independent_and_those_of_the_other_distinct(method, tmp_path):
+    """Of four children of one node among seven tokens, drawn as often as there are steps."""
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    decoder = SpeculativeDecoder(target, draft, method, tree=TokenTree.k_ary(4, 2))
+    decoder.generate(torch.tensor([[1, 2, 3]]).expand(8, -1), 20, temperature=1.0, seed=3, trace=tmp_path / "trace")
+    equal = below_equal = 0
+    for step in read_trace(tmp_path / "trace")[1]:
+        families = {}
+        for node, (token, parent) in enumerate(zip(step["tokens"], step["parents"], strict=True)):
+            if token >= 0:
+                families.setdefault(parent, []).append((token, node))
+        for siblings in families.values():
+            tokens = [token for token, _ in siblings]
+            equal += len(tokens) - len(set(tokens))
+        below_equal += any(
+            step["fates"][child] == "other" and step["fates"][parent] == "equal"
+            for child, parent in enumerate(step["parents"])
+        )
+        for above, node in pairwise(step["path"]):
+            assert step["parents"][node] == above
+    assert (equal > 100) == (method == "naive")
+    assert (below_equal > 0) == (method == "naive")
+
+
+def test_naive_sampling_tries_the_children_of_all_equal_siblings():
+    """Of two levels with three independent children each, on a language whose laws P and Q depend on nothing: c
+    children of law Q have the target's token with chance h(c) = sum_t P(t) (1 - (1 - Q(t))^c), and after a token that m
+    of the first level's three have, 3 m are tried."""
+    target, draft = [1.0, 0.2, -0.5, 0.0], [0.3, 0.9, -0.2, -1.0]
+    p, q = (torch.tensor(logits).div(0.6).softmax(-1).double() for logits in (target, draft))
+    hit = {children: float((p * (1 - (1 - q) ** children)).sum()) for children in (3, 6, 9)}
+    both = sum(float((p * comb(3, m) * q**m * (1 - q) ** (3 - m)).sum()) * hit[3 * m] for m in (1, 2, 3))
+    decoder = SpeculativeDecoder(constant_llama(target), constant_llama(draft), "naive", tree=TokenTree.k_ary(3, 2))
+    stats = decoder.generate(torch.tensor([[1, 2, 3]]).expand(400, -1), 40, temperature=0.6, seed=1).stats
+    assert stats.acceptance_by_depth == pytest.approx([hit[3], both / hit[3]], abs=5 * 0.5 / (stats.steps / 2) ** 0.5)
+    assert both / hit[3] > hit[3] + 0.06  # which the children of one sibling alone would give

@@ -1,0 +1,176 @@
+"""A verifier of one's own replaces a method's: the same text by the same rule, and its answers are checked."""
+
+from functools import partial
+
+import pytest
+import torch
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from tiny_models import exact_law, tiny_llama, transformers_greedy
+
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.verification import Rule, verify_unchecked
+from heavypath.speculative import METHODS, Method, Profile, SpeculativeDecoder, TokenTree, Verified, read_trace
+from heavypath.speculative.examples.own_verifier import sample_the_target
+from heavypath.speculative.output.page import trace_page
+
+PROMPT = torch.tensor([3, 1, 4])
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", ["top-k", "naive-distinct", "eagle-2"])
+def test_the_examples_verifier_gives_the_text_of_the_built_in_one(method, temperature, tiny_pair):
+    options = {"max_new_tokens": 24, "temperature": temperature, "seed": 6}
+    prompts = torch.tensor([[3, 1, 4], [2, 2, 5]])
+    built_in, own = (
+        SpeculativeDecoder(*tiny_pair, method, tree_size=7, verifier=verifier).generate(prompts, **options)
+        for verifier in (None, sample_the_target)
+    )
+    assert torch.equal(own.sequences, built_in.sequences)
+    assert torch.equal(own.stats.accepted, built_in.stats.accepted)
+    assert own.stats.tokens_per_step > 1.1
+
+
+@pytest.mark.parametrize("method", ["sequoia", "specinfer", "spectr", "dyspec"])
+def test_a_verifier_gets_all_that_the_methods_own_one_needs(method, tiny_pair):
+    """The built-in rule, handed in from outside: logits of both models, filters, noise and the depth."""
+    row = METHODS[method]
+    rule, name = Rule(row.verification), "rejection" if row.verifiers else None
+    options = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 5, "seed": 6}
+    shape = {"tree_size": 8, "draft_temperature": 1.3}
+    own = SpeculativeDecoder(*tiny_pair, method, verifier=partial(verify_unchecked, rule=rule), **shape)
+    expected = SpeculativeDecoder(*tiny_pair, method, verifier=name, **shape).generate(PROMPT[None], **options)
+    assert torch.equal(own.generate(PROMPT[None], **options).sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("method", ["ersd", "sequoia", "naive", "autoregressive"])
+def test_a_lossless_verifier_of_ones_own_keeps_the_law_over_any_methods_trees(method, tiny_pair):
+    """ersd's own noise is keyed by position, and would come again in the next step: an own verifier gets fresh rows."""
+    decoder = SpeculativeDecoder(*tiny_pair, method, verifier=sample_the_target)
+    out = decoder.generate(PROMPT.expand(12_000, -1), max_new_tokens=3, temperature=1.0, seed=4)
+    law = exact_law(tiny_pair[0], PROMPT, Filters(), 3)
+    assert chi_square_p_value(joint_counts(out.sequences[:, 3:], 7), law) > SIGNIFICANCE
+    greedy = transformers_greedy(tiny_pair[0], PROMPT[None], 20)
+    assert torch.equal(decoder.generate(PROMPT[None], 20).sequences, greedy)
+
+
+def test_noise_rows_of_an_own_verifier_are_never_given_twice(tiny_pair):
+    seen = []
+
+    def note(nodes, target_logits, draft_logits, **options):
+        seen.extend(options["noise"].rows[nodes.tokens >= 0].tolist())
+        return sample_the_target(nodes, target_logits, draft_logits, **options)
+
+    decoder = SpeculativeDecoder(*tiny_pair, "ersd", verifier=note)
+    decoder.generate(torch.tensor([[3, 1], [2, 2]]), 20, temperature=1.0)
+    assert len(seen) == len(set(seen)) > 40
+
+
+@pytest.mark.parametrize(("verifier", "error", "message"), [
+    ("speculation", ValueError, "verifier must be None, for the method's own, one of rejection, held, .*or a callable "
+                                "of your own as Verifier describes it; got 'speculation'"),
+    (3, TypeError, "or a callable of your own as Verifier describes it; got int"),
+    (Verified, TypeError, "got the class Verified"),
+    (lambda nodes, target_logits: None, TypeError, r"must be callable as <lambda>\(nodes, target_logits, draft_logits, "
+                                                   r"\*, max_depth, target_filters, draft_filters, noise\): too many"),
+])  # fmt: skip
+def test_what_cannot_verify_is_refused_when_a_decoder_is_made(verifier, error, message, tiny_pair):
+    with pytest.raises(error, match=message):
+        SpeculativeDecoder(*tiny_pair, verifier=verifier)
+
+
+def changed(**fields):
+    """The example's verifier, with some fields of its answer replaced: functions of what they were."""
+
+    def mine(nodes, target_logits, draft_logits, **options):
+        verified = sample_the_target(nodes, target_logits, draft_logits, **options)
+        return verified._replace(**{name: change(getattr(verified, name)) for name, change in fields.items()})
+
+    return mine
+
+
+@pytest.mark.parametrize(("verifier", "error", "message"), [
+    (lambda *_, **__: None, TypeError, r"must return Verified\(path, length, next_token\), got NoneType"),
+    (changed(path=lambda path: path[:, :1]), ValueError,
+     r"'mine' must return path as a LongTensor \[1, 3\] on cpu, got torch.int64 \[1, 1\]"),
+    (changed(length=lambda length: length.int()), ValueError, r"length as a LongTensor \[1\] on cpu, got torch.int32"),
+    (changed(next_token=lambda token: int(token)), TypeError, "must return tensors, got next_token int"),
+    (changed(next_token=lambda token: token - 7), ValueError, r"next_token in 0 .. 6, got \[-"),
+    (changed(length=lambda length: length + 1), ValueError, r"then -1; got path \[0, .* in a tree with parents \[-1, "),
+    (changed(path=lambda path: torch.tensor([[0, 2, 1]]), length=lambda length: length * 0 + 2), ValueError,
+     r"must return paths of 0, then `length` drafted nodes from parent to child, then -1; got path \[0, 2, 1\]"),
+    (changed(path=lambda path: torch.tensor([[0, 9, -1]]), length=lambda length: length * 0 + 1), ValueError,
+     r"got path \[0, 9, -1\] of length 1"),
+])  # fmt: skip
+def test_what_a_verifier_returns_is_checked(verifier, error, message, tiny_pair):
+    decoder = SpeculativeDecoder(*tiny_pair, tree=TokenTree.k_ary(1, 2), verifier=verifier)
+    with pytest.raises(error, match=message):
+        decoder.generate(PROMPT[None], 8)
+
+
+def test_a_profile_is_refused_because_it_measured_another_verification(tiny_pair):
+    profile = Profile.__new__(Profile)
+    with pytest.raises(
+        ValueError, match=r"a profile measures the method's own verification; .* give tree or tree_size"
+    ):
+        SpeculativeDecoder(*tiny_pair, profile=profile, verifier=sample_the_target)
+
+
+@pytest.mark.parametrize("method", ["sequoia", "naive"])
+def test_a_trace_says_that_an_own_verifier_gives_no_reasons(method, tiny_pair, tmp_path):
+    decoder = SpeculativeDecoder(*tiny_pair, method, tree_size=8, verifier=sample_the_target)
+    decoder.generate(PROMPT[None], 30, temperature=0.8, trace=tmp_path / "trace")
+    header, steps = read_trace(tmp_path / "trace")
+    assert header["verify"] == "own"
+    fates = [fate for step in steps for fate in step["fates"]]
+    assert {"root", "accepted", "refused", "parent"} <= set(fates) <= {
+        "root", "accepted", "refused", "parent", "absent", "equal",
+    }  # fmt: skip
+    assert all(step["chosen"] == step["path"] for step in steps)
+    assert not any(coin is not None for step in steps for coin in step["coins"])
+    page = trace_page(header, steps)
+    assert "A verifier of your own drew this token." in page
+    assert '"not accepted"' in page
+    assert "not the target's token" not in page
+
+
+def test_a_row_of_ones_own_decodes(monkeypatch, tiny_pair):
+    def two_chains(size, max_depth=3):
+        return TokenTree.independent(2, min(max_depth, (size - 1) // 2))
+
+    monkeypatch.setitem(METHODS, "mine", Method("without_replacement", "target_sample", two_chains))
+    decoder = SpeculativeDecoder(*tiny_pair, "mine", tree_size=7, max_depth=2)
+    assert len(decoder.tree) == 5
+    greedy = transformers_greedy(tiny_pair[0], PROMPT[None], 20)
+    assert torch.equal(decoder.generate(PROMPT[None], 20).sequences, greedy)
+
+
+def misspelt(size, acceptence=None):
+    return TokenTree.chain(size - 1)
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    (("without-replacement", "target_sample", TokenTree.chain),
+     "draw must be one of without_replacement, with_replacement, top_k, got 'without-replacement'"),
+    (("without_replacement", "target_samples", TokenTree.chain),
+     "verification must be one of without_replacement, with_replacement, kseq, held, .*race, .*, got 'ta"),
+    (("without_replacement", "greedy", TokenTree.chain), "verification must be one of .*, got 'greedy'"),
+    (("with_replacement", "without_replacement", TokenTree.chain),
+     "verification 'without_replacement' is lossless for children drawn without_replacement, got draw 'with_replace"),
+    (("top_k", "kseq", TokenTree.chain), "'kseq' is lossless for children drawn with_replacement, got draw 'top_k'"),
+    (("top_k", "target_sample", misspelt), "a parameter of tree_of .* must be one of acceptance, .*, got 'acceptence'"),
+    (("top_k", "target_sample", misspelt, True), "fill needs draw 'without_replacement', got 'top_k'"),
+])  # fmt: skip
+def test_a_row_that_is_misspelt_or_not_lossless_is_refused(row, message):
+    with pytest.raises(ValueError, match=message):
+        Method(*row)
+
+
+def test_an_option_of_a_row_is_refused_where_the_row_has_none(monkeypatch, tiny_pair):
+    monkeypatch.setitem(METHODS, "mine", Method("top_k", "race", lambda size: TokenTree.chain(size - 1)))
+    with pytest.raises(ValueError, match="method 'mine' has no option 'width'; it has none but tree_size"):
+        SpeculativeDecoder(*tiny_pair, "mine", width=3)

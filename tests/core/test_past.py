@@ -1,0 +1,374 @@
+"""`generate(..., past=out.cache)`: the same text, and no token computed twice."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from families import tiny
+from head_cases import head_of
+from tiny_models import tiny_llama
+from transformers import Cache, DynamicCache
+
+from heavypath.speculative import METHODS, EarlyExit, Lookahead, PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
+from heavypath.speculative.decoding.workspace import Workspace
+from heavypath.speculative.models.llama import LlamaForward
+
+IDS = torch.tensor([[3, 1, 4, 1, 6, 2, 5, 5, 2]])
+PROMPTS = torch.tensor([[3, 1, 4, 1, 6, 2], [0, 0, 6, 2, 5, 5], [0, 0, 0, 0, 0, 2], [0, 1, 1, 2, 0, 4]])
+PADDING = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1], [0, 1, 1, 1, 1, 1]])
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """What goes through models' forward passes: for each call the model, its positions, and whether it is a prefill."""
+    calls, forward = [], LlamaForward.__call__
+
+    def noted(self, tokens, positions, *arguments, needs_logits=True, taps=None):
+        calls.append((self.model, positions.clone(), not needs_logits))
+        return forward(self, tokens, positions, *arguments, needs_logits=needs_logits, taps=taps)
+
+    monkeypatch.setattr(LlamaForward, "__call__", noted)
+
+    def prefilled(model):
+        """How many tokens of each sequence were prefilled since the last question."""
+        found = sum(positions.shape[1] for owner, positions, prefill in calls if owner is model and prefill)
+        calls.clear()
+        return found
+
+    return prefilled
+
+
+def texts_of(out, lengths):
+    """Prompt and new tokens of each sequence, as lists."""
+    width = out.sequences.shape[1] - int(out.stats.tokens_of.max())
+    return [
+        row[width - length : width + new].tolist()
+        for row, length, new in zip(out.sequences, lengths, out.stats.tokens_of.tolist(), strict=True)
+    ]
+
+
+def common_prefix(one, other):
+    return next((place for place, pair in enumerate(zip(one, other, strict=False)) if len({*pair}) > 1), len(other))
+
+
+def left_padded(texts):
+    width = max(map(len, texts))
+    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_turn_has_the_text_that_it_has_without_its_past(method, temperature, tiny_pair):
+    """In a ragged batch whose sequences end after different numbers of tokens, by an end of sequence."""
+    decoder = SpeculativeDecoder(*tiny_pair, method)
+    options = {"max_new_tokens": 10, "temperature": temperature, "eos_token_id": 5, "pad_token_id": 0}
+    first = decoder.generate(PROMPTS, attention_mask=PADDING, seed=1, **options)
+    texts = texts_of(first, PADDING.sum(1).tolist())
+    for text, cached in zip(texts, first.cache.tokens, strict=True):
+        assert text[:-1] == cached.tolist()[: len(text) - 1]
+        assert len(cached) < len(text) or cached.tolist() == text
+    turn = left_padded([text + [1, 2 + b][: 1 + b % 2] for b, text in enumerate(texts)])
+    expected = decoder.generate(**turn, seed=2, **options)
+    out = decoder.generate(**turn, seed=2, past=first.cache, **options)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert torch.equal(out.stats.steps_of, expected.stats.steps_of)
+    assert out.stats.reused_tokens > 0 == expected.stats.reused_tokens
+    both = out.stats.prefill_tokens + out.stats.reused_tokens
+    assert both == expected.stats.prefill_tokens == int(turn["attention_mask"].sum()) - 4
+
+
+@pytest.mark.parametrize("draft", [PromptLookup(), Lookahead(3, 3), Retrieval([[1, 2, 3, 4]]), EarlyExit(1)], ids=str)
+def test_other_drafts_have_a_past_too(draft, tiny_pair, computed):
+    target, _ = tiny_pair
+    decoder = SpeculativeDecoder(target, draft, "sequoia")
+    first = decoder.generate(IDS, 12, temperature=0.7, seed=1)
+    turn = torch.cat([first.sequences, IDS], 1)
+    expected = decoder.generate(turn, 12, temperature=0.7, seed=2)
+    computed(target)
+    out = decoder.generate(turn, 12, temperature=0.7, seed=2, past=first.cache)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert torch.equal(out.stats.accepted, expected.stats.accepted)
+    assert computed(target) == (2 * len(IDS[0]) + 2 if draft == EarlyExit(1) else len(IDS[0]))
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma2"])
+def test_a_model_with_transformers_forward_has_a_past_too(kind, tiny_pair):
+    decoder = SpeculativeDecoder(tiny(kind), tiny_llama(5, vocab_size=61), "dyspec")
+    options = {"max_new_tokens": 6, "temperature": 0.8, "eos_token_id": None}
+    first = decoder.generate(PROMPTS, attention_mask=PADDING, **options)
+    turn = left_padded([[*text, 7] for text in texts_of(first, PADDING.sum(1).tolist())])
+    expected = decoder.generate(**turn, **options)
+    assert torch.equal(decoder.generate(**turn, past=first.cache, **options).sequences, expected.sequences)
+
+
+def test_a_head_over_transformers_forward_has_a_past_from_its_first_text_on():
+    """The first time that it reads hidden states, transformers puts hooks into the target."""
+    target = tiny("granite")
+    decoder = SpeculativeDecoder(target, head_of(target))
+    first = decoder.generate(IDS, 6, eos_token_id=None)
+    turn = torch.cat([first.sequences, IDS], 1)
+    later = decoder.generate(turn, 6, past=first.cache, eos_token_id=None)
+    assert later.stats.reused_tokens > 0
+    assert torch.equal(later.sequences, decoder.generate(turn, 6, eos_token_id=None).sequences)
+
+
+def test_no_token_of_the_past_is_computed_again(tiny_pair, computed):
+    target, draft = tiny_pair
+    decoder = SpeculativeDecoder(target, draft)
+    out = decoder.generate(IDS, 10)
+    assert computed(target) == 8  # all but the last, which is the first root
+    turn = torch.cat([out.sequences, IDS], 1)
+    later = decoder.generate(turn, 5, past=out.cache)
+    assert (later.stats.prefill_tokens, later.stats.reused_tokens) == (9, 18)
+    assert computed(target) == 9  # the last token of the text before, and eight of the nine new ones
+    decoder.generate(turn, 5, past=out.cache)
+    assert computed(draft) == 11  # its last two rows may be missing
+    assert decoder.generate(later.sequences, 5, past=later.cache).stats.prefill_tokens == 0
+    assert computed(target) == 0
+
+
+def test_what_is_taken_from_the_past_is_the_longest_common_prefix(tiny_pair, computed):
+    """Whichever sequence has it: tokens that a template changed, a shorter prompt, the same one, another one."""
+    target, _ = tiny_pair
+    decoder = SpeculativeDecoder(*tiny_pair)
+    past = decoder.generate(PROMPTS, 8, attention_mask=PADDING, pad_token_id=0).cache
+    text = past.tokens[3].tolist()
+    assert len(text) == 12
+    changed = [*text[:7], (text[7] + 1) % 7, *text[8:]]
+    for prompt, reused in ((text, 11), (text[:7], 6), (changed, 7), ([*text, 3, 3], 12), (text[:1], 0), ([5, 5, 5], 0)):
+        computed(target)
+        out = decoder.generate(torch.tensor([prompt]), 6, past=past)
+        assert torch.equal(out.sequences, decoder.generate(torch.tensor([prompt]), 6).sequences)
+        assert out.stats.reused_tokens == reused
+        assert out.stats.prefill_tokens == len(prompt) - 1 - reused
+
+
+def test_one_text_serves_a_batch_and_a_batch_serves_one_text(tiny_pair, computed):
+    """A common beginning, such as a system prompt; and branches of one chat, each from the same cache."""
+    target, _ = tiny_pair
+    decoder = SpeculativeDecoder(*tiny_pair)
+    past = decoder.generate(IDS, 4).cache
+    before = [tokens.clone() for tokens in past.tokens]
+    batch = left_padded([[*IDS[0].tolist(), token, *[3] * token] for token in range(5)])
+    missing = [13 - common_prefix(batch["input_ids"][4].tolist(), past.tokens[0].tolist())]  # of the longest
+    for seed in range(2):
+        computed(target)
+        out = decoder.generate(**batch, max_new_tokens=8, temperature=1.0, seed=seed, past=past, pad_token_id=0)
+        assert [computed(target)] == missing
+        expected = decoder.generate(**batch, max_new_tokens=8, temperature=1.0, seed=seed, pad_token_id=0)
+        assert torch.equal(out.sequences, expected.sequences)
+    assert all(torch.equal(*pair) for pair in zip(past.tokens, before, strict=True))
+    one = batch["input_ids"][4:]
+    assert decoder.generate(one, 4, past=out.cache).stats.prefill_tokens == 0
+
+
+def test_sequences_that_ended_early_keep_their_rows(tiny_pair, computed):
+    """The others moved up meanwhile, into their slots."""
+    target, _ = tiny_pair
+    decoder = SpeculativeDecoder(*tiny_pair)
+    lengths = PADDING.sum(1)
+
+    def ends(ids, scores):
+        row = int((ids[0, :6] == PROMPTS).all(1).nonzero()[0, 0])
+        return ids.shape[1] - 6 >= (1, 3, 12, 2)[row]
+
+    options = {"attention_mask": PADDING, "stopping_criteria": [ends], "pad_token_id": 0, "temperature": 0.9}
+    first = decoder.generate(PROMPTS, 20, **options)
+    assert first.stats.tokens_of.tolist() == [1, 3, 12, 2]
+    past = first.cache
+    for text in texts_of(first, lengths.tolist()):
+        turn = torch.tensor([[*text, 6, 6]])
+        computed(target)
+        out = decoder.generate(turn, 8, past=past)
+        assert computed(target) <= 2
+        assert torch.equal(out.sequences, decoder.generate(turn, 8).sequences)
+
+
+def test_a_chat_may_be_long_and_its_prompt_prefilled_in_chunks(tiny_pair, computed, monkeypatch):
+    monkeypatch.setattr("heavypath.speculative.models.forward.PREFILL_CHUNK", 4)
+    decoder, text = SpeculativeDecoder(*tiny_pair, "dyspec"), IDS
+    out = decoder.generate(text, 3)
+    for turn in range(4):
+        text = torch.cat([out.sequences, torch.arange(6)[None]], 1)
+        computed(decoder.target)
+        out = decoder.generate(text, 3, temperature=0.5, seed=turn, past=out.cache)
+        assert computed(decoder.target) == 6
+        assert torch.equal(out.sequences, decoder.generate(text, 3, temperature=0.5, seed=turn).sequences)
+
+
+def test_methods_share_a_past(tiny_pair, computed):
+    """The target's rows in any case; the draft's where it has some. Where not, it computes all of them."""
+    target, draft = tiny_pair
+    makers = {
+        "plain": SpeculativeDecoder(target, None, "autoregressive"),
+        "tree": SpeculativeDecoder(target, draft, "sequoia"),
+        "lookup": SpeculativeDecoder(target, PromptLookup(), "chain"),
+        "other": SpeculativeDecoder(target, tiny_llama(4, layers=1), "ersd"),
+    }
+    for maker in makers.values():
+        out = maker.generate(IDS, 8)
+        turn, past = torch.cat([out.sequences, IDS], 1), out.cache
+        for user in makers.values():
+            computed(target)
+            later = user.generate(turn, 8, past=past, temperature=0.8)
+            assert computed(target) == 9
+            assert torch.equal(later.sequences, user.generate(turn, 8, temperature=0.8).sequences)
+
+
+def test_a_past_of_other_models_is_refused(tiny_pair):
+    target, draft = tiny_pair
+    past = SpeculativeDecoder(target, draft).generate(IDS, 4).cache
+    message = "past must come from a decoder with the same target model, .* got one of another model"
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder(tiny_llama(1), draft).generate(IDS, 4, past=past)
+    wide = copy.deepcopy(target)
+    decoder = SpeculativeDecoder(wide, None, "autoregressive")
+    past = decoder.generate(IDS, 4).cache
+    wide.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder(wide, None, "autoregressive").generate(IDS, 4, past=past)
+    with pytest.raises(
+        TypeError, match=r"past must be the \.cache of what an earlier generate returned, got DynamicCache"
+    ):
+        SpeculativeDecoder(target, draft).generate(IDS, 4, past=DynamicCache())
+    with pytest.raises(TypeError, match="got Generation"):
+        SpeculativeDecoder(target, draft).generate(IDS, 4, past=SpeculativeDecoder(target, draft).generate(IDS, 4))
+
+
+def test_a_list_of_answers_does_not_keep_their_caches(tiny_pair):
+    decoder = SpeculativeDecoder(*tiny_pair)
+    answers = [decoder.generate(IDS, 4) for _ in range(5)]
+    held = answers[3].cache
+    for _ in range(3):
+        decoder.generate(IDS, 4)
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"keeps those of its last 2 generations; .* hold on to out.cache itself"):
+        print(answers[4].cache)
+    assert answers[3].cache is held
+    gone = weakref.ref(held.tokens[0]), weakref.ref(held)
+    del held, answers
+    assert all(each() is None for each in gone)
+    assert len(decoder.runner.kept) == 2
+
+
+def test_a_cache_says_what_it_is(tiny_pair):
+    out = SpeculativeDecoder(*tiny_pair).generate(PROMPTS, 4, attention_mask=PADDING, pad_token_id=0)
+    assert len(out.cache) == 4
+    assert repr(out.cache) == "TextCache(texts=4, tokens=[9, 7, 4, 8], MiB=0.0)"
+    assert out.cache.nbytes == out.stats.cache_bytes
+    assert "prompt tokens         12 computed, 0 reused" in str(out.stats)
+    with pytest.raises(TypeError, match="a model cannot be called with a TextCache; give it to SpeculativeDecoder"):
+        tiny_pair[0](PROMPTS, past_key_values=out.cache)
+
+
+def test_an_answer_can_be_copied_without_its_cache(tiny_pair):
+    out = SpeculativeDecoder(*tiny_pair).generate(IDS, 4)
+    for same in (copy.deepcopy(out), pickle.loads(pickle.dumps(out))):
+        assert torch.equal(same.sequences, out.sequences)
+        with pytest.raises(RuntimeError, match="a copy of a Generation has no cache"):
+            print(same.cache)
+
+
+def test_threads_have_their_own_last_texts(tiny_pair):
+    """Each goes on with its own chat, whatever the others write meanwhile."""
+    decoder, turns = SpeculativeDecoder(*tiny_pair), 6
+    alone, written, barrier = {}, {}, threading.Barrier(4)
+
+    def chat(seed, done, wait):
+        out = decoder.generate(IDS, 4, temperature=0.9, seed=seed)
+        for _ in range(turns):
+            wait()
+            text = torch.cat([out.sequences, IDS[:, :2]], 1)
+            out = decoder.generate(
+                text, 4, temperature=0.9, seed=seed, past=out.cache if wait is barrier.wait else None
+            )
+            assert wait is not barrier.wait or out.stats.prefill_tokens == 2
+        done[seed] = out.sequences.tolist()
+
+    for seed in range(4):
+        chat(seed, alone, lambda: None)
+    threads = [threading.Thread(target=chat, args=(seed, written, barrier.wait)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert written == alone
+
+
+def test_texts_kept_for_later_give_way_where_memory_is_short(tiny_pair, monkeypatch):
+    decoder = SpeculativeDecoder(*tiny_pair)
+    expected = decoder.generate(IDS, 4).sequences
+    make = Workspace.__init__
+
+    def short(self, *arguments):
+        if decoder.runner.kept:
+            raise torch.OutOfMemoryError("no room")
+        make(self, *arguments)
+
+    monkeypatch.setattr(Workspace, "__init__", short)
+    assert torch.equal(decoder.generate(IDS, 4).sequences, expected)
+    assert len(decoder.runner.kept) == 1
+
+
+def test_transformers_generate_returns_and_takes_a_past(tiny_pair, computed):
+    target, _ = tiny_pair
+    decoder = SpeculativeDecoder(*tiny_pair)
+    settings = {"max_new_tokens": 6, "pad_token_id": 0, "custom_generate": decoder, "return_dict_in_generate": True}
+    first = target.generate(PROMPTS, attention_mask=PADDING, **settings)
+    assert isinstance(first.past_key_values, Cache)
+    turn = torch.cat([first.sequences, IDS[:, :3].expand(4, -1)], 1)
+    mask = torch.cat([PADDING, torch.ones(4, 9, dtype=torch.long)], 1)
+    for inputs in ({"inputs": turn[:1]}, {"inputs": turn[:1], "attention_mask": mask[:1]},
+                   {"inputs": turn, "attention_mask": mask}):  # fmt: skip
+        expected = target.generate(**inputs, **settings | {"custom_generate": None})
+        computed(target)
+        out = target.generate(**inputs, past_key_values=first.past_key_values, **settings)
+        assert computed(target) <= 3
+        assert torch.equal(out.sequences, expected.sequences)
+
+
+def test_transformers_generate_is_told_what_a_past_goes_with(tiny_pair):
+    target, _ = tiny_pair
+    decoder = SpeculativeDecoder(*tiny_pair)
+    past = decoder.generate(PROMPTS, 4, attention_mask=PADDING, pad_token_id=0).cache
+    settings = {"max_new_tokens": 6, "pad_token_id": 0, "custom_generate": decoder}
+    with pytest.raises(ValueError, match="past_key_values of type DynamicCache: it takes the past_key_values that it"):
+        target.generate(IDS, past_key_values=DynamicCache(), **settings)
+    message = "input_ids that begin behind past_key_values: give the whole text as input_ids"
+    for mask in (torch.ones(1, 15), torch.tensor([[0] + [1] * 14])):
+        with pytest.raises(ValueError, match=message):
+            target.generate(IDS, attention_mask=mask.long(), past_key_values=past, **settings)
+    with pytest.raises(TypeError, match="together with custom_generate=decoder"):
+        target.generate(IDS.repeat(1, 3), past_key_values=past, max_new_tokens=2, pad_token_id=0)
+
+
+@pytest.mark.slow
+def test_graphs_memory_is_used_again_and_a_past_stays_what_it_was(as_on_a_gpu):
+    pair = [tiny_llama(seed, layers=1, hidden_size=32, num_attention_heads=2) for seed in (1, 2)]
+    options = {"max_new_tokens": 3, "temperature": 0.9, "pad_token_id": 0}
+    prompts = {"input_ids": PROMPTS[:2], "attention_mask": PADDING[:2]}
+    eager = SpeculativeDecoder(*pair, "sequoia", tree=TokenTree.chain(2))
+    texts = texts_of(eager.generate(**prompts, seed=1, **options), [6, 4])
+    turn = left_padded([[*text, 6, 1, 3] for text in texts])
+    expected = eager.generate(**turn, seed=2, **options)
+    as_on_a_gpu()
+    decoder = SpeculativeDecoder(*pair, "sequoia", tree=TokenTree.chain(2))
+    past, workspace = decoder.generate(**prompts, seed=1, **options).cache, decoder.runner.idle
+    assert [len(tokens) for tokens in past.tokens] in ([8, 6], [9, 6], [8, 7], [9, 7])
+    for _ in range(2):
+        out = decoder.generate(**turn, seed=2, past=past, **options)
+        assert decoder.runner.idle is workspace
+        assert torch.equal(out.sequences, expected.sequences)
+        assert out.stats.prefill_tokens <= 6
+    assert past.nbytes < workspace.cache_bytes / 50

@@ -1,0 +1,126 @@
+"""Logits in the model's own dtype: the text is that of the same numbers in fp32, and users' code gets fp32."""
+
+import pytest
+import torch
+from tiny_models import tiny_llama
+
+from heavypath.speculative import METHODS, EarlyExit, Lookahead, PromptLookup, SpeculativeDecoder
+from heavypath.speculative.decoding.rules import Rules
+from heavypath.speculative.models import generic, llama
+from heavypath.speculative.models.native import NativePass
+
+PROMPTS = torch.tensor([[3, 1, 4, 1, 5], [0, 6, 2, 6, 5]])
+OPTIONS = {"attention_mask": (PROMPTS > 0).long(), "max_new_tokens": 10, "eos_token_id": None}
+CASES = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8},
+    "filtered": {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.01},
+    "penalised": {"temperature": 0.8, "repetition_penalty": 1.3, "eos_token_id": [5, 2], "min_new_tokens": 3},
+}
+
+
+def models(dtype):
+    return [tiny_llama(seed, vocab_size=31, layers=layers).to(dtype) for seed, layers in ((1, 2), (2, 1))]
+
+
+@pytest.fixture
+def dtypes(monkeypatch):
+    """Of the logits that reach verification."""
+    seen, verify = set(), Rules.verify
+
+    def noted(self, nodes, target_logits, *rest):
+        seen.add(target_logits.dtype)
+        return verify(self, nodes, target_logits, *rest)
+
+    monkeypatch.setattr(Rules, "verify", noted)
+    return seen
+
+
+def take_fp32(monkeypatch):
+    """From here on a model's logits are the same numbers in fp32."""
+    for module in (llama, generic):
+        monkeypatch.setattr(module, "as_logits", torch.Tensor.float)
+    compiled = NativePass.__call__
+    monkeypatch.setattr(NativePass, "__call__", lambda *args, **kwargs: compiled(*args, **kwargs).float())
+
+
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [(method, "sampled") for method in METHODS] + [("sequoia", case) for case in CASES] + [("rsd-s", "filtered")],
+)
+def test_text_is_that_of_the_same_logits_in_fp32(method, case, dtypes, monkeypatch):
+    dtype = torch.float16 if method in ("chain", "spectr", "eagle-2") else torch.bfloat16
+    target, draft = models(dtype)
+    decoder = SpeculativeDecoder(target, draft, method)
+    outs = [decoder.generate(PROMPTS, **OPTIONS | CASES[case])]
+    assert dtypes == {torch.float32 if case == "penalised" else dtype}
+    take_fp32(monkeypatch)
+    outs.append(decoder.generate(PROMPTS, **OPTIONS | CASES[case]))
+    assert torch.float32 in dtypes
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    assert torch.equal(outs[0].stats.accepted, outs[1].stats.accepted)
+
+
+@pytest.mark.parametrize("method", ["dyspec", "eagle-2"])
+def test_grown_trees_are_those_of_the_same_logits_in_fp32(method, monkeypatch):
+    """Which nodes stay hangs by the last bits of sums over the vocabulary."""
+    target, draft = (tiny_llama(seed, 199, layers).to(torch.bfloat16) for seed, layers in ((1, 2), (2, 1)))
+    decoder = SpeculativeDecoder(target, draft, method, tree_size=24, max_depth=4, width=8)
+    verify, drafted = Rules.verify, []
+
+    def noted(self, nodes, *rest):
+        drafted.append(nodes.tokens)
+        return verify(self, nodes, *rest)
+
+    monkeypatch.setattr(Rules, "verify", noted)
+    for as_logits in (llama.as_logits, torch.Tensor.float):
+        monkeypatch.setattr(llama, "as_logits", as_logits)
+        decoder.generate(PROMPTS, 30, temperature=0.8, seed=1, eos_token_id=None)
+    steps = len(drafted) // 2
+    assert all(map(torch.equal, drafted[:steps], drafted[steps:]))
+
+
+@pytest.mark.parametrize("draft", [PromptLookup(), Lookahead(3, 3), EarlyExit(1)])
+def test_drafts_of_another_dtype_than_the_targets(draft, dtypes, monkeypatch):
+    target, _ = models(torch.bfloat16)
+    decoder = SpeculativeDecoder(target, draft, "sequoia")
+    text = decoder.generate(PROMPTS, **OPTIONS | CASES["sampled"]).sequences
+    take_fp32(monkeypatch)
+    assert torch.equal(decoder.generate(PROMPTS, **OPTIONS | CASES["sampled"]).sequences, text)
+    assert dtypes == {torch.bfloat16, torch.float32}
+
+
+def test_users_get_fp32(tmp_path):
+    target, draft = models(torch.bfloat16)
+    decoder = SpeculativeDecoder(target, draft)
+    out = decoder.generate(
+        PROMPTS, **OPTIONS, temperature=0.9, output_scores=True, output_logits=True, trace=tmp_path / "run.jsonl"
+    )
+    assert {each.dtype for each in (*out.scores, *out.logits)} == {torch.float32}
+    with torch.no_grad():
+        expected = target(out.sequences[:1]).logits[0, len(PROMPTS[0]) - 1 : -1].float()
+    torch.testing.assert_close(torch.stack(out.logits)[:, 0], expected, atol=0.2, rtol=0)
+
+
+def test_a_users_verifier_gets_fp32():
+    from heavypath.speculative.examples.own_verifier import sample_the_target
+
+    seen = set()
+
+    def verifier(nodes, target_logits, draft_logits, **options):
+        seen.update((target_logits.dtype, draft_logits.dtype) if draft_logits is not None else (target_logits.dtype,))
+        return sample_the_target(nodes, target_logits, draft_logits, **options)
+
+    decoder = SpeculativeDecoder(*models(torch.bfloat16), verifier=verifier)
+    decoder.generate(PROMPTS, **OPTIONS, temperature=0.9)
+    assert seen == {torch.float32}
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_logits_that_are_none_are_found_in_16_bits_too(whose):
+    pair = models(torch.bfloat16)
+    decoder = SpeculativeDecoder(*pair)
+    with torch.no_grad():
+        pair[whose].model.norm.weight[7] = torch.nan
+    with pytest.raises(ValueError, match=f"the {('target', 'draft')[whose]}'s logits after position 4 of sequence 0"):
+        decoder.generate(PROMPTS, **OPTIONS, temperature=0.9)

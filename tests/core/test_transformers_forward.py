@@ -1,0 +1,263 @@
+"""Models that LlamaForward does not know are decoded by transformers' own forward pass, or refused by name."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from families import GPT, MODELS, tiny
+from played_steps import Strict, on_meta, room_for, rules_of
+from tiny_models import assert_same_text, tiny_llama
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, T5Config, T5ForConditionalGeneration
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from heavypath.kernels.attention.prepared import prepared_attention
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import METHODS, EarlyExit, SpeculativeDecoder, TokenTree
+from heavypath.speculative.decoding.device_tree import device_tree
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.step import Step
+from heavypath.speculative.drafts import ModelDraft
+from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.forward import TreeMask
+from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.generic import TransformersForward
+from heavypath.speculative.models.llama import LlamaForward
+
+PROMPTS = torch.tensor([[5, 9, 8, 7, 33, 2], [0, 0, 4, 4, 17, 60]])
+PADDING = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_llama(5, vocab_size=61)
+
+
+@pytest.fixture(scope="module")
+def llamas_text(llama):
+    return SpeculativeDecoder(llama, None, "autoregressive").generate(PROMPTS, 20, attention_mask=PADDING).sequences
+
+
+def greedy(model, new_tokens):
+    return model.generate(
+        PROMPTS, attention_mask=PADDING, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_text_is_that_of_transformers_generate(kind, llama, llamas_text):
+    model = tiny(kind)
+    expected = greedy(model, 20)
+    for method in ("sequoia", "dyspec"):
+        ours = SpeculativeDecoder(model, llama, method, tree_size=5).generate(PROMPTS, 20, attention_mask=PADDING)
+        assert_same_text(model, ours.sequences, expected)
+    drafted = SpeculativeDecoder(llama, model, "dyspec", tree_size=5).generate(PROMPTS, 20, attention_mask=PADDING)
+    assert_same_text(llama, drafted.sequences, llamas_text)
+    own = SpeculativeDecoder(model, model, "sequoia", tree_size=5).generate(PROMPTS, 20, attention_mask=PADDING)
+    assert own.stats.acceptance_by_rank[0] == 1  # a draft equal to the target is always right
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "heavypath"])
+@pytest.mark.parametrize("kind", ["granite", "mixtral", "gpt_neox", "olmo2"])
+def test_every_attention_gives_the_same_text(kind, attention, llama):
+    model = tiny(kind)
+    expected = greedy(model, 20)
+    model.set_attn_implementation(attention)
+    decoder = SpeculativeDecoder(model, llama, "dyspec", tree_size=5)
+    assert_same_text(model, decoder.generate(PROMPTS, 20, attention_mask=PADDING).sequences, expected)
+    assert model.config._attn_implementation == attention
+
+
+def test_sampled_text_does_not_depend_on_a_races_tree(llama):
+    model = tiny("granite")
+    options = {"max_new_tokens": 24, "temperature": 0.8, "seed": 3, "attention_mask": PADDING}
+    plain = SpeculativeDecoder(model, None, "autoregressive").generate(PROMPTS, **options)
+    assert torch.equal(
+        SpeculativeDecoder(model, llama, "ersd", tree_size=5).generate(PROMPTS, **options).sequences, plain.sequences
+    )
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_decoding_through_the_kernel(monkeypatch):
+    model = tiny("granite", head_dim=16, hidden_size=64, attn_implementation="heavypath")
+    decoder = SpeculativeDecoder(model, model, "sequoia", tree=TokenTree.from_branching([2, 1]))
+    expected = decoder.generate(PROMPTS, 8, attention_mask=PADDING).sequences
+    monkeypatch.setattr(
+        "heavypath.speculative.models.forward.prepared_attention", partial(prepared_attention, impl="triton")
+    )
+    assert torch.equal(decoder.generate(PROMPTS, 8, attention_mask=PADDING).sequences, expected)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "heavypath"])
+@torch.inference_mode()
+def test_a_llama_has_the_same_logits_either_way(attention, llama):
+    model = copy.deepcopy(llama)
+    model.set_attn_implementation(attention)
+    tree = TokenTree([-1, 0, 1, 1, 0, 4])
+    lengths, tokens = torch.tensor([8, 5]), torch.randint(61, (2, 6))
+    logits = []
+    for forward in (LlamaForward(llama), TransformersForward(model)):
+        cache = forward.new_cache(2, 20)
+        forward.prefill(torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(1)), cache)
+        mask = TreeMask(prefix_length=lengths, visible_rows=14, subtree_end=tree.subtree_end)
+        rows = lengths[:, None] + torch.arange(6)
+        logits.append(forward(tokens, lengths[:, None] + tree.depths, rows, cache, mask))
+        growing = TreeMask(prefix_length=lengths, visible_rows=14, ancestor_mask=tree.mask()[4:])
+        logits.append(forward(tokens[:, 4:], (lengths[:, None] + tree.depths)[:, 4:], rows[:, 4:], cache, growing))
+        torch.testing.assert_close(logits[-1], logits[-2][:, 4:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits[2], logits[0], atol=1e-5, rtol=1e-5)
+
+
+def test_the_cache_is_one_of_transformers(llama):
+    cache = LlamaForward(llama).new_cache(2, 12)
+    assert isinstance(cache, Cache)
+    assert (len(cache), cache.get_max_length(), cache.is_compileable) == (2, 12, False)
+    rows = torch.tensor([[5, 7], [0, 3]])
+    one_pass = cache.at(rows, 9)
+    assert (one_pass.get_seq_length(), one_pass.get_mask_sizes(2, 0)) == (7, (9, 0))
+    key, value = torch.randn(2, 2, 1, 2, 8).unbind()
+    keys, values = one_pass.update(key, value, 1)
+    assert keys.shape == values.shape == (2, 1, 9, 8)
+    for sequence in range(2):
+        assert torch.equal(keys[sequence][:, rows[sequence]], key[sequence])
+        assert torch.equal(values[sequence][:, rows[sequence]], value[sequence])
+    assert keys.data_ptr() == cache.read(1)[0].data_ptr()
+    assert int(cache.keys.count_nonzero()) == key.numel()
+
+
+def without_limit():
+    model = tiny("granite")
+    vars(model.config)["max_position_embeddings"] = None  # not every config has one
+    return model
+
+
+REFUSED = {
+    "t5": (lambda: T5ForConditionalGeneration(T5Config(d_model=8, num_layers=1, d_kv=4, d_ff=8, num_heads=2)),
+           TypeError, "target must be a decoder alone, got an encoder and decoder: T5For"),
+    "no head": (lambda: tiny("granite").model, TypeError, "language-model head .* got GraniteModel"),
+    "text": (lambda: "ibm/granite", TypeError, "target must be a transformers causal language model, got 'str'"),
+    "training": (lambda: tiny("granite").train(), ValueError, "training mode; call target.eval"),
+    "another window": (lambda: tiny("olmoe", sliding_window=16), ValueError,  # which it does not use
+                       "'olmoe' has sliding_window=16 in its config, but its own forward pass sees farther"),
+    "mamba": (lambda: tiny("mamba", state_size=4), ValueError, "got 'mamba' with layers of type linear_attention"),
+    "rwkv": (lambda: tiny("rwkv"), ValueError, "got 'rwkv' with a recurrent state"),
+    "lfm2": (lambda: tiny("lfm2", layer_types=["conv", "full_attention"]), ValueError, "with layers of type conv"),
+    "llama 4": (lambda: tiny("llama4_text"), ValueError, "'llama4_text' with layers of type chunked_attention"),
+    "sinks": (lambda: tiny("gpt_oss", attn_implementation="heavypath"),
+              ValueError, 'has no attention sinks .* use attn_implementation="eager"'),
+    "caps": (lambda: tiny("gemma2", attn_implementation="heavypath"),
+             ValueError, 'has no soft-capped scores .* use attn_implementation="eager"'),
+    "arguments": (lambda: tiny("nemotron", attn_implementation="heavypath"), ValueError,
+                  'the arguments of the call, which NemotronAttention does not get; use attn_implementation="sdpa"'),
+    "flex": (lambda: tiny("granite", attn_implementation="flex_attention"),
+             ValueError, r"'flex_attention', which takes no tree; call target.set_attn_implementation\(\"sdpa\"\)"),
+    "mpt": (lambda: tiny("mpt", d_model=32, n_heads=4, n_layers=2, max_seq_len=64),
+            ValueError, "target of type 'mpt' has ALiBi position biases, which follow from a cache's rows"),
+    "bloom": (lambda: tiny("bloom", n_layer=2, n_head=4), ValueError, "'bloom' has ALiBi position biases"),
+    "falcon": (lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model(
+                   "falcon", vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, alibi=True)),
+               ValueError, "'falcon' has ALiBi position biases"),
+    "mamba as published": (lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=8)),
+                           ValueError, "got 'mamba' with layers of type linear_attention"),
+    "no limit": (without_limit, ValueError,
+                 "target's config has no max_position_embeddings; set it"),
+    "no cache": (lambda: tiny("openai-gpt", **GPT), ValueError, r"its layers with keys and values are \[\], exp"),
+    "both ways": (lambda: tiny("bert"), ValueError, "'bert' cannot be decoded by trees with attn_implementation="),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_decoded_is_refused_by_name(name):
+    make, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        SpeculativeDecoder(make(), None, "autoregressive")
+
+
+def unmasked(module, query, key, value, attention_mask, **kwargs):
+    nothing = None if attention_mask is None else torch.zeros_like(attention_mask)
+    return sdpa_attention_forward(module, query, key, value, nothing, **kwargs)
+
+
+def causal(module, query, key, value, attention_mask, **kwargs):
+    if attention_mask is not None:
+        queries, rows = attention_mask.shape[2:]
+        seen = torch.ones(queries, rows, dtype=torch.bool).tril(rows - queries)
+        attention_mask = attention_mask.new_zeros(queries, rows).masked_fill(~seen, -torch.inf)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("broken", ["mask not read", "any mask taken for causal", "positions counted", "rows in order"])
+def test_a_model_that_does_not_do_as_told_is_found_out(broken, dtype, monkeypatch):
+    model = tiny("granite").to(dtype)
+    assert forward_of(model, "target")
+    if broken == "mask not read":
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", unmasked)
+    elif broken == "any mask taken for causal":
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", causal)
+    elif broken == "positions counted":
+        rotary = model.model.rotary_emb.forward
+        count = lambda x, position_ids: rotary(x, position_ids[:, :1] + torch.arange(position_ids.shape[1]))  # noqa: E731
+        monkeypatch.setattr(model.model.rotary_emb, "forward", count)
+    else:
+        at = KeyValueCache.at
+        monkeypatch.setattr(KeyValueCache, "at", lambda cache, rows, *read: at(cache, rows.flip(1), *read))
+    with pytest.raises(ValueError, match=r"type 'granite' cannot be decoded by trees .* differ from those of"):
+        SpeculativeDecoder(model, None, "autoregressive")
+
+
+def test_trying_a_model_leaves_no_trace():
+    model = tiny("granite")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = {name: {*vars(module)} for name, module in model.named_modules()}
+    config, state = model.config.to_dict(), torch.get_rng_state()
+    forward = forward_of(model, "target")
+    assert isinstance(forward, TransformersForward)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config.to_dict() == config
+    assert {name: {*vars(module)} for name, module in model.named_modules()} == attributes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(parameter.is_inference() or parameter.grad is not None for parameter in model.parameters())
+
+
+def test_another_attention_is_noticed(llama):
+    model = tiny("granite")
+    decoder = SpeculativeDecoder(model, llama, tree_size=5)
+    for attention in ("eager", "heavypath", "sdpa"):
+        model.set_attn_implementation(attention)
+        assert_same_text(model, decoder.generate(PROMPTS, 10, attention_mask=PADDING).sequences, greedy(model, 10))
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="'flex_attention', which takes no tree"):
+        decoder.generate(PROMPTS, 4)
+
+
+def test_an_early_exit_needs_a_model_of_known_layers():
+    with pytest.raises(ValueError, match=r"an early exit needs a target of type llama, .*; got 'granite'"):
+        SpeculativeDecoder(tiny("granite"), EarlyExit(1))
+
+
+@pytest.fixture
+def forward(kind, attention):
+    wide = {"head_dim": 16, "hidden_size": 64} if attention == "heavypath" else {}
+    return TransformersForward(tiny(kind, attn_implementation=attention, **wide))
+
+
+@pytest.mark.parametrize(("kind", "attention"), [
+    ("granite", "sdpa"), ("granite", "eager"), ("granite", "heavypath"), ("gpt_neox", "sdpa"), ("gemma2", "eager"),
+    ("deepseek_v3", "sdpa"), ("gpt_oss", "eager"), ("mixtral", "sdpa"), ("cohere2", "heavypath"),
+])  # fmt: skip
+@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
+@torch.inference_mode()
+def test_a_step_asks_the_host_nothing(method, forward, without_values, monkeypatch):
+    forward.model.to("meta", torch.bfloat16)  # of whose experts the meta device knows
+    shape, filters, batch = METHODS[method].tree_of(9), Filters(0.7), 3
+    tree = shape if isinstance(shape, Growth) else on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
+    draft = ModelDraft(forward, 61)
+    step = Step(forward, draft, tree, shape.branching, shape.depth, rules_of(method, filters))
+    caches = forward.new_cache(batch, 200), draft.new_cache(batch, 200)
+    state = room_for(batch, forward, shape, vocab_size=61)
+    step(state, *caches, 160, lambda phase: None)  # as before a capture, which fills tables
+    monkeypatch.setattr(torch, "tensor", None)  # which would copy numbers of the host, unseen by Strict
+    with Strict():
+        step(state, *caches, 160, lambda phase: None)

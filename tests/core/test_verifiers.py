@@ -1,0 +1,218 @@
+"""Verifiers by name: the text keeps its law, which methods take which, and what profiles, traces and tables say."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from profile_cases import profile_of
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from tiny_models import exact_law, tiny_llama, transformers_greedy
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    METHODS,
+    Method,
+    SpeculativeDecoder,
+    TokenTree,
+    calibrate,
+    read_trace,
+)
+from heavypath.speculative.calibration import ways_to_draft
+from heavypath.speculative.comparison import compare
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.methods import VERIFIERS, default_verifier, row_of
+from heavypath.speculative.output.page import trace_page
+
+PROMPT = torch.tensor([3, 1, 4])
+SMALL = {"tokens": 8, "sequences": 4, "sizes": (1, 2, 4), "batch_sizes": [1], "limit": 60}  # for `calibrate`
+TAKEN = [(verifier, name) for verifier in VERIFIERS for name, row in METHODS.items() if verifier in row.verifiers]
+OWN = [pair for pair in TAKEN if pair[0] != "rejection"]  # which traces name as they are given
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+def test_the_methods_of_recursive_rejection_take_held_siblings():
+    expected = {"chain", "specinfer", "sequoia", "dyspec", "rsd-c", "rsd-s"}
+    assert {name for verifier, name in TAKEN if verifier == "held"} == expected
+    assert {name for verifier, name in TAKEN if verifier == "rejection"} == expected
+
+
+def test_traversal_takes_the_same_and_held_traversal_those_whose_trees_do_not_grow(tiny_pair):
+    taken = {verifier: {name for word, name in TAKEN if word == verifier} for verifier in VERIFIERS}
+    assert taken["traversal"] == taken["held"]
+    assert taken["held"] - taken["held_traversal"] == {"dyspec", "rsd-s"}
+    for method in ("dyspec", "rsd-s"):
+        with pytest.raises(ValueError, match=r"not so where trees grow.*it takes rejection, held, traversal$"):
+            SpeculativeDecoder(*tiny_pair, method, verifier="held_traversal")
+
+
+def test_a_row_of_ones_own_that_grows_refuses_held_traversal(monkeypatch, tiny_pair):
+    row = Method("without_replacement", "held_traversal", lambda size: Growth("slot", 6, 3, 2))
+    monkeypatch.setitem(METHODS, "mine", row)
+    with pytest.raises(ValueError, match="held traversal needs a static tree, got Growth"):
+        SpeculativeDecoder(*tiny_pair, "mine").generate(PROMPT[None], 8, temperature=1.0)
+
+
+def is_the_law(pair, method, verifier, sequences, options, **shape) -> bool:
+    decoder = SpeculativeDecoder(*pair, method, verifier=verifier, **shape)
+    out = decoder.generate(PROMPT.expand(sequences, -1), max_new_tokens=4, seed=11, **options)
+    law = exact_law(pair[0], PROMPT, Filters(**options), 4)
+    return chi_square_p_value(joint_counts(out.sequences[:, 3:], 7), law) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize(
+    ("verifier", "method"),
+    [pair if pair[1] in ("dyspec", "specinfer") else pytest.param(*pair, marks=pytest.mark.slow) for pair in TAKEN],
+)
+def test_the_joint_law_of_four_tokens_is_the_targets(verifier, method, tiny_pair):
+    assert is_the_law(tiny_pair, method, verifier, 5_000, {"temperature": 1.0}, tree_size=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verifier", "method"), TAKEN)
+@pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 1.2, "top_k": 5, "top_p": 0.95}])
+def test_the_joint_law_of_four_tokens_is_the_targets_in_many_texts(verifier, method, options, tiny_pair):
+    shapes = [{"tree_size": 6}, {"tree_size": 9, "draft_top_k": 2}]
+    if not isinstance(METHODS[method].tree_of(6), Growth):
+        shapes.append({"tree": TokenTree([-1, 0, 0, 2, 2, 0, 5])})
+    for shape in shapes:
+        assert is_the_law(tiny_pair, method, verifier, 60_000, options, **shape)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_a_verifier_a_method_has_that_of_the_kind_of_device(method, tiny_pair):
+    named = default_verifier(method, "cpu")
+    assert (named is not None) == bool(METHODS[method].verifiers)
+    assert default_verifier(method, "a device on which nothing was measured") is None
+    options = {"max_new_tokens": 24, "temperature": 0.8, "seed": 6}
+    texts = [
+        SpeculativeDecoder(*tiny_pair, method, tree_size=8, verifier=verifier).generate(PROMPT[None], **options)
+        for verifier in (None, named)
+    ]
+    assert torch.equal(*(text.sequences for text in texts))
+    assert texts[0].stats.verification == named or named is None
+
+
+@pytest.mark.parametrize("method", [name for verifier, name in TAKEN if verifier == "rejection"])
+def test_rejection_is_what_the_methods_papers_have(method, tiny_pair):
+    decoder = SpeculativeDecoder(*tiny_pair, method, tree_size=8, verifier="rejection")
+    stats = decoder.generate(PROMPT[None], 4, temperature=0.8).stats
+    assert stats.verification == METHODS[method].verification == METHODS[method].draw
+
+
+@pytest.mark.parametrize(("verifier", "method"), OWN)
+def test_greedy_text_is_that_of_transformers(verifier, method, tiny_pair):
+    decoder = SpeculativeDecoder(*tiny_pair, method, tree_size=8, verifier=verifier)
+    out = decoder.generate(PROMPT[None], 20)
+    assert torch.equal(out.sequences, transformers_greedy(tiny_pair[0], PROMPT[None], 20))
+    assert out.stats.verification == "greedy"
+
+
+@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if not row.verifiers])
+def test_methods_that_verify_otherwise_refuse_a_verifier_by_name(method, tiny_pair):
+    with pytest.raises(ValueError, match=f"needs children .* chain, .*; method '{method}' is verified by '.*': leave"):
+        SpeculativeDecoder(*tiny_pair, method, verifier="held")
+
+
+def test_a_row_of_ones_own_is_verified_by_held_siblings_or_by_rejection(monkeypatch, tiny_pair):
+    monkeypatch.setitem(METHODS, "mine", Method("with_replacement", "held", lambda size: TokenTree.k_ary(2, 2)))
+    assert row_of("mine", "rejection").verification == "with_replacement"
+    out = SpeculativeDecoder(*tiny_pair, "mine").generate(PROMPT[None], 8, temperature=1.0)
+    assert out.stats.verification == "held"
+    with pytest.raises(ValueError, match="'held' is lossless for children drawn without_replacement or with_replace"):
+        Method("top_k", "held", TokenTree.chain)
+
+
+def test_held_siblings_accept_more_of_the_same_trees(tiny_pair):
+    accepted = {}
+    for verifier in ("rejection", "held"):
+        decoder = SpeculativeDecoder(*tiny_pair, "rsd-c", tree=TokenTree.k_ary(3, 1), verifier=verifier)
+        stats = decoder.generate(PROMPT.expand(20_000, -1), 2, temperature=1.0, seed=2).stats
+        accepted[verifier] = stats.acceptance_by_depth[0]
+    assert accepted["held"] > accepted["rejection"] + 0.02
+
+
+def test_acceptance_is_counted_for_each_verifier():
+    kinds = {way.kind.verification for way in ways_to_draft(1.0, "cuda")}
+    assert {"without_replacement", "with_replacement", "kseq"} <= kinds
+    kinds = {way.kind.verification for way in ways_to_draft(1.0, "cpu", "held")}
+    assert not {"without_replacement", "with_replacement"} & kinds
+    assert {"held", "kseq", "race", "target_sample"} == kinds
+    assert {way.kind.draw for way in ways_to_draft(1.0, "cpu", "held") if way.kind.verification == "held"} == {
+        "without_replacement", "with_replacement",
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("any_noise")
+def test_a_profile_of_another_verifier_is_refused(tiny_pair, tmp_path):
+    target, draft = tiny_pair
+    profile = calibrate(target, draft, temperatures=[1.0], **SMALL, verifier="held")
+    assert {entry.verification for entry in profile.acceptance} == {"held", "kseq", "race", "target_sample"}
+    profile.save(tmp_path / "profile.json")
+    for method in ("sequoia", "specinfer"):
+        for verifier in (None, "rejection"):
+            with pytest.raises(ValueError, match=f"measured with method '{method}' verified by 'held', got '"):
+                SpeculativeDecoder(target, draft, method, profile=tmp_path / "profile.json", verifier=verifier)
+    decoder = SpeculativeDecoder(target, draft, "sequoia", profile=tmp_path / "profile.json", verifier="held")
+    decoder.generate(PROMPT[None], 8, temperature=1.0)
+    SpeculativeDecoder(target, draft, "spectr", profile=profile).generate(PROMPT[None], 8, temperature=1.0)
+    with pytest.raises(ValueError, match=r"verifier must be .* got 'bold'"):
+        calibrate(target, draft, verifier="bold")
+
+
+@pytest.mark.usefixtures("any_noise")
+def test_a_profile_without_a_verifier_is_of_what_its_kind_of_device_has(tiny_pair):
+    profile = replace(profile_of(), verifier=None)
+    for method in LOSSLESS_METHODS:
+        assert profile.row(method) == row_of(method, default_verifier(method, "cpu"))
+    elsewhere = replace(profile, environment={"device_type": "cuda"})
+    assert elsewhere.row("sequoia") == METHODS["sequoia"]
+    assert replace(elsewhere, verifier="held").row("sequoia").verification == "held"
+    decoder = SpeculativeDecoder(*tiny_pair, profile=calibrate(*tiny_pair, temperatures=[1.0], **SMALL))
+    assert decoder.generate(PROMPT[None], 8, temperature=1.0).stats.verification == default_verifier("sequoia", "cpu")
+
+
+@pytest.mark.parametrize(("verifier", "method"), OWN)
+def test_a_trace_explains_what_a_verifier_decided(verifier, method, tiny_pair, tmp_path):
+    decoder = SpeculativeDecoder(*tiny_pair, method, tree_size=9, verifier=verifier)
+    decoder.generate(PROMPT[None], 40, temperature=1.0, seed=3, trace=tmp_path / "trace")
+    header, steps = read_trace(tmp_path / "trace")
+    assert header["verify"] == verifier
+    for step in steps:
+        if len(step["tokens"]) == 1:
+            continue
+        assert {"accepted": True}.get(step["fates"][step["path"][-1]], step["length"] == 0)
+    assert "data" in trace_page(header, steps)
+
+
+def test_methods_are_compared_with_each_verifier(tiny_pair):
+    prompts = [PROMPT[None]]
+    options = {"max_new_tokens": 8, "temperature": 1.0, "verifiers": ["rejection", "held"]}
+    rows = compare(*tiny_pair, prompts, methods=["sequoia", "spectr"], **options)
+    assert [row.method for row in rows[2:]] == ["sequoia, rejection", "sequoia, held", "spectr"]
+    assert {row.text for row in rows} == {"same law"}
+    with pytest.raises(ValueError, match="method 'naive' is verified by 'target_sample'"):
+        compare(*tiny_pair, prompts, methods=["naive"], **options)
+
+
+def test_the_command_line_takes_a_verifier(heavypath):
+    code, out, _ = heavypath(
+        "generate", "def f(", "--max-new-tokens", "8", "--temperature", "1", "--verifier", "held", "--json"
+    )
+    assert code == 0
+    answer = json.loads(out)
+    assert (answer["settings"]["verifier"], answer["stats"]["verification"]) == ("held", "held")
+    code, _, error = heavypath("generate", "def f(", "--method", "spectr", "--verifier", "held")
+    assert code == 1
+    assert "leave the verifier out" in error
+    code, out, _ = heavypath(
+        "compare", "def f(", "--method", "chain", "--temperature", "1", "--max-new-tokens", "6", "--json",
+        "--verifier", "rejection", "--verifier", "held",
+    )  # fmt: skip
+    assert code == 0
+    assert [row["method"] for row in json.loads(out)["rows"]][-2:] == ["chain, rejection", "chain, held"]

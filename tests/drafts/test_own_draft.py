@@ -1,0 +1,213 @@
+"""A draft of one's own: the text is the target's whatever it proposes, and what it lacks or returns is checked."""
+
+import pytest
+import torch
+from own_drafts import Bigrams
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from tiny_models import exact_law, tiny_llama, transformers_greedy
+from torch import nn
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    Profile,
+    RowCache,
+    SpeculativeDecoder,
+    TokenTree,
+    calibrate,
+    read_trace,
+)
+
+VOCAB = 7
+PROMPT = torch.tensor([3, 1, 4])
+
+
+class Trigrams(Bigrams):
+    """Logits [V, V, V] by the last two tokens, of which the cache keeps the tokens, and the draft its own output."""
+
+    def new_cache(self, batch, rows):
+        return RowCache(*torch.zeros(2, batch, 1, rows, 1, dtype=torch.long))
+
+    def prefill(self, tokens, cache):
+        cache.keys[:, 0, : tokens.shape[1], 0] = tokens
+
+    def __call__(self, feed, cache):
+        cache.keys[:, 0, :, 0].scatter_(1, feed.cache_rows, feed.tokens)
+        before = cache.keys[:, 0, :, 0].gather(1, feed.parent_rows.clamp(min=0)).where(feed.parent_rows >= 0, 0)
+        return self.logits[before, feed.tokens]
+
+
+class Moody(Bigrams):
+    """Another law in each row of its cache and each call, written into one memory, with little for likely tokens."""
+
+    def __init__(self, target):
+        super().__init__(torch.zeros(VOCAB, VOCAB))
+        self.likely = target.lm_head.weight.sum(1).argsort()
+        self.calls = 0
+        self.memory = torch.empty(0)
+
+    def __call__(self, feed, cache):
+        self.calls += 1
+        shape = (*feed.tokens.shape, VOCAB)
+        if self.memory.numel() != feed.tokens.numel() * VOCAB:
+            self.memory = torch.empty(shape)
+        logits = self.memory.view(shape)
+        generator = torch.Generator().manual_seed(self.calls)
+        torch.randn(shape, generator=generator, out=logits).mul_(2)
+        logits[..., self.likely[-2:]] = -torch.inf
+        logits[feed.cache_rows % 3 == 0] = -torch.inf  # nothing at all
+        return logits
+
+
+def random_table(*shape):
+    return 1.5 * torch.randn(*shape, VOCAB, generator=torch.Generator().manual_seed(5))
+
+
+DRAFTS = {
+    "a table": lambda target: Bigrams(random_table(VOCAB)),
+    "a cache": lambda target: Trigrams(random_table(VOCAB, VOCAB)),
+    "adversarial": Moody,
+}
+CASES = [("adversarial", method) for method in LOSSLESS_METHODS if method != "autoregressive"]
+CASES += [(name, method) for name in ("a table", "a cache") for method in ("sequoia", "dyspec", "specinfer")]
+
+
+@pytest.mark.parametrize(("name", "method"), CASES)
+def test_the_joint_law_and_the_greedy_text_are_the_targets_with_a_draft_of_ones_own(name, method):
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, DRAFTS[name](target), method, tree_size=9)
+    out = decoder.generate(PROMPT.expand(5_000, -1), max_new_tokens=3, temperature=0.9, seed=4)
+    law = exact_law(target, PROMPT, Filters(0.9), 3)
+    assert chi_square_p_value(joint_counts(out.sequences[:, 3:], VOCAB), law) > SIGNIFICANCE
+    if name != "adversarial":
+        assert max(out.stats.acceptance_by_depth) > 0
+    assert torch.equal(decoder.generate(PROMPT[None], 20).sequences, transformers_greedy(target, PROMPT[None], 20))
+
+
+@pytest.mark.parametrize("method", ["specinfer", "spectr"])
+def test_nodes_of_one_text_draft_from_one_law_whatever_the_draft_returns(method):
+    """Of two sequences that begin with equal tokens, the second tokens are compared with one distribution."""
+    target = tiny_llama(1)
+
+    with torch.no_grad():
+        first = int(target(PROMPT[None]).logits[0, -1].argmax())
+        one, another = target(torch.tensor([[*PROMPT, first]])).logits[0, -1].topk(2).indices.tolist()
+
+    class BySlot(Bigrams):
+        """The root's children are likely equal; the nodes below them, in slots 1, 3 and 5, have different laws."""
+
+        def __call__(self, feed, cache):
+            return self.logits[(feed.cache_rows - feed.prefix_lengths[:, None]).clamp(min=0)]
+
+    laws = torch.full((7, VOCAB), -1.0)
+    laws[0, first] = 6.0
+    laws[1::4, one] = laws[3, another] = 3.0
+    decoder = SpeculativeDecoder(target, BySlot(laws), method, tree=TokenTree.independent(3, 2))
+    out = decoder.generate(PROMPT.expand(16_000, -1), max_new_tokens=3, temperature=1.0, seed=8)
+    law = exact_law(target, PROMPT, Filters(), 3)
+    assert chi_square_p_value(joint_counts(out.sequences[:, 3:], VOCAB), law) > SIGNIFICANCE
+
+
+def test_a_draft_that_knows_the_target_is_always_accepted():
+    """The target's own law as a table: it reads nothing but the last token."""
+    target = tiny_llama(1, layers=1)
+    with torch.no_grad():
+        target.model.layers[0].self_attn.o_proj.weight.zero_()
+        table = target(torch.arange(VOCAB)[:, None]).logits[:, 0]
+    out = SpeculativeDecoder(target, Bigrams(table), "chain", tree_size=5).generate(PROMPT[None], 41, temperature=1.0)
+    assert out.stats.acceptance_by_rank == [1.0]
+    assert out.stats.steps == 9
+
+
+def test_rows_of_accepted_nodes_follow_the_text_in_the_drafts_own_cache():
+    """Trigrams in a batch whose sequences end apart draft what a copy of the text at hand would."""
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, Trigrams(random_table(VOCAB, VOCAB)), "sequoia", tree_size=7)
+    prompts, mask = torch.tensor([[1, 2, 1, 2, 1], [0, 0, 5, 5, 5]]), torch.ones(2, 5, dtype=torch.long)
+    mask[1, :2] = 0
+    options = {"max_new_tokens": 30, "temperature": 0.7, "seed": 2, "eos_token_id": 6}
+    batch = decoder.generate(prompts, attention_mask=mask, **options)
+    for b, prompt in enumerate((prompts[0], prompts[1, 2:])):
+        alone = decoder.generate(prompt[None], sequence_ids=torch.tensor([b]), **options)
+        new = alone.sequences[0, len(prompt) :]
+        assert torch.equal(batch.sequences[b, 5 : 5 + len(new)], new)
+        assert alone.stats.steps == batch.stats.steps_of[b]
+
+
+def test_a_module_may_be_a_draft():
+    class Head(nn.Module):
+        """A linear layer over the target's own embeddings."""
+
+        def __init__(self, target):
+            super().__init__()
+            self.embedding, self.head = target.model.embed_tokens, nn.Linear(16, VOCAB)
+
+        def new_cache(self, batch, rows):
+            return RowCache(*torch.empty(2, batch, 1, rows, 0))
+
+        def prefill(self, tokens, cache):
+            pass
+
+        def forward(self, feed, cache):
+            return self.head(self.embedding(feed.tokens))
+
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, Head(target), "dyspec")
+    assert torch.equal(decoder.generate(PROMPT[None], 20).sequences, transformers_greedy(target, PROMPT[None], 20))
+    head = Head(target)
+    head.prefill = None
+    with pytest.raises(TypeError, match=r"got 'Head', which lacks prefill\(tokens, cache\)"):
+        SpeculativeDecoder(target, head)
+
+
+def without(*names, **added):
+    members = {name: vars(Bigrams)[name] for name in ("__init__", "new_cache", "prefill", "__call__")}
+    return type("Mine", (), {name: value for name, value in members.items() if name not in names} | added)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (without("prefill"), r"got 'Mine', which lacks prefill\(tokens, cache\); a Draft has new_cache\(batch, rows\), "
+                         r"prefill\(tokens, cache\), __call__\(feed, cache\)"),
+    (without("prefill", pre_fill=Bigrams.prefill), r"lacks prefill\(tokens, cache\) \(it has pre_fill\)"),
+    (without("new_cache", "__call__"), r"lacks new_cache\(batch, rows\) and __call__\(feed, cache\)"),
+    (without(prefill=lambda self, tokens: None), r"must be callable as prefill\(tokens, cache\): too many"),
+    (lambda logits: Bigrams, r"draft must be an object, got the class Bigrams; give Bigrams\(...\)"),
+    (lambda logits: "gpt2", "must be a causal language model of transformers, .* got 'str', which lacks new_cache"),
+    (lambda logits: nn.Linear(2, 2), "draft must be a transformers causal language model, got 'Linear'"),
+])  # fmt: skip
+def test_what_a_draft_lacks_is_named_when_a_decoder_is_made(make, message):
+    with pytest.raises(TypeError, match=message):
+        SpeculativeDecoder(tiny_llama(1), make(random_table(VOCAB)))
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"__call__": lambda self, feed, cache: self.logits[feed.tokens][..., :5]}, ValueError,
+     r"Mine must return logits after each node of feed.tokens \[1, 2\] for each of the target's 7 tokens: "
+     r"torch.float32 \[1, 2, 7\] on cpu, got torch.float32 \[1, 2, 5\]"),
+    ({"__call__": lambda self, feed, cache: self.logits[feed.tokens][:, -1:]}, ValueError, r"got .* \[1, 1, 7\]"),
+    ({"__call__": lambda self, feed, cache: self.logits[feed.tokens].double()}, ValueError, "got torch.float64"),
+    ({"__call__": lambda self, feed, cache: None}, TypeError, "Mine must return logits, a tensor, got NoneType"),
+    ({"__call__": lambda self, feed, cache: self.logits[feed.tokens] * torch.nan}, ValueError, "draft's logits after"),
+    ({"new_cache": lambda self, batch, rows: {}}, TypeError, "Mine.new_cache must return a RowCache, got dict"),
+    ({"new_cache": lambda self, batch, rows: RowCache(*torch.zeros(2, batch, 1, rows - 1, 1))}, ValueError,
+     r"Mine.new_cache\(1, (\d+)\) must return keys and values of one shape \[1, heads, \1, D\]"),
+])  # fmt: skip
+def test_what_a_draft_returns_is_checked_when_it_is_asked(change, error, message):
+    decoder = SpeculativeDecoder(tiny_llama(1), without(**change)(random_table(VOCAB)))
+    with pytest.raises(error, match=message):
+        decoder.generate(PROMPT[None], 8, temperature=1.0)
+
+
+@pytest.mark.usefixtures("any_noise")
+def test_a_trace_and_a_profile_know_a_draft_by_its_class(tmp_path):
+    target, draft = tiny_llama(1), Bigrams(random_table(VOCAB))
+    profile = calibrate(
+        target, draft, temperatures=[1.0], sizes=(1, 2), batch_sizes=[1], tokens=4, sequences=2, limit=2
+    )
+    assert (profile.draft, profile.draft_parameters) == ("own draft Bigrams", 0)
+    profile.save(tmp_path / "profile.json")
+    decoder = SpeculativeDecoder(target, draft, profile=Profile.load(tmp_path / "profile.json"))
+    decoder.generate(PROMPT[None], 6, temperature=1.0, trace=tmp_path / "trace")
+    assert read_trace(tmp_path / "trace")[0]["draft"] == {"name": "Bigrams"}
+    with pytest.raises(ValueError, match="measured with a draft of own draft Bigrams, got own draft Trigrams"):
+        SpeculativeDecoder(target, Trigrams(random_table(VOCAB, VOCAB)), profile=profile)

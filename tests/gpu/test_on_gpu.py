@@ -1,0 +1,420 @@
+"""What only a GPU can show: graphs that are replayed, over lengths, batches, methods, drafts, decoders and threads.
+
+On a GPU that is only played (tests/support/stand_in_gpu.py) the same tests run in miniature, so that a misprint does
+not wait for a machine that has one.
+"""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from commit_cases import Problem as CommitProblem
+from devices import moved
+from distil_cases import TINY, greedy, overlaps, silent, texts
+from families import tiny
+from gpu_cases import MINIATURE, Captured, assert_alike, prompts, size
+from head_cases import head_of
+from head_training_cases import random_rows
+from tiny_models import tiny_llama
+
+from heavypath.kernels.cache_compaction import compact_cache
+from heavypath.kernels.ordering import heavy_path_order
+from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
+from heavypath.kernels.tree_attention import tree_attention
+from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, verify_tree
+from heavypath.speculative import (
+    METHODS,
+    EarlyExit,
+    Lookahead,
+    PromptLookup,
+    Retrieval,
+    SpeculativeDecoder,
+    TokenTree,
+    distil,
+    draft_of_layers,
+    most_frequent,
+    new_head,
+)
+from heavypath.speculative.decoding.graphs import Graph
+
+
+@pytest.fixture(scope="module")
+def pair():
+    if MINIATURE:
+        models = [tiny_llama(seed, layers=1, hidden_size=32, vocab_size=50) for seed in (1, 2)]
+        return [model.to("cuda") for model in models]
+    from heavypath.speculative import load_demo_pair
+
+    return load_demo_pair(device="cuda")[:2]
+
+
+def with_and_without_graphs(pair, method, *, kind=Captured, **shape):
+    if method == "autoregressive":
+        shape = {}
+    return kind(*pair, method, **shape, cuda_graphs=True), SpeculativeDecoder(*pair, method, **shape, cuda_graphs=False)
+
+
+def captured(run):
+    """The work as a graph, and what it gives; it ran before, which compiles."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()  # with what it was captured with
+    return graph, out
+
+
+def test_a_graph_draws_what_its_logits_hold_when_it_is_replayed():
+    vocab_size, k = size(32_000, 300), size(16, 3)
+    logits, rows, seed = torch.zeros(4, vocab_size).cuda(), torch.arange(4).cuda(), torch.tensor(0).cuda()
+    for options in ({}, {"top_k": 40, "top_p": 0.9}, {"replacement": True}, {"temperature": 0.0}):
+        k_here = min(k, 3) if "replacement" in options else k
+        graph, drawn = captured(lambda k=k_here, o=options: gumbel_topk(logits, k, rows=rows, seed=seed, **o))
+        for number in range(size(5, 1)):
+            logits.copy_(3 * torch.randn(4, vocab_size))
+            seed.fill_(number + 5)
+            graph.replay()
+            expected = gumbel_topk(logits.cpu(), k_here, rows=rows.cpu(), seed=number + 5, **options)
+            assert torch.equal(drawn.tokens.cpu(), expected.tokens)
+
+
+def test_a_million_gumbels_order_tokens_as_on_a_cpu():
+    """All bits of the noise matter where all logits are equal."""
+    rows, vocab_size, k = size((1024, 1024, 64), (2, 64, 5))
+    zeros, numbers = torch.zeros(rows, vocab_size), torch.arange(rows) * 3
+    expected = gumbel_topk(zeros, k, rows=numbers, seed=77)
+    drawn = gumbel_topk(zeros.cuda(), k, rows=numbers.cuda(), seed=77)
+    assert torch.equal(drawn.tokens.cpu(), expected.tokens)
+    torch.testing.assert_close(drawn.keys.cpu(), expected.keys, atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (8, 8)])
+def test_a_graph_attends_at_any_length_in_parts(heads):
+    """bfloat16, groups of heads, and prefixes that need one part, a few and many."""
+    nodes, head_dim, most = size((24, 128, 4096), (3, 16, 600))
+    dtype = torch.float32 if MINIATURE else torch.bfloat16  # the interpreter gets bfloat16 products wrong
+    query = torch.randn(2, heads[0], nodes, head_dim).cuda().to(dtype)
+    key, value = (torch.randn(2, heads[1], most + nodes, head_dim).cuda().to(dtype) for _ in range(2))
+    lengths = torch.tensor([most, most]).cuda()
+    tree = TokenTree([-1, *(max(0, node - 2) for node in range(1, nodes))]).reordered("heavy_path")[0]
+    end, mask = tree.subtree_end.cuda(), tree.mask().cuda()
+    graph, out = captured(lambda: tree_attention(query, key, value, prefix_length=lengths, subtree_end=end))
+    for each in ([most, 0], [1, 300], [255, 257])[: size(3, 2)]:
+        lengths.copy_(torch.tensor(each))
+        graph.replay()
+        for b, length in enumerate(each):
+            seen = torch.cat([torch.ones(nodes, length, dtype=torch.bool).cuda(), mask], 1)
+            past, rows = heads[0] // heads[1], length + nodes
+            k, v = (x[b, :, :rows].repeat_interleave(past, 0).float() for x in (key, value))
+            scores = (query[b].float() @ k.mT / head_dim**0.5).masked_fill(~seen, -torch.inf)
+            expected = scores.softmax(-1) @ v
+            torch.testing.assert_close(out[b].float(), expected, atol=size(2e-2, 1e-4), rtol=0)
+
+
+def test_a_graph_commits_what_was_verified_when_it_is_replayed():
+    from heavypath.kernels.commit import State, commit
+    from heavypath.kernels.nodes import Nodes, Verified
+
+    problems = [CommitProblem(seed, per_sequence=True) for seed in range(size(40, 3))]
+    problems = [each for each in problems if each.path.shape == problems[0].path.shape]
+    problems = [each for each in problems if each.counts.shape == problems[0].counts.shape]
+    names = ("whole", "output", "seen", "counts", "tokens", "path", "length", "after", "stops")
+    held = {name: getattr(problems[0], name).to("cuda", copy=True) for name in names}
+    shape = [field.to("cuda", copy=True) for field in problems[0].shape]
+    state = State(
+        held["whole"][:, : problems[0].batch], *(held[name] for name in ("output", "stops", "seen", "counts"))
+    )
+    nodes = Nodes(held["tokens"], shape[0], shape[1])
+    verified = Verified(held["path"], held["length"], held["after"])
+    graph, _ = captured(lambda: commit(state, nodes, shape[2], verified, problems[0].branching))
+    for problem in problems:
+        for field, given in zip([*held.values(), *shape], [*(getattr(problem, n) for n in names), *problem.shape],
+                                strict=True):  # fmt: skip
+            field.copy_(given)
+        graph.replay()
+        found = [held[name].cpu() for name in ("whole", "output", "seen", "counts")]
+        assert all(torch.equal(one, other) for one, other in zip(found, problem.expected(), strict=True))
+
+
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
+def test_the_tickets_of_a_thousand_verifications_are_found_at_zero(method):
+    """A counter that is left, or two programs that both think to be the last, would change a later answer."""
+    nodes, vocab_size, repeats = size((32, 32_000, 1000), (6, 40, 2))
+    tree = TokenTree([-1, *(node // 3 for node in range(nodes - 1))])
+    generator = torch.Generator().manual_seed(1)
+    target = 2 * torch.randn(2, nodes, vocab_size, generator=generator)
+    draft = target + 0.5 * torch.randn(target.shape, generator=generator)
+    tokens = target.topk(3).indices[:, tree.parents.clamp(min=0), tree.ranks.clamp(0, 2)]
+    options = {"ranks": tree.ranks, "rows": torch.arange(2 * nodes).view(2, nodes), "max_depth": tree.depth}
+    given = moved((tokens, tree.parents, target, draft if method in DRAFT_AWARE else None), "cuda")
+    options = moved(options, "cuda") | {"method": method, "temperature": 0.0 if method == "greedy" else 0.8}
+    first = verify_tree(*given, **options)
+    differ = torch.zeros((), dtype=torch.long, device="cuda")
+    for _ in range(repeats):
+        again = verify_tree(*given, **options)
+        differ += sum((one != other).sum() for one, other in zip(first, again, strict=True))
+    assert int(differ) == 0
+
+
+def test_one_launch_of_each_kernel():
+    """Small and quick, for compute-sanitizer."""
+    logits = torch.randn(2, 500).cuda()
+    zero = torch.zeros(2).cuda()
+    gumbel_topk(logits, 3)
+    gumbel_topk(logits, 3, top_k=20, top_p=0.9)
+    stochastic_beam(logits, zero, zero, 3)
+    heavy_path_order(torch.tensor([[-1, 0, 0, 1, 2, 2]]).cuda())
+    keys, values = ([torch.zeros(1, 2, 20, 16).cuda()] for _ in range(2))
+    path, length, prefix = (torch.tensor(each).cuda() for each in ([[0, 2, 4]], [2], [5]))
+    compact_cache(keys, values, path, length, prefix)
+    query, rows = torch.randn(1, 2, 4, 16).cuda(), torch.randn(1, 2, 604, 16).cuda()
+    end = torch.tensor([4, 2, 4, 4]).cuda()
+    tree_attention(query, rows, rows, prefix_length=torch.tensor([600]).cuda(), subtree_end=end)
+    tree_attention(query, rows, rows, prefix_length=600, ancestor_mask=torch.ones(4, 4).tril().bool().cuda())
+    for method in ("without_replacement", "kseq", "race", "greedy"):
+        nodes = torch.randn(2, 1, 3, 500).cuda()
+        draft = nodes[1] if method in ("without_replacement", "kseq") else None
+        options = {"rows": torch.arange(3)[None].cuda(), "temperature": 0.0 if method == "greedy" else 0.7}
+        verify_tree(torch.tensor([[1, 2, 3]]).cuda(), torch.tensor([-1, 0, 0]).cuda(), nodes[0], draft, method=method,
+                    **options)  # fmt: skip
+    CommitProblem(1).check("triton")
+    torch.cuda.synchronize()
+
+
+SETTINGS = {
+    "top-p": {"temperature": 0.8, "top_p": 0.9},
+    "top-k": {"temperature": 1.1, "top_k": 20},
+    "penalty": {"temperature": 0.7, "repetition_penalty": 1.3},
+    "least length": {"temperature": 0.9, "eos_token_id": [9, 12], "min_new_tokens": 6},
+    "greedy": {"temperature": 0.0, "repetition_penalty": 1.1},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("method", ["sequoia", "dyspec", "ersd", "spectr"])
+def test_graphs_write_the_eager_text_while_a_batch_becomes_smaller(method, settings, pair):
+    """Four sequences of different lengths and ends: 4, 2 and 1 slots, each with a graph of its own."""
+    if MINIATURE and (method, settings) not in (("sequoia", "top-p"), ("dyspec", "least length")):
+        pytest.skip("too slow in miniature")
+    given, new = prompts(4, 6), size(48, 6)
+    mask = (torch.arange(6) >= torch.tensor([[0], [2], [4], [1]])).long().cuda()
+    options = {"attention_mask": mask, "eos_token_id": [*range(10, size(30, 22))], "pad_token_id": 0} | SETTINGS[
+        settings
+    ]
+    graphs, eager = with_and_without_graphs(pair, method, tree_size=size(16, 4))
+    for seed in range(size(3, 1)):
+        out, expected = (decoder.generate(given, new, seed=seed, **options) for decoder in (graphs, eager))
+        assert_alike(out, expected)
+    for b in range(size(4, 1)):
+        alone = eager.generate(given[b : b + 1, int(6 - mask[b].sum()) :], new, seed=size(2, 0),
+                               sequence_ids=torch.tensor([b]), **{**options, "attention_mask": None})  # fmt: skip
+        length = alone.stats.new_tokens
+        assert torch.equal(out.sequences[b, 6 : 6 + length], alone.sequences[0, -length:])
+
+
+@pytest.mark.parametrize("method", ["dyspec", "eagle-2", "rsd-s"])
+def test_grown_trees_write_the_eager_text_for_long(method, pair):
+    if MINIATURE and method != "rsd-s":
+        pytest.skip("too slow in miniature")
+    graphs, eager = with_and_without_graphs(pair, method, tree_size=size(24, 4))
+    options = {"temperature": 0.8, "eos_token_id": None, "seed": 4}
+    assert_alike(*(decoder.generate(prompts(2, 5), size(520, 6), **options) for decoder in (graphs, eager)))
+
+
+@pytest.mark.parametrize("method", [*METHODS])
+def test_a_second_larger_prompt_and_one_beyond_a_chunk_of_the_prefill(method, pair, monkeypatch):
+    """The memory of the first text is too small for the others."""
+    if MINIATURE and method != "sequoia":
+        pytest.skip("too slow in miniature")
+    if MINIATURE:
+        monkeypatch.setattr("heavypath.speculative.models.forward.PREFILL_CHUNK", 7)
+    graphs, eager = with_and_without_graphs(pair, method, tree_size=size(8, 3))
+    for length in size((20, 200, 600, 30), (3, 20)):
+        options = {"max_new_tokens": size(24, 5), "temperature": 0.7, "eos_token_id": None, "seed": length}
+        assert_alike(*(decoder.generate(prompts(1, length), **options) for decoder in (graphs, eager)))
+
+
+def test_two_decoders_in_turn_and_two_threads_write_their_own_texts(pair):
+    made = [with_and_without_graphs(pair, method, tree_size=size(12, 3)) for method in ("sequoia", "ersd")]
+    given = [prompts(1, 9, seed) for seed in range(2)]
+    options = {"max_new_tokens": size(64, 5), "temperature": 0.8, "eos_token_id": None, "seed": 2}
+    expected = [eager.generate(prompt, **options) for (_, eager), prompt in zip(made, given, strict=True)]
+    for _ in range(size(3, 1)):
+        for (graphs, _), prompt, right in zip(made, given, expected, strict=True):
+            assert_alike(graphs.generate(prompt, **options), right)
+
+    found, errors = {}, []
+
+    def write(number):
+        try:
+            for _ in range(size(4, 1)):
+                found[number] = made[number][0].generate(given[number], **options)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for number, right in enumerate(expected):
+        assert_alike(found[number], right)
+
+
+def test_served_texts_are_those_of_each_prompt_alone(pair):
+    """One after the other, with the shapes of a text alone, to the token; side by side all come to their ends."""
+    decoder = SpeculativeDecoder(*pair, "ersd", tree_size=size(6, 2))
+    ways = [(9, {"temperature": 0.0}), (40, {"temperature": 0.8}), (3, {"temperature": 0.7, "top_k": 9, "top_p": 0.9})]
+    wanted = [
+        (prompts(1, size(length, 3), seed=length)[0], {"max_new_tokens": size(60, 3), **sampling}, length)
+        for length, sampling in ways[size(0, 2) :]
+    ]
+    for slots in size((1, 2), (1,)):
+        with decoder.serve(slots=slots, max_tokens=128, prefill_tokens=16) as service:
+            sent = [
+                service.submit(prompt, **settings, seed=seed, eos_token_id=None) for prompt, settings, seed in wanted
+            ]
+            found = [completion.result(300) for completion in sent]
+        for done, (prompt, settings, seed) in zip(found, wanted, strict=True):
+            ids = torch.tensor([seed], device="cuda")
+            alone = decoder.generate(prompt[None], **settings, sequence_ids=ids, eos_token_id=None)
+            assert (len(done.tokens), done.reason) == (settings["max_new_tokens"], "length")
+            if slots == 1:
+                assert done.tokens == alone.sequences[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What is done with graphs: what is captured and what is replayed, by the name."""
+    names = []
+
+    def watch(name):
+        kept = getattr(Graph, name)
+
+        def watched(*args):
+            kept(*args)
+            names.append(name)
+
+        monkeypatch.setattr(Graph, name, watched)
+
+    watch("capture")
+    watch("replay")
+    return names
+
+
+@pytest.mark.parametrize("method", ["sequoia", "dyspec", "autoregressive"])
+def test_after_warming_up_each_step_is_a_graph_that_is_there(method, pair, done):
+    if MINIATURE and method == "sequoia":
+        pytest.skip("too slow in miniature")
+    graphs, eager = with_and_without_graphs(pair, method, tree_size=size(16, 3))
+    new = size(40, 5)
+    graphs.warm_up(batch_size=size(4, 1), prompt_tokens=9, max_new_tokens=new, temperature=0.8)
+    assert len(graphs.runner.idle.graphs) == size(3, 1)  # of 4 sequences, 2 and 1
+    assert "replay" in done
+    done.clear()
+    options = {"max_new_tokens": new, "temperature": 0.8, "eos_token_id": None, "seed": 3}
+    out, expected = (decoder.generate(prompts(size(4, 1), 9), **options) for decoder in (graphs, eager))
+    assert_alike(out, expected)
+    assert {*done} == {"replay"}
+    assert len(done) >= out.stats.steps_of.max()
+
+
+def test_a_service_captures_its_steps_before_the_first_request(pair, done):
+    decoder = SpeculativeDecoder(*pair, "ersd", tree_size=size(6, 2))
+    with decoder.serve(slots=size(4, 1), max_tokens=64, prefill_tokens=16) as service:
+        assert done.count("capture") >= size(3, 1)
+        done.clear()
+        service.submit(prompts(1, 5)[0], max_new_tokens=size(30, 3), temperature=0.8, eos_token_id=None).result(300)
+        assert {*done} == {"replay"}
+
+
+def test_streamers_criteria_and_traces_see_what_an_eager_text_shows(pair, tmp_path):
+    class Recorder:
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.tokens.append(None)
+
+    seen, texts = [], []
+    for number, decoder in enumerate(with_and_without_graphs(pair, "sequoia", tree_size=size(8, 3))):
+        recorder, calls = Recorder(), []
+
+        def criterion(ids, scores, calls=calls):
+            calls.append(ids[0].tolist())
+            return torch.tensor([ids.shape[1] >= 14], device=ids.device)
+
+        out = decoder.generate(
+            prompts(1, 5), size(40, 9), temperature=0.8, eos_token_id=None, seed=1, streamer=recorder,
+            stopping_criteria=[criterion], trace=tmp_path / f"{number}.jsonl",
+        )  # fmt: skip
+        assert recorder.tokens == [*out.sequences[0].tolist(), None]
+        seen.append(calls)
+        texts.append(out)
+    assert_alike(*texts)
+    assert seen[0] == seen[1]
+    traces = [(tmp_path / f"{number}.jsonl").read_text().splitlines()[1:] for number in range(2)]
+    assert len(traces[0]) == len(traces[1]) > 0
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [PromptLookup(), Lookahead(3, 3), EarlyExit(1), Retrieval([[*range(50)] * 3])],
+    ids=["prompt lookup", "lookahead", "early exit", "retrieval"],
+)
+def test_drafts_without_a_model_write_the_eager_text(draft, pair):
+    target = tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).to("cuda") if MINIATURE else pair[0]
+    options = {"max_new_tokens": size(64, 5), "temperature": 0.7, "eos_token_id": None, "seed": 3}
+    graphs, eager = with_and_without_graphs((target, draft), "sequoia", tree_size=size(8, 3))
+    assert_alike(*(decoder.generate(prompts(2, 12), **options) for decoder in (graphs, eager)))
+
+
+@pytest.mark.parametrize("method", ["sequoia", "dyspec", "ersd"])
+def test_heads_write_the_eager_text(method, pair):
+    """With the features of what was accepted, of which a GPU takes as many rows as a tree has levels."""
+    target = pair[0]
+    last = target.config.num_hidden_layers
+    head = head_of(target, taps=(0, last // 2, last), head_dim=16).cuda()
+    options = {"max_new_tokens": size(64, 5), "temperature": 1.0, "eos_token_id": None, "seed": 3}
+    graphs, eager = with_and_without_graphs((target, head), method, tree_size=size(8, 3))
+    assert_alike(*(decoder.generate(prompts(2, 12), **options) for decoder in (graphs, eager)))
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma2", "gpt_oss", "mistral"])
+def test_other_families_write_the_eager_text(kind):
+    """By transformers' own forward pass, with windows and without."""
+    if MINIATURE and kind != "granite":
+        pytest.skip("too slow in miniature")
+    model = tiny(kind, head_dim=16, hidden_size=64).to("cuda")
+    options = {"max_new_tokens": size(24, 4), "temperature": 0.8, "eos_token_id": None, "seed": 3}
+    routed = kind == "gpt_oss"  # its experts may ask the host
+    made = SpeculativeDecoder if routed else Captured
+    graphs, eager = with_and_without_graphs((model, model), "sequoia", kind=made, tree_size=size(6, 3))
+    assert_alike(*(decoder.generate(prompts(2, 9), **options) for decoder in (graphs, eager)))
+
+
+@pytest.mark.parametrize("kind", ["head", "few tokens", "layers"])
+def test_a_draft_is_trained_on_the_gpu(kind, tmp_path):
+    target, documents = tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).cuda(), texts()
+    drafts = {
+        "head": lambda: new_head(target),
+        "few tokens": lambda: new_head(target, most_frequent(documents, 20, 50)),
+        "layers": lambda: draft_of_layers(target, [1]),
+    }
+    draft = drafts[kind]()
+    record = distil(
+        draft, target, documents, tmp_path / "draft", replace(TINY, epochs=4, written=size(0.2, 0.0)), say=silent
+    )
+    before, after = overlaps(record)
+    assert all(late > early + 0.02 for early, late in zip(before, after, strict=True))
+    assert {weight.device.type for weight in draft.parameters()} == {"cuda"}
+    prompt = random_rows(3, 1, 6).tokens.long().cuda()
+    new_tokens = size(32, 2)
+    out = SpeculativeDecoder(target, draft, tree_size=size(8, 2)).generate(prompt, max_new_tokens=new_tokens)
+    assert torch.equal(out.sequences, greedy(target, prompt, new_tokens))

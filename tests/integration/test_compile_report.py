@@ -1,0 +1,358 @@
+"""The compile report: its command on a small case, what it reads in machine code, what it keeps, and its faults."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+FUSED = """
+import re, sys
+sys.path.insert(0, BENCH)
+from fake_gpu import compile_for
+
+launched = []
+compile_for(90, launched.append)
+from compile_cases import CASES
+for name in sys.argv[1:]:
+    CASES[name]()
+    kernel = launched.pop()
+    print(name, *re.findall(r"fma\\.\\S*f\\d\\S*", kernel.asm["ptx"]), *["may fuse"] * kernel.metadata.enable_fp_fusion)
+"""
+CASE = "bf16 D64 64x1"
+LISTING = """\
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/              @!P0 LDG.E.U8 R2, desc[UR4][R2.64] ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0030*/               @P1 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/                   DEPBAR.LE SB0, 0xa ;
+        /*0050*/                   LDGSTS.E.BYPASS.128 [R6], desc[UR4][R4.64] ;
+        /*0060*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0070*/              @!P2 BRA `(.L_x_2) ;
+        /*0080*/                   STL.64 [R1+0x8], R8 ;
+.L_x_3:
+        /*0090*/                   LDGSTS.E.BYPASS.128 [R6], desc[UR4][R4.64] ;
+        /*00a0*/              @!P2 BRA `(.L_x_3) ;
+        /*00b0*/                   LDG.E R7, desc[UR4][R4.64] ;
+        /*00c0*/                   EXIT ;
+.L_x_4:
+        /*00d0*/                   BRA `(.L_x_4);
+"""
+
+FIGURES = {
+    "kernel": "attention",
+    "registers": 255,
+    "warps": 8,
+    "spill": 0,
+    "shared": 227 * 1024,
+    "tensor_memory": 0,
+    "fit": 1,
+    "dot": "HGMMA",
+    "half_rows": 64,
+    "load": "LDGSTS.128",
+    "load_bytes": 16,
+    "ahead": 2,
+    "waits": 1,
+    "loop": 300,
+    "wgmma": 12,
+    "fp32": 140,
+    "special": 33,
+    "seconds": 4.0,
+}
+
+
+@pytest.fixture(scope="module")
+def modules():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCH)
+        yield {name: importlib.import_module(name) for name in ("compile_report", "compile_record", "machine_code")}
+
+
+@pytest.fixture(scope="module")
+def report(modules):
+    return modules["compile_report"]
+
+
+@pytest.fixture(scope="module")
+def record(modules):
+    return modules["compile_record"]
+
+
+@pytest.fixture(scope="module")
+def machine_code(modules):
+    return modules["machine_code"]
+
+
+@pytest.fixture
+def row(report, machine_code):
+    """A row of sm_90 without a fault, with some of its figures changed."""
+
+    def made(arch=90, **change):
+        return report.Row(arch, "a case", machine_code.Figures(**FIGURES | change))
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    path = tmp_path_factory.mktemp("report") / "report.json"
+    command = [sys.executable, BENCH / "compile_report.py", "--case", CASE, "--anew", "--json", path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done, json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_the_command_reports_every_kernel_of_a_case_on_every_architecture(done):
+    process, report = done
+    assert process.returncode == 0, process.stderr
+    assert report["faults"] == []
+    units = {(row["arch"], row["kernel"]): row["dot"] for row in report["rows"]}
+    attention = {(80, "tree_attention"): "HMMA", (90, "tree_attention"): "HGMMA", (100, "tree_attention"): "UTCHMMA"}
+    assert units == attention
+    lines = process.stdout.splitlines()
+    assert all(len(line) <= 140 for line in lines)
+    for row in report["rows"]:
+        assert any(line.split()[0] == row["kernel"] and f" {row['registers']} " in line for line in lines if line)
+        assert row["case"] == CASE
+        assert 0 < row["registers"] <= 255
+        assert row["warps"] in (1, 2, 4, 8, 16)
+        assert 0 < row["fit"] <= 32
+        assert row["loop"] > 0
+        if row["kernel"] == "tree_attention":
+            assert row["load"] == "LDGSTS.128"
+            assert row["ahead"] > 0
+            assert row["special"] >= 32  # a power of two for each of 64 x 64 scores, in 128 threads
+
+
+def test_the_command_fails_and_says_why_where_shared_memory_is_short():
+    program = f"""
+import sys
+sys.path.insert(0, {str(BENCH)!r})
+import compile_report
+compile_report.GPUS[90] = compile_report.GPUS[90]._replace(shared=8)
+compile_report.main(["--arch", "90", "--case", {CASE!r}, "--anew"])
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert f"sm_90 tree_attention {CASE}: it takes" in process.stderr
+    assert "KiB of shared memory, and 8 are there" in process.stderr
+
+
+@pytest.mark.slow
+def test_a_compiler_that_dies_takes_one_case_with_it(tmp_path):
+    program = tmp_path / "program.py"  # a file, since the processes that compile import it
+    program.write_text(f"""
+import os, sys
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, {str(BENCH)!r})
+import compile_report
+compile_report.CASES["a case"] = os.abort
+if __name__ == "__main__":
+    for name, done in compile_report.compile_apart(90, ["a case", "mask of 32"]).items():
+        print(name, done if isinstance(done, str) else [row.kernel for row in done.values()])
+""")
+    process = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert process.stdout.splitlines() == ["a case the compiler died", "mask of 32 ['pack']"], process.stderr
+
+
+@pytest.mark.slow
+def test_a_tree_of_one_node_compiles():
+    """Triton 3.6, unlike later ones, fails on memory accesses in a loop that it knows takes no turn."""
+    command = [sys.executable, BENCH / "compile_report.py", "--arch", "90", "--case", "kseq bf16 1 nodes", "--anew"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+
+
+def test_layers_round_each_product_before_they_add():
+    """As the modules of transformers do. Neither the PTX has a fused product and sum, nor may ptxas make one."""
+    names = ["rotary bf16 12:12 D64", "rotary fp16 32:8 D128", "rotary fp32 8:8 D256", "rotary bf16 32:8 D128 normed"]
+    names += ["norm bf16 K768 added", "gate bf16 F11008"]
+    command = [sys.executable, "-c", FUSED.replace("BENCH", repr(str(BENCH))), *names]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == names
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"spill": 8}, "spills 8 bytes"),
+        ({"shared": 228 * 1024}, "takes 228.0 KiB of shared memory, and 227 are there"),
+        ({"dot": "HMMA"}, "takes products with HMMA, not HGMMA"),
+        ({"dot": "HGMMA+HMMA"}, "takes products with HGMMA+HMMA, not HGMMA"),
+        ({"waits": 12}, "waits for each HGMMA"),
+        ({"load": "LDG.64", "load_bytes": 8}, "loads 8 bytes at a time, not 16"),
+    ],
+)
+def test_a_row_is_at_fault_for_one_thing(report, row, change, fault):
+    assert report.faults_of(row()) == []
+    assert report.faults_of(row(**change)) == [f"sm_90 attention a case: it {fault}"]
+
+
+@pytest.mark.parametrize("change", [{"half_rows": 16}, {"arch": 80}, {"arch": 100}])
+def test_small_products_and_other_architectures_need_no_wgmma(report, row, change):
+    assert report.faults_of(row(dot="HMMA", shared=1024)) != []
+    assert report.faults_of(row(**{"dot": "HMMA", "shared": 1024} | change)) == []
+
+
+@pytest.mark.parametrize("half_rows", [0, 64])
+def test_wide_loads_are_asked_of_16_bit_products(report, row, half_rows):
+    assert bool(report.faults_of(row(half_rows=half_rows, load_bytes=4))) == (half_rows > 0)
+
+
+def test_the_inner_loop_takes_products_and_copies_asynchronously_if_any_does(machine_code):
+    instructions, labels = machine_code.parse(LISTING)
+    loop = machine_code.inner_loop(instructions, labels, {"HGMMA"})
+    assert [instruction.name for instruction in loop] == ["DEPBAR", "LDGSTS", "HGMMA", "BRA"]
+    assert [instruction.groups_left for instruction in loop] == [10, 0, 0, 0]
+    without_copies = [instruction for instruction in instructions if instruction.name != "LDGSTS"]
+    shortest = machine_code.inner_loop(without_copies, {".L_x_1": 1, ".L_x_2": 4, ".L_x_3": 8, ".L_x_4": 11}, {"HGMMA"})
+    assert [instruction.name for instruction in shortest] == ["LDG", "HGMMA", "BRA"]
+    assert machine_code.inner_loop(instructions, labels, {"HMMA"}) == instructions
+
+
+def test_widths_are_read_in_bytes(machine_code):
+    instructions, _ = machine_code.parse(LISTING)
+    sizes = [(instruction.name, instruction.bytes) for instruction in instructions if "LD" in instruction.name]
+    assert sizes == [("LDC", 4), ("LDG", 1), ("LDGSTS", 16), ("LDGSTS", 16), ("LDG", 4)]
+    assert [instruction.bytes for instruction in instructions if instruction.name == "STL"] == [8]
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "warps", "shared", "tensor_memory", "programs"),
+    [
+        (90, 32, 1, 0, 0, 32),  # the most there are
+        (90, 255, 8, 0, 0, 1),  # 65,536 registers are 8 warps of 32 x 256
+        (90, 128, 8, 0, 0, 2),
+        (90, 129, 8, 0, 0, 1),  # 136 are given: 15 warps, 12 in fours
+        (90, 32, 4, 113 * 1024, 0, 2),
+        (80, 32, 4, 113 * 1024, 0, 1),
+        (100, 32, 4, 0, 256, 2),  # columns of tensor memory
+    ],
+)
+def test_programs_that_fit_are_counted_by_hand(machine_code, arch, registers, warps, shared, tensor_memory, programs):
+    assert machine_code.programs_that_fit(arch, registers, warps, shared, tensor_memory) == programs
+
+
+COMMENTED = '''"""Adds one."""
+
+def add(x):  # to a number
+    """x + 1"""
+    return x + 1
+
+def nothing():
+    """Does nothing."""
+'''
+BARE = """
+def add(x): return (x + 1)
+def nothing(): pass
+"""
+
+
+def test_comments_and_docstrings_are_no_code(record):
+    assert record.code(COMMENTED) == record.code(BARE)
+    assert record.code(BARE) != record.code(BARE.replace("1", "2"))
+
+
+def test_a_case_depends_on_the_modules_that_it_imports_and_on_theirs(record):
+    used = record.modules_used("def case():\n    from heavypath.kernels.cache_compaction import compact_cache\n")
+    assert {"cache_compaction", "implementation"} <= set(used)
+    assert "sampling" not in used
+    assert "noise" in record.modules_used("import heavypath.kernels.sampling")
+    assert record.modules_used("from heavypath.kernels import noise") == record.modules_used(
+        "import heavypath.kernels.noise"
+    )
+    assert record.modules_used("from heavypath.speculative import TokenTree\nimport torch\n") == []
+
+
+def test_a_key_changes_with_the_code_the_arguments_the_architecture_and_the_modules(record, report, monkeypatch):
+    case = report.CASES["bf16 V999 k4"]
+    key = record.key_of(90, "a case", case)
+    assert key == record.key_of(90, "a case", partial(case.func, *case.args, **case.keywords))
+    others = [
+        record.key_of(80, "a case", case),
+        record.key_of(90, "a case", partial(case.func, *case.args[:-1], 5, **case.keywords)),
+        record.key_of(90, "a case", partial(report.CASES["64 nodes"].func, *case.args, **case.keywords)),
+    ]
+    original = record.module_code
+    monkeypatch.setattr(record, "module_code", lambda name: original(name) + "pass" * (name == "noise"))
+    others.append(record.key_of(90, "a case", case))
+    assert len({key, *others}) == 5
+
+
+@pytest.fixture
+def kept(record, report, machine_code, tmp_path, monkeypatch):
+    """Files of figures in a folder of their own, and a compiler of which every kernel comes out alike."""
+    compiled = []
+
+    def compile_all(cases):
+        cases = list(cases)
+        compiled.append(sorted(cases))
+        return {case: {"one": machine_code.Figures(**FIGURES)} for case in cases}
+
+    monkeypatch.setattr(record, "CACHE", tmp_path / "build" / "cache.json")
+    monkeypatch.setattr(record, "RECORD", tmp_path / "record.json")
+    monkeypatch.setattr(report, "compile_all", compile_all)
+    return compiled
+
+
+def test_what_this_machine_compiled_is_not_compiled_again(kept, report):
+    names = list(report.CASES)[:12]
+    first = report.find([80, 90], names, anew=False)
+    again = report.find([80, 90], names, anew=False)
+    report.find([90], names, anew=True)
+    assert [len(cases) for cases in kept] == [24, 0, 12]
+    assert first.kernels == again.kernels
+    assert again.origin == "24 cases: 0 compiled now, 24 before on this machine, 0 as recorded"
+
+
+def test_of_what_the_repository_keeps_some_is_compiled_again_and_must_agree(kept, record, report):
+    names = list(report.CASES)[:20]
+    kernels = report.find([90], names, anew=False).kernels
+    keys = {(arch, name): record.key_of(arch, name, report.CASES[name]) for arch, name in kernels}
+    record.write(record.RECORD, {keys[case]: found for case, found in kernels.items()})
+    record.CACHE.unlink()
+    found = report.find([90], names, anew=False)
+    assert len(kept[-1]) == 2
+    assert found.disagreements == []
+    assert found.origin == "20 cases: 2 compiled now, 0 before on this machine, 18 as recorded"
+
+    wrong = {name: row._replace(registers=7) for name, row in next(iter(kernels.values())).items()}
+    record.write(record.RECORD, dict.fromkeys(keys.values(), wrong))
+    record.CACHE.unlink()
+    found = report.find([90], names, anew=False)
+    assert len(found.disagreements) == 2
+    assert found.disagreements[0].endswith("record.json is wrong: attention: registers 7 became 255")
+    assert len(report.find([90], names, anew=False).disagreements) == 4  # two more are tried, and two are known
+
+
+def test_a_file_of_another_form_is_no_record(record, machine_code, tmp_path):
+    path, kernels = tmp_path / "kept.json", {"a case": {"one": machine_code.Figures(**FIGURES)}}
+    assert record.read(path) == {}
+    record.write(path, kernels)
+    assert record.read(path) == kernels
+    path.write_text(path.read_text().replace('"special"', '"exp"'))
+    assert record.read(path) == {}
+    path.write_text("[]")
+    assert record.read(path) == {}
+
+
+def test_how_long_compiling_took_is_no_difference(record, machine_code):
+    one = machine_code.Figures(**FIGURES)
+    assert record.differences({"a": one}, {"a": one._replace(seconds=9.0)}) == []
+
+
+def test_kernels_that_come_or_go_are_a_difference(record, machine_code):
+    one = machine_code.Figures(**FIGURES)
+    assert record.differences({"a": one}, {"b": one}) == []
+    assert record.differences({"a": one}, {"b": one, "c": one._replace(kernel="merge")}) == [
+        "attention became attention, merge"
+    ]

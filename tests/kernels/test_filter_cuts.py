@@ -1,0 +1,168 @@
+"""Cuts of rows: a kernel keeps of every row what the filters' reference keeps."""
+
+import importlib.util
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from heavypath.kernels import filter_cuts as module
+from heavypath.kernels.filter_cuts import CHUNK, filter_cuts
+from heavypath.kernels.filtering import LEAST_TEMPERATURE, Filters, filtered_scores
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FILTERS = [
+    Filters(top_k=1), Filters(top_k=7), Filters(top_p=0.5), Filters(0.6, top_p=0.95), Filters(top_p=1e-6),
+    Filters(min_p=0.1), Filters(min_p=1.0), Filters(0.8, 20, 0.9, 0.01), Filters(1.3, top_k=4, top_p=0.5),
+    Filters(LEAST_TEMPERATURE, 3, 0.9), Filters(1e38, top_p=0.5),
+]  # fmt: skip
+
+
+def kept_by_reference(logits: Tensor, filters: Filters) -> np.ndarray:
+    """Which tokens of [R, V] the filters keep."""
+    rows = logits.float().numpy()
+    with np.errstate(all="ignore"):
+        return filtered_scores(rows, rows.max(-1, keepdims=True), filters) > -np.inf
+
+
+def kept_by(logits: Tensor, filters: Filters, function=filter_cuts) -> np.ndarray:
+    """Which tokens of [R, V] the kernel's cuts keep."""
+    cuts = function(logits.to(DEVICE)[None], filters)
+    x, token = logits.float(), torch.arange(logits.shape[-1])
+    cut, end = (field.cpu()[:, None] for field in cuts)
+    return (((x > cut) | ((x == cut) & (token < end))) & (x > -torch.inf)).numpy()
+
+
+def some_rows(vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """Any numbers; a few different ones, with many ties; and a row with tokens that are excluded."""
+    rows = 3 * torch.randn(3, vocab_size)
+    rows[1] = rows[1].round()
+    rows[2, ::3] = -torch.inf if vocab_size > 1 else 0
+    return rows.to(dtype)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(37, torch.float16), (CHUNK.value + 1, torch.bfloat16)])
+def test_the_cuts_keep_what_the_reference_keeps(vocab_size, dtype, filters):
+    logits = some_rows(vocab_size, dtype)
+    if not filters.drop(vocab_size):
+        assert filter_cuts(logits[None], filters) is None
+        return
+    assert (kept_by(logits, filters) == kept_by_reference(logits, filters)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [2, 3, 999, 9000])
+def test_the_cuts_keep_what_the_reference_keeps_of_many_rows(vocab_size, dtype):
+    for filters in FILTERS:
+        if filters.drop(vocab_size):
+            several = [scale * some_rows(vocab_size, dtype) for scale in (0.03, 1, 1, 8)]
+            logits = torch.cat(several)
+            assert (kept_by(logits, filters) == kept_by_reference(logits, filters)).all(), filters
+
+
+def test_of_equal_tokens_the_first_are_kept_in_whichever_chunk_they_are():
+    size = 2 * CHUNK.value + 5
+    logits = torch.full((1, size), -20.0).bfloat16()
+    logits[0, [3, CHUNK.value - 1, CHUNK.value, 2 * CHUNK.value + 4]] = 7.0
+    for count in (1, 2, 3, 4):
+        kept = kept_by(logits, Filters(top_p=(count - 0.5) / 4))  # each has a quarter of the mass
+        assert kept.nonzero()[1].tolist() == [3, CHUNK.value - 1, CHUNK.value, 2 * CHUNK.value + 4][:count]
+
+
+@pytest.mark.parametrize("low", [-1.0, -3e38, torch.finfo(torch.float32).min])
+def test_numbers_far_below_the_others_do_not_hide_the_cut(low):
+    logits = torch.full((1, 60), low)
+    logits[0, 20:40] = torch.arange(20.0)
+    for filters in (Filters(top_k=5), Filters(top_k=30), Filters(top_p=0.9)):
+        assert (kept_by(logits, filters) == kept_by_reference(logits, filters)).all(), filters
+
+
+def test_a_row_without_a_distribution_has_no_cut():
+    logits = torch.zeros(4, 9)
+    logits[0, 3], logits[1, 3], logits[2] = torch.nan, torch.inf, -torch.inf
+    for filters in (Filters(top_k=2), Filters(top_p=0.5), Filters(min_p=0.5)):
+        cuts = filter_cuts(logits.to(DEVICE)[None], filters)
+        assert cuts.cut.isnan().tolist() == [True, True, True, False]
+
+
+def test_rows_may_lie_apart_and_in_several_trees():
+    whole = torch.randn(2, 5, 50).bfloat16().to(DEVICE)
+    apart, filters = whole[:, 1:3, :41], Filters(0.9, top_p=0.8)
+    for view, copied in zip(filter_cuts(apart, filters), filter_cuts(apart.contiguous(), filters), strict=True):
+        assert torch.equal(view, copied)
+
+
+def test_the_kernel_leaves_its_counters_at_zero(monkeypatch):
+    taken, original = [], module.tickets
+    monkeypatch.setattr(module, "tickets", lambda *size: taken.append(original(*size)) or taken[-1])
+    filter_cuts(torch.randn(1, 2, 5000).to(DEVICE), Filters(0.8, 9, 0.8, 0.1))
+    (counters,) = taken
+    assert not counters.any()
+
+
+@pytest.mark.parametrize("filters", [Filters(top_k=3), Filters(0.8, 9, 0.8, 0.01)], ids=str)
+def test_the_cuts_are_right_in_any_schedule(adversary, filters):
+    logits = torch.randn(2, CHUNK.value + 3).bfloat16()
+    assert (kept_by(logits, filters) == kept_by_reference(logits, filters)).all()
+    assert "_cuts_kernel" in adversary.launched
+
+
+SEARCH = "low, above, reached, enough = _search(\n                    memory, row, row_ptr, V, "
+LEAST = "_key(tl.full([], LOWEST, tl.float32), HIDDEN)"
+MUTATIONS = {
+    "one token too many at the cut": ("tl.maximum(tl.ceil(", "tl.maximum(1.0 + tl.ceil(", "ties", Filters(top_p=0.7)),
+    "a token at a threshold does not reach it": (
+        "(x >= tl.load(thresholds_ptr", "(x > tl.load(thresholds_ptr", "ties", Filters(top_p=0.7)
+    ),
+    "half of the mass is enough": ("every * fraction", "every * fraction / 2", "any", Filters(top_p=0.7)),
+    "ties of earlier chunks are forgotten": (
+        "before = tl.cumsum(ties) - ties", "before = tl.cumsum(ties) * 0", "ties", Filters(top_p=0.7)
+    ),
+    "the search ends early": ("high - low > 1)", "high - low > 2000)", "any", Filters(top_k=5)),
+    "top-p does not see what top-k drops": (f"{SEARCH}low,", f"{SEARCH}{LEAST},", "any", Filters(1.0, 3, 0.9)),
+    "min-p's cut is a number too low": (
+        "return _number(base + 1, 0)", "return _number(base, 0)", "neighbours", Filters(min_p=1.0)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_bug_of_the_search_is_found(name, tmp_path):
+    original, replacement, which, filters = MUTATIONS[name]
+    source = inspect.getsource(module)
+    assert original in source, f"{original!r} is not in the source: update the mutation"
+    path = tmp_path / "mutant.py"
+    path.write_text(source.replace(original, replacement))
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    if which == "any":
+        logits = some_rows(37, torch.bfloat16)
+    elif which == "neighbours":
+        logits = torch.nextafter(torch.ones(1, 3), torch.tensor([[2.0, 1.0, 0.0]]))
+    else:
+        logits = torch.full((1, CHUNK.value + 9), -torch.inf).bfloat16()
+        logits[0, [0, 5, CHUNK.value + 1, CHUNK.value + 8]] = 1.0
+    expected = kept_by_reference(logits, filters)
+    assert (kept_by(logits, filters) == expected).all()
+    assert (kept_by(logits, filters, mutant.filter_cuts) != expected).any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="calls are counted in the interpreter")
+def test_the_prediction_counts_the_passes_that_the_search_takes(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    predicted = importlib.import_module("predict_filters")
+    made = []
+    opened = module.open_pass
+    logits = torch.from_numpy(predicted.model_rows(1, 600, "bf16")).bfloat16()
+    monkeypatch.setattr(module, "open_pass", lambda *given: made.append(given) or opened(*given))
+    for filters, name in ((Filters(top_k=50), "top-k 50"), (Filters(top_p=0.9), "top-p 0.9")):
+        made.clear()
+        filter_cuts(logits[None], filters)
+        assert len(made) == predicted.passes_of(logits[0].float().numpy(), name, 16)
+    assert predicted.predict("top-k 50", "bf16", 2000, 1).passes >= 1

@@ -1,0 +1,290 @@
+"""What a layer does between its products: the kernels against transformers' own modules, and a layer's launches."""
+
+import importlib
+
+import pytest
+import torch
+from llama_cases import LLAMA3, TINY, YARN, sharpened
+from played_steps import Launches
+from tiny_models import tiny_llama
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from triton.runtime.interpreter import GridExecutor
+
+from heavypath.kernels.layers.gated import silu_product
+from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
+from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
+from heavypath.speculative.models import llama
+from heavypath.speculative.models.forward import TreeMask
+from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.trees.tree import TokenTree
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="takes tensors of the host to the kernels")
+LAYER_KERNELS = ("layers.rms_norm", "layers.rotary", "layers.gated", "attention.prepared", "tree_attention")
+
+
+def poisoned(*shape, dtype):
+    return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+
+
+def check(ours, plain, exact):
+    """At most twice the error of PyTorch's own operations in that precision, and a constant."""
+    small = 1e-6 if plain.dtype == torch.float32 else 1e-4
+    error, allowed = ((each.cpu().double() - exact).abs().max() for each in (ours, plain))
+    assert ours.dtype == plain.dtype
+    assert error <= 2 * allowed + small, (error, allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 40), (17, 512), (2, 4097)])
+def test_a_norm_behind_a_sum_is_that_of_transformers(rows, columns, dtype):
+    hidden, added = torch.randn(2, rows, columns, dtype=torch.float64).to(dtype)
+    hidden = 30 * hidden
+    module = LlamaRMSNorm(columns, 1e-5).to(dtype)
+    nn.init.normal_(module.weight)
+    norm = Norm(module.weight.detach().to(DEVICE), 1e-5)
+    for sum_of_both, term in ((hidden + added, added), (hidden, None)):
+        given = None if term is None else term.to(DEVICE)
+        total, normed = add_rms_norm(hidden.to(DEVICE), given, norm, impl="triton")
+        assert torch.equal(total.cpu(), sum_of_both)
+        wide = sum_of_both.double()
+        exact = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * module.weight.detach().double()
+        check(normed, module(sum_of_both).detach(), exact)
+        plain = add_rms_norm(hidden, term, Norm(module.weight.detach(), 1e-5), impl="torch")
+        check(plain[1], module(sum_of_both).detach(), exact)
+    assert total.data_ptr() == hidden.data_ptr() or DEVICE == "cuda"
+
+
+def test_a_norm_of_zeros_and_of_an_infinite_row():
+    hidden = torch.tensor([[0.0, 0.0], [torch.inf, 1.0], [3.0, 4.0]], device=DEVICE)
+    _, normed = add_rms_norm(hidden, None, Norm(torch.ones(2, device=DEVICE), 0.5), impl="triton")
+    assert normed[0].tolist() == [0, 0]
+    assert normed[1, 0].isnan()
+    torch.testing.assert_close(normed[2].cpu(), torch.tensor([3.0, 4.0]) / 13**0.5)  # (9 + 16) / 2 + 0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 96), (2, 1030)])
+def test_gate_and_up_of_one_product_are_multiplied_as_by_transformers(rows, columns, dtype):
+    joined = (4 * torch.randn(rows, 2 * columns)).to(dtype)
+    joined[0, 0] = -200  # whose exp overflows
+    gate, up = joined.split(columns, 1)
+    ours = silu_product(*joined.to(DEVICE).split(columns, 1), impl="triton")
+    mlp = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=columns))
+    exact = gate.double() / (1 + (-gate.double()).exp()) * up.double()
+    check(ours, mlp.act_fn(gate) * up, exact)
+    assert torch.equal(silu_product(gate, up, impl="torch"), mlp.act_fn(gate) * up)
+
+
+def states_of(batch, nodes, heads, kv_heads, head_dim, dtype):
+    """Queries, keys and values as parts of one product, and cosines and sines of random positions."""
+    sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    joined = torch.randn(batch * nodes, sum(sizes)).to(dtype)
+    config = LlamaConfig(hidden_size=heads * head_dim, num_attention_heads=heads, head_dim=head_dim)
+    cos, sin = LlamaRotaryEmbedding(config)(joined, torch.randint(500, (batch, nodes)))
+    return [part.view(batch, nodes, -1, head_dim) for part in joined.split(sizes, 1)], cos, sin
+
+
+def signed(sin):
+    half = sin.shape[-1] // 2
+    return torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "nodes", "heads", "kv_heads", "head_dim"),
+    [(1, 1, 1, 1, 2), (2, 3, 6, 2, 24), (1, 9, 4, 4, 64), (3, 5, 3, 1, 128)],
+)
+def test_rotary_and_cache_rows_are_those_of_transformers(batch, nodes, heads, kv_heads, head_dim, normed, dtype):
+    (query, key, value), cos, sin = states_of(batch, nodes, heads, kv_heads, head_dim, dtype)
+    modules = [LlamaRMSNorm(head_dim, 1e-6).to(dtype) for _ in range(2)]
+    for module in modules:
+        nn.init.normal_(module.weight)
+    norms = HeadNorms(*(Norm(module.weight.detach().to(DEVICE), 1e-6) for module in modules)) if normed else None
+    rows = torch.stack([torch.randperm(nodes + 4)[:nodes] for _ in range(batch)])
+    caches = [poisoned(batch, 2 * kv_heads, nodes + 4, head_dim, dtype=dtype) for _ in range(2)]
+    keys, values = (cache[:, kv_heads:] for cache in caches)  # of the second layer
+    turns = Turns(cos[:, :, None].to(DEVICE), signed(sin)[:, :, None].to(DEVICE))
+    given = Projected(*(each.to(DEVICE) for each in (query, key, value)))
+    turned = rotate_and_store(given, turns, keys, values, rows.to(DEVICE), norms, impl="triton")
+
+    positions = torch.randperm(batch * nodes + 2)[: batch * nodes].view(batch, nodes)
+    table = torch.full((batch * nodes + 2, 2, head_dim), torch.nan, dtype=dtype)
+    table[positions] = torch.stack([cos, signed(sin)], 2)
+    again = [torch.full_like(cache, torch.nan)[:, kv_heads:] for cache in caches]
+    for impl in ("triton", "torch"):
+        looked_up = Turns.at(table.to(DEVICE), positions.to(DEVICE), impl=impl)
+        same = rotate_and_store(given, looked_up, *again, rows.to(DEVICE), norms, impl="triton")
+        assert torch.equal(same, turned)
+        for cache, other in zip((keys, values), again, strict=True):
+            assert torch.equal(cache.nan_to_num(), other.nan_to_num())
+
+    def of_transformers(wide):
+        states = [each.double() if wide else each for each in (query, key)]
+        if normed:
+            states = [
+                (each * (each.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * module.weight.detach().double())
+                if wide
+                else module(each).detach()
+                for each, module in zip(states, modules, strict=True)
+            ]
+        turn = (each.double() if wide else each for each in (cos, sin))
+        return apply_rotary_pos_emb(*states, *turn, unsqueeze_dim=2)
+
+    sequence = torch.arange(batch)[:, None]
+    stored = keys.cpu().transpose(1, 2)[sequence, rows]
+    for ours, plain, exact in zip((turned, stored), of_transformers(False), of_transformers(True), strict=True):
+        check(ours, plain, exact)
+        if not normed:
+            assert torch.equal(ours.cpu(), plain), "without a norm, it is the same arithmetic"
+    assert torch.equal(values.cpu().transpose(1, 2)[sequence, rows], value)
+    for cache, part in zip(caches, (keys, values), strict=True):
+        assert int(part.isfinite().sum()) == int(cache.isfinite().sum()) == batch * nodes * kv_heads * head_dim
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"key": torch.zeros(1, 2, 1, 6)}, r"key must be torch.float32 \[1, 2, 1, 8\], got torch.float32 \[1, 2, 1, 6\]"),
+    ({"values": torch.zeros(1, 1, 4, 8).half()}, r"values must be torch.float32 \[1, 1, 4, 8\], got torch.float16"),
+    ({"rows": torch.zeros(2).long()}, r"cache_rows must be a LongTensor \[1, 2\], got torch.int64 \[2\]"),
+    ({"keys": torch.zeros(1, 1, 8, 4).mT}, "equal strides and contiguous columns"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(change, message):
+    parts = {name: torch.zeros(1, 2, 1, 8) for name in ("query", "key", "value", "cos", "sin")}
+    parts |= {"keys": torch.zeros(1, 1, 4, 8), "values": torch.zeros(1, 1, 4, 8), "rows": torch.zeros(1, 2).long()}
+    query, key, value, cos, sin, keys, values, rows = (parts | change).values()
+    with pytest.raises(ValueError, match=message):
+        rotate_and_store(Projected(query, key, value), Turns(cos, sin), keys, values, rows, impl="triton")
+
+
+def test_rows_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"a weight \[K\]; got .*\[2, 3\].*\[4\]"):
+        add_rms_norm(torch.zeros(2, 3), None, Norm(torch.zeros(4), 1e-5), impl="triton")
+    with pytest.raises(
+        ValueError, match=r"gate and up \[R, F\] .* got torch.float32 \[2, 3\] and torch.float32 \[2, 4\]"
+    ):
+        silu_product(torch.zeros(2, 3), torch.zeros(2, 4), impl="triton")
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    take_kernels(monkeypatch)
+
+
+def take_kernels(monkeypatch):
+    """From here on a layer goes its way on a GPU."""
+    for name in LAYER_KERNELS:
+        module = importlib.import_module(f"heavypath.kernels.{name}")
+        monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor, native=False: "triton")
+    monkeypatch.setattr("heavypath.speculative.models.joined.choose_impl", lambda *_: "triton")
+    monkeypatch.setattr("heavypath.speculative.models.linear.library", lambda: None)  # no compiled pass
+
+
+GELU = {"hidden_act": "gelu"}
+TINIER = TINY | {"num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 40}
+MODELS = {
+    "llama 3": lambda: LlamaForCausalLM(LlamaConfig(**TINIER, rope_parameters=LLAMA3)),
+    "another activation, yarn": lambda: LlamaForCausalLM(LlamaConfig(**TINIER, rope_parameters=YARN, **GELU)),
+    "biases": lambda: LlamaForCausalLM(LlamaConfig(**TINIER, attention_bias=True, mlp_bias=True)),
+    "window": lambda: MistralForCausalLM(MistralConfig(**TINIER, sliding_window=4)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TINIER)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINIER, head_dim=24)),
+}
+
+
+def prompt_then_tree(forward, prompts, tokens, tree):
+    """Logits of the nodes of a tree [B, N] behind prompts [B, T]."""
+    batch, prefix = prompts.shape
+    cache = forward.new_cache(batch, prefix + len(tree))
+    forward.prefill(prompts, cache)
+    rows = prefix + torch.arange(len(tree)).expand(batch, -1)
+    mask = TreeMask(torch.full((batch,), prefix), prefix + len(tree), subtree_end=torch.as_tensor(tree.subtree_end))
+    return forward(tokens, prefix + tree.depths.expand(batch, -1), rows, cache, mask)
+
+
+@interpreted
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_logits_by_the_kernels_are_those_of_transformers(name, by_kernels):
+    with torch.inference_mode(False):
+        forward = LlamaForward(sharpened(MODELS[name]()))
+    prompts, tree, tokens = torch.randint(40, (2, 6)), TokenTree([-1, 0, 1, 1, 0]), torch.randint(40, (2, 5))
+    logits = prompt_then_tree(forward, prompts, tokens, tree)
+    for node in range(len(tree)):
+        path = tree.mask()[node].nonzero()[:, 0]
+        expected = forward.model(torch.cat([prompts, tokens[:, path]], 1)).logits[:, -1]
+        torch.testing.assert_close(logits[:, node], expected, atol=2e-4, rtol=2e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_16_bits_by_the_kernels_are_as_near_as_by_pytorch(dtype, monkeypatch):
+    """In the fp64 model's eyes; its weights are those of the 16-bit model."""
+    model = sharpened(MODELS["qwen3"]()).to(dtype)
+    prompts, tree, tokens = torch.randint(40, (2, 6)), TokenTree([-1, 0, 1, 1, 0]), torch.randint(40, (2, 5))
+    plain = prompt_then_tree(LlamaForward(model), prompts, tokens, tree)
+    take_kernels(monkeypatch)
+    ours = prompt_then_tree(LlamaForward(model), prompts, tokens, tree)
+    assert ours.dtype == plain.dtype == dtype
+    wide = model.double()
+    for node in range(len(tree)):
+        path = tree.mask()[node].nonzero()[:, 0]
+        exact = wide(torch.cat([prompts, tokens[:, path]], 1)).logits[:, -1]
+        errors = [float((each[:, node].double() - exact).square().mean().sqrt()) for each in (ours, plain)]
+        assert errors[0] <= 2 * errors[1]
+
+
+def launches_of(forward, batch, nodes, monkeypatch):
+    """What one forward pass on the meta device would launch; attention is an operator there, of one launch."""
+    cache = forward.new_cache(batch, 4096)
+    cache.rotary = forward._rotary.to("meta")
+    tokens = torch.zeros(batch, nodes, dtype=torch.long, device="meta")
+    ends = torch.full((nodes,), nodes, device="meta")
+    mask = TreeMask(torch.zeros(batch, dtype=torch.long, device="meta"), 4000, subtree_end=ends)
+    launches = Launches()
+    monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_, **__: launches.note(self.fn.__name__))
+    with launches:
+        forward(tokens, tokens, tokens, cache, mask)
+    return launches.names
+
+
+def on_meta(model, layers=None):
+    """The forward pass of a model without values."""
+    forward = LlamaForward(model.eval(), layers=layers)
+    model.to("meta")
+    forward._look_up()
+    return forward
+
+
+@interpreted
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (1, 32), (4, 32), (3, 512)])
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_a_layer_is_nine_launches(name, batch, nodes, by_kernels, monkeypatch):
+    with torch.inference_mode(False):
+        both = [on_meta(MODELS[name](), layers) for layers in ([0], None)]
+    one, two = (launches_of(forward, batch, nodes, monkeypatch) for forward in both)
+    assert len(two) - len(one) == 9 + (name == "another activation, yarn"), two
+
+
+def test_activations_without_a_kernel_are_called():
+    assert llama.gated_of(tiny_llama(1).model.layers[0].mlp.act_fn) is silu_product
+    gelu = tiny_llama(1, hidden_act="gelu").model.layers[0].mlp.act_fn
+    gate, up = torch.randn(2, 3, 4)
+    assert torch.equal(llama.gated_of(gelu)(gate, up), torch.nn.functional.gelu(gate) * up)
+    patched = tiny_llama(1).model.layers[0].mlp.act_fn
+    patched.forward = torch.zeros_like
+    assert llama.gated_of(patched)(gate, up).abs().max() == 0

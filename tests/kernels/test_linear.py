@@ -1,0 +1,184 @@
+"""Linear layers on a CPU: the products of the modules, by copies of the weights that are never out of date."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from tiny_models import tiny_llama, transformers_greedy
+from torch import nn
+
+from heavypath.kernels.native.library import library
+from heavypath.speculative import EarlyExit, SpeculativeDecoder
+from heavypath.speculative.models import linear
+from heavypath.speculative.models.linear import Linears
+from heavypath.speculative.streaming import memory
+from heavypath.speculative.streaming.memory import free_memory
+
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="models of tests are on the GPU"),
+]
+PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
+ROWS = (*range(1, 20), 33, 64, 130, 512)
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def layers_of(biases, columns=40, dtype=torch.float32):
+    return [nn.Linear(columns, rows, bias).to(dtype) for rows, bias in zip((24, 8, 56), biases, strict=True)]
+
+
+def linears_of(layers):
+    return Linears("model", [each for layer in layers for each in layer.parameters()])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("biases", [(False,) * 3, (True,) * 3, (True, False, True)])
+@pytest.mark.parametrize("free", [0, 1 << 40])
+@torch.inference_mode()
+def test_products_are_those_of_the_modules(biases, dtype, free, monkeypatch):
+    monkeypatch.setattr(linear, "free_memory", lambda: free)
+    layers = layers_of(biases, dtype=dtype)
+    linears = linears_of(layers)
+    together, alone = linears.together(layers), [linears.one(layer) for layer in layers]
+    for rows in ROWS:
+        hidden = torch.randn(rows, 40, dtype=dtype)
+        for layer, joined, one in zip(layers, together(hidden), alone, strict=True):
+            assert joined.shape == one(hidden).shape == (rows, len(layer.weight))
+            for found in (joined, one(hidden)):
+                torch.testing.assert_close(found, layer(hidden))
+
+
+def row(layer):
+    layer.weight.data[7] += 1
+
+
+def column(layer):
+    layer.weight.data[:, 11] += 1
+
+
+def everything(layer):
+    layer.weight.data.mul_(2)
+
+
+def another(layer):
+    layer.weight.data = layer.weight.data + 1
+
+
+def bias(layer):
+    layer.bias.data[3] = 1
+
+
+def element(layer):
+    with torch.no_grad():
+        layer.weight[5, 9] += 1
+
+
+CHANGES = [
+    *((change, (8, 1)) for change in (row, everything, another, bias)),
+    *(
+        (change, size)
+        for change in (row, column, everything, another, bias, element)
+        for size in ((24, 40), (9, 320), (60, 17))
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "size"), CHANGES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_change_of_the_weights_is_noticed(change, size, dtype):
+    rows, columns = size
+    layer = nn.Linear(columns, rows).to(dtype)
+    linears = linears_of([layer])
+    linears.one(layer)
+    assert linears.is_current()
+    change(layer)
+    assert not linears.is_current()
+    hidden = torch.randn(3, columns, dtype=dtype)
+    with torch.inference_mode():
+        torch.testing.assert_close(linears.one(layer)(hidden), layer(hidden))
+
+
+@pytest.mark.parametrize("draft", [None, "model", "early exit"])
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_a_text_is_that_of_the_weights_as_they_are(draft, free, monkeypatch):
+    monkeypatch.setattr(linear, "free_memory", lambda: free)
+    target, small = tiny_llama(1), tiny_llama(2)
+    given = {None: None, "model": small, "early exit": EarlyExit(1)}[draft]
+    decoder = SpeculativeDecoder(target, given, "autoregressive" if given is None else "sequoia")
+    before = decoder.generate(PROMPT, max_new_tokens=12).sequences
+    assert torch.equal(before, transformers_greedy(target, PROMPT, 12))
+    target.lm_head.weight.data.copy_(target.lm_head.weight.data.flip(0))
+    small.lm_head.weight.data.neg_()
+    changed = decoder.generate(PROMPT, max_new_tokens=12).sequences
+    assert torch.equal(changed, transformers_greedy(target, PROMPT, 12))
+    assert not torch.equal(changed, before)
+    with torch.no_grad():
+        target.model.layers[0].mlp.up_proj.weight[3, 5] += 3.0
+    assert torch.equal(decoder.generate(PROMPT, max_new_tokens=12).sequences, transformers_greedy(target, PROMPT, 12))
+
+
+def test_all_decoders_of_a_model_share_its_copies():
+    target = tiny_llama(1)
+    decoders = [SpeculativeDecoder(target, None, "autoregressive"), SpeculativeDecoder(target, EarlyExit(1), "chain")]
+    copies = {id(copied) for decoder in decoders for copied in decoder._target._linears._copied}
+    assert len(copies) == len(decoders[0]._target._linears._copied)
+    assert {id(each) for each in decoders[1]._draft.forward._linears._copied} < copies
+    one = weakref.ref(decoders[0]._target._linears._copied[0])
+    del decoders
+    gc.collect()
+    assert one() is None
+
+
+def test_a_copy_is_announced_and_so_is_a_lack_of_memory(monkeypatch, caplog):
+    layer, hidden = nn.Linear(500, 1000), torch.randn(2, 500)
+    with caplog.at_level(logging.INFO):
+        assert linears_of([layer]).can_copy
+    assert "model: its weights are copied in another order, at most 2 MB beside" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(linear, "free_memory", lambda: 3_900_000)
+    short = linears_of([layer])
+    assert "model: no copy of its weights in another order (2 MB beside 4 MB that are free)" in caplog.text
+    with torch.inference_mode():
+        for product in (short.one(layer), lambda rows: short.together([layer])(rows)[0]):
+            torch.testing.assert_close(product(hidden), layer(hidden))
+            layer.weight.data.add_(1)
+            torch.testing.assert_close(product(hidden), layer(hidden))
+    assert short.is_current()
+
+
+def test_copies_that_are_there_take_no_more_memory(monkeypatch, caplog):
+    layer = nn.Linear(500, 1000)
+    first = linears_of([layer])
+    product = first.one(layer)
+    monkeypatch.setattr(linear, "free_memory", lambda: 0)
+    assert linears_of([layer]).can_copy
+    assert not caplog.records
+    with torch.no_grad():
+        layer.weight.add_(1)
+    assert not linears_of([layer]).can_copy, "another copy is needed"
+    assert "no copy" in caplog.text
+    del first, product
+
+
+def test_what_the_kernels_cannot_do_is_left_to_the_module():
+    class Own(nn.Linear):
+        pass
+
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda module, args, out: -out)
+    for layer in (nn.Linear(4, 4).half(), nn.Linear(4, 4).double(), Own(4, 4), nn.Bilinear(4, 4, 4), hooked):
+        assert linears_of([layer]).one(layer) is layer
+
+
+def test_free_memory_is_bounded_by_the_control_group(monkeypatch, tmp_path):
+    assert free_memory() > 1 << 20
+    monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
+    without = free_memory()
+    for limit, used, expected in (("1000000", "400000", 600_000), ("1000", "4000", 0)):
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        (tmp_path / "memory.current").write_text(used + "\n")
+        assert free_memory() == expected
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory() == pytest.approx(without, rel=0.5)

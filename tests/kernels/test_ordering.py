@@ -1,0 +1,168 @@
+"""heavy_path_order: by hand, and PyTorch and kernel against TokenTree.reordered("heavy_path")."""
+
+import pytest
+import torch
+import triton
+from ordering_cases import assert_same, parents_of, shuffled_ranks
+
+from heavypath.kernels import ordering
+from heavypath.kernels.ordering import Ordering, heavy_path_order
+from heavypath.speculative import TokenTree
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
+
+
+def order(parents, ranks=None, impl="auto"):
+    """heavy_path_order on the device that there is; what comes back is on the CPU."""
+    given = [None if values is None else torch.as_tensor(values).to(DEVICE) for values in (parents, ranks)]
+    return Ordering(*(field.cpu() for field in heavy_path_order(*given, impl=impl)))
+
+
+def on_host(parents, ranks=None):
+    """What the host says."""
+    tree, permutation = TokenTree(parents, ranks).reordered("heavy_path")
+    return Ordering(permutation, tree.parents, tree.ranks, tree.subtree_end)
+
+
+@IMPLS
+def test_by_hand(impl):
+    #      0                0
+    #    / | \            / | \        the second child has the larger subtree; of the other two,
+    #   1  2  5    ->    1  4  5       the one that was drawn first comes first
+    #     / \           / \
+    #    3   4         2   3
+    got = order([-1, 0, 0, 2, 2, 0], impl=impl)
+    assert got.permutation.tolist() == [0, 2, 3, 4, 1, 5]
+    assert got.parents.tolist() == [-1, 0, 1, 1, 0, 0]
+    assert got.ranks.tolist() == [0, 1, 0, 1, 0, 2]
+    assert got.subtree_end.tolist() == [6, 4, 3, 4, 5, 6]
+    got = order([-1, 0, 0, 2, 2, 0], [0, 2, 1, 1, 0, 0], impl)
+    assert got.permutation.tolist() == [0, 2, 4, 3, 5, 1]
+    assert got.ranks.tolist() == [0, 1, 0, 1, 0, 2]
+
+
+@IMPLS
+def test_absent_nodes_come_last_and_stand_alone(impl):
+    #   0         1 and 4 are absent
+    #  / \
+    # 2   3
+    #     |
+    #     5
+    got = order([-1, -1, 0, 0, -1, 3], [0, 7, 0, 1, 7, 0], impl)
+    assert got.permutation.tolist() == [0, 3, 5, 2, 1, 4]
+    assert got.parents.tolist() == [-1, 0, 1, 0, -1, -1]
+    assert got.ranks.tolist() == [0, 1, 0, 0, 0, 0]
+    assert got.subtree_end.tolist() == [4, 3, 3, 4, 5, 6]
+    assert order([-1, -1, -1], impl=impl).subtree_end.tolist() == [1, 2, 3]
+
+
+@IMPLS
+@pytest.mark.parametrize("shape", ["random", "young", "chain", "star", "binary"])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 31, 32, 33, 64])
+def test_it_is_what_the_host_does(shape, nodes, impl):
+    parents = parents_of(shape, nodes)
+    assert_same(order(parents, impl=impl), on_host(parents))
+    ranks = shuffled_ranks(parents)
+    assert_same(order(parents, ranks, impl), on_host(parents, ranks))
+
+
+@IMPLS
+@pytest.mark.parametrize("shape", ["random", "chain"])
+def test_trees_of_2048_nodes(shape, impl):
+    parents = parents_of(shape, ordering.MAX_NODES)
+    ranks = shuffled_ranks(parents)
+    assert_same(order(parents, ranks, impl), on_host(parents, ranks))
+
+
+@IMPLS
+def test_the_trees_of_a_batch_do_not_touch(impl):
+    parents = torch.stack([parents_of(shape, 40) for shape in ("random", "young", "chain", "star", "binary")])
+    ranks = torch.stack([shuffled_ranks(row) for row in parents])
+    together = order(parents, ranks, impl)
+    for row, expected in enumerate(map(on_host, parents, ranks)):
+        assert_same([field[row] for field in together], expected)
+    assert_same(order(parents.T.contiguous().T, ranks.T.contiguous().T, impl), together)  # other strides
+    assert order(parents[:0], impl=impl).subtree_end.shape == (0, 40)
+
+
+@IMPLS
+def test_a_ragged_batch_is_ordered_as_its_trees_alone(impl):
+    whole = torch.stack([parents_of("young", 40) for _ in range(4)])
+    leaves = torch.ones_like(whole).scatter(1, whole.clamp(min=0), 0).bool()
+    parents = whole.where(~leaves | (torch.rand(whole.shape) < 0.5), -1)  # half of the leaves are absent
+    together = order(parents, impl=impl)
+    for row in range(4):
+        kept = ((parents[row] >= 0) | (torch.arange(40) == 0)).nonzero()[:, 0]
+        new = torch.full((40,), -1).scatter(0, kept, torch.arange(len(kept)))
+        alone = on_host(torch.cat([parents[row, :1], new[parents[row, kept[1:]]]]))
+        present = [field[row, : len(kept)] for field in together]
+        assert_same(present, alone._replace(permutation=kept[alone.permutation]))
+        absent = [node for node in range(40) if node not in kept.tolist()]
+        assert together.permutation[row, len(kept) :].tolist() == absent
+        assert together.parents[row, len(kept) :].eq(-1).all()
+        assert together.subtree_end[row, len(kept) :].tolist() == list(range(len(kept) + 1, 41))
+
+
+def test_what_is_no_tree_is_ordered_all_the_same():
+    """On a GPU values are not checked: any are put in some order, the same by both, and nothing else is written."""
+    parents = torch.randint(-3, 70, (8, 64))
+    parents[:, 1::2] = parents[:, 1::2] % torch.arange(1, 64, 2)
+    ranks = torch.randint(-70, 2**40, (8, 64))
+    for given in (None, ranks):
+        expected = ordering._reference(parents, given)
+        on_device = [None if values is None else values.to(DEVICE) for values in (parents, given)]
+        assert_same([field.cpu() for field in ordering.launch_order(*on_device)], expected)
+        assert torch.equal(expected.permutation.sort(-1).values, torch.arange(64).expand(8, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+def test_a_cuda_graph_orders_whatever_its_input_holds_and_the_host_never_waits():
+    trees = [parents_of(shape, 700) for shape in ("chain", "random", "star", "young", "binary")]
+    parents, ranks = torch.empty(2, 3, 700, dtype=torch.long, device=DEVICE).fill_(-1)
+    heavy_path_order(parents, ranks)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        heavy_path_order(parents, ranks)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = heavy_path_order(parents, ranks)
+    for batch in (trees[:3], trees[2:]):
+        drawn = [shuffled_ranks(tree) for tree in batch]
+        parents.copy_(torch.stack(batch))
+        ranks.copy_(torch.stack(drawn))
+        for _ in range(20):  # a race would show as a difference sooner or later
+            graph.replay()
+            for row, expected in enumerate(map(on_host, batch, drawn)):
+                assert_same([field[row].cpu() for field in got], expected)
+
+
+@pytest.mark.parametrize(("parents", "ranks", "message"), [
+    (torch.tensor([-1, 0]).int(), None, r"LongTensor \[N\] or \[B, N\] with N >= 1, got torch.int32 \[2\]"),
+    (torch.tensor(-1), None, r"LongTensor \[N\] or \[B, N\]"),
+    (torch.empty(2, 0).long(), None, "N >= 1"),
+    (torch.tensor([-1, 0]), torch.tensor([0]), r"ranks must be a LongTensor \[2\], got torch.int64 \[1\]"),
+    (torch.tensor([0, 0]), None, "-1 at node 0"),
+    (torch.tensor([-1, 1]), None, r"parents\[i\] < i"),
+    (torch.tensor([-1, -2]), None, r"-1 <= parents\[i\]"),
+    (torch.tensor([-1, -1, 1]), None, "must have no children"),
+    (torch.tensor([-1, 0, 0]), torch.tensor([0, 1, 1]), "ranks must differ among siblings"),
+    (torch.tensor([-1, 0, 0]), torch.tensor([0, 1, 3]), r"in \[0, 3\)"),
+])  # fmt: skip
+def test_bad_input_is_refused(parents, ranks, message):
+    with pytest.raises(ValueError, match=message):
+        heavy_path_order(parents, ranks)
+
+
+def test_an_implementation_that_cannot_run_is_refused(monkeypatch):
+    tree = torch.tensor([-1, 0])
+    with pytest.raises(ValueError, match="heavy_path_order has impl 'auto', 'triton' or 'torch', got 'cuda'"):
+        heavy_path_order(tree, impl="cuda")
+    with pytest.raises(ValueError, match="at most 2048 nodes, got 2049; take impl 'torch'"):
+        order(parents_of("chain", 2049), impl="triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match="needs CUDA tensors, got cpu; on a CPU take impl 'torch', or set TRITON_INT"):
+        heavy_path_order(tree, impl="triton")

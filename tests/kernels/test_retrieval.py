@@ -1,0 +1,266 @@
+"""Retrieval: ranges and laws against dictionaries of n-grams, its files, and texts that it drafts."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from retrieval_cases import TEXTS
+from safetensors.torch import save_file
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from tiny_models import exact_law, tiny_llama, transformers_greedy
+
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.retrieval.corpus import sort_corpus
+from heavypath.kernels.retrieval.followers import follower_logprobs
+from heavypath.kernels.retrieval.ranges import Appended, append_tokens, store_texts
+from heavypath.speculative import METHODS, PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
+from heavypath.speculative.drafts import Feed, RetrievalDraft
+from heavypath.speculative.profile import describe, draft_parameter_count
+
+VOCAB = 4
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+IMPLS = ["triton"] if torch.cuda.is_available() else ["torch", "triton"]
+tokens = st.integers(0, VOCAB - 1)
+END = -1  # what follows the last token of a text of the corpus
+
+
+def followers_in(texts, suffix):
+    """What followed each occurrence of some tokens, by looking at every place."""
+    found = []
+    for text in texts:
+        ended = [*text, END]
+        found += [ended[i] for i in range(len(suffix), len(ended)) if tuple(text[i - len(suffix) : i]) == suffix]
+    return found
+
+
+def expected_law(corpus, text, context, longest):
+    """Q by its formula: a = 256, b = 64, and nothing once less than 1 in 1024 is left."""
+    law, left = [0.0] * VOCAB, 1.0
+    for k in range(longest, 0, -1):
+        suffix = tuple(context[-k:])
+        if left < 2**-10:
+            break
+        if len(suffix) < k:
+            continue
+        there = Counter(followers_in(corpus, suffix))
+        here = Counter(token for token in followers_in([text], suffix) if token != END)
+        total = there.total() + 64 * here.total()
+        for token in range(VOCAB):
+            law[token] += left / (total + 256 / k**2) * (there[token] + 64 * here[token])
+        left *= 256 / k**2 / (total + 256 / k**2)
+    return law
+
+
+def sorted_on_device(texts, longest):
+    corpus = sort_corpus([np.array(text, np.int64) for text in texts], longest)
+    return type(corpus)(*(field.to(DEVICE) for field in corpus))
+
+
+def test_a_corpus_by_hand():
+    """Two texts, a b a and b: the ring is | a b a | b, and its entries are sorted by the tokens before them."""
+    corpus = sort_corpus([np.array([0, 1, 0]), np.array([1])], 2)
+    # before, nearest first:  | a..  | b..  a |..  a b..  b |..  b a..      places: 2nd text, 1st, b, | , | , a
+    assert corpus.followers.tolist() == [2, 1, 2, 0, 0, 1]
+    assert corpus.steps.tolist() == [3, 4, 6 + 1, 6 + 5, 12 + 0, 12 + 2]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    corpus=st.lists(st.lists(tokens, max_size=20), min_size=1, max_size=4).filter(any),
+    texts=st.lists(st.lists(tokens, min_size=2, max_size=16), min_size=1, max_size=2),
+    branch=st.lists(tokens, min_size=1, max_size=3), longest=st.integers(1, 5), commit=st.booleans(),
+)  # fmt: skip
+@pytest.mark.parametrize("impl", IMPLS)
+def test_retrieval_finds_what_dictionaries_find(impl, corpus, texts, branch, longest, commit):
+    """Of texts whose last token is the root, and of nodes below; rows that are not written yet are not read."""
+    kept, (width, batch) = sorted_on_device(corpus, longest), (max(map(len, texts)), len(texts))
+    prompt = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=DEVICE)
+    lengths = torch.tensor([len(text) - 1 for text in texts], device=DEVICE)
+    keys = torch.full((batch, 2, width + len(branch) + 1, longest), -1, device=DEVICE)
+    values = keys.clone()
+    store_texts(kept, prompt, keys, values)
+    if commit:  # the rows of the last two tokens as drafting left them
+        for b, length in enumerate(lengths.tolist()):
+            keys[b, :, length - 1 :] = values[b, :, length - 1 :] = 3
+    rows = torch.stack([lengths - 1, lengths], 1)
+    fed = prompt.gather(1, rows)
+    for depth in range(len(branch) + 1):
+        append_tokens(kept, Appended(fed, rows, rows - 1), keys, values, impl=impl)
+        logits = follower_logprobs(kept, rows, lengths, keys, values, vocab_size=VOCAB, impl=impl)[:, -1]
+        for b, text in enumerate(texts):
+            context, row = text + branch[:depth], int(rows[b, -1])
+            for k in range(1, longest + 1):
+                low, high = int(keys[b, 0, row, k - 1]), int(values[b, 0, row, k - 1])
+                expected = followers_in(corpus, tuple(context[-k:])) if k <= len(context) else []
+                assert sorted(kept.followers[low:high] - 1) == sorted(expected)
+            assert logits[b].exp().tolist() == pytest.approx(expected_law(corpus, text, context, longest), abs=1e-6)
+            assert (logits[b] == -math.inf).tolist() == [chance == 0 for chance in logits[b].exp().tolist()]
+        if depth < len(branch):
+            rows, fed = rows[:, -1:] + 1, torch.full((batch, 1), branch[depth], device=DEVICE)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_of_many_occurrences_some_are_taken_evenly(impl):
+    """Token 0 occurs 3,000 times, sorted by what is before it; one in three each is followed by 1, 2 and 3."""
+    kept = sorted_on_device([[before, 0, after] for before in range(4) for after in (1, 2, 3)] * 250, 3)
+    keys = torch.full((1, 2, 1, 3), -1, device=DEVICE)
+    values, root = keys.clone(), torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
+    append_tokens(kept, Appended(root, root, root - 1), keys, values, impl=impl)
+    law = follower_logprobs(kept, root, root[0], keys, values, vocab_size=VOCAB, impl=impl).exp()[0, 0].tolist()
+    assert int(values[0, 0, 0, 0] - keys[0, 0, 0, 0]) == 3750
+    assert sum(law) == pytest.approx(3750 / 4006, abs=1e-6)
+    exact = [count / 4006 for count in (750, 1000, 1000, 1000)]  # 0 follows itself where it was before
+    assert law == pytest.approx(exact, abs=0.02)
+
+
+@pytest.mark.parametrize(("seed", "length"), [(3, 300), (4, 520)])
+def test_both_implementations_give_the_same_numbers(seed, length):
+    """Texts of two lengths, the first of which the kernel reads in two or three blocks."""
+    torch.manual_seed(seed)
+    kept = sorted_on_device([torch.randint(0, 3, (3000,)).tolist()], 8)
+    text = torch.randint(0, 3, (2, length + 1), device=DEVICE)
+    keys = torch.full((2, 2, length + 20, 8), -1, device=DEVICE)
+    values = keys.clone()
+    store_texts(kept, text[:, : length - 1], keys, values)
+    lengths = torch.tensor([length, 7], device=DEVICE)
+    rows = lengths[:, None] + torch.tensor([-1, 0], device=DEVICE)
+    below = lengths[:, None] + torch.arange(1, 6, device=DEVICE)
+    results = []
+    for impl in IMPLS:
+        own = keys.clone(), values.clone()
+        append_tokens(kept, Appended(text.gather(1, rows), rows, rows - 1), *own, impl=impl)
+        root = follower_logprobs(kept, rows, lengths, *own, vocab_size=VOCAB, impl=impl)
+        parents = lengths[:, None].expand(-1, 5)
+        append_tokens(kept, Appended((below + lengths[:, None]) % 3, below, parents), *own, impl=impl)
+        results.append((*own, root, follower_logprobs(kept, below, lengths, *own, vocab_size=VOCAB, impl=impl)))
+    for ours, theirs in zip(results[0], results[-1], strict=True):
+        assert torch.allclose(ours.double(), theirs.double(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "autoregressive"])
+def test_the_law_is_the_targets(method):
+    target, prompt = tiny_llama(1), torch.tensor([3, 1, 4, 3, 1])
+    decoder = SpeculativeDecoder(target, Retrieval(TEXTS), method, tree_size=6)
+    for start in ([3, 1, 4, 3, 1], [2], [6, 6]):
+        ids = torch.tensor([start])
+        assert torch.equal(decoder.generate(ids, 20).sequences, transformers_greedy(target, ids, 20))
+    if method in ("sequoia", "dyspec", "ersd", "spectr"):
+        out = decoder.generate(prompt.expand(6000, -1), max_new_tokens=3, temperature=1.0, seed=4)
+        law = exact_law(target, prompt, Filters(1.0), 3)
+        assert chi_square_p_value(joint_counts(out.sequences[:, 5:], 7), law) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
+def test_a_batch_is_decoded_as_each_alone(method):
+    decoder = SpeculativeDecoder(tiny_llama(1), Retrieval(TEXTS, max_ngram=3), method, tree_size=7)
+    prompts, mask = torch.tensor([[1, 2, 1, 2, 1], [0, 0, 5, 5, 5]]), torch.ones(2, 5, dtype=torch.long)
+    mask[1, :2] = 0
+    options = {"max_new_tokens": 30, "temperature": 0.5, "seed": 2}
+    batch = decoder.generate(prompts, attention_mask=mask, **options).sequences[:, 5:]
+    for b, prompt in enumerate((prompts[0], prompts[1, 2:])):
+        alone = decoder.generate(prompt[None], sequence_ids=torch.tensor([b]), **options).sequences[0, len(prompt) :]
+        assert torch.equal(batch[b], alone)
+
+
+def test_a_text_of_the_corpus_is_drafted():
+    """The corpus has the target's own text, which no prompt shows: prompt lookup cannot know it."""
+    target = tiny_llama(1, 60)
+    prompt = torch.tensor([[1, 2, 3, 4]])
+    text = transformers_greedy(target, prompt, 40)
+    steps = {}
+    for name, draft in {"retrieval": Retrieval([text[0]]), "lookup": PromptLookup()}.items():
+        out = SpeculativeDecoder(target, draft, tree=TokenTree.chain(5)).generate(prompt, 40)
+        assert torch.equal(out.sequences, text)
+        steps[name] = out.stats.tokens_per_step
+    assert steps["retrieval"] > 5 > 2 > steps["lookup"]
+
+
+def test_texts_are_files_folders_strings_and_tokens(demo_pair, tmp_path):
+    tokenizer, end = demo_pair.tokenizer, demo_pair.tokenizer.eos_token_id
+    (tmp_path / ".git").mkdir()
+    for name, content in {"b.py": b"import os\n", ".git/c.py": b"import sys\n", "d.bin": b"\xff\xfe\x00"}.items():
+        (tmp_path / name).write_bytes(content)
+    ids = tokenizer("import os\n").input_ids
+    expected = sort_corpus([np.array([*ids, end])], 8)
+    for text in (tmp_path, tmp_path / "b.py", "import os\n", [*ids, end], torch.tensor([*ids, end])):
+        retrieval = Retrieval([text], tokenizer)
+        assert all(torch.equal(*pair) for pair in zip(retrieval.on(torch.device("cpu")).corpus, expected, strict=True))
+        assert retrieval.tokens == len(ids) + 1
+
+
+def test_a_file_is_what_was_saved(demo_pair, tmp_path):
+    target, _, tokenizer = demo_pair
+    made = Retrieval(["import os\nimport re\nimport sys\n"], tokenizer, max_ngram=5)
+    made.save(tmp_path / "mine.safetensors")
+    loaded = Retrieval.load(tmp_path / "mine.safetensors", tokenizer)
+    assert repr(loaded) == repr(made) == describe(made) == f"Retrieval({made.tokens} tokens, max_ngram=5)"
+    assert (loaded.largest, loaded.vocabulary) == (made.largest, made.vocabulary)
+    copies = [one.on(torch.device("cpu")) for one in (loaded, made)]
+    assert all(torch.equal(*pair) for pair in zip(*(copy.corpus for copy in copies), strict=True))
+    assert loaded.on(torch.device("cpu")) is copies[0]
+    prompt = tokenizer("import os\n", return_tensors="pt").input_ids
+    texts = [SpeculativeDecoder(target, one, "chain").generate(prompt, 8).sequences for one in (made, loaded)]
+    assert torch.equal(*texts)
+    assert draft_parameter_count(loaded, target) == 0
+
+
+def test_files_of_something_else_are_refused(demo_pair, tmp_path):
+    other, words = tmp_path / "other.safetensors", tmp_path / "words"
+    save_file({"weight": torch.zeros(2)}, other, {"format": "heavypath retrieval 0"})
+    with pytest.raises(ValueError, match=r"'heavypath retrieval 1', .* got 'heavypath retrieval 0'; make it anew"):
+        Retrieval.load(other)
+    save_file({"weight": torch.zeros(2)}, other)
+    with pytest.raises(ValueError, match="got 'one of something else'"):
+        Retrieval.load(other)
+    words.write_text("no safetensors")
+    with pytest.raises(ValueError, match=r"must be a file that Retrieval.save wrote"):
+        Retrieval.load(words)
+    with pytest.raises(FileNotFoundError):
+        Retrieval.load(tmp_path / "none")
+    retrieval = Retrieval(["import os\n"], demo_pair.tokenizer)
+    retrieval.vocabulary = "another"
+    retrieval.save(other)
+    with pytest.raises(ValueError, match="tokens of another vocabulary than the target's; make it anew"):
+        Retrieval.load(other, demo_pair.tokenizer)
+
+
+@pytest.mark.parametrize(("build", "error", "message"), [
+    (lambda t: Retrieval([]), ValueError, r"needs texts of 1 .. 2147483647 tokens in all, got 0 in 0 texts"),
+    (lambda t: Retrieval([[]]), ValueError, "got 0 in 1 texts"),
+    (lambda t: Retrieval("import os"), TypeError, "texts must be several: .* got one str; put it into a list"),
+    (lambda t: Retrieval(["import os"]), ValueError, "need the target's tokenizer"),
+    (lambda t: Retrieval([[1, -2]]), ValueError, r"tokens must be in 0 .. 2147483645, got -2 .. 1"),
+    (lambda t: Retrieval([[2**31]]), ValueError, "got 2147483648 .. 2147483648"),
+    (lambda t: Retrieval([[0.5]]), TypeError, r"integers \[any\]; got list of float64 \[1\]"),
+    (lambda t: Retrieval([torch.zeros(2, 2).long()]), TypeError, r"got Tensor of int64 \[2, 2\]"),
+    (lambda t: Retrieval([1, 2]), TypeError, r"got int of int64 \[\]"),
+    (lambda t: Retrieval([Path("none")], t), FileNotFoundError, "none"),
+    (lambda t: Retrieval([[1]], max_ngram=0), ValueError, r"max_ngram must be in 1 .. 64, got 0"),
+    (lambda t: SpeculativeDecoder(tiny_llama(1), Retrieval([[1, 7]])), ValueError,
+     r"Retrieval\(2 tokens, max_ngram=8\) must have tokens in 0 .. 6, the target's vocabulary, got 7"),
+])  # fmt: skip
+def test_what_is_no_corpus_is_refused(build, error, message, demo_pair, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        build(demo_pair.tokenizer)
+
+
+def test_a_file_that_is_no_text_is_refused(demo_pair, tmp_path):
+    (tmp_path / "d.bin").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"d.bin' must be text in UTF-8"):
+        Retrieval([tmp_path / "d.bin"], demo_pair.tokenizer)
+
+
+def test_a_draft_keeps_nothing_but_its_cache():
+    draft = RetrievalDraft(Retrieval(TEXTS), 7, torch.device("cpu"))
+    cache = draft.new_cache(2, 9)
+    assert cache.keys.shape == cache.values.shape == (2, 2, 9, 8)
+    one, ones = torch.zeros(2, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)
+    logits = draft(Feed(one + 6, one, one, one - 1, one[:, 0], 1, ones), cache)
+    assert logits.shape == (2, 1, 7)
+    assert torch.equal(logits[0].exp() > 0, torch.tensor([[False, False, True, False, False, True, True]]))

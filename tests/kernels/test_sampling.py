@@ -1,0 +1,320 @@
+"""gumbel_topk: the exact law of ordered draws, and every edge."""
+
+from itertools import permutations
+
+import pytest
+import torch
+from devices import PLACES, run_on
+from sampling_cases import same
+from statistical import SIGNIFICANCE, chi_square_p_value
+
+from heavypath.kernels import sampling_kernel
+from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.kernels.sampling import gumbel_topk, stable_topk, stochastic_beam
+
+ROWS = 200_000
+
+
+def drawn_by(impl, logits, k, **options):
+    """gumbel_topk where the implementation runs; what was drawn is on the CPU."""
+    return run_on(PLACES[impl], gumbel_topk, logits, k, impl=impl, **options)
+
+
+@pytest.mark.parametrize("filters", [Filters(), Filters(0.5), Filters(1.5, top_k=3), Filters(top_p=0.8)])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_ordered_draws_without_replacement_have_the_sequential_law(filters, k):
+    logits = torch.tensor([1.0, 0.2, -0.5, 2.0, -1.5])
+    drawn = gumbel_topk(logits.expand(ROWS, 5), k, **filters._asdict(), seed=4)
+    probs = filtered_logprobs(logits, filters).exp()
+    counts, law = [], []
+    for draw in permutations(range(5), k):
+        probability, mass = 1.0, 1.0
+        for token in draw:
+            probability *= float(probs[token]) / mass if mass > 1e-12 else 0.0
+            mass -= float(probs[token])
+        expected = torch.tensor(draw)
+        counts.append(int((drawn.tokens == expected).all(-1).sum()))
+        law.append(probability)
+    law = torch.tensor(law)
+    if k <= int((probs > 0).sum()):
+        assert sum(counts) == ROWS
+        assert chi_square_p_value(torch.tensor(counts), law) > SIGNIFICANCE
+    else:
+        assert (drawn.tokens[:, int((probs > 0).sum()) :] == -1).all()
+    torch.testing.assert_close(
+        drawn.logprobs, probs.log().float()[drawn.tokens.clamp(min=0)].masked_fill(drawn.tokens < 0, -torch.inf)
+    )
+
+
+def test_draws_with_replacement_are_independent():
+    logits = torch.tensor([1.0, 0.2, -0.5])
+    drawn = gumbel_topk(logits.expand(ROWS, 3), 3, replacement=True, seed=9).tokens
+    probs = logits.softmax(-1)
+    law = torch.einsum("i,j,k->ijk", probs, probs, probs).flatten()
+    counts = (drawn * torch.tensor([9, 3, 1])).sum(-1).bincount(minlength=27)
+    assert chi_square_p_value(counts, law) > SIGNIFICANCE
+
+
+def test_filled_tokens_are_uniform_over_the_rest_and_come_last():
+    logits = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.5])
+    drawn = gumbel_topk(logits.expand(ROWS, 5), 4, top_k=2, uniform_fill=True, seed=2)
+    assert (drawn.tokens[:, :2].sort(-1).values == torch.tensor([1, 4])).all()
+    assert (drawn.logprobs[:, 2:] == -torch.inf).all()
+    pairs = [(a, b) for a in (0, 2, 3) for b in (0, 2, 3) if a != b]
+    counts = torch.tensor([int((drawn.tokens[:, 2:] == torch.tensor(p)).all(-1).sum()) for p in pairs])
+    assert counts.sum() == ROWS
+    assert chi_square_p_value(counts, torch.full((6,), 1 / 6)) > SIGNIFICANCE
+
+
+def test_keys_descend_and_name_the_same_draw_in_any_batch():
+    logits = torch.randn(6, 999)
+    rows = torch.tensor([5, 1 << 33, 0, 7, 2, 3])
+    whole = gumbel_topk(logits, 8, rows=rows, seed=1, top_p=0.95)
+    assert (whole.keys.diff(dim=-1) <= 0).all()
+    for index in (0, 1, 5):
+        alone = gumbel_topk(logits[index : index + 1], 8, rows=rows[index : index + 1], seed=1, top_p=0.95)
+        assert all(torch.equal(field[0], whole_field[index]) for field, whole_field in zip(alone, whole, strict=True))
+    batched = gumbel_topk(logits.view(2, 3, 999), 8, rows=rows.view(2, 3), seed=1, top_p=0.95)
+    assert torch.equal(batched.tokens.view(6, 8), whole.tokens)
+
+
+def test_temperature_zero_takes_the_largest_logits_lower_index_first():
+    logits = torch.tensor([[1.0, 3.0, -torch.inf, 3.0, 2.0], [-0.0, 0.0, -0.0, -1.0, -torch.inf]])
+    drawn = gumbel_topk(logits, 5, temperature=0.0)
+    assert drawn.tokens.tolist() == [[1, 3, 4, 0, -1], [0, 1, 2, 3, -1]]
+    assert gumbel_topk(logits, 1, temperature=0.0).tokens.tolist() == [[1], [0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 2, 999, 1024, 4097])
+def test_any_vocabulary_and_dtype(vocab_size, dtype):
+    logits = torch.randn(3, vocab_size).to(dtype)
+    drawn = gumbel_topk(logits, 4, seed=1)
+    present = min(4, vocab_size)
+    assert (drawn.tokens[:, :present] >= 0).all()
+    assert (drawn.tokens[:, present:] == -1).all()
+    assert torch.equal(drawn.tokens, gumbel_topk(logits.float(), 4, seed=1).tokens)
+
+
+def test_strides_do_not_matter():
+    logits = torch.randn(4, 5, 7)[:, 1:3]
+    assert torch.equal(gumbel_topk(logits, 2).tokens, gumbel_topk(logits.contiguous(), 2).tokens)
+
+
+def test_rows_without_support_and_single_tokens_are_defined():
+    logits = torch.full((2, 4), -torch.inf)
+    logits[1, 2] = -7.0
+    drawn = gumbel_topk(logits, 2)
+    assert drawn.tokens.tolist() == [[-1, -1], [2, -1]]
+    assert drawn.logprobs.tolist() == [[-torch.inf, -torch.inf], [0.0, -torch.inf]]
+
+
+@pytest.mark.parametrize("k", [3, 65])
+def test_what_is_drawn_lies_side_by_side_and_has_no_gradient(k):
+    drawn = gumbel_topk(torch.randn(4, 5, 300, requires_grad=True), k, impl="torch")
+    for field in drawn:
+        assert field.is_contiguous()
+        assert not field.requires_grad
+        assert field.shape == (4, 5, k)
+
+
+def test_stable_topk_equals_a_stable_sort():
+    values = torch.randint(-3, 4, (50, 90)).float() * 0.5
+    values[:, 7] = -torch.inf
+    order = values.sort(dim=-1, descending=True, stable=True)
+    for k in (1, 2, 17, 90):
+        best, index = stable_topk(values.numpy(), k)
+        defined = best > -torch.inf  # of those that are not, any
+        assert (index == order.indices[:, :k].numpy())[defined].all()
+        assert (best == order.values[:, :k].numpy()).all()
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"logits": torch.zeros(2, 3, dtype=torch.long)}, "logits must be floating point"),
+    ({"logits": torch.zeros(3)}, r"\[\.\.\., R, V\]"),
+    ({"logits": torch.zeros(2, 0)}, "V >= 1"),
+    ({"k": 0}, "k must be at least 1, got 0"),
+    ({"temperature": -1.0}, "temperature must be .* got -1.0"),
+    ({"top_p": 2.0}, "top_p must be .* got 2.0"),
+    ({"rows": torch.tensor([-1, 0])}, "rows must be at least 0, got -1"),
+    ({"rows": torch.zeros(3, dtype=torch.long)}, r"rows must be a LongTensor \[2\]"),
+    ({"seed": torch.zeros(1, dtype=torch.long)}, r"seed must be an integer or a LongTensor \[\] on cpu, got .* \[1\]"),
+    ({"seed": torch.tensor(0, dtype=torch.int32)}, r"a LongTensor \[\] on cpu, got torch.int32 \[\]"),
+    ({"seed": torch.tensor(0, device="meta")}, "on cpu, got .* on meta"),
+    ({"seed": 1.5}, "seed must be an integer .* got 1.5"),
+    ({"impl": "magic"}, "impl .* got 'magic'"),
+])  # fmt: skip
+def test_bad_input_is_refused(change, message):
+    arguments = {"logits": torch.zeros(2, 3), "k": 1} | change
+    logits, k = arguments.pop("logits"), arguments.pop("k")
+    with pytest.raises(ValueError, match=message):
+        gumbel_topk(logits, k, **arguments)
+
+
+@pytest.mark.parametrize("row", [
+    [0.0, float("nan"), 1.0], [float("inf"), 0.0, 0.0], [float("nan")] * 3, [-torch.inf, float("nan"), -torch.inf],
+])  # fmt: skip
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"uniform_fill": True}])
+def test_a_row_without_numbers_is_flagged_and_never_gives_a_token(row, options, impl):
+    drawn = drawn_by(impl, torch.tensor([[0.0, 1.0, 2.0], row]), 2, **options)
+    assert (drawn.tokens[1] == -1).all()
+    assert drawn.keys[1].isnan().all()
+    assert drawn.logprobs[1].isnan().all()
+    assert drawn.tokens[0, 0] >= 0
+    assert not drawn.keys[0].isnan().any()
+
+
+OPTIONS = [
+    {}, {"temperature": 0.3}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1},
+    {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8}, {"replacement": True},
+    {"top_k": 2, "uniform_fill": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("vocab_size", "k", "dtype"), [
+    (1, 1, torch.float32), (6, 8, torch.float32), (999, 4, torch.bfloat16), (1024, 5, torch.float16),
+    pytest.param(4097, 3, torch.float32, marks=pytest.mark.slow), (9000, 32, torch.bfloat16),
+])  # fmt: skip
+def test_the_kernel_draws_what_the_reference_draws(options, vocab_size, k, dtype):
+    logits = (3 * torch.randn(2, vocab_size)).to(dtype)  # bfloat16 has many ties
+    rows = torch.tensor([5, 1 << 33])
+    k = min(k, 3) if "replacement" in options else k
+    settings = {"rows": rows, "seed": -3} | options
+    assert same(drawn_by("triton", logits, k, **settings), drawn_by("torch", logits, k, **settings))
+
+
+SEEDS = [
+    0, 2**32 + 5, -(2**40) - 3,
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2**32 - 1, 2**63 - 1, -1, -(2**63))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_seed_in_memory_draws_what_its_number_draws(seed, impl):
+    logits, options = torch.randn(2, 100), {"uniform_fill": True, "top_k": 2}
+    drawn = drawn_by(impl, logits, 4, seed=torch.tensor(seed), **options)
+    for field, expected in zip(drawn, drawn_by(impl, logits, 4, seed=seed, **options), strict=True):
+        assert torch.equal(field, expected)
+    zero = torch.zeros(2)
+    beam, as_number = (
+        run_on(PLACES[impl], stochastic_beam, logits, zero, zero, 3, seed=given, impl=impl)
+        for given in (torch.tensor(seed), seed)
+    )
+    for field, expected in zip(beam, as_number, strict=True):
+        assert torch.equal(field, expected)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0, 1e-30, 1e-42])
+@pytest.mark.parametrize("k", [1, *(pytest.param(k, marks=pytest.mark.slow) for k in (5, 60))])
+def test_the_kernel_has_the_references_edges(k, temperature):
+    lowest = torch.finfo(torch.float32).min
+    rows = [
+        torch.zeros(50),
+        torch.full((50,), -torch.inf),
+        torch.full((50,), lowest),
+        torch.arange(50.0),
+        1e6 + torch.rand(50),
+    ]
+    rows += [
+        torch.arange(50.0).where(torch.arange(50) < 3, lowest),
+        torch.zeros(50).where(torch.arange(50) == 7, -torch.inf),
+    ]
+    logits = torch.stack(rows)
+    for options in ({}, {"uniform_fill": True}, {"top_k": 2}):
+        options = options | {"temperature": temperature}
+        kernel, reference = (drawn_by(impl, logits, k, **options) for impl in ("triton", "torch"))
+        assert torch.equal(kernel.tokens, reference.tokens)
+
+
+def test_a_padded_vocabulary_is_left_out_by_slicing():
+    whole = torch.randn(3, 64)
+    whole[:, 50:] = 100
+    for impl in ("torch", "triton"):
+        drawn = run_on(PLACES[impl], lambda whole, impl=impl: gumbel_topk(whole[:, :50], 60, impl=impl), whole).tokens
+        assert drawn.max() == 49
+        assert (drawn[:, 50:] == -1).all()
+
+
+def test_top_p_keeps_the_first_of_equal_tokens():
+    for impl in ("torch", "triton"):
+        drawn = drawn_by(impl, torch.zeros(1, 40), 40, top_p=0.25).tokens
+        assert sorted(drawn[0, :10].tolist()) == list(range(10))
+        assert (drawn[0, 10:] == -1).all()
+
+
+def test_tokens_far_down_win_as_often_as_they_should():
+    logits = torch.zeros(1, 1025)
+    logits[0, 1:] = -12.0
+    drawn = gumbel_topk(logits.expand(20_000, -1), 1, seed=3).tokens
+    expected = 20_000 * float(1024 * torch.tensor(-12.0).exp() / (1 + 1024 * torch.tensor(-12.0).exp()))
+    assert abs(int((drawn > 0).sum()) - expected) < 5 * expected**0.5
+
+
+def beams(logits: list[torch.Tensor], width: int, count: int, seed: int = 0, **options):
+    """Two steps of a beam: first-level logits [V], second-level [V, V]; tokens [count, W, 2], logprobs and keys."""
+    zeros = torch.zeros(count, 1)
+    rows = torch.arange(count)[:, None] << 8
+    first = stochastic_beam(logits[0].expand(count, 1, -1), zeros, zeros, width, seed=seed, rows=rows, **options)
+    second = stochastic_beam(
+        logits[1][first.tokens.clamp(min=0)], first.logprobs, first.keys, width,
+        seed=seed, rows=rows + 1 + torch.arange(width), **options,
+    )  # fmt: skip
+    heads = first.tokens.gather(1, second.parent.clamp(min=0)).where(second.parent >= 0, -1)
+    return torch.stack([heads, second.tokens], -1), second
+
+
+def test_a_stochastic_beam_draws_sequences_without_replacement():
+    logits, count = (
+        [torch.tensor([0.5, 0.0, -1.0]), torch.tensor([[0.0, 1.0, 0.3], [2.0, 0.0, 0.0], [0.0, 0.0, 1.0]])],
+        40_000,
+    )
+    tokens, beam = beams(logits, 2, count)
+    joint = (logits[0].softmax(-1)[:, None] * logits[1].softmax(-1)).flatten().double()
+    law = joint[:, None] * joint / (1 - joint[:, None])
+    law.fill_diagonal_(0)
+    leaves = tokens[..., 0] * 3 + tokens[..., 1]
+    counts = (leaves[:, 0] * 9 + leaves[:, 1]).bincount(minlength=81)
+    assert chi_square_p_value(counts, law.flatten()) > SIGNIFICANCE
+    torch.testing.assert_close(beam.logprobs, joint[leaves].log().float())
+    assert (beam.keys.diff(dim=-1) <= 0).all()
+
+
+def test_a_beam_is_stable_far_down_and_keeps_its_parents_key():
+    logits = torch.randn(4, 1000)
+    for phi in (0.0, -100.0, -1e4):
+        parent = torch.full((4,), phi, dtype=torch.float64)
+        key = parent + torch.tensor([3.0, 1.0, -2.0, 0.5])
+        beam = stochastic_beam(logits, parent, key, 8, seed=1)
+        near = stochastic_beam(logits, 0 * parent, key - parent, 8, seed=1)
+        assert torch.equal(beam.tokens, near.tokens)
+        assert torch.equal(beam.parent, near.parent)
+        torch.testing.assert_close(beam.keys - phi, near.keys, atol=1e-8, rtol=0)
+        assert beam.keys[0] == key.max()  # the largest child has its parent's key
+        assert beam.keys.isfinite().all()
+
+
+def test_a_beam_passes_absent_parents_over_and_says_what_is_missing():
+    beam = stochastic_beam(torch.zeros(3, 2), torch.tensor([0.0, -torch.inf, -1.0]), torch.tensor([0.0, 0.0, 0.0]), 6)
+    assert sorted(beam.parent.tolist()) == [-1, -1, 0, 0, 2, 2]
+    assert (beam.tokens[4:] == -1).all()
+    assert (beam.keys[4:] == -torch.inf).all()
+    plain = stochastic_beam(torch.tensor([[0.0, 1.0], [2.0, 0.0]]), torch.zeros(2), torch.zeros(2), 3, temperature=0.0)
+    assert plain.parent.tolist() == [1, 0, 0]
+    assert plain.tokens.tolist() == [0, 1, 0]
+    assert torch.equal(plain.keys, plain.logprobs)
+    with pytest.raises(ValueError, match=r"parent_key must be floating point \[3\]"):
+        stochastic_beam(torch.zeros(3, 2), torch.zeros(3), torch.zeros(2), 2)
+    with pytest.raises(ValueError, match="width must be at least 1, got 0"):
+        stochastic_beam(torch.zeros(3, 2), torch.zeros(3), torch.zeros(3), 0)
+
+
+def test_a_kernel_leaves_its_counters_at_zero(monkeypatch):
+    drawn_from, original = [], sampling_kernel.tickets
+    monkeypatch.setattr(sampling_kernel, "tickets", lambda *size: drawn_from.append(original(*size)) or drawn_from[-1])
+    drawn_by("triton", torch.randn(2, 20_000), 2)
+    (counters,) = drawn_from
+    assert len(counters) >= 2
+    assert not counters.any()

@@ -1,0 +1,127 @@
+"""Counters of tickets: which launches share them. What CUDA says of streams and captures is played here."""
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from heavypath.kernels import tickets as module
+from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.tickets import counters_for, tickets
+from heavypath.kernels.verification import verify_tree
+from heavypath.kernels.verifying import traversal_kernel
+from heavypath.speculative import TokenTree
+from heavypath.speculative.decoding.graphs import Graphs
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """The current stream of each GPU, and whether it is captured."""
+    state = SimpleNamespace(stream={0: 1, 1: 1}, captures=False)
+    zeros = torch.zeros
+    monkeypatch.setattr(module, "buffers", {})
+    monkeypatch.setattr(
+        module, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=state.stream.__getitem__))
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.captures)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **options: zeros(*size, **options))
+    return state
+
+
+def test_launches_of_one_stream_share_counters(cuda):
+    first = tickets(3, GPU)
+    assert first.dtype == torch.int32
+    assert not first.any()
+    assert tickets(4000, GPU) is first
+    cuda.stream[0] = 2
+    assert tickets(3, GPU) is not first
+    cuda.stream[0] = 1
+    assert tickets(3, GPU) is first
+    assert tickets(3, torch.device("cuda", 1)) is not first
+    more = tickets(5000, GPU)
+    assert len(more) >= 5000
+    assert tickets(3, GPU) is more
+
+
+def test_what_is_captured_has_the_counters_that_it_was_given(cuda):
+    eager, cuda.captures = tickets(3, GPU), True
+    assert len({id(each) for each in [eager, tickets(3, GPU), tickets(3, GPU)]}) == 3
+    given, elsewhere = torch.empty(8, dtype=torch.int32), []
+    with counters_for(given):
+        assert tickets(3, GPU) is tickets(8, GPU) is given
+        assert len(tickets(9, GPU)) == 9
+        thread = threading.Thread(target=lambda: elsewhere.append(tickets(3, GPU)))
+        thread.start()
+        thread.join()
+        assert elsewhere[0] is not given
+    assert tickets(3, GPU) is not given
+    cuda.captures = False
+    assert tickets(3, GPU) is eager
+
+
+def test_a_step_that_is_captured_sets_no_counters_to_zero(cuda, as_on_a_gpu):
+    as_on_a_gpu()
+    graphs, cuda.captures = Graphs(GPU), True
+    drawn = []
+    for key in "ab":
+        graphs.of(key).capture(lambda: drawn.extend(tickets(3, GPU) for _ in range(3)))
+    assert [drawn[0] is other for other in drawn] == [True] * 3 + [False] * 3
+    assert drawn[3] is drawn[4] is drawn[5]
+
+
+@pytest.fixture
+def stream(monkeypatch, interpreter):
+    """The counters that all launches here share, as those on one stream of a GPU."""
+    counters = torch.zeros(4096, dtype=torch.int32)
+    for name, user in list(sys.modules.items()):
+        if name.startswith("heavypath.kernels") and getattr(user, "tickets", None) is tickets:
+            monkeypatch.setattr(user, "tickets", lambda count, device: counters)
+    return counters
+
+
+def traversed(seed, impl):
+    """Where a traversal ends in a tree of six nodes, and the token behind it."""
+    tree = TokenTree([-1, 0, 0, 1, 1, 2])
+    target = torch.randn(1, 6, 12, generator=torch.Generator().manual_seed(seed))
+    draft, tokens, rows = 0.7 * target, torch.zeros(1, 6, dtype=torch.long), torch.arange(6)[None]
+    for node in range(3):
+        children = (tree.parents == node).nonzero()[:, 0]
+        tokens[:, children] = gumbel_topk(draft[:, node], len(children), seed=seed, impl="torch").tokens
+    options = {"method": "traversal", "ranks": tree.ranks, "seed": seed, "rows": rows, "max_depth": tree.depth}
+    return [field.tolist() for field in verify_tree(tokens, tree.parents, target, draft, **options, impl=impl)]
+
+
+def test_launches_of_another_thread_may_come_between_those_of_a_traversal(stream, monkeypatch):
+    """Traversal keeps counts from one launch to the next, and threads launch on one stream unless they are told to."""
+    launch, others = traversal_kernel._chains_kernel, []
+
+    class Between:
+        def __getitem__(self, grid):
+            monkeypatch.setattr(traversal_kernel, "_chains_kernel", launch)
+            other = threading.Thread(target=lambda: others.append(traversed(2, "triton")))
+            other.start()
+            other.join()
+            return launch[grid]
+
+    monkeypatch.setattr(traversal_kernel, "_chains_kernel", Between())
+    assert [traversed(1, "triton"), *others] == [traversed(1, "torch"), traversed(2, "torch")]
+    assert not stream.any()
+
+
+def test_a_traversal_that_is_broken_off_leaves_counters_at_zero(stream, monkeypatch):
+    """By Ctrl-C, for example, while a kernel is compiled."""
+
+    class Stopped:
+        def __getitem__(self, grid):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(traversal_kernel, "_chains_kernel", Stopped())
+        with pytest.raises(KeyboardInterrupt):
+            traversed(1, "triton")
+    assert not stream.any()
+    assert traversed(1, "triton") == traversed(1, "torch")

@@ -1,0 +1,443 @@
+"""tree_attention, PyTorch and kernel, against a dense softmax in fp64."""
+
+import importlib.util
+import inspect
+import math
+from functools import partial
+
+import pytest
+import torch
+from attention_cases import DEVICE, inputs, masks, oracle, random_tree
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heavypath.kernels import tree_attention as entry
+from heavypath.kernels.attention import kernel as module
+from heavypath.kernels.attention import launch
+from heavypath.kernels.attention.masks import attention_bias, pack_ancestors, unpack_ancestors
+from heavypath.kernels.tickets import tickets
+from heavypath.kernels.tree_attention import chain_attention, tree_attention
+from heavypath.speculative.trees.tree import TokenTree
+
+IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
+
+
+@st.composite
+def problems(draw):
+    """A random problem: shapes, trees, prefix lengths, options, and how the mask is said."""
+    batch, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    nodes = draw(st.one_of(st.sampled_from([1, 2, 31, 32, 33, 63, 64, 65, 80]), st.integers(1, 80)))
+    each = draw(st.booleans())
+    prefix = st.one_of(st.sampled_from([0, 1, 63, 64, 65, 256, 257]), st.integers(0, 400))
+    lengths = draw(
+        st.lists(prefix, min_size=batch, max_size=batch) if each else prefix.map(lambda length: [length] * batch)
+    )
+    return {
+        "batch": batch, "kv_heads": kv_heads, "group": draw(st.sampled_from([1, 2, 3, 4, 7])), "nodes": nodes,
+        "head_dim": draw(st.sampled_from([16, 24, 32, 40, 64, 80, 128])), "lengths": lengths, "each": each,
+        "how": draw(st.integers(0, 3)), "own_trees": draw(st.booleans()), "seed": draw(st.integers(0, 99)),
+        "scale": draw(st.sampled_from([None, 0.3])), "softcap": draw(st.sampled_from([None, None, 2.0])),
+        "window": draw(st.sampled_from([None, None, 1, 5, 64, 300])), "spare": draw(st.integers(0, 70)),
+        "padded": draw(st.sampled_from([False, False, True])),
+    }  # fmt: skip
+
+
+def solved(problem, dtype, impl):
+    """Output and fp64 truth of a random problem; cache rows that nothing may read are NaN."""
+    batch, nodes, lengths = problem["batch"], problem["nodes"], torch.tensor(problem["lengths"], device=DEVICE)
+    rows = max(problem["lengths"]) + nodes + problem["spare"]
+    heads = problem["kv_heads"] * problem["group"]
+    tensors = inputs(batch, heads, problem["kv_heads"], nodes, rows, problem["head_dim"], dtype, problem["seed"])
+    trees = [random_tree(nodes, problem["seed"] + b) for b in range(batch if problem["own_trees"] else 1)]
+    first_row = None
+    if problem["padded"]:
+        first_row = torch.tensor([(5 * b + 3) % (length + nodes) for b, length in enumerate(problem["lengths"])])
+        first_row = first_row.to(DEVICE)
+    for b, length in enumerate(problem["lengths"]):
+        for x in tensors[1:]:
+            x[b, :, length + nodes :] = math.nan
+            if first_row is not None:
+                x[b, :, : first_row[b]] = math.nan
+    options = {name: problem[name] for name in ("scale", "softcap", "window")} | {"first_row": first_row}
+    prefix = lengths if problem["each"] else problem["lengths"][0]
+    shape = masks(trees if problem["own_trees"] else trees[0])[problem["how"]]
+    out = tree_attention(*tensors, prefix_length=prefix, **shape, **options, impl=impl)
+    mask = torch.stack([tree.mask() for tree in trees]).to(DEVICE).expand(batch, -1, -1)
+    return out, oracle(*tensors, lengths, mask, **options), tensors, mask
+
+
+RANDOMISED = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@IMPLS
+@given(problem=problems())
+@settings(RANDOMISED, max_examples=20)
+def test_random_problems_in_fp32(impl, problem):
+    out, exact, *_ = solved(problem, torch.float32, impl)
+    torch.testing.assert_close(out.double(), exact, atol=2e-4, rtol=0)
+
+
+@IMPLS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@given(problem=problems())
+@settings(RANDOMISED, max_examples=10)
+def test_low_precision_errs_at_most_twice_as_much_as_pytorchs_own(impl, dtype, problem):
+    problem |= {"softcap": None, "window": None, "padded": False, "each": False}
+    problem["lengths"] = problem["lengths"][:1] * problem["batch"]
+    out, exact, (query, key, value), mask = solved(problem, dtype, impl)
+    length, nodes = problem["lengths"][0], problem["nodes"]
+    dense = torch.cat([mask.new_ones(len(mask), nodes, length), mask], 2)[:, None]
+    key, value = key[:, :, : length + nodes], value[:, :, : length + nodes]
+    pytorch = scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=problem["scale"], enable_gqa=True)
+    assert out.dtype == dtype
+    assert (out.double() - exact).abs().max() <= 2 * (pytorch.double() - exact).abs().max() + 1e-5
+
+
+@IMPLS
+@pytest.mark.parametrize("head_dim", [16, 48, 96, 136, 192, 256])
+def test_head_sizes(impl, head_dim):
+    tree = random_tree(37)
+    query, key, value = inputs(1, 6, 2, 37, 150, head_dim)
+    out = tree_attention(query, key, value, prefix_length=90, **masks(tree)[0], impl=impl)
+    exact = oracle(query, key, value, [90], tree.mask()[None].to(DEVICE))
+    torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("nodes", "order"), [(2048, "heavy_path"), (2047, "breadth_first"), (1024, "chain")])
+def test_large_trees(nodes, order):
+    tree = TokenTree.chain(nodes - 1) if order == "chain" else random_tree(nodes, order=order)
+    query, key, value = inputs(1, 1, 1, nodes, nodes + 3, 16)
+    key[:, :, nodes:] = value[:, :, nodes:] = math.nan
+    packed = pack_ancestors(tree.mask().to(DEVICE))
+    shape = masks(tree)[0] if tree.is_depth_first else {"ancestor_mask": packed}
+    out = tree_attention(query, key, value, prefix_length=0, **shape, impl="triton")
+    exact = oracle(query, key, value, [0], tree.mask()[None].to(DEVICE))
+    torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=0)
+
+
+@IMPLS
+def test_a_long_prefix(impl):
+    query, key, value = inputs(1, 2, 1, 5, 131_072 + 5, 16, torch.float16)
+    tree = random_tree(5)
+    out = tree_attention(query, key, value, prefix_length=131_072, **masks(tree)[0], impl=impl)
+    exact = oracle(query, key, value, [131_072], tree.mask()[None].to(DEVICE))
+    torch.testing.assert_close(out.double(), exact, atol=1e-4, rtol=0)
+
+
+def test_rows_that_lie_past_two_to_the_31_elements():
+    """Nearly all of that memory is never touched. Rows further apart than the kernel follows are copied."""
+    for rows, apart in ((150, (1 << 24) - 8), (40, 1 << 26)):
+        query, near, _ = inputs(1, 1, 1, 3, rows, 16, torch.float16)
+        far = torch.empty(rows * apart, dtype=torch.float16, device=DEVICE).as_strided(near.shape, (0, 0, apart, 1))
+        assert far.stride(2) * (rows - 1) > 1 << 31
+        far.copy_(near)
+        tree = random_tree(3)
+        for impl in ("triton",) if DEVICE == "cuda" else ("torch", "triton"):
+            attend = partial(tree_attention, prefix_length=rows - 3, **masks(tree)[0], impl=impl)
+            assert torch.equal(attend(query, far, far), attend(query, near, near))
+        del far
+
+
+def test_results_of_the_kernel_do_not_depend_on_the_rest_of_the_batch():
+    lengths = torch.tensor([0, 700, 300], device=DEVICE)
+    trees = [random_tree(9, seed) for seed in range(3)]
+    query, key, value = inputs(3, 4, 2, 9, 720, 32)
+    out = tree_attention(query, key, value, prefix_length=lengths, **masks(trees)[0], impl="triton")
+    for b, tree in enumerate(trees):
+        alone = (x[b : b + 1] for x in (query, key, value))
+        one = tree_attention(*alone, prefix_length=lengths[b : b + 1], **masks(tree)[0], impl="triton")
+        assert torch.equal(out[b : b + 1], one)
+
+
+def test_all_rows_of_a_tile_are_merged_and_counters_are_left_at_zero(monkeypatch):
+    """Up to five programs share a tile of 32 rows, and 8 of these are merged at a time."""
+    drawn_from = []
+    monkeypatch.setattr(launch, "tickets", lambda *size: drawn_from.append(tickets(*size)) or drawn_from[-1])
+    tree, lengths = random_tree(27), [700, 1_100]
+    query, key, value = inputs(2, 2, 1, 27, 1_130, 128)
+    visible = {"prefix_length": torch.tensor(lengths, device=DEVICE), **masks(tree)[0], "impl": "triton"}
+    exact = oracle(query, key, value, lengths, tree.mask().expand(2, -1, -1).to(DEVICE))
+    for _ in range(2):
+        out = tree_attention(query, key, value, **visible)
+        torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=0)
+    assert len(drawn_from) == 2
+    assert all(len(counters) >= 4 for counters in drawn_from)  # two sequences of two tiles
+    assert not any(counters.any() for counters in drawn_from)
+
+
+@IMPLS
+def test_the_last_nodes_of_a_growing_tree_ask(impl):
+    tree = random_tree(70, order="breadth_first")
+    query, key, value = inputs(2, 4, 2, 11, 150, 32)
+    key[:, :, 130:] = value[:, :, 130:] = math.nan
+    mask = tree.mask()[-11:].to(DEVICE)
+    exact = oracle(query, key, value, [60, 60], mask.expand(2, -1, -1))
+    for ancestors in (mask, pack_ancestors(mask), pack_ancestors(mask.expand(2, -1, -1))):
+        out = tree_attention(query, key, value, prefix_length=60, ancestor_mask=ancestors, impl=impl)
+        torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=0)
+
+
+@IMPLS
+def test_a_node_that_sees_nothing_gets_zeros(impl):
+    query, key, value = inputs(1, 2, 1, 3, 300, 16)
+    mask = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 0, 1]], device=DEVICE).bool()
+    out = tree_attention(query, key, value, prefix_length=0, ancestor_mask=mask, impl=impl)
+    assert (out[:, :, 1] == 0).all()
+    torch.testing.assert_close(out.double(), oracle(query, key, value, [0], mask[None]), atol=2e-5, rtol=0)
+    query, key, value = inputs(1, 2, 1, 3, 80, 16)  # in a window it is the last row of the prefix, and sees that far
+    out = tree_attention(query, key, value, prefix_length=70, ancestor_mask=mask, window=7, impl=impl)
+    prefix = scaled_dot_product_attention(query[:, :, 1:2], key[:, :, 63:70], value[:, :, 63:70], enable_gqa=True)
+    torch.testing.assert_close(out[:, :, 1:2], prefix, atol=2e-5, rtol=0)
+    query, key, value = inputs(1, 2, 1, 3, 300, 16)
+    blind = {"prefix_length": 290, "first_row": torch.tensor([293], device=DEVICE)}
+    out = tree_attention(query, key, value, subtree_end=torch.full((3,), 3, device=DEVICE), **blind, impl=impl)
+    assert (out == 0).all()
+
+
+@IMPLS
+@pytest.mark.parametrize("empty", ["batch", "heads", "nodes"])
+def test_nothing_to_do(impl, empty):
+    batch, heads, nodes = (0 if name == empty else 2 for name in ("batch", "heads", "nodes"))
+    query, key, value = inputs(batch, heads, 1, nodes, 8, 16)
+    ends = torch.full((nodes,), nodes, device=DEVICE)
+    lengths = torch.full((batch,), 3, device=DEVICE)
+    assert tree_attention(query, key, value, prefix_length=lengths, subtree_end=ends, impl=impl).shape == query.shape
+
+
+@IMPLS
+def test_memory_layouts(impl):
+    """Transposed queries, slices of a larger cache, and strides that no 16-byte load can follow."""
+    tree = random_tree(9)
+    query, key, value = inputs(2, 4, 2, 9, 40, 24)
+    exact = oracle(query, key, value, [20, 20], tree.mask().expand(2, -1, -1).to(DEVICE))
+    turned = query.transpose(1, 2).contiguous().transpose(1, 2)
+    cache = torch.full((2, 6, 50, 24), math.nan, device=DEVICE)
+    cache[:, 2:4, :40] = key
+    odd = torch.full((2, 2, 41, 27), math.nan, device=DEVICE)
+    odd[:, :, 1:, 2:26] = value
+    views = (turned, cache[:, 2:4, :40], odd[:, :, 1:, 2:26])
+    out = tree_attention(*views, prefix_length=20, **masks(tree)[0], impl=impl)
+    torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=0)
+
+
+def test_a_chain_is_causal_attention():
+    query, key, value = inputs(1, 2, 2, 12, 12, 16)
+    end = torch.full((12,), 12, device=DEVICE)
+    causal = scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(tree_attention(query, key, value, prefix_length=0, subtree_end=end), causal)
+
+
+def test_gradients_are_pytorchs():
+    tree = random_tree(9)
+    tensors = [x.requires_grad_() for x in inputs(1, 4, 2, 9, 30, 16)]
+    visible = {"prefix_length": 21, **masks(tree)[0]}
+    tree_attention(*tensors, **visible).square().sum().backward()
+    gradients = [x.grad for x in tensors]
+    dense = torch.cat([torch.ones(9, 21), tree.mask()], 1).bool().to(DEVICE)
+    again = [x.detach().clone().requires_grad_() for x in tensors]
+    scaled_dot_product_attention(*again, attn_mask=dense, enable_gqa=True).square().sum().backward()
+    for ours, theirs in zip(gradients, again, strict=True):
+        torch.testing.assert_close(ours, theirs.grad, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="impl 'triton' has no gradient; take impl 'torch'"):
+        tree_attention(*tensors, **visible, impl="triton")
+
+
+@IMPLS
+def test_custom_op(impl):
+    lengths, first_row = torch.tensor([3, 40], device=DEVICE), torch.tensor([1, 0], device=DEVICE)
+    tree = random_tree(9)
+    counts = tree.depths.int().to(DEVICE) + 1
+    query, key, value = inputs(2, 4, 2, 9, 60, 16)
+    packed = pack_ancestors(tree.mask().to(DEVICE)).words
+    end = tree.subtree_end.to(DEVICE)
+    for arguments in (
+        (query, key, value, 5, None, end, None, 9, None, None, None, None, None, impl),
+        (query[:, :, :1], key, value, 5, None, end[:1] // 9, None, 1, None, None, None, None, 0.2, impl),
+        (query, key, value, 0, lengths, None, packed, 9, counts, first_row, 4, 2.0, None, impl),
+    ):
+        torch.library.opcheck(torch.ops.heavypath.tree_attention.default, arguments)
+
+
+def test_compile_and_export_see_one_node():
+    class Attention(torch.nn.Module):
+        def forward(self, query, key, value, lengths, end):
+            return tree_attention(query, key, value, prefix_length=lengths, subtree_end=end).flatten(2)
+
+    query, key, value = inputs(2, 4, 2, 9, 60, 16)
+    arguments = (query, key, value, torch.tensor([3, 40], device=DEVICE), random_tree(9).subtree_end.to(DEVICE))
+    expected = Attention()(*arguments)
+    exported = torch.export.export(Attention(), arguments)
+    calls = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+    assert calls.count(torch.ops.heavypath.tree_attention.default) == 1
+    assert len(calls) == 2
+    assert torch.equal(exported.module()(*arguments), expected)
+    compiled = torch.compile(Attention(), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*arguments), expected)
+
+
+@IMPLS
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 2.0, "first_row": [3, 0]}], ids=str)
+def test_a_chain_is_a_tree_that_no_tensor_describes(impl, options):
+    query, key, value = inputs(2, 4, 2, 9, 60, 16)
+    options = {name: torch.tensor(x, device=DEVICE) if name == "first_row" else x for name, x in options.items()}
+    lengths, end = torch.tensor([30, 41], device=DEVICE), torch.full((9,), 9, device=DEVICE)
+    expected = tree_attention(query, key, value, prefix_length=lengths, subtree_end=end, **options, impl=impl)
+    out = chain_attention(query, key, value, lengths, **options, impl=impl)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_who_watches_operators_sees_one_and_others_go_without(monkeypatch):
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, given=(), options=None):
+            seen.append(str(operator))
+            return operator(*given, **(options or {}))
+
+    seen, tensors, end = [], inputs(1, 2, 1, 3, 8, 16), torch.full((3,), 3, device=DEVICE)
+    with Watching():
+        watched = tree_attention(*tensors, prefix_length=2, subtree_end=end, impl="triton")
+    assert seen[0] == "heavypath.tree_attention.default"
+    monkeypatch.setattr(entry, "_operator", None)
+    assert torch.equal(tree_attention(*tensors, prefix_length=2, subtree_end=end, impl="triton"), watched)
+
+
+def test_packed_ancestors_unpack_to_the_mask():
+    for nodes in (1, 31, 32, 33, 64, 65, 200):
+        mask = torch.randn(2, 7, nodes) > 0
+        packed = pack_ancestors(mask)
+        assert packed.words.shape == (2, 7, 2 * math.ceil(nodes / 64))
+        assert torch.equal(unpack_ancestors(packed), mask)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("nodes", [1, 31, 33, 64, 200, 300])
+def test_the_kernel_packs_ancestors_as_pytorch_does(nodes, window):
+    mask = torch.randn(2, 3, nodes) > 0
+    mask[0, 0], mask[0, 1] = False, True
+    for each in (mask, mask[0], mask.transpose(0, 1)):
+        expected = pack_ancestors(each, window, impl="torch")
+        packed = pack_ancestors(each.to(DEVICE), window, impl="triton")
+        assert (packed.nodes, packed.window) == (expected.nodes, expected.window)
+        assert torch.equal(packed.words.cpu(), expected.words)
+        if window is not None:
+            assert torch.equal(packed.counts.cpu(), expected.counts)
+    assert pack_ancestors(mask[:0].to(DEVICE), window, impl="triton").words.shape[0] == 0
+
+
+def test_attention_bias_by_hand():
+    ancestors = torch.tensor([[1, 0], [1, 1]]).bool()
+    bias = attention_bias(ancestors, torch.tensor([1, 2]), 5, torch.float32)
+    o, x = 0.0, -math.inf
+    assert bias[:, 0].tolist() == [[[o, o, x, x, x], [o, o, o, x, x]], [[o, o, o, x, x], [o, o, o, o, x]]]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"key": torch.zeros(1, 3, 8, 16), "value": torch.zeros(1, 3, 8, 16)}, "multiple of key heads, got 4 and 3"),
+    ({"value": torch.zeros(1, 2, 7, 16)}, r"expected query \[B, Hq, N, D\]"),
+    ({"query": torch.zeros(1, 4, 3, 16).half()}, "one floating-point dtype, got torch.float16"),
+    ({"subtree_end": None}, "exactly one of subtree_end and ancestor_mask"),
+    ({"ancestor_mask": torch.ones(3, 3).bool()}, "exactly one of"),
+    ({"subtree_end": torch.tensor([3, 3])}, r"subtree_end must be .* \[3\] or \[1, 3\]"),
+    ({"subtree_end": None, "ancestor_mask": torch.ones(3, 3)}, "ancestor_mask must be torch.bool"),
+    ({"subtree_end": None, "ancestor_mask": torch.ones(3, 2).bool()}, "3 queries of a tree of 2 nodes"),
+    ({"subtree_end": None, "ancestor_mask": pack_ancestors(torch.ones(3, 4).bool(), 2), "window": 3},
+     "packed for a window of 2, got window 3"),
+    ({"subtree_end": None, "ancestor_mask": pack_ancestors(torch.ones(3, 4).bool(), 2)}, "of 2, got window None"),
+    ({"window": 0}, "window must be above 0, or None, got 0"),
+    ({"scale": -1.0}, "scale must be above 0, or None, got -1.0"),
+    ({"softcap": 0.0}, "softcap must be above 0, or None, got 0.0"),
+    ({"first_row": torch.tensor([0, 0])}, r"first_row must be torch.int64 \[1\], got torch.int64 \[2\]"),
+    ({"prefix_length": 6}, r"prefix_length \+ 3 nodes must lie in 0 .. 8"),
+    ({"prefix_length": torch.tensor([6])}, r"prefix_length \+ 3 nodes must lie in 0 .. 8, got prefix_length \[6\]"),
+    ({"prefix_length": -1}, "prefix_length"),
+    ({"prefix_length": 1.5}, "prefix_length must be an int or a LongTensor, got float"),
+    ({"subtree_end": torch.empty(3, dtype=torch.long, device="meta")},
+     "subtree_end must be on the query's device, cpu, got meta"),
+    ({"prefix_length": torch.tensor([1, 2])}, r"prefix_length must be an int, or torch.int64 \[\] or \[1\]"),
+    ({"impl": "flash"}, "impl 'auto', 'triton' or 'torch', got 'flash'"),
+    ({"query": torch.zeros(1, 4, 3, 20), "key": torch.zeros(1, 2, 8, 20), "value": torch.zeros(1, 2, 8, 20),
+      "impl": "triton"}, "head sizes 16 to 256 in steps of 8, got 20; take impl 'torch'"),
+    ({"query": torch.zeros(1, 4, 3, 16).double(), "key": torch.zeros(1, 2, 8, 16).double(),
+      "value": torch.zeros(1, 2, 8, 16).double(), "impl": "triton"}, "got torch.float64; take impl 'torch'"),
+    ({"query": torch.zeros(1, 4, 2049, 16), "key": torch.zeros(1, 2, 2060, 16), "value": torch.zeros(1, 2, 2060, 16),
+      "subtree_end": torch.full((2049,), 2049), "impl": "triton"}, "at most 2048 nodes, got 2049"),
+])  # fmt: skip
+def test_bad_input_is_refused(change, message):
+    arguments = {
+        "query": torch.zeros(1, 4, 3, 16), "key": torch.zeros(1, 2, 8, 16), "value": torch.zeros(1, 2, 8, 16),
+        "prefix_length": 2, "subtree_end": torch.tensor([3, 3, 3]),
+    } | change  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        tree_attention(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments)
+
+
+def test_the_kernel_needs_a_gpu_or_the_interpreter(monkeypatch):
+    monkeypatch.setattr(module.triton.knobs.runtime, "interpret", False)
+    query, key, value = inputs(1, 2, 1, 3, 8, 16)
+    with pytest.raises(
+        ValueError, match="needs CUDA tensors, got cpu; on a CPU take impl 'torch', or set TRITON_INTER"
+    ):
+        tree_attention(
+            query.cpu(), key.cpu(), value.cpu(), prefix_length=0, subtree_end=torch.full((3,), 3), impl="triton"
+        )
+
+
+TREE, SPLIT, CHAIN, PADDED = (130, 20, {}), (20, 600, {}), (90, 20, {}), (70, 30, {"first_row": torch.tensor([40])})
+MUTATIONS = {
+    "partial blocks pass as full": (TREE, "full = (tl.min(key_ends, 1)", "full = (tl.max(key_ends, 1)"),
+    "the diagonal passes as full": (CHAIN, "(BLOCK_N - 1) <= first_node)", "(BLOCK_N - 1) <= last_node + BLOCK_N)"),
+    "occupied blocks pass as empty": (TREE, "(tl.max(key_ends, 1) > first_node)", "(tl.max(key_ends, 1) > last_node)"),
+    "nonzero words pass as full": (CHAIN, "(table == -1)", "(table != 0)"),
+    "other subtrees are seen": (TREE, "(node[:, None] < end[None, :])", "(node[:, None] < nodes)"),
+    "bits of one word only": (TREE, "tl.where((offsets < 32)[None, :], low, high)", "low"),
+    "the sum is not faded": (SPLIT, "total = total * fade", "total = total"),
+    "the prefix's last block is not masked": (TREE, "(at < stop)[None, :]", "(at < stop + BLOCK_N)[None, :]"),
+    "every part has the tree": (SPLIT, "if part == parts - 1:", "if part >= 0:"),
+    "parts are merged without their weights": (SPLIT, "tl.sum(weights * totals, 0)", "tl.sum(totals, 0)"),
+    "the window is one too wide": ((20, 90, {"window": 50}), "length + count - window", "length + count - window - 1"),
+    "the tree's window is one too wide": ((70, 0, {"window": 3}), "[None, :] < window", "[None, :] <= window"),
+    "a part of the window is not read": (
+        (20, 200, {"window": 100}), "length - window)  # what", "length - window + 2 * BLOCK_N)  # what",
+    ),
+    "left padding is seen in the tree": (PADDED, "readable = readable & (length + at >= first)", "readable = readable"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_bug_of_the_kernel_is_found(name, tmp_path, monkeypatch):
+    (nodes, length, options), original, replacement = MUTATIONS[name]
+    source = inspect.getsource(module)
+    assert original in source, f"{original!r} is not in the source: update the mutation"
+    path = tmp_path / "mutated.py"  # Triton reads the source of its functions from a file
+    path.write_text(source.replace(original, replacement))
+    spec = importlib.util.spec_from_file_location("mutated", path)
+    mutated = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutated)
+
+    chain = MUTATIONS[name][0] is CHAIN
+    tree = TokenTree.chain(nodes - 1) if chain else random_tree(nodes)
+    dtype = torch.float32 if chain else torch.float16  # blocks of 32 and of 64 keys
+    query, key, value = inputs(1, 2, 1, nodes, length + nodes + 64, 16, dtype)
+    key[:, :, length + nodes :] = 9.0
+    exact = oracle(query, key, value, [length], tree.mask()[None], **options)
+    wrong = []
+    for shape in masks(tree)[::2]:
+        problem = {"prefix_length": length, **shape, **options, "impl": "triton"}
+        right = tree_attention(query, key, value, **problem)
+        torch.testing.assert_close(right.double(), exact, atol=5e-3, rtol=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "tree_attention_kernel", mutated.tree_attention_kernel)
+            patch.setattr(entry, "_plan", entry._plan.__wrapped__)  # plans know the kernel
+            mutant = tree_attention(query, key, value, **problem)
+        wrong.append(not torch.allclose(mutant, right, atol=1e-2))
+    assert any(wrong)
+
+
+@pytest.mark.parametrize("name", ["subtree_end", "ancestor_mask"])
+def test_a_mask_that_is_no_tensor_is_refused(name):
+    query, key = torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 8, 16)
+    with pytest.raises(TypeError, match=f"{name} must be a tensor, got list; make it one by torch.as_tensor"):
+        tree_attention(query, key, key, prefix_length=2, **{name: [3, 2, 3]})

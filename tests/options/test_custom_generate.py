@@ -1,0 +1,517 @@
+"""`model.generate(..., custom_generate=decoder)` is `model.generate(...)`, and what a decoder survives."""
+
+import copy
+import threading
+from functools import partial
+
+import pytest
+import torch
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from texts_with_rules import EOS, PROMPTS, left_padded
+from tiny_models import exact_law, tiny_llama, transformers_greedy
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    GenerationConfig,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextIteratorStreamer,
+    pipeline,
+)
+from transformers.generation import (
+    ConfidenceCriteria,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.native.library import library
+from heavypath.kernels.native.sampling import below_infinity
+from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, read_trace
+from heavypath.speculative.custom_generate import SpeculativeOutput
+from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.models import linear
+from heavypath.speculative.models.llama import LlamaForward
+
+IDS = torch.tensor([[1, 2, 3]])
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_pair):
+    return SpeculativeDecoder(*tiny_pair)
+
+
+class Recorder:
+    """A streamer that keeps what it is told."""
+
+    def __init__(self):
+        self.heard = []
+
+    def put(self, value):
+        self.heard.append(value.tolist())
+
+    def end(self):
+        self.heard.append("end")
+
+
+SETTINGS = [
+    {"max_new_tokens": 20},
+    {"max_new_tokens": 20, "eos_token_id": [EOS, 6]},
+    {"max_length": 25, "min_length": 14, "eos_token_id": EOS},
+    {"max_new_tokens": 20, "min_new_tokens": 7, "eos_token_id": EOS, "renormalize_logits": True},
+    {"generation_config": GenerationConfig(max_new_tokens=9, eos_token_id=EOS, pad_token_id=0, top_k=3, top_p=0.5)},
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_batches_are_those_of_generate(method, tiny_pair):
+    decoder = SpeculativeDecoder(*tiny_pair, method)
+    for settings in SETTINGS:
+        settings = left_padded(PROMPTS) | {"pad_token_id": 0} | settings
+        expected = tiny_pair[0].generate(**settings)
+        assert torch.equal(tiny_pair[0].generate(**settings, custom_generate=decoder), expected)
+
+
+TEXT = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 64,
+}  # fmt: skip
+SEES = {"hidden_size": 16, "intermediate_size": 16}
+SQUARE = SEES | {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2}
+MULTIMODAL = {
+    "gemma3": {
+        "text_config": TEXT | {"head_dim": 8, "sliding_window": 8}, "vision_config": SQUARE,
+        "image_token_index": 60, "boi_token_index": 59, "eoi_token_index": 58, "mm_tokens_per_image": 4,
+    },
+    "qwen2_5_vl": {
+        "text_config": TEXT | {"bos_token_id": 1, "eos_token_id": 2, "rope_parameters": {
+            "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4,
+        }},
+        "vision_config": SEES | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "patch_size": 14},
+        "image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57,
+    },
+    "llava": {
+        "text_config": TEXT | {"model_type": "llama"}, "vision_config": SQUARE | {"model_type": "clip_vision_model"},
+        "image_token_id": 60, "image_seq_length": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_a_multimodal_models_text_is_that_of_generate(kind):
+    torch.manual_seed(3)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **MULTIMODAL[kind])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    decoder = SpeculativeDecoder(model, PromptLookup(), "chain", tree_size=4)
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for inputs in (left_padded(PROMPTS), {"input_ids": IDS}):
+        expected = model.generate(**inputs, **settings)
+        assert len({*expected[0].tolist()}) > 5
+        assert torch.equal(model.generate(**inputs, **settings, custom_generate=decoder), expected)
+    with pytest.raises(ValueError, match="mm_encoder_outputs"):  # older transformers refuse it themselves
+        model.generate(IDS, **settings, mm_encoder_outputs={"image": torch.zeros(1, 4, 32)}, custom_generate=decoder)
+
+
+def test_a_trace_is_written_through_transformers_generate(demo_pair, tmp_path):
+    target, draft, tokenizer = demo_pair
+    decoder = SpeculativeDecoder(target, draft)
+    inputs = tokenizer("def read(self):", return_tensors="pt")
+    custom = partial(decoder, trace=tmp_path / "trace", tokenizer=tokenizer)
+    out = target.generate(**inputs, custom_generate=custom, max_new_tokens=12, do_sample=False)
+    header, steps = read_trace(tmp_path / "trace")
+    assert header["sequences"][0]["text"] == "def read(self):"
+    assert [token for step in steps for token in step["emitted"]] == out[0, inputs.input_ids.shape[1] :].tolist()
+    assert "".join(piece for step in steps for piece in step["pieces"]) == tokenizer.decode(
+        out[0, inputs.input_ids.shape[1] :]
+    )
+
+
+def test_a_penalty_is_that_of_generate_and_ignores_what_generate_ignores(decoder, demo_pair):
+    settings = {"max_new_tokens": 20, "repetition_penalty": 1.4, "pad_token_id": 0}
+    expected = decoder.target.generate(IDS, **settings)
+    assert torch.equal(decoder.target.generate(IDS, custom_generate=decoder, **settings), expected)
+    target, draft, tokenizer = demo_pair
+    batch = tokenizer(demo_prompts()[:2], return_tensors="pt", padding=True)
+    written = target.generate(**batch, **settings | {"custom_generate": SpeculativeDecoder(target, draft)})
+    for row, prompt in zip(written, demo_prompts(), strict=False):
+        alone = tokenizer(prompt, return_tensors="pt")
+        assert row[-20:].tolist() == target.generate(**alone, **settings)[0, -20:].tolist()
+
+
+@pytest.mark.parametrize("draft", [PromptLookup(), EarlyExit(1)])
+def test_drafts_without_a_model_serve_too(draft, tiny_pair):
+    target = tiny_pair[0]
+    decoder = SpeculativeDecoder(target, draft)
+    expected = target.generate(IDS, max_new_tokens=12, pad_token_id=0)
+    assert torch.equal(target.generate(IDS, max_new_tokens=12, pad_token_id=0, custom_generate=decoder), expected)
+
+
+def test_sampled_texts_follow_the_law_of_the_settings(decoder):
+    sampling = {"temperature": 2.0, "top_k": 5, "top_p": 0.85, "min_p": 0.3}  # each of them changes the law
+    law = exact_law(decoder.target, IDS[0], Filters(**sampling), 3)
+    settings = sampling | {"do_sample": True, "num_return_sequences": 8_000, "pad_token_id": 0, "eos_token_id": None}
+    out = decoder.target.generate(IDS, max_new_tokens=3, custom_generate=decoder, **settings)
+    assert chi_square_p_value(joint_counts(out[:, 3:], 7), law) > SIGNIFICANCE
+
+
+def test_filters_given_as_processors_are_the_decoders_filters(decoder):
+    processors = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(4), TopPLogitsWarper(0.8)]
+    options = {"max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0, "do_sample": True, "top_k": 0}
+    options |= {"logits_processor": LogitsProcessorList(processors), "custom_generate": decoder}
+    out = decoder.target.generate(IDS, seed=5, **options)
+    expected = decoder.generate(IDS, 16, temperature=0.7, top_k=4, top_p=0.8, seed=5)
+    assert torch.equal(out, expected.sequences)
+
+
+def test_torchs_seed_makes_sampled_text_repeatable(decoder):
+    def text(seed):
+        torch.manual_seed(seed)
+        settings = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": 0, "custom_generate": decoder}
+        return decoder.target.generate(IDS, **settings).tolist()
+
+    assert text(1) == text(1) != text(2)
+    state = torch.get_rng_state()
+    decoder.target.generate(IDS, max_new_tokens=4, pad_token_id=0, custom_generate=decoder)
+    assert torch.equal(torch.get_rng_state(), state)  # greedy text draws nothing
+
+
+def test_a_dictionary_of_sequences_is_returned_on_demand(decoder):
+    settings = {"max_new_tokens": 8, "pad_token_id": 0, "return_dict_in_generate": True}
+    out = decoder.target.generate(IDS, custom_generate=decoder, **settings)
+    expected = decoder.target.generate(IDS, **settings)
+    assert isinstance(out, type(expected))
+    assert torch.equal(out.sequences, expected.sequences)
+    assert out.scores is None
+
+
+def test_a_streamer_hears_what_generate_would_tell_it(decoder):
+    ours, theirs, bound = Recorder(), Recorder(), Recorder()
+    settings = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": 3}
+    decoder.target.generate(IDS, streamer=theirs, **settings)
+    decoder.target.generate(IDS, streamer=ours, custom_generate=decoder, **settings)
+    decoder.target.generate(IDS, custom_generate=partial(decoder, streamer=bound), **settings)
+    assert ours.heard == theirs.heard == bound.heard
+
+
+def test_text_can_be_read_while_it_is_written(demo_pair):
+    target, draft, tokenizer = demo_pair
+    inputs = tokenizer(demo_prompts()[0], return_tensors="pt")
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    settings = {"max_new_tokens": 24, "custom_generate": SpeculativeDecoder(target, draft), "streamer": streamer}
+    thread = threading.Thread(target=target.generate, kwargs={**inputs, **settings})
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    new = target.generate(**inputs, max_new_tokens=24)[0, inputs.input_ids.shape[1] :]
+    assert "".join(pieces) == tokenizer.decode(new)
+    assert len([piece for piece in pieces if piece]) > 3
+
+
+def test_stop_strings_and_criteria_end_a_text_where_generate_ends_it(demo_pair):
+    target, draft, tokenizer = demo_pair
+    decoder = SpeculativeDecoder(target, draft)
+    inputs = tokenizer(demo_prompts()[:3], return_tensors="pt", padding=True)
+    settings = {"max_new_tokens": 24, "stop_strings": ["self", "ret"]}
+    expected = target.generate(**inputs, tokenizer=tokenizer, **settings)
+    bound = partial(decoder, tokenizer=tokenizer)
+    assert torch.equal(target.generate(**inputs, custom_generate=bound, **settings), expected)
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, settings.pop("stop_strings")), MaxTimeCriteria(600)])
+    out = target.generate(**inputs, custom_generate=decoder, stopping_criteria=criteria, **settings)
+    assert torch.equal(out, expected)
+    assert len({int((row != 0).sum()) for row in out}) > 1
+
+
+def test_a_pipeline_writes_through_the_decoder(demo_pair):
+    target, draft, tokenizer = demo_pair
+    decoder, calls = SpeculativeDecoder(target, draft), []
+    # Without a device it would move the target, and not the draft, to a GPU.
+    write = pipeline("text-generation", model=target, tokenizer=tokenizer, device="cpu")
+    settings = {"max_new_tokens": 16, "do_sample": False, "return_full_text": False}
+
+    def counted(model, input_ids, **settings):
+        calls.append(input_ids)
+        return decoder(model, input_ids, **settings)
+
+    prompts = demo_prompts()[:2]
+    expected = write(prompts, **settings)
+    assert write(prompts, custom_generate=decoder, **settings) == expected
+    assert write(prompts, batch_size=2, custom_generate=counted, **settings) == expected
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("processors", [
+    [RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=2)],
+    [RepetitionPenaltyLogitsProcessor(1.3), RepetitionPenaltyLogitsProcessor(1.4)],
+    [NoRepeatNGramLogitsProcessor(2), RepetitionPenaltyLogitsProcessor(1.7)],
+    [MinNewTokensLengthLogitsProcessor(3, 9, 4)],
+    [TopKLogitsWarper(3, -9.0)],
+    [TopPLogitsWarper(0.3, min_tokens_to_keep=2)],
+], ids=lambda each: " ".join(type(one).__name__ for one in each))  # fmt: skip
+def test_a_setting_that_differs_from_the_decoders_own_is_a_processor(processors, decoder):
+    """Another place in the order, a part of the prompt, another end of sequence, ..."""
+    settings = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": EOS, "output_scores": True}
+    settings |= {"return_dict_in_generate": True, "logits_processor": LogitsProcessorList(processors)}
+    expected = decoder.target.generate(IDS, **settings)
+    out = decoder.target.generate(IDS, **settings, custom_generate=decoder)
+    assert torch.equal(out.sequences, expected.sequences)
+    filters = (TopKLogitsWarper, TopPLogitsWarper)  # which do nothing to greedy text, and to our scores, if usual
+    if not isinstance(processors[0], filters):
+        torch.testing.assert_close(torch.stack(out.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"num_beams": 2}, "num_beams=2"),
+    ({"assistant_model": tiny_llama(2, layers=1)}, "assistant_model: the decoder has a draft"),
+    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
+    ({"use_cache": False}, "use_cache=False"),
+    ({"cache_implementation": "static"}, "cache_implementation='static'"),
+    ({"past_key_values": DynamicCache()}, "past_key_values"),
+    ({"synced_gpus": True}, "synced_gpus"),
+    ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
+    ({"guidance_scale": 1.5}, "the logits processor UnbatchedClassifierFreeGuidance.* decode without guidance_scale"),
+    ({"encoder_no_repeat_ngram_size": 2}, "the logits processor EncoderNoRepeatNGram.* leave it out"),
+    ({"stopping_criteria": [ConfidenceCriteria(0.5)]}, "ConfidenceCriteria needs the scores"),
+    ({"stop_strings": "x"}, r"stop_strings need tokenizer=.*functools.partial\(decoder, tokenizer=tokenizer\)"),
+    ({"prefix_allowed_tokens_fn": 5}, r"prefix_allowed_tokens_fn is called with \(sequence, its text .* got 5"),
+    ({"position_ids": torch.tensor([[4, 5, 6]])}, "position_ids"),
+    ({"inputs_embeds": torch.zeros(1, 3, 16)}, "inputs_embeds"),
+    ({"token_type_ids": torch.zeros(1, 3)}, "token_type_ids"),
+    ({"max_new_tokens": 90}, r"need 93 positions \(3 \+ 90\), but target has 64"),
+])  # fmt: skip
+def test_settings_that_the_decoder_lacks_are_refused_by_name(settings, message, decoder):
+    settings = {"max_new_tokens": 4, "pad_token_id": 0, "custom_generate": decoder} | settings
+    with pytest.raises((ValueError, TypeError), match=message):
+        decoder.target.generate(IDS, **settings)
+
+
+def test_another_model_than_the_target_is_refused(decoder):
+    with pytest.raises(ValueError, match="the decoder's target is another model than this LlamaForCausalLM"):
+        tiny_llama(1).generate(IDS, max_new_tokens=4, pad_token_id=0, custom_generate=decoder)
+
+
+def test_what_a_tokenizer_may_add_is_refused_by_name(decoder):
+    with pytest.raises(TypeError, match="token_type_ids"):
+        decoder.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), token_type_ids=torch.zeros_like(IDS))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("which", [0, 1, "compiled"])
+def test_decoding_goes_on_after_it_was_broken_off(error, which, tiny_pair, monkeypatch):
+    """Within a model's layer, or within a recorded step."""
+    if which == "compiled" and library() is None:
+        pytest.skip("no C++ compiler")
+    if which != "compiled":  # then the modules are called
+        monkeypatch.setattr(linear, "library", lambda: None)
+        monkeypatch.setattr(linear, "as_it_lies", lambda layer: layer)
+    decoder = SpeculativeDecoder(*tiny_pair)
+    expected = decoder.generate(IDS, 20, temperature=0.8, seed=4).sequences
+    before = [copy.deepcopy(model.state_dict()) for model in tiny_pair]
+    config = tiny_pair[0].config.to_dict()
+    calls, broken = [], None if which == "compiled" else tiny_pair[which].model.layers[0].mlp.down_proj
+
+    def breaks(self, hidden):
+        calls.extend([hidden] * (self is broken))
+        if len(calls) == 6:
+            raise error("in the middle")
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+    def breaks_between(values):
+        calls.append(values)
+        if len(calls) == 6:
+            raise error("in the middle")
+        return below_infinity(values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", breaks)
+        if which == "compiled":
+            patch.setattr("heavypath.speculative.decoding.drafted.below_infinity", breaks_between)
+        with pytest.raises(error, match="in the middle"):
+            decoder.generate(IDS, 20, temperature=0.8, seed=4)
+    assert not torch.is_inference_mode_enabled()
+    assert torch.equal(decoder.generate(IDS, 20, temperature=0.8, seed=4).sequences, expected)
+    for model, state in zip(tiny_pair, before, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert tiny_pair[0].config.to_dict() == config
+    tiny_pair[0](IDS, labels=IDS).loss.backward()
+    tiny_pair[0].zero_grad()
+
+
+@pytest.mark.parametrize("decoders", [1, 2])
+def test_threads_write_the_texts_that_they_write_alone(decoders, tiny_pair):
+    """Of several lengths, so that each needs other rotary tables and other trees."""
+    jobs = [(seed, length) for length in (40, 5, 58) for seed in range(2)]
+
+    def text(decoder, seed, length):
+        return decoder.generate(IDS, length, temperature=0.7, seed=seed).sequences.tolist()
+
+    expected = [text(SpeculativeDecoder(*tiny_pair), *job) for job in jobs]
+    shared = [SpeculativeDecoder(*tiny_pair) for _ in range(decoders)]
+    written = {}
+
+    def work(which):
+        for number in range(which, len(jobs), 3):
+            written[number] = text(shared[which % decoders], *jobs[number])
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [written.get(number) for number in range(len(jobs))] == expected
+
+
+@torch.inference_mode()
+def test_a_cache_keeps_the_positions_that_it_was_made_for(tiny_pair):
+    """Whatever another thread's shorter text makes of the model's tables meanwhile."""
+    forward = LlamaForward(tiny_pair[0])
+    cache = forward.new_cache(1, 50)
+    forward._rotary = forward._rotary_table(2)
+    ids = torch.arange(40)[None] % 7
+    forward.prefill(ids, cache)
+    keys = tiny_pair[0](ids, use_cache=True).past_key_values.layers[0].keys
+    assert torch.allclose(cache.read(0)[0][:, :, :40], keys, atol=1e-5)
+
+
+class Int8Linear(nn.Linear):
+    """Weights as bytes, as bitsandbytes has them."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight / scale).round().to(torch.int8), requires_grad=False)
+        self.scale = nn.Buffer(scale)
+
+    def forward(self, hidden):
+        return nn.functional.linear(hidden, self.weight * self.scale)
+
+
+class Packed(torch.Tensor):
+    """A weight whose module is an ordinary nn.Linear, as torchao has them; it lends itself to `linear` alone."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.mm, torch.sum, torch.Tensor.sum):
+            raise NotImplementedError(func)
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out.as_subclass(torch.Tensor) if func is nn.functional.linear else out
+
+
+def int8(model):
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(layer.mlp, name, Int8Linear(getattr(layer.mlp, name)))
+    return model
+
+
+def packed(model):
+    for layer in model.model.layers:
+        weight = layer.mlp.up_proj.weight
+        layer.mlp.up_proj.weight = nn.Parameter(weight.detach().as_subclass(Packed), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("quantised", [int8, packed])
+def test_quantised_linear_layers_are_called_as_they_are(quantised):
+    target = quantised(tiny_llama(1, hidden_size=256, intermediate_size=1024))  # large enough to be read from memory
+    expected = transformers_greedy(target, IDS, 24)
+    out = SpeculativeDecoder(target, EarlyExit(1), "sequoia").generate(IDS, 24)
+    assert torch.equal(out.sequences, expected)
+
+
+def test_a_model_on_several_devices_or_offloaded_is_refused(tiny_pair, monkeypatch):
+    offloaded = tiny_llama(1)
+    offloaded.lm_head.to("meta")
+    with pytest.raises(ValueError, match="target is on the meta device, it has no weights; load it first"):
+        SpeculativeDecoder(offloaded, tiny_pair[1])
+    spread = tiny_llama(1)
+
+    class Elsewhere:
+        device = torch.device("cuda:1")
+
+    monkeypatch.setattr(spread, "parameters", lambda: [next(tiny_pair[0].parameters()), Elsewhere()])
+    with pytest.raises(ValueError, match="target must be on one device, got one spread over cpu, cuda:1"):
+        SpeculativeDecoder(spread, tiny_pair[1])
+
+
+LONG = {"max_new_tokens": 12, "eos_token_id": EOS, "pad_token_id": 0, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "sequoia", "specinfer", "dyspec"])
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3, "min_new_tokens": 4}])
+def test_scores_and_logits_are_those_of_generate(method, settings, tiny_pair):
+    model, _ = tiny_pair
+    ids, mask = torch.tensor([[1, 2, 3], [0, 5, 6]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
+    if "repetition_penalty" in settings:
+        mask = torch.ones_like(ids)  # before 5.23 transformers penalises padding
+    options = LONG | settings | {"do_sample": False, "output_scores": True, "output_logits": True}
+    expected = model.generate(input_ids=ids, attention_mask=mask, **options)
+    out = model.generate(
+        input_ids=ids, attention_mask=mask, custom_generate=SpeculativeDecoder(*tiny_pair, method), **options
+    )
+    assert torch.equal(out.sequences, expected.sequences)
+    for ours, theirs in ((out.scores, expected.scores), (out.logits, expected.logits)):
+        assert len(ours) == len(theirs) == out.sequences.shape[1] - 3
+        for row in range(2):
+            ends = (out.sequences[row, 3:] == EOS).nonzero()
+            count = len(ours) if not len(ends) else int(ends[0]) + 1
+            for one, other in zip(ours[:count], theirs[:count], strict=True):
+                torch.testing.assert_close(one[row], other[row], atol=1e-4, rtol=1e-4)
+            assert not torch.stack([*ours, ours[0]])[count:-1, row].any()
+
+
+def test_sampled_scores_are_what_was_sampled_from(tiny_pair):
+    model, _ = tiny_pair
+    options = LONG | {"do_sample": True, "temperature": 0.7, "top_k": 4, "top_p": 0.9, "output_scores": True}
+    out = model.generate(IDS, custom_generate=SpeculativeDecoder(*tiny_pair), output_logits=True, **options)
+    assert isinstance(out, SpeculativeOutput)
+    for place, (scores, logits) in enumerate(zip(out.scores, out.logits, strict=True), start=3):
+        torch.testing.assert_close(logits[0], model(out.sequences[:, :place]).logits[0, -1], atol=1e-4, rtol=1e-4)
+        expected = logits
+        for warp in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(4), TopPLogitsWarper(0.9)):
+            expected = warp(None, expected)
+        torch.testing.assert_close(scores, expected)
+        assert scores[0, out.sequences[0, place]] > -torch.inf
+
+
+def test_statistics_come_with_the_dictionary(tiny_pair):
+    model, _ = tiny_pair
+    decoder = SpeculativeDecoder(*tiny_pair)
+    out = model.generate(IDS, custom_generate=decoder, **LONG)
+    assert out.stats.new_tokens == out.sequences.shape[1] - 3 == out["stats"].new_tokens
+    assert out.scores is out.logits is None
+    plain = model.generate(IDS, custom_generate=decoder, **LONG | {"return_dict_in_generate": False})
+    assert torch.equal(plain, out.sequences)
+
+
+def test_a_draft_that_does_not_pay_is_remarked_once(tiny_pair, caplog):
+    target, other = tiny_pair
+    silent = SpeculativeDecoder(target, None, "autoregressive")
+    silent.generate(IDS, 50, eos_token_id=None)
+    assert not caplog.text
+    slow = SpeculativeDecoder(target, other, tree_size=9)
+    ticks = iter(range(100_000))
+    slow.clock = lambda: float(next(ticks))  # so that every phase takes as long
+    slow.generate(IDS, 8, eos_token_id=None)
+    assert not caplog.text  # too few steps to tell
+    for _ in range(2):
+        stats = slow.generate(IDS, 50, eos_token_id=None).stats
+    assert stats.gain_at_most == stats.tokens_per_step * (1 - stats.drafting_share) < 1
+    remarks = [record.getMessage() for record in caplog.records if record.name == "heavypath.speculative.output.remark"]
+    assert len(remarks) == 1
+    assert f"{stats.tokens_per_step:.2f} tokens a step, and {100 * stats.drafting_share:.0f}%" in remarks[0]

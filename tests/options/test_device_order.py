@@ -1,0 +1,528 @@
+"""Streaming to a GPU, by the order of what is launched: no layer computes before it is there, none is overwritten.
+
+Without a GPU: tests/support/cuda_order.py has streams that write down what they are given, and finds what may run at
+the same time. Each wait is proved to be needed by what is found without it.
+"""
+
+import threading
+import weakref
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from cuda_order import Entry, RaceError, check, observe, played, slot_of, unneeded
+from safetensors.torch import save_file
+from tiny_models import tiny_llama
+
+from heavypath.speculative import EarlyExit, SpeculativeDecoder
+from heavypath.speculative.streaming import gpu
+from heavypath.speculative.streaming.accelerate_hooks import Offloaded, device_of, offloaded
+from heavypath.speculative.streaming.device import DeviceStream
+from heavypath.speculative.streaming.gpu import Parts, stream_to_gpu
+from heavypath.speculative.streaming.offloaded import layers_in, stream_layers
+from heavypath.speculative.streaming.source import places_in
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def order(monkeypatch):
+    with played(monkeypatch) as order:
+        yield order
+
+
+class InterruptionError(Exception):
+    pass
+
+
+def content(layer):
+    return torch.full((100 + layer,), float(layer))
+
+
+def in_memory(order, layers, slots=2):
+    stream = DeviceStream([{"w": content(layer)} for layer in range(layers)], CPU, slots=slots)
+    observe(order, stream)
+    return stream
+
+
+def in_files(order, folder, layers, stay=()):
+    for layer in range(layers):
+        save_file({f"{layer}.w": content(layer)}, folder / f"{layer}.safetensors")
+    places = [{"w": places_in(folder / f"{layer}.safetensors")[f"{layer}.w"]} for layer in range(layers)]
+    stream = DeviceStream(places, CPU, stay=stay)
+    observe(order, stream)
+    return stream
+
+
+def compute(stream, layers):
+    """A forward pass over layers, which finds their own numbers."""
+    for layer in layers:
+        with stream.layer(layer):
+            assert torch.equal(stream.tensors(layer)["w"], content(layer))
+
+
+def step(order, stream, layers=None, ahead=True):
+    """What a step of decoding does: it drafts, and then passes over the layers."""
+    with stream.one_pass(ahead=ahead):
+        order.launch()  # a draft
+        with stream.one_pass():
+            compute(stream, range(stream.layers) if layers is None else layers)
+
+
+def assert_right(order):
+    check(order.entries)
+    assert not unneeded(order.entries)
+
+
+# Passes that are launched one by one
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("layers", [1, 2, 3, 7])
+def test_passes_one_behind_another_are_in_order_and_each_wait_is_needed(order, layers, slots):
+    stream = in_memory(order, layers, slots)
+    for ahead in (False, True, True, False):
+        step(order, stream, ahead=ahead)
+    assert_right(order)
+    copies = [entry for entry in order.entries if entry.kind == "launch" and entry.writes and entry.reads]
+    assert len(copies) == 4 * layers, "each layer is copied once a pass"
+
+
+def test_copies_run_beside_the_layers_before_them(order):
+    """Nothing that computes waits for a copy that is not its own, and the draft waits for none."""
+    stream = in_memory(order, 6)
+    step(order, stream)
+    first = next(number for number, entry in enumerate(order.entries) if entry.writes and entry.reads)
+    draft = next(number for number, entry in enumerate(order.entries) if number > first and not entry.reads
+                 and entry.kind == "launch")  # fmt: skip
+    current = order.entries[draft].stream
+    assert not [number for number in check(order.entries) if number < draft and order.entries[number].stream == current]
+    copy_of, compute_of = {}, {}
+    for number, entry in enumerate(order.entries):
+        if entry.kind == "launch" and entry.reads:
+            of = copy_of if entry.writes else compute_of
+            of[entry.reads[0][1]] = number
+    for layer in range(2, 6):
+        assert compute_of[layer - 2] < copy_of[layer] < compute_of[layer - 1]
+
+
+@pytest.mark.parametrize("layers", [[0, 1, 2, 0, 1, 2], [3, 1, 4, 1, 5], [5, 4, 3, 2, 1, 0], [0, 2, 4], [4, 0]])
+def test_layers_may_be_taken_in_any_order(order, layers):
+    stream = in_memory(order, 6)
+    for ahead in (True, False):
+        step(order, stream, layers, ahead)
+    step(order, stream)
+    stream.close()
+    check(order.entries)
+
+
+@pytest.mark.parametrize("layers", [[0, 2], [0, None, 2, 0]])
+def test_a_layer_that_was_never_released_is_not_overwritten_while_it_computes(order, layers):
+    """Somebody catches an error between taking and releasing, and goes on; None: the layer before it is released."""
+    stream = in_memory(order, 5)
+    with stream.one_pass():
+        for layer, following in zip(layers, [*layers[1:], 0], strict=True):
+            if layer is None:
+                continue
+            stream.take(layer)
+            if following is None:
+                stream.release(layer)
+            else:
+                order.launch([(slot_of(stream, layer), layer)])
+    check(order.entries)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("last", range(5))
+def test_a_pass_that_ends_early_leaves_the_next_one_in_order(order, last, ahead):
+    stream = in_memory(order, 5)
+    with suppress(InterruptionError), stream.one_pass(ahead=ahead):
+        for layer in range(last + 1):
+            stream.take(layer)
+            order.launch()
+            if layer == last:
+                raise InterruptionError  # between taking and releasing
+            stream.release(layer)
+    step(order, stream, ahead=False)
+    step(order, stream)
+    check(order.entries)
+
+
+def test_a_copy_that_fails_leaves_the_next_pass_in_order(order):
+    stream = in_memory(order, 5)
+    copy = stream.copy
+
+    def fail(into, tensors):
+        copy(into, tensors)
+        if into is stream.tensors(3):
+            raise InterruptionError
+
+    for failing in (True, False):
+        stream.copy = fail if failing else copy
+        with suppress(InterruptionError):
+            step(order, stream)
+    stream.close()
+    check(order.entries)
+
+
+def test_a_pass_whose_end_never_came_is_ended_by_the_next_one(order):
+    """As Ctrl-C leaves a call of the model, whose hooks do not run then."""
+    stream = in_memory(order, 4)
+    stream.enter()
+    stream.take(0)
+    stream.enter()  # another call
+    compute(stream, range(4))
+    stream.leave()
+    stream.enter()
+    stream.take(0)
+    step(order, stream)  # by a decoder
+    done = threading.Thread(target=step, args=(order, stream), daemon=True)
+    done.start()
+    done.join(5)
+    assert not done.is_alive(), "another thread waits for ever"
+    check(order.entries)
+
+
+# Graphs
+
+
+def test_a_pass_forks_and_joins_within_a_graph(order):
+    stream = in_memory(order, 5)
+    step(order, stream)  # the step before, as it comes
+    with order.capture(order.new_stream()) as graph:
+        step(order, stream)
+    for _ in range(3):
+        with stream.replay():
+            order.replay(graph)
+    step(order, stream)
+    with stream.replay():
+        order.replay(graph)
+    assert_right(order)
+    assert stream.counts().untimed == 4 * sum(-(-4 * (100 + layer) // 256) * 256 for layer in range(5))
+
+
+def test_a_streamed_draft_forks_and_joins_beside_its_target(order):
+    stream, draft = (in_memory(order, layers) for layers in (5, 3))
+
+    def both():
+        with stream.one_pass(ahead=True):
+            for _ in range(2):
+                with draft.one_pass():
+                    compute(draft, range(3))
+            compute(stream, range(5))
+
+    both()
+    with order.capture(order.new_stream()) as graph:
+        both()
+    for _ in range(2):
+        with stream.replay(), draft.replay():
+            order.replay(graph)
+    assert_right(order)
+
+
+def test_a_capture_that_fails_is_joined_and_the_next_one_is_right(order):
+    stream = in_memory(order, 5)
+    for last in range(6):
+        with suppress(InterruptionError), order.capture(order.new_stream()) as graph, stream.one_pass(ahead=True):
+            compute(stream, range(last))
+            if last < 5:
+                raise InterruptionError
+    with stream.replay():
+        order.replay(graph)
+    check(order.entries)
+
+
+@contextmanager
+def elsewhere(order):
+    """Another stream than the first one."""
+    stream = order.new_stream()
+    with order.on(stream):
+        yield
+
+
+def test_passes_on_several_streams_and_graphs_take_turns_on_the_gpu(order):
+    stream = in_memory(order, 5)
+    with order.capture(order.new_stream()) as graph:
+        step(order, stream)
+    for _ in range(2):
+        with elsewhere(order):
+            step(order, stream)
+        with elsewhere(order), stream.replay():
+            order.replay(graph)
+        step(order, stream)
+        with stream.replay():
+            order.replay(graph)
+    assert_right(order)
+
+
+def test_threads_take_turns(order):
+    stream = in_memory(order, 5)
+    with order.capture(order.new_stream()) as graph:
+        step(order, stream)
+
+    def decode():
+        with elsewhere(order):
+            for _ in range(5):
+                step(order, stream)
+                with stream.replay():
+                    order.replay(graph)
+                stream.enter()
+                compute(stream, range(5))
+                stream.leave()
+
+    threads = [threading.Thread(target=decode, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    check(order.entries)
+
+
+# Layers in files
+
+
+@pytest.mark.parametrize("stay", [(), (1,), (0, 2, 5)])
+def test_places_in_the_hosts_memory_are_filled_behind_the_copies_from_there(order, tmp_path, stay):
+    stream = in_files(order, tmp_path, 6, stay)
+    assert not stream.is_fixed
+    for ahead in (True, False, True):
+        step(order, stream, ahead=ahead)
+    with suppress(InterruptionError), stream.one_pass():
+        compute(stream, range(3))
+        raise InterruptionError
+    step(order, stream)
+    stream.close()
+    check(order.entries)
+
+
+def test_without_the_hosts_waits_its_places_would_be_filled_too_soon(order, tmp_path):
+    stream = in_files(order, tmp_path, 6)
+    step(order, stream)
+    step(order, stream)
+    stream.close()
+    check(order.entries)
+    waits = [number for number, entry in enumerate(order.entries) if entry.kind == "synchronize"]
+    assert len(waits) >= 12
+    with pytest.raises(RaceError, match="host writes layer any into"):
+        check([entry for entry in order.entries if entry.kind != "synchronize"])
+
+
+def test_layers_in_files_that_all_stay_are_as_those_in_memory(order, tmp_path):
+    stream = in_files(order, tmp_path, 5, range(5))
+    assert stream.is_fixed
+    with order.capture(order.new_stream()) as graph:
+        step(order, stream)
+    with stream.replay():
+        order.replay(graph)
+    check(order.entries)
+
+
+# The end
+
+
+def test_closing_waits_for_what_was_launched_and_frees_pinned_memory(order):
+    stream = in_memory(order, 4)
+    parameter = torch.nn.Parameter(stream.tensors(2)["w"], requires_grad=False)
+    stream.parameter(parameter)
+    with order.capture(order.new_stream()) as graph:
+        step(order, stream)
+    with stream.replay():
+        order.replay(graph)
+    assert len(order.pinned) == 4
+    stream.close()
+    stream.close()
+    assert not order.pinned
+    assert parameter.numel() == 0
+    assert_right(order)
+    for use in (stream.replay, stream.one_pass):
+        with pytest.raises(RuntimeError, match="is closed; load the model anew"), use():
+            pass
+
+
+def test_a_stream_that_is_forgotten_is_waited_for_before_its_memory_goes(order):
+    stream = in_memory(order, 4)
+    step(order, stream)
+    stream.copy = stream.release = None  # which hold it
+    del stream
+    assert not order.pinned
+    check(order.entries)
+    with pytest.raises(RaceError, match="pinned"):
+        check([entry for entry in order.entries if entry.kind != "synchronize"])
+
+
+def test_a_layer_outside_of_a_pass_and_weights_that_are_no_numbers_are_errors(order):
+    stream = in_memory(order, 3)
+    with pytest.raises(RuntimeError, match=r"outside of a pass; call the model, or enter one_pass\(\)"):
+        stream.take(1)
+    stream.release(1)
+    broken = DeviceStream([{"w": content(0)}, {"w": torch.tensor([1.0, torch.nan])}], CPU)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="NaN or infinite weights in w of layer 1"):
+            compute_all(broken)
+
+
+def compute_all(stream):
+    with stream.one_pass():
+        for layer in range(stream.layers):
+            stream.take(layer)
+            stream.release(layer)
+
+
+# Models
+
+
+def on_played_gpu(model, order):
+    """The layers of a model on the CPU as streamed to a GPU which is that, too; all of its writing goes to `order`."""
+    cpu_offload(model, execution_device=CPU)
+    name, layers = layers_in(model)
+    parts = Parts(model, model.get_submodule(name.rpartition(".")[0]), layers, [*offloaded(model)],
+                  {number: {} for number in range(len(layers))}, CPU)  # fmt: skip
+    stream = stream_to_gpu(parts, None, (0,), 0)
+    observe(order, stream)
+    return stream
+
+
+def test_a_model_decodes_and_generates_in_order_and_writes_its_own_text(order):
+    ids = torch.arange(10)[None] % 7
+    target, streamed = (tiny_llama(1, layers=4) for _ in range(2))
+    stream = on_played_gpu(streamed, order)
+    assert stream.layers == 3, "the first one is resident"
+    for draft in (EarlyExit(1), tiny_llama(2, layers=1)):
+        texts = [
+            SpeculativeDecoder(model, draft, "sequoia", tree_size=6)
+            .generate(ids, 8, temperature=0.6, seed=2, eos_token_id=None)
+            for model in (target, streamed)
+        ]  # fmt: skip
+        assert torch.equal(texts[0].sequences, texts[1].sequences)
+        assert texts[1].stats.streaming.bytes_read > 0
+    texts = [model.generate(ids, max_new_tokens=4, do_sample=False) for model in (target, streamed)]
+    assert torch.equal(*texts)
+    assert not [entry for entry in unneeded(order.entries) if entry.kind == "wait"]
+
+
+def test_a_call_that_an_exception_ends_leaves_the_next_text_right(order):
+    ids = torch.arange(10)[None] % 7
+    target, streamed = (tiny_llama(1, layers=4) for _ in range(2))
+    on_played_gpu(streamed, order)
+
+    def raise_error(*given):
+        raise InterruptionError
+
+    hook = streamed.model.layers[2].mlp.register_forward_pre_hook(raise_error)
+    with pytest.raises(InterruptionError):
+        streamed(ids)
+    hook.remove()
+    done = []
+    thread = threading.Thread(target=lambda: done.append(streamed(ids).logits), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert torch.equal(done[0], target(ids).logits)
+    check(order.entries)
+
+
+def test_what_lay_in_the_hosts_memory_is_moved_not_copied(order):
+    model = tiny_llama(1, layers=4)
+    held = [weakref.ref(one.untyped_storage()) for one in model.model.layers[2].parameters()]
+    stream = on_played_gpu(model, order)
+    assert [reference() for reference in held] == [None] * len(held)
+    assert stream.host.nbytes >= sum(one.nbytes for one in stream.tensors(1).values()) * 3
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "free", "message"),
+    [
+        (torch.cuda, "mem_get_info", lambda device=None: (10_000, 1 << 30),
+         r"0\.000G of cpu's memory are free, and 1 layers that stay there and 2 that pass take 0\.000G; give a "),
+        (gpu, "free_memory", lambda: 100, r"0\.000G of the host's memory are free, .* take 0\.000G; give host_memory="),
+        (torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *given: 2, cudaHostUnregister=None),
+         r"0\.000G of the host's memory cannot be pinned for the GPU, .*CUDA error 2\); give a smaller host_memory"),
+    ],
+)  # fmt: skip
+def test_too_little_memory_is_refused_with_the_figures(order, monkeypatch, owner, name, free, message):
+    monkeypatch.setattr(owner, name, free)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        on_played_gpu(tiny_llama(1, layers=4), order)
+
+
+def test_weights_of_a_class_of_their_own_are_refused(tmp_path):
+    class Params4bit(torch.nn.Parameter):
+        pass
+
+    model = tiny_llama(1)
+    disk_offload(model, tmp_path)
+    layer = model.model.layers[0].mlp.up_proj
+    layer._parameters["weight"] = Params4bit(layer.weight.data, requires_grad=False)
+    with pytest.raises(ValueError, match="is a Params4bit, which is no plain tensor and cannot be streamed"):
+        stream_layers(model)
+
+
+def test_several_gpus_are_refused_and_so_is_a_cpu_beside_itself():
+    def place(device):
+        return Offloaded(torch.nn.Linear(1, 1), "weight", "weight", {"weight": content(0)}, torch.device(device))
+
+    with pytest.raises(ValueError, match="offloaded for cuda:0, cuda:1; streams are for a CPU or for one CUDA GPU"):
+        device_of([place("cuda:0"), place("cuda:1")])
+    with pytest.raises(ValueError, match="weight is offloaded from a CPU to its own memory; streams for a CPU take"):
+        device_of([place("cpu")])
+    assert device_of([place("cuda:1")]) == torch.device("cuda", 1)
+
+
+# The checker itself
+
+
+def entries(*kinds):
+    """A short writing: ("launch", stream, reads, writes), ("record" | "wait", stream, mark)."""
+    return [
+        Entry(kind, stream, reads=rest[0], writes=rest[1]) if kind == "launch" else Entry(kind, stream, mark=rest[0])
+        for kind, stream, *rest in kinds
+    ]
+
+
+SLOT = ("slot", 1)
+
+
+def test_the_checker_finds_each_kind_of_race():
+    write, read = ("launch", "a", (), ((SLOT, 1),)), ("launch", "b", ((SLOT, 1),), ())
+    check(entries(write, ("record", "a", 1), ("wait", "b", 1), read))
+    with pytest.raises(RaceError, match="b reads"):
+        check(entries(write, read))
+    with pytest.raises(RaceError, match="b reads"):
+        check(entries(("record", "a", 1), write, ("wait", "b", 1), read))  # recorded too soon
+    again = ("launch", "a", (), ((SLOT, 2),))
+    with pytest.raises(RaceError, match="a writes"):
+        check(entries(write, ("record", "a", 1), ("wait", "b", 1), read, again))
+    with pytest.raises(RaceError, match="which has layer 2"):
+        check(entries(write, again, ("record", "a", 1), ("wait", "b", 1), read))
+
+
+def test_the_checker_knows_what_a_capture_forbids(order):
+    first, other = order.new_stream(), order.new_stream()
+    before = first.record_event()
+    for graph, work in enumerate((
+        lambda: first.wait_event(before),
+        lambda: before.synchronize(),
+        lambda: other.wait_stream(first) or launched(order, other),
+        lambda: launched(order, other),
+    )):  # fmt: skip
+        del order.entries[1:]
+        with order.capture(first):
+            work()
+        with pytest.raises(RaceError, match=("905", "900", "904", "no part of the capture")[graph]):
+            check(order.entries)
+    del order.entries[1:]
+    with order.capture(first):
+        inside = first.record_event()
+    first.wait_event(inside)
+    with pytest.raises(RaceError, match="907"):
+        check(order.entries)
+
+
+def launched(order, stream):
+    with order.on(stream):
+        order.launch()

@@ -1,0 +1,366 @@
+"""Grammars: what is written is in the language, is transformers' text, and has the target's law among such texts."""
+
+import json
+import re
+
+import pytest
+import torch
+from grammar_cases import references
+from processed_texts import assert_same_or_tie, odd_behind_even, processed_law
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from texts_with_rules import EOS, left_padded
+from tiny_models import tiny_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
+from transformers.generation import logits_process as theirs
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import LOSSLESS_METHODS, METHODS, Grammar, PromptLookup, SpeculativeDecoder
+from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.processors.grammar import masked, words_of
+from heavypath.speculative.processors.matching import GrammarText
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        "kind": {"enum": ["file", "folder"]},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,8}$"}, "maxItems": 3},
+    },
+    "required": ["name", "size", "kind", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+@pytest.fixture(scope="module")
+def letters():
+    """A tokenizer of the letters a to e, an end, and one token of two letters."""
+    tokens = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4, "<end>": EOS, "ab": 6}
+    tokenizer = Tokenizer(models.BPE(tokens, [("a", "b")]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def allowed_after(following, paths):
+    """Scores [R, 7] after nodes: 0 for what may follow, else -inf."""
+    return masked(torch.zeros(len(paths), 7), torch.stack([following.words_after(path) for path in paths]))
+
+
+def is_of_schema(text):
+    content = json.loads(text)
+    assert [*content] == ["name", "size", "kind", "tags"]
+    assert len(content["name"]) <= 12
+    assert 0 <= content["size"] <= 999
+    assert content["kind"] in ("file", "folder")
+    assert len(content["tags"]) <= 3
+    return all(re.fullmatch("[a-z]{1,8}", tag) for tag in content["tags"])
+
+
+def check_schema(pair, prompts, methods, whitespace=False):
+    """Texts are transformers' and of the schema; the tokens per step of each method, and without the schema."""
+    target, draft, tokenizer = pair
+    grammar, speeds = Grammar.json_schema(SCHEMA, tokenizer, whitespace=whitespace), {}
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        width = inputs.input_ids.shape[1]
+        expected = target.generate(
+            **inputs, max_new_tokens=64, do_sample=False, eos_token_id=0, pad_token_id=0,
+            logits_processor=LogitsProcessorList([grammar.as_processor(width)]),
+        )  # fmt: skip
+        for method in methods:
+            decoder = SpeculativeDecoder(target, draft, method)
+            out = decoder.generate(**inputs, max_new_tokens=64, eos_token_id=0, logits_processor=[grammar])
+            assert_same_or_tie(target, out.sequences, expected)
+            assert out.sequences[0, -1] == 0
+            assert is_of_schema(tokenizer.decode(out.sequences[0, width:-1]))
+            plain = decoder.generate(**inputs, max_new_tokens=len(expected[0]) - width, eos_token_id=None)
+            for name, stats in (("json", out.stats), ("none", plain.stats)):
+                tokens, steps = speeds.get((method, name), (0, 0))
+                speeds[method, name] = tokens + stats.new_tokens, steps + stats.steps
+    return {key: tokens / steps for key, (tokens, steps) in speeds.items()}
+
+
+def test_json_of_a_schema_is_transformers_text_and_parses(demo_pair):
+    check_schema(demo_pair, demo_prompts()[:2], ("sequoia", "ersd", "dyspec"))
+
+
+@pytest.mark.slow
+def test_json_of_a_schema_for_all_prompts_and_methods(demo_pair):
+    speeds = check_schema(demo_pair, demo_prompts(), METHODS)
+    for method in METHODS:
+        assert speeds[method, "json"] > 0.9 * speeds[method, "none"], speeds
+
+
+def test_sampled_json_parses_in_a_batch(demo_pair):
+    """Prompts of different lengths, one without a grammar; whitespace may stand between the tokens of JSON."""
+    target, draft, tokenizer = demo_pair
+    inputs = tokenizer(demo_prompts()[:4], return_tensors="pt", padding=True)
+    width = inputs.input_ids.shape[1]
+    object_ = Grammar.json_schema(SCHEMA, tokenizer, whitespace=False)
+    date = Grammar.regex("[0-9]{4}-[0-9]{2}-[0-9]{2}", tokenizer)
+    lists = [[object_], [date], None, [object_]]
+    out = SpeculativeDecoder(target, draft, "dyspec").generate(
+        **inputs, max_new_tokens=72, temperature=0.8, seed=3, logits_processor=lists, eos_token_id=0
+    )
+    texts = [tokenizer.decode(row[width:], skip_special_tokens=True) for row in out.sequences]
+    assert is_of_schema(texts[0])
+    assert is_of_schema(texts[3])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", texts[1])
+    free = SpeculativeDecoder(target, draft, "dyspec").generate(
+        **{name: each[2:3] for name, each in inputs.items()}, max_new_tokens=72, temperature=0.8, seed=3,
+        eos_token_id=0, sequence_ids=torch.tensor([2]),
+    )  # fmt: skip
+    assert texts[2] == tokenizer.decode(free.sequences[0, width:], skip_special_tokens=True)
+
+
+LARK = 'start: "a" (tail | "b" start)\ntail: "c" | "d" tail "e"'
+
+
+@pytest.mark.parametrize("method", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in ("ersd", "sequoia", "dyspec")))
+    for name in LOSSLESS_METHODS
+])  # fmt: skip
+def test_the_joint_law_of_texts_of_a_grammar_is_exact(method, tiny_pair, letters):
+    """A language with nesting, whose words have several spellings in tokens; by enumeration with the reference."""
+    grammar, prompt = Grammar.lark(LARK, letters), torch.tensor([3, 1, 4])
+    law = processed_law(tiny_pair[0], prompt, [grammar.as_processor(3)], Filters(0.9), 4, EOS)
+    assert 4 < (law > 0).sum() < 100
+    out = SpeculativeDecoder(*tiny_pair, method, tree_size=6).generate(
+        prompt.expand(2_000, -1), 4, temperature=0.9, seed=2, eos_token_id=EOS, pad_token_id=EOS,
+        logits_processor=[grammar],
+    )  # fmt: skip
+    assert chi_square_p_value(joint_counts(out.sequences[:, 3:], 7), law) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_matcher_that_goes_from_node_to_node_masks_as_one_that_reads_each_text_anew(seed, letters):
+    """Random walks over trees, with commits of several tokens, dead ends and ended texts among them."""
+    generator = torch.Generator().manual_seed(seed)
+    grammar = Grammar.lark(LARK, letters)
+    reference, text, kinds = grammar.as_processor(0), [], set()
+    following = GrammarText(grammar)
+    for _ in range(12):
+        paths = [()]
+        for _ in range(14):
+            above = paths[int(torch.randint(len(paths), (1,), generator=generator))]
+            allowed = (allowed_after(following, [above])[0] == 0).nonzero()[:, 0].tolist()
+            if allowed:
+                token = allowed[int(torch.randint(len(allowed), (1,), generator=generator))]
+                paths.append((*above, token))
+        order = torch.randperm(len(paths), generator=generator).tolist()
+        scores = allowed_after(following, [paths[place] for place in order])
+        for row, place in zip(scores, order, strict=True):
+            expected = reference(torch.tensor([[*text, *paths[place]]]), torch.zeros(1, 7))
+            assert torch.equal(row, expected[0])
+            kinds |= {"end" for _ in [0] if row[EOS] == 0} | {"only one" for _ in [0] if (row == 0).sum() == 1}
+        impossible = (*paths[-1], 4, 4, 4)
+        assert EOS in impossible or (allowed_after(following, [impossible]) == -torch.inf).all()
+        new = paths[int(torch.randint(len(paths), (1,), generator=generator))]
+        following.advance(new)
+        text += new
+    assert kinds == {"end", "only one"}
+
+
+def test_a_text_is_not_read_again(letters, monkeypatch):
+    """However long it is: per step the matcher takes no more tokens than the nodes' paths have."""
+    taken = []
+
+    class Counted:
+        def __init__(self, matcher):
+            self.matcher = matcher
+
+        def try_consume_tokens(self, tokens):
+            taken.append(len(tokens))
+            return self.matcher.try_consume_tokens(tokens)
+
+        def __getattr__(self, name):
+            return getattr(self.matcher, name)
+
+    grammar = Grammar.regex("(ab|c)*", letters)
+    matcher = Counted(grammar.matcher())
+    monkeypatch.setattr(grammar, "matcher", lambda: matcher)
+    following = GrammarText(grammar)
+    for _ in range(200):
+        allowed_after(following, [(), (2,), (2, 6)])
+        allowed_after(following, [(2, 6), (2,), ()])
+        following.advance([2, 6, 2])
+    assert sum(taken) <= 200 * 6
+
+
+def test_a_grammar_whose_end_ends_no_text_leaves_the_end_alone(tiny_pair, letters):
+    grammar = Grammar.regex("(ab){2}c?", letters)
+    out = SpeculativeDecoder(*tiny_pair, "sequoia").generate(
+        torch.tensor([[2, 2]]), 12, eos_token_id=None, logits_processor=[grammar]
+    )
+    text = out.sequences[0, 2:].tolist()
+    assert re.fullmatch("(ab){2}c?(<end>)+", letters.decode(text).replace(" ", ""))
+
+
+@pytest.mark.parametrize("draft", ["model", "lookup"])
+def test_a_grammar_goes_with_other_processors_and_drafts(draft, tiny_pair, letters):
+    target = tiny_pair[0]
+    inputs = left_padded([[1, 1, 2], [4]])
+    grammar, lower = Grammar.regex("[a-e]{9,14}", letters), theirs.SuppressTokensLogitsProcessor([4])
+    decoder = SpeculativeDecoder(target, PromptLookup() if draft == "lookup" else tiny_pair[1])
+    out = decoder.generate(
+        **inputs, max_new_tokens=16, eos_token_id=EOS, pad_token_id=0, repetition_penalty=1.3,
+        logits_processor=[grammar, lower],
+    )  # fmt: skip
+    for number in range(2):
+        alone = {name: each[number : number + 1] for name, each in inputs.items()}
+        expected = target.generate(
+            **alone, max_new_tokens=16, do_sample=False, eos_token_id=EOS, pad_token_id=0, repetition_penalty=1.3,
+            logits_processor=LogitsProcessorList([grammar.as_processor(3), lower]),
+        )  # fmt: skip
+        row = out.sequences[number].tolist()
+        assert row == expected[0].tolist() + [0] * (len(row) - expected.shape[1])
+
+
+def test_a_grammar_may_mask_more_tokens_than_its_tokenizer_has(letters):
+    wide = tiny_llama(1, vocab_size=70)
+    grammar = Grammar.regex("(ab)*", letters)
+    out = SpeculativeDecoder(wide, tiny_llama(2, vocab_size=70)).generate(
+        torch.tensor([[1, 2]]), 16, temperature=2.0, eos_token_id=None, logits_processor=[grammar]
+    )
+    assert out.sequences[0, 2:].max() < 7
+
+
+def test_through_transformers_generate_a_grammar_is_a_processor(demo_pair):
+    target, draft, tokenizer = demo_pair
+    inputs = tokenizer("config = ", return_tensors="pt")
+    decoder = SpeculativeDecoder(target, draft)
+    options = {"max_new_tokens": 64, "do_sample": False, "no_repeat_ngram_size": 9}
+    grammar = Grammar.json_schema(json.dumps(SCHEMA), tokenizer, whitespace=False)
+    out = target.generate(**inputs, **options, custom_generate=decoder, logits_processor=[grammar])
+    assert is_of_schema(tokenizer.decode(out[0, inputs.input_ids.shape[1] : -1]))
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda each: Grammar.json_schema({"type": "strin"}, each), "JSON schema cannot be followed: Invalid type: strin"),
+    (lambda each: Grammar.json_schema("{'a': 1}", each), "the JSON schema is no JSON: Expecting property name"),
+    (lambda each: Grammar.json_schema([1], each), "a JSON schema must be an object, got list"),
+    (lambda each: Grammar.json_schema({"not": {"type": "null"}}, each), 'Unimplemented keys: ."not"'),
+    (lambda each: Grammar.json_schema({"$ref": "#/$defs/x"}, each), "Pointer '/.defs/x' does not exist"),
+    (lambda each: Grammar.json_schema({"type": "integer", "minimum": 3, "maximum": 1}, each), "minimum .3. is greater"),
+    (lambda each: Grammar.regex("(ab", each), r"regular expression '\(ab' cannot be followed: (?s:.*)unclosed group"),
+    (lambda each: Grammar.regex("(?=a)b", each), "look-around"),
+    (lambda each: Grammar.lark("start: x y", each), 'Lark grammar cannot be followed: .*unknown name: "x"'),
+    (lambda each: Grammar.regex("a", object()), "a grammar needs a fast tokenizer of transformers, got object"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_grammar_is_said(make, message, letters):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make(letters)
+
+
+def test_a_grammar_needs_a_token_that_ends_its_texts(tiny_pair, letters):
+    nameless = PreTrainedTokenizerFast(tokenizer_object=letters.backend_tokenizer)
+    with pytest.raises(ValueError, match="the tokenizer has none: give eos_token_id"):
+        Grammar.regex("a", nameless)
+    grammar = Grammar.regex("a+", nameless, eos_token_id=[3, EOS])
+    assert grammar.eos_token_ids == (3, EOS)
+    matcher = grammar.matcher()
+    assert matcher.consume_tokens([0])
+    assert int(words_of(matcher)[0]) == 1 << 0 | 1 << 3 | 1 << EOS
+    decoder = SpeculativeDecoder(*tiny_pair)
+    with pytest.raises(
+        ValueError, match=r"end by a token of \[3, 5\], and this text by \[5\]; give Grammar eos_token_id"
+    ):
+        decoder.generate(torch.tensor([[1]]), 4, eos_token_id=EOS, logits_processor=[grammar])
+
+
+def test_a_token_that_another_processor_allows_ends_in_an_error(tiny_pair, letters):
+    def anything(input_ids, scores):
+        return torch.where(scores == -torch.inf, 0.0, scores - 100)
+
+    with pytest.raises(ValueError, match="are not of its grammar: another processor has allowed them"):
+        SpeculativeDecoder(*tiny_pair).generate(
+            torch.tensor([[1, 2]]), 8, eos_token_id=EOS, logits_processor=[Grammar.regex("(ab)+", letters), anything]
+        )
+
+
+def test_a_grammar_that_others_forbid_is_said_to_be_a_dead_end(tiny_pair, letters):
+    with pytest.raises(ValueError, match="Grammar, odd_behind_even leave no token behind the 1 new tokens"):
+        SpeculativeDecoder(*tiny_pair).generate(
+            torch.tensor([[1, 2]]),
+            8,
+            eos_token_id=EOS,
+            logits_processor=[Grammar.regex("d(b|d)+", letters), odd_behind_even],
+        )
+
+
+def nested(depth):
+    schema = {"type": "null"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+def items(name):
+    return {"type": "array", "items": {"$ref": name}}
+
+
+def all_of(*numbers, kind="number"):
+    return {"allOf": [{"type": kind, "multipleOf": number} for number in numbers]}
+
+
+@pytest.mark.parametrize(("schema", "message"), [
+    (references(65), "more than 64 references lead to nothing but another reference"),
+    (references(10, last={"$ref": "#/$defs/a3"}), "more than 64 references"),  # in a circle
+    (references(500, items), "may be nested .* deep, and may be 800"),
+    (references(500, items, {"items": {"$ref": "#/$defs/a0"}}), "may be nested"),
+    (references(300, lambda name: {"anyOf": [{"$ref": name}]}), "may be nested"),
+    (references(300, lambda name: items("http://a/b" + name)) | {"$id": "http://a/b"}, "may be nested"),
+    (references(500, lambda name: items(name.replace("$", "%24"))), "may be nested"),
+    (nested(150), "nested 151 deep"),
+    ({"enum": [*range(10_000)]}, "more than 10000 values"),
+    ({"const": "a" * 70_000}, "expected at most 65536 bytes"),
+    (json.dumps({"const": "a" * 70_000}), "expected at most 65536 bytes"),
+    ("[" * 60_000, "nested too deep"),
+    ({"multipleOf": 10_007}, "multipleOf, without its factors of ten, may be at most 10000"),
+    ({"multipleOf": 12345.678}, "multipleOf"),
+    ({"multipleOf": 10**30 + 1}, "multipleOf, without its factors of ten"),  # more digits than Decimal keeps
+    (all_of(97, 89, 83), "the least common multiple of all multipleOf"),
+    (all_of(0.97, 1.03, 7), "the least common multiple"),
+    ({"type": "integer", "minimum": 10**4000}, "out of range"),
+])  # fmt: skip
+def test_a_schema_that_is_too_much_for_llguidance_is_refused_before_it(schema, message, letters):
+    with pytest.raises(ValueError, match=message):
+        Grammar.json_schema(schema, letters)
+
+
+@pytest.mark.parametrize("schema", [
+    references(64),
+    references(200, items),
+    references(60, items, {"anyOf": [{"type": "null"}, {"items": {"$ref": "#/$defs/a0"}}]}),
+    {"properties": {"a": {"$ref": "#"}, "$ref": {"type": "string"}, "multipleOf": {"type": "integer"}}},
+    {"$id": "http://a/b", "$ref": "http://a/b#/$defs/x", "$defs": {"x": {"type": "null"}}},
+    {"enum": [f"e{number}" for number in range(5_000)]},
+    {"type": "integer", "multipleOf": 1_000_000},
+    all_of(0.01, 5, 60, kind="integer"),
+    {"multipleOf": 9973},
+])  # fmt: skip
+def test_schemas_up_to_there_are_followed(schema, letters):
+    assert Grammar.json_schema(schema, letters).matcher().compute_bitmask()
+
+
+def test_a_lark_grammar_of_too_many_rules_is_refused(letters):
+    rules = [f"r{number}: r{number + 1}" for number in range(5_000)]
+    with pytest.raises(ValueError, match="at most 1000 colons"):
+        Grammar.lark("\n".join(["start: r0", *rules, 'r5000: "a"']), letters)
+
+
+def test_a_grammar_is_compiled_once(letters, monkeypatch):
+    import llguidance
+
+    made = []
+    monkeypatch.setattr(llguidance.LLMatcher, "validate_grammar_with_warnings", lambda *_: made.append("checked"))
+    Grammar.json_schema(SCHEMA, letters)
+    assert made == []

@@ -1,0 +1,436 @@
+"""The planners against every tree there is, against each other and against a plain recursion; their bugs are found."""
+
+import math
+import time
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutations import mutated
+from planning_cases import every_tree, paths_of, random_rates, yielded
+
+from heavypath.speculative import METHODS, TokenTree, planning
+from heavypath.speculative.trees.planning import (
+    expected_tokens,
+    greedy_tree,
+    node_probabilities,
+    select_tree,
+    sequoia_tree,
+)
+
+SIZES = range(1, 8)
+
+
+@cache
+def depth_and_branching(tree: TokenTree) -> tuple[int, int]:
+    paths = paths_of(tree)
+    return max(map(len, paths)), max((path[-1] + 1 for path in paths[1:]), default=0)
+
+
+def possible(acceptance, size, max_depth=None, max_branching=None) -> list[TokenTree]:
+    """All trees of `size` nodes within the bounds."""
+    shape = torch.as_tensor(acceptance).shape
+    depth = min(max_depth if max_depth is not None else size, shape[0] if len(shape) == 2 else size)
+    branching = min(max_branching or size, shape[-1])
+    return [
+        tree
+        for tree in every_tree(size)
+        if depth_and_branching(tree)[0] <= depth and depth_and_branching(tree)[1] <= branching
+    ]
+
+
+def check_best(plan, acceptance, size: int, **bounds) -> None:
+    """That `plan` finds a best tree, or says that there is none."""
+    trees = possible(acceptance, size, **bounds)
+    if not trees:
+        with pytest.raises(ValueError, match=rf"at most \d+ nodes fit .* not {size}"):
+            plan(acceptance, size, **bounds)
+        return
+    tree = plan(acceptance, size, **bounds)
+    assert tree in {candidate.reordered("heavy_path")[0] for candidate in trees}
+    assert yielded(tree, acceptance) == pytest.approx(max(yielded(one, acceptance) for one in trees), abs=1e-9)
+
+
+FALLING = {
+    "[child]": random_rates(6, seed=1, falling=True),
+    "[child], few": random_rates(2, seed=2, falling=True),
+    "[depth, child]": random_rates(3, 4, seed=3, falling=True),
+    "[depth, child], deep": random_rates(8, 2, seed=4, falling=True),
+    "nothing accepted": torch.zeros(3),
+    "ties": torch.full((4,), 0.25),
+}
+RISING = {
+    "[child]": random_rates(6, seed=5),
+    "[child], the last is best": torch.tensor([0.05, 0.1, 0.7]),
+    "[child], the first is worthless": torch.tensor([0.0, 0.9]),
+    "[child], zeros": random_rates(5, seed=6, zeros=0.5),
+    "[depth, child]": random_rates(3, 4, seed=7),
+    "[depth, child], deep": random_rates(8, 3, seed=8, zeros=0.3),
+    "[depth, child], one row": random_rates(1, 5, seed=9),
+    "[depth, child], better below": torch.tensor([[0.1, 0.6], [0.0, 0.9], [0.9, 0.0]]),
+}
+
+
+def test_expected_tokens_by_hand():
+    acceptance = [0.5, 0.25]
+    assert expected_tokens(TokenTree([-1]), acceptance) == 1
+    assert expected_tokens(TokenTree.chain(2), acceptance) == pytest.approx(1 + 0.5 + 0.25)
+    assert expected_tokens(TokenTree.k_ary(2, 2), acceptance) == pytest.approx(1 + 0.75 + 0.75**2)
+    assert expected_tokens(TokenTree.k_ary(3, 1), acceptance) == pytest.approx(1.75)  # the third child counts 0
+    by_depth = [[0.5, 0.25], [0.4, 0.1]]
+    assert expected_tokens(TokenTree.k_ary(2, 2), by_depth) == pytest.approx(1 + 0.75 + 0.75 * 0.5)
+    assert expected_tokens(TokenTree.chain(3), by_depth) == pytest.approx(1 + 0.5 + 0.2)
+    assert node_probabilities(TokenTree.chain(2), by_depth).tolist() == pytest.approx([1, 0.5, 0.2])
+
+    def twice_as_sure_below_the_second(path):
+        return [0.4, 0.2] if path == (1,) else [0.2]
+
+    assert expected_tokens(TokenTree.k_ary(2, 2), twice_as_sure_below_the_second) == pytest.approx(1 + 0.2 + 0.2 * 0.2)
+    swapped = TokenTree([-1, 0, 0, 1, 1], [0, 1, 0, 0, 1])  # node 1 is the second child
+    assert expected_tokens(swapped, lambda path: [[0.5, 0.3], [0.4, 0.2]][len(path)]) == pytest.approx(1.8 + 0.3 * 0.6)
+
+
+@pytest.mark.parametrize("acceptance", [[0.6, 0.3, 0.05], random_rates(7, 3, seed=0), random_rates(2, 2, seed=0)])
+def test_expected_tokens_are_the_sum_over_paths(acceptance):
+    rows = torch.as_tensor(acceptance, dtype=torch.float64)
+    padded = torch.zeros(8, 8, dtype=torch.float64)
+    padded[: len(rows) if rows.dim() == 2 else 8, : rows.shape[-1]] = rows
+    for tree in every_tree(7):
+        assert expected_tokens(tree, acceptance) == pytest.approx(yielded(tree, padded), abs=1e-12)
+        assert expected_tokens(tree, lambda path: padded[len(path)].tolist()) == pytest.approx(yielded(tree, padded))
+
+
+def test_there_are_as_many_ordered_trees_as_catalan_numbers():
+    assert [len(every_tree(size)) for size in range(1, 8)] == [1, 1, 2, 5, 14, 42, 132]
+
+
+@pytest.mark.parametrize("max_depth", [None, 0, 1, 2, 3, 6])
+@pytest.mark.parametrize("size", SIZES)
+def test_greedy_trees_are_the_best_of_all_trees(size, max_depth):
+    for acceptance in FALLING.values():
+        check_best(greedy_tree, acceptance, size, max_depth=max_depth)
+    for seed in range(5):
+        check_best(greedy_tree, random_rates(6, seed=seed, falling=True), size, max_depth=max_depth)
+
+
+@pytest.mark.parametrize("max_depth", [None, 0, 1, 2, 3, 6])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_programmes_trees_are_the_best_of_all_trees(size, max_depth):
+    for acceptance in (*FALLING.values(), *RISING.values()):
+        for max_branching in (None, 1, 2, 3):
+            check_best(sequoia_tree, acceptance, size, max_depth=max_depth, max_branching=max_branching)
+
+
+def test_the_programme_by_hand():
+    # A second child that is accepted more often than the first is worth the first: 1 + 0.1 + 0.8 > 1 + 0.1 + 0.1^2.
+    assert sequoia_tree([0.1, 0.8], 3) == TokenTree.k_ary(2, 1)
+    # The nodes below the second child come first: it has the larger subtree.
+    assert sequoia_tree([0.1, 0.8], 5) == TokenTree([-1, 0, 1, 1, 0], [0, 1, 0, 1, 0])
+    assert sequoia_tree([0.9, 0.1], 4) == TokenTree.chain(3)
+    assert sequoia_tree([0.9, 0.1], 4, max_depth=2) == TokenTree([-1, 0, 1, 0], [0, 0, 0, 1])
+
+
+def memoised(acceptance, size: int, max_depth: int) -> float:
+    """What the best tree yields, by recursion over its nodes."""
+    rows = torch.as_tensor(acceptance).tolist()
+
+    @cache
+    def forest(nodes: int, rank: int, depth: int) -> float:
+        row = rows[depth] if isinstance(rows[0], list) and depth < len(rows) else rows
+        if nodes == 0:
+            return 0.0
+        if depth == max_depth or rank == len(row):
+            return -math.inf
+        return max(  # a child alone is always possible
+            row[rank] * (1 + below) + forest(nodes - child, rank + 1, depth)
+            for child in range(1, nodes + 1)
+            if (below := forest(child - 1, 0, depth + 1)) > -math.inf
+        )
+
+    return 1 + forest(size - 1, 0, 0)
+
+
+@pytest.mark.parametrize(("acceptance", "max_depth"), [
+    (random_rates(5, seed=10), 30), (random_rates(5, seed=10), 3), (random_rates(3, seed=11, zeros=0.3), 5),
+    ([0.02, 0.95, 0.01], 8), ([0.02, 0.95, 0.01], 30),
+    (random_rates(6, 4, seed=12), 6), (random_rates(9, 3, seed=13), 4),
+])  # fmt: skip
+def test_large_trees_are_as_good_as_a_plain_recursions(acceptance, max_depth):
+    for size in (17, 30):
+        tree = sequoia_tree(acceptance, size, max_depth)
+        assert len(tree) == size
+        assert tree.depth <= max_depth
+        assert yielded(tree, acceptance) == pytest.approx(memoised(acceptance, size, max_depth), abs=1e-9)
+
+
+@st.composite
+def falling_rates(draw):
+    depths = draw(st.integers(0, 8))
+    children = draw(st.integers(1 if depths == 0 else 2, 6))
+    raw = torch.tensor(
+        draw(st.lists(st.lists(st.floats(0, 1), min_size=children, max_size=children), min_size=depths or 1,
+                      max_size=depths or 1)), dtype=torch.float64
+    ).sort(-1, descending=True).values  # fmt: skip
+    raw /= raw.sum(-1, keepdim=True).clamp(min=1)
+    return raw if depths else raw[0]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(falling_rates(), st.integers(1, 60), st.none() | st.integers(1, 12))
+def test_the_queue_and_the_programme_agree(acceptance, size, max_depth):
+    plans = []
+    for plan in (greedy_tree, sequoia_tree):
+        try:
+            plans.append(plan(acceptance, size, max_depth))
+        except ValueError as error:
+            plans.append(str(error))
+    if isinstance(plans[0], str):
+        assert plans[0] == plans[1]
+        return
+    assert [len(tree) for tree in plans] == [size, size]
+    assert expected_tokens(plans[0], acceptance) == pytest.approx(expected_tokens(plans[1], acceptance), abs=1e-9)
+
+
+def test_of_equally_good_trees_the_shallowest_is_taken():
+    assert sequoia_tree([0.5, 0.25], 3) == TokenTree.k_ary(2, 1)
+    assert sequoia_tree([0.0, 0.0], 7) == TokenTree.k_ary(2, 2)
+    assert sequoia_tree([0.25] * 4, 6) == TokenTree([-1, 0, 1, 0, 0, 0])
+    for size, acceptance in product(SIZES, ([0.5, 0.25], [0.5, 0.25, 0.125], [0.25, 0.5])):
+        for max_depth in (None, 2, 3, 4):
+            trees = possible(acceptance, size, max_depth)
+            if trees:
+                best = max(yielded(tree, acceptance) for tree in trees)
+                least = min(tree.depth for tree in trees if yielded(tree, acceptance) > best - 1e-12)
+                assert sequoia_tree(acceptance, size, max_depth).depth == least
+
+
+def test_planning_again_gives_the_same_tree():
+    for plan in (greedy_tree, sequoia_tree):
+        assert plan([0.4, 0.2, 0.2, 0.1], 50) == plan([0.4, 0.2, 0.2, 0.1], 50)
+
+
+@pytest.mark.parametrize("size", [2, 4, 7])
+@pytest.mark.parametrize("max_depth", [None, 2, 3])
+def test_greedy_trees_know_acceptance_that_depends_on_the_path(size, max_depth):
+    for seed in range(4):
+        rates = cache(lambda path, seed=seed: random_rates(6, seed=hash((seed, path)) % 2**31, falling=True).tolist())
+        asked = []
+
+        def acceptance(path, rates=rates, asked=asked):
+            asked.append(path)
+            return rates(path)
+
+        tree = greedy_tree(acceptance, size, max_depth)
+        assert len(asked) == len(set(asked)) < size + (size == 1)
+        best = max(yielded(one, rates) for one in every_tree(size) if tree_fits(one, max_depth))
+        assert len(tree) == size
+        assert tree_fits(tree, max_depth)
+        assert yielded(tree, rates) == pytest.approx(best, abs=1e-9)
+
+
+def tree_fits(tree, max_depth):
+    return max_depth is None or tree.depth <= max_depth
+
+
+def test_a_path_may_end_where_its_acceptance_is_empty():
+    assert greedy_tree(lambda path: [0.9][len(path) // 3 :], 4) == TokenTree.chain(3)
+    with pytest.raises(ValueError, match="at most 4 nodes fit this acceptance and depth None, not 5"):
+        greedy_tree(lambda path: [0.9][len(path) // 3 :], 5)
+
+
+def test_rounded_acceptance_is_taken():
+    assert len(greedy_tree(torch.full((10,), 0.1), 5)) == 5
+    assert len(sequoia_tree(torch.full((10,), 0.1), 5)) == 5
+
+
+def by_markov(path):
+    """Acceptance that depends on the last child index and the one before."""
+    sure = 0.8 if path[-2:] == (0, 0) else 0.5
+    return [sure, 0.6 * (1 - sure), 0.3 * (1 - sure)]
+
+
+def check_fastest(select, acceptance, draft_cost: float, max_depth: int | None) -> None:
+    """That `select` finds a fastest tree, or says that there is none."""
+    for verify_cost in ({size: 1 + 0.03 * size for size in SIZES}, {2: 1.1, 5: 1.2, 7: 1.9}, {7: 1, 1: 1.0}):
+        shape = torch.zeros(3) if callable(acceptance) else acceptance
+        candidates = [
+            (yielded(tree, acceptance) / (cost + tree.depth * draft_cost), tree)
+            for size, cost in verify_cost.items()
+            for tree in possible(shape, size, max_depth)
+        ]
+        if not candidates:
+            with pytest.raises(ValueError, match=rf"at most \d nodes fit .* got sizes \[{min(verify_cost)}, "):
+                select(acceptance, verify_cost, draft_cost, max_depth)
+            continue
+        plan = select(acceptance, verify_cost, draft_cost, max_depth)
+        drafting = plan.tree.depth * draft_cost
+        assert plan.speedup == pytest.approx(max(speedup for speedup, _ in candidates), abs=1e-9)
+        assert plan.tree in {tree.reordered("heavy_path")[0] for _, tree in candidates}
+        assert plan.expected_tokens == pytest.approx(yielded(plan.tree, acceptance))
+        assert plan.speedup == pytest.approx(plan.expected_tokens / (verify_cost[len(plan.tree)] + drafting))
+
+
+@pytest.mark.parametrize("max_depth", [None, 0, 1, 3])
+@pytest.mark.parametrize("draft_cost", [0, 0.02, 0.3, 5])
+def test_the_selected_tree_is_the_fastest_of_all(draft_cost, max_depth):
+    for acceptance in (*FALLING.values(), *RISING.values(), by_markov):
+        check_fastest(select_tree, acceptance, draft_cost, max_depth)
+
+
+def test_selection_by_hand():
+    # Two levels bring 1.75 / (1.2 + 2 * 0.1), one brings 1.5 / (1.1 + 0.1): 1.25 each, and the shallower tree is taken.
+    plan = select_tree([0.5], {2: 1.1, 3: 1.2}, draft_cost=0.1)
+    assert plan.tree == TokenTree.chain(1)
+    assert (plan.expected_tokens, plan.speedup) == pytest.approx((1.5, 1.25))
+    assert select_tree([0.5], {2: 1.1, 3: 1.2}, draft_cost=0.09).tree == TokenTree.chain(2)
+    # Drafting that costs more than it brings is left out where a tree of one node is allowed.
+    assert select_tree([0.5], {1: 1.0, 2: 1.1}, draft_cost=0.5).tree == TokenTree([-1])
+    assert select_tree([0.5], {2: 1.1}, draft_cost=0.5).speedup < 1
+
+
+@pytest.mark.parametrize("acceptance", [
+    [0.6, 0.2, 0.05, 0.03], [0.2, 0.5, 0.05, 0.03], [[0.2, 0.5, 0.05]] * 20, [0.001, 0.98]
+])  # fmt: skip
+def test_selection_among_all_sizes_to_256_takes_seconds(acceptance):
+    begin = time.process_time()
+    plan = select_tree(acceptance, {size: 1 + size / 400 for size in range(1, 257)}, 0.02)
+    assert time.process_time() - begin < 5
+    assert plan.speedup > 2
+    with_less = select_tree(acceptance, {len(plan.tree): 1 + len(plan.tree) / 400}, 0.02)
+    assert with_less == plan
+
+
+@pytest.mark.parametrize("acceptance", [
+    pytest.param(0.75 ** torch.arange(32) * 0.249, id="falls"),
+    pytest.param((0.75 ** torch.arange(32) * 0.249).flip(0), id="rises"),
+    pytest.param(torch.tensor([0.01, 0.9] + [0.002] * 30), id="deep"),
+    pytest.param(random_rates(18, 32, seed=0), id="by depth"),
+])  # fmt: skip
+@pytest.mark.parametrize("max_depth", [None, 18])
+def test_a_tree_of_768_nodes_takes_seconds(acceptance, max_depth):
+    begin = time.process_time()
+    tree = sequoia_tree(acceptance, 768, max_depth, 32)
+    assert time.process_time() - begin < 5
+    assert len(tree) == 768
+    assert max_depth is None or tree.depth <= max_depth
+
+
+def test_deep_trees_without_a_bound_do_not_take_a_pass_a_level():
+    begin = time.process_time()
+    assert sequoia_tree([0.999, 0.0005], 700).depth == 699
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 12, 64, 2048])
+@pytest.mark.parametrize("acceptance", [[0.7], [0.5, 0.2], [0.5, 0.1, 0.1, 0.05]])
+def test_the_methods_trees_have_at_most_the_size_asked_for(size, acceptance):
+    for name, method in METHODS.items():
+        given = {"acceptance": acceptance} if "acceptance" in method.options else {}
+        assert 2 <= len(method.tree_of(size, **given)) <= size or name == "autoregressive"
+
+
+@pytest.mark.parametrize("plan", [greedy_tree, sequoia_tree])
+def test_the_planned_tree_is_in_heavy_path_order(plan):
+    tree = plan([0.6, 0.2, 0.1], 40)
+    assert tree.is_depth_first
+    assert tree.reordered("heavy_path")[0] == tree
+
+
+def check_programme(copy) -> None:
+    for acceptance, size, max_depth, max_branching in product(RISING.values(), SIZES, (None, 2, 3), (None, 2)):
+        check_best(copy.sequoia_tree, acceptance, size, max_depth=max_depth, max_branching=max_branching)
+
+
+def check_queue(copy) -> None:
+    for acceptance, size, max_depth in product(FALLING.values(), SIZES, (None, 2, 3)):
+        check_best(copy.greedy_tree, acceptance, size, max_depth=max_depth)
+
+
+def check_selection(copy) -> None:
+    for acceptance, draft_cost in product(FALLING.values(), (0.02, 0.3)):
+        check_fastest(copy.select_tree, acceptance, draft_cost, None)
+
+
+MUTATIONS = {
+    "the depth bound is ignored": (
+        check_programme, "if programme.depth[0, size] <= depth", "if True"
+    ),
+    "leaves on the deepest level have children": (
+        check_programme, "np.arange(1, rows + 1)", "np.minimum(np.arange(1, rows + 1), rows - 1)"
+    ),
+    "the child index is shifted": (
+        check_programme, "acceptance * np.maximum(", "np.roll(acceptance, 1, axis=1) * np.maximum("
+    ),
+    "younger siblings start at the same rank": (
+        check_programme, "self._forest[:, 1:], self._forest_depth", "self._forest[:, :-1], self._forest_depth"
+    ),
+    "the root's row is used at every depth": (
+        check_programme, "return self.matrix[:depth] if", "return self.matrix[:1].repeat(depth, 0) if"
+    ),
+    "branching is not bounded": (
+        check_programme, ".narrowed(max_branching)", ""
+    ),
+    "the queue forgets the parent": (
+        check_queue, "probabilities[parent] * rows[parent][rank]", "rows[parent][rank]"
+    ),
+    "the queue ignores the depth bound": (
+        check_queue, "depths[node] == max_depth or", ""
+    ),
+    "the selection leaves the cost of drafting out": (
+        check_selection, "(costs + edges * draft_cost)", "costs"
+    ),
+    "the selection stops at the first depth that brings less": (
+        check_selection, "limit[sizes] /", "most_tokens(edges)[sizes] /"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_bug_is_found(name):
+    check, original, replacement = MUTATIONS[name]
+    check(planning)
+    with pytest.raises((AssertionError, ValueError, IndexError, pytest.fail.Exception)):
+        check(mutated(planning, original, replacement))
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: greedy_tree([0.2, 0.3], 4), "falls with the child index"),
+    (lambda: greedy_tree(lambda path: [0.5, 0.1 + 0.1 * len(path), 0.2], 9), r"0.1, 0.2\] at path \(\)"),
+    (lambda: greedy_tree(lambda path: [0.5, 0.6], 9), r"sum to at most 1, got \[0.5, 0.6\] at path \(\)"),
+    (lambda: greedy_tree(lambda path: [0.5, [0.3, -1][len(path)]], 9), r"got \[0.5, -1.0\] at path \(0,\)"),
+    (lambda: greedy_tree([0.7, 0.6], 4), "rows that sum to at most 1"),
+    (lambda: greedy_tree([1.5], 4), r"acceptance must lie in \[0, 1\]"),
+    (lambda: greedy_tree([], 4), "not empty"),
+    (lambda: greedy_tree([0.5, 0.2], 8, max_depth=1), "at most 3 nodes fit 2 children and depth 1, not 8"),
+    (lambda: greedy_tree([[0.5, 0.2]], 8), "at most 3 nodes fit"),
+    (lambda: greedy_tree([0.5], 0), "must be at least 1, got 0"),
+    (lambda: greedy_tree([0.5], 2, max_depth=-1), "max_depth must be at least 0, got -1"),
+    (lambda: sequoia_tree([0.7, 0.6], 4), "rows that sum to at most 1"),
+    (lambda: sequoia_tree([float("nan")], 4), r"acceptance must lie in \[0, 1\]"),
+    (lambda: sequoia_tree([[[0.5]]], 4), r"\[child\] or \[depth, child\], not empty, got shape \[1, 1, 1\]"),
+    (lambda: sequoia_tree(lambda path: [0.5], 4), "not a function"),
+    (lambda: sequoia_tree([0.5, 0.2, 0.1], 8, max_depth=2, max_branching=2), "7 nodes fit 2 children and depth 2"),
+    (lambda: sequoia_tree([[0.2, 0.5]] * 3, 16), "at most 15 nodes fit 2 children and depth 3, not 16"),
+    (lambda: sequoia_tree([0.5], 2, max_depth=0), "at most 1 nodes fit 1 children and depth 0, not 2"),
+    (lambda: sequoia_tree([0.5], 0), "must be at least 1, got 0"),
+    (lambda: sequoia_tree([0.5], 2, max_branching=0), "max_branching must be at least 1, got 0"),
+    (lambda: sequoia_tree([0.5], 2, max_depth=-1), "max_depth must be at least 0, got -1"),
+    (lambda: select_tree([0.5], {}, 0.1), "at least one tree size"),
+    (lambda: select_tree([0.5], {0: 1.0}, 0.1), "an integer >= 1"),
+    (lambda: select_tree([0.5], {1.5: 1.0}, 0.1), "an integer >= 1"),
+    (lambda: select_tree([0.5], {2: 0.0}, 0.1), "finite costs above 0"),
+    (lambda: select_tree([0.5], {2: float("nan")}, 0.1), "finite costs above 0"),
+    (lambda: select_tree([0.5], {2: 1.0}, -0.1), "draft_cost must be finite and at least 0, got -0.1"),
+    (lambda: select_tree([0.5], {2: 1.0}, float("inf")), "draft_cost must be finite"),
+    (lambda: select_tree([0.5], {2: 1.0}, 0.1, max_depth=-2), "max_depth must be at least 0, got -2"),
+    (lambda: select_tree([0.5, 0.3], {9: 1.0}, 0.1, max_depth=2), r"at most 7 nodes fit .* got sizes \[9\]"),
+    (lambda: select_tree([[0.2, 0.3]], {9: 1.0, 4: 1.0}, 0.1), r"at most 3 nodes fit .* got sizes \[4, 9\]"),
+    (lambda: expected_tokens(TokenTree.chain(1), [float("nan")]), "acceptance must lie in"),
+    (lambda: expected_tokens(TokenTree.chain(1), lambda path: [2.0]), "acceptance must lie in"),
+])  # fmt: skip
+def test_bad_plans_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

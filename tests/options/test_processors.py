@@ -1,0 +1,550 @@
+"""Logits processors along every path of a tree: transformers' own, callables, one sequence's and another's."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from devices import DEVICE, moved
+from processed_texts import assert_same_or_tie, odd_behind_even, processed_law
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from texts_with_rules import EOS, PROMPTS, left_padded
+from tiny_models import assert_same_text, tiny_llama
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, WatermarkingConfig
+from transformers.generation import logits_process as theirs
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    METHODS,
+    Cascade,
+    EarlyExit,
+    Lookahead,
+    Merge,
+    Mixture,
+    PromptLookup,
+    SpeculativeDecoder,
+    TokenTree,
+    load_demo_head,
+)
+from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.processors.texts import BatchProcessors, drafted_paths
+
+SOME = ("sequoia", "ersd", "dyspec", "specinfer", "chain")
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+def by_last_two(seed, strength=3.0, vocab_size=7):
+    """A bias on every token that depends on the two tokens before it."""
+    biases = strength * torch.randn(vocab_size**3, generator=torch.Generator().manual_seed(seed))
+    triples = torch.cartesian_prod(*[torch.arange(vocab_size)] * 3).tolist()
+    return theirs.SequenceBiasLogitsProcessor(dict(zip(map(tuple, triples), biases.tolist(), strict=True)))
+
+
+def classes(width, vocab_size, eos):
+    """Ten of transformers' classes, with settings that change texts; a token in the middle of the vocabulary ends."""
+    tokens = [*range(5, vocab_size, 9)]
+    allowed = [[token for token in range(vocab_size) if token % 3 != last] for last in range(3)]
+    bias = {(token,): 2.0 for token in range(3, vocab_size, 17)} | {(1, 2): -4.0, (4, 5, 6): 3.0}
+    return {
+        "repetition penalty": theirs.RepetitionPenaltyLogitsProcessor(1.3),
+        "no n-gram twice": theirs.NoRepeatNGramLogitsProcessor(3),
+        "bad words": theirs.NoBadWordsLogitsProcessor([[token] for token in tokens] + [[3, 4]], eos_token_id=eos),
+        "suppressed": theirs.SuppressTokensLogitsProcessor(tokens),
+        "suppressed at first": theirs.SuppressTokensAtBeginLogitsProcessor(range(vocab_size // 2), width),
+        "sequence bias": theirs.SequenceBiasLogitsProcessor(bias),
+        "forced end": theirs.ForcedEOSTokenLogitsProcessor(width + 14, eos),
+        "end ever likelier": theirs.ExponentialDecayLengthPenalty((4, 1.6), eos, width),
+        "watermark": theirs.WatermarkLogitsProcessor(vocab_size, "cpu", seeding_scheme="lefthash", bias=2.0),
+        "allowed by a function": theirs.PrefixConstrainedLogitsProcessor(lambda _, text: allowed[int(text[-1]) % 3], 1),
+    }
+
+
+def by_transformers(model, ids, processors, eos, new_tokens):
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, eos_token_id=eos,
+        pad_token_id=eos, logits_processor=LogitsProcessorList(processors),
+    )  # fmt: skip
+
+
+def check_classes(pair, prompts, methods, new_tokens=24):
+    """Greedy text under each class is transformers'; the tokens per step under each, for each method."""
+    target, draft, tokenizer = pair
+    speeds, changed = {}, 0
+    plain = {}
+    for number, prompt in enumerate(prompts):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        for name, processor in ({"none": None} | classes(ids.shape[1], 1024, 0)).items():
+            own = [] if processor is None else [processor]
+            expected = by_transformers(target, ids, own, 0, new_tokens)
+            plain.setdefault(number, expected)
+            changed += not torch.equal(expected, plain[number])
+            for method in methods:
+                out = SpeculativeDecoder(target, draft, method).generate(
+                    ids, new_tokens, eos_token_id=0, logits_processor=own
+                )
+                assert_same_or_tie(target, out.sequences, expected)
+                tokens, steps = speeds.setdefault((method, name), [0, 0])
+                speeds[method, name] = [tokens + out.stats.new_tokens, steps + out.stats.steps]
+    assert changed > len(prompts) * 4, "the processors change the texts"
+    return {key: tokens / steps for key, (tokens, steps) in speeds.items()}
+
+
+def test_greedy_text_under_ten_of_transformers_classes_is_that_of_transformers(demo_pair):
+    check_classes(demo_pair, demo_prompts()[:1], ("sequoia", "dyspec"), new_tokens=20)
+
+
+@pytest.mark.slow
+def test_under_processors_as_many_tokens_are_accepted_as_without(demo_pair):
+    speeds = check_classes(demo_pair, demo_prompts(), SOME)
+    for method in SOME:
+        under = [speed for (other, name), speed in speeds.items() if other == method and name != "none"]
+        assert sum(under) / len(under) > 0.9 * speeds[method, "none"], speeds
+
+
+def order_matters(width):
+    return [
+        theirs.SequenceBiasLogitsProcessor({(2,): 4.0, (1, 3): -6.0}),
+        theirs.RepetitionPenaltyLogitsProcessor(1.5),
+        odd_behind_even,
+        theirs.NoRepeatNGramLogitsProcessor(3),
+        theirs.MinNewTokensLengthLogitsProcessor(width, 6, EOS),
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_with_processors_reads_as_each_prompt_in_transformers(method, tiny_pair):
+    """Each sequence has its own, and one has none; they end at different times and take each other's slots."""
+    inputs = left_padded(PROMPTS)
+    width = inputs["input_ids"].shape[1]
+    lists = [order_matters(width), [odd_behind_even], None, LogitsProcessorList([by_last_two(3)])]
+    out = SpeculativeDecoder(*tiny_pair, method).generate(
+        **inputs, max_new_tokens=20, eos_token_id=EOS, pad_token_id=0, logits_processor=lists
+    )
+    ends = set()
+    for number, own in enumerate(lists):
+        alone = {name: each[number : number + 1] for name, each in inputs.items()}
+        expected = tiny_pair[0].generate(
+            **alone, max_new_tokens=20, do_sample=False, eos_token_id=EOS, pad_token_id=0,
+            logits_processor=LogitsProcessorList(own or []),
+        )[0]  # fmt: skip
+        ends.add(len(expected))
+        row = out.sequences[number].tolist()
+        assert row == expected.tolist() + [0] * (len(row) - len(expected))
+    assert len(ends) > 1
+
+
+def check_law(pair, method, processors, count, **options):
+    prompt, sampling = torch.tensor([3, 1, 4]), {"temperature": 0.9, "top_p": 0.97}
+    decoder = SpeculativeDecoder(*pair, method, tree_size=6, **options)
+    out = decoder.generate(
+        prompt.expand(count, -1),
+        3,
+        seed=11,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+        logits_processor=processors,
+        **sampling,
+    )
+    law = processed_law(pair[0], prompt, processors, Filters(**sampling), 3, EOS)
+    new = out.sequences[:, 3:]
+    assert new.shape[1] == 3
+    assert chi_square_p_value(joint_counts(new, 7), law) > SIGNIFICANCE
+    return out.stats
+
+
+QUICK = ("ersd", "sequoia", "dyspec")
+
+
+@pytest.mark.parametrize("method", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in LOSSLESS_METHODS
+])  # fmt: skip
+def test_the_joint_law_of_three_tokens_is_that_of_the_processed_target(method, tiny_pair):
+    check_law(tiny_pair, method, [by_last_two(5)], 6_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", LOSSLESS_METHODS)
+def test_the_joint_law_is_exact_under_a_callable_that_bars_tokens(method, tiny_pair):
+    check_law(tiny_pair, method, [odd_behind_even, by_last_two(6)], 4_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["rejection", "held", "traversal", "held_traversal"])
+@pytest.mark.parametrize("method", ["chain", "sequoia", "specinfer"])
+def test_the_joint_law_is_exact_by_every_verifier(method, verifier, tiny_pair):
+    check_law(tiny_pair, method, [by_last_two(7)], 8_000, verifier=verifier)
+
+
+def test_drafts_that_are_told_are_accepted_more_often(tiny_pair):
+    """Of a draft that is the target itself nothing is refused; the bias is so strong that it would be otherwise."""
+    target = tiny_pair[0]
+    stats = check_law((target, target), "chain", [by_last_two(8, strength=8.0)], 500)
+    assert stats.acceptance_by_rank[0] == 1
+
+
+DRAFTS = {
+    "lookup": lambda draft: PromptLookup(),
+    "lookahead": lambda draft: Lookahead(),
+    "early exit": lambda draft: EarlyExit(1),
+    "mixture": lambda draft: Mixture([draft, PromptLookup()]),
+    "cascade": lambda draft: Cascade([draft, PromptLookup()], levels=[1, 2]),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
+def test_drafts_of_all_kinds_write_transformers_text(kind, method, tiny_pair):
+    target, draft = tiny_pair
+    decoder = SpeculativeDecoder(target, DRAFTS[kind](draft), method)
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        own = [odd_behind_even, by_last_two(4), theirs.ForcedEOSTokenLogitsProcessor(ids.shape[1] + 14, EOS)]
+        out = decoder.generate(ids, 14, eos_token_id=EOS, logits_processor=own)
+        assert torch.equal(out.sequences, by_transformers(target, ids, own, EOS, 14))
+
+
+@pytest.mark.parametrize("method", ["specinfer", "top-k"])
+def test_merged_drafts_are_processed_each(method, tiny_pair):
+    target, draft = tiny_pair
+    decoder = SpeculativeDecoder(target, Merge([target, draft]), method, tree_size=7)
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = decoder.generate(ids, 14, eos_token_id=None, logits_processor=[by_last_two(9, strength=6.0)])
+        assert torch.equal(out.sequences, by_transformers(target, ids, [by_last_two(9, strength=6.0)], None, 14))
+        assert out.stats.tokens_per_step > 2
+
+
+def test_heads_write_transformers_text(demo_pair):
+    target, _, tokenizer = demo_pair
+    decoder = SpeculativeDecoder(target, load_demo_head(target), "eagle-2", tree_size=12)
+    ids = tokenizer(demo_prompts()[1], return_tensors="pt").input_ids
+    own = [theirs.NoRepeatNGramLogitsProcessor(2), odd_behind_even]
+    out = decoder.generate(ids, 24, eos_token_id=0, logits_processor=own)
+    assert_same_text(target, out.sequences, by_transformers(target, ids, own, 0, 24))
+    assert out.stats.tokens_per_step > 1.5
+
+
+@pytest.mark.parametrize("method", ["ersd", "eagle-2", "rsd-s"])
+def test_contexts_are_texts_that_can_come_about(method, tiny_pair):
+    """Padding stands before them; no text is longer than it may become, none goes on behind its end or a barred token;
+    and every beginning of the text that is written has been asked about."""
+    inputs, asked = left_padded(PROMPTS), set()
+
+    def noted(input_ids, scores):
+        assert input_ids.shape[0] == scores.shape[0] == 1
+        asked.add(tuple(input_ids[0].tolist()))
+        return odd_behind_even(input_ids, scores)
+
+    decoder = SpeculativeDecoder(*tiny_pair, method, tree_size=8)
+    out = decoder.generate(
+        **inputs, max_new_tokens=9, eos_token_id=EOS, pad_token_id=EOS, temperature=0.9, logits_processor=[noted]
+    )
+    width, prompts = inputs["input_ids"].shape[1], inputs["input_ids"].tolist()
+    for text in asked:
+        assert [*text[:width]] in prompts
+        new = text[width - 1 :]
+        assert EOS not in new[1:]
+        assert all((one ^ other) & 1 for one, other in pairwise(new))
+        assert len(text) < width + 9
+    for row in out.sequences.tolist():
+        length = (*row, EOS).index(EOS, width)
+        assert all(tuple(row[:end]) in asked for end in range(width, min(length, width + 8) + 1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_races_write_what_plain_sampling_writes(temperature, tiny_pair):
+    options = {"temperature": temperature, "logits_processor": [by_last_two(2), odd_behind_even], "seed": 4}
+    plain = SpeculativeDecoder(tiny_pair[0], None, "autoregressive").generate(torch.tensor([[1, 2]]), 30, **options)
+    racing = SpeculativeDecoder(*tiny_pair, "ersd", tree=TokenTree.k_ary(3, 2))
+    assert torch.equal(racing.generate(torch.tensor([[1, 2]]), 30, **options).sequences, plain.sequences)
+
+
+@pytest.mark.parametrize("through", ["generate", "custom_generate"])
+def test_a_function_of_allowed_tokens_is_told_which_sequence_it_is(through, tiny_pair):
+    """Sequences end at different times and change slots; each goes on with its own tokens."""
+    inputs = left_padded(PROMPTS)
+
+    def allowed(batch_id, text):
+        assert text.shape == (text.shape[0],)
+        return [batch_id, batch_id + 1] if len(text) % 3 else [EOS, 6]
+
+    decoder = SpeculativeDecoder(*tiny_pair, "dyspec")
+    options = {**inputs, "max_new_tokens": 16, "eos_token_id": EOS, "pad_token_id": 0}
+    expected = tiny_pair[0].generate(**options, prefix_allowed_tokens_fn=allowed)
+    if through == "generate":
+        out = decoder.generate(**options, prefix_allowed_tokens_fn=allowed).sequences
+    else:
+        out = tiny_pair[0].generate(**options, prefix_allowed_tokens_fn=allowed, custom_generate=decoder)
+    assert torch.equal(out, expected)
+
+
+SETTINGS = [
+    {"no_repeat_ngram_size": 2, "repetition_penalty": 1.4},
+    {"bad_words_ids": [[1], [2, 6]], "min_new_tokens": 4},
+    {"suppress_tokens": [1, 4], "begin_suppress_tokens": [2, 6]},
+    {"sequence_bias": {(1,): 3.0, (2, 6): -9.0}, "repetition_penalty": 1.6},
+    {"forced_eos_token_id": 5, "min_length": 12},
+    {"min_length": 24, "min_new_tokens": 2, "sequence_bias": {(EOS,): 9.0}},
+    {"exponential_decay_length_penalty": (3, 1.5), "remove_invalid_values": True},
+    {"watermarking_config": WatermarkingConfig(bias=9.0)},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("through", ["generate", "custom_generate", "config"])
+def test_settings_that_are_processors_are_those_of_transformers(settings, through, tiny_pair, monkeypatch):
+    target = tiny_pair[0]
+    decoder = SpeculativeDecoder(*tiny_pair)
+    ids = torch.tensor([[3, 1, 4, 1, 6, 2]])
+    usual = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 18, "eos_token_id": EOS, "pad_token_id": 0}
+    expected = target.generate(ids, **usual, **settings)
+    assert not torch.equal(expected, target.generate(ids, **usual))
+    if through == "custom_generate":
+        assert torch.equal(target.generate(ids, **usual, **settings, custom_generate=decoder), expected)
+        return
+    config = settings | {"eos_token_id": EOS, "pad_token_id": 0}
+    monkeypatch.setattr(target, "generation_config", GenerationConfig(**config))
+    if through == "config":
+        assert torch.equal(target.generate(ids, max_new_tokens=18, attention_mask=torch.ones_like(ids)), expected)
+    assert torch.equal(decoder.generate(ids, 18).sequences, expected)
+
+
+DOUBLED = {
+    "a bias of the config": ({"sequence_bias": {(1,): 3.0}}, lambda: [theirs.SequenceBiasLogitsProcessor({(2,): 2.0})]),
+    "a penalty": ({"repetition_penalty": 1.6}, lambda: [theirs.RepetitionPenaltyLogitsProcessor(0.8)]),
+    "a least length": (
+        {"min_new_tokens": 12}, lambda: [theirs.MinNewTokensLengthLogitsProcessor(6, 4, EOS), odd_behind_even],
+    ),
+    "two of a class": (
+        {"repetition_penalty": 3.0},
+        lambda: [theirs.RepetitionPenaltyLogitsProcessor(penalty) for penalty in (0.8, 1.1)],
+    ),
+    "one twice": ({}, lambda: [theirs.SequenceBiasLogitsProcessor({(2,): 2.0})] * 2),
+    "both least lengths": (
+        {"min_new_tokens": 12},
+        lambda: [theirs.MinNewTokensLengthLogitsProcessor(6, 4, EOS), theirs.MinLengthLogitsProcessor(9, EOS)],
+    ),
+    "another least length": ({"min_length": 11}, lambda: [theirs.MinNewTokensLengthLogitsProcessor(6, 9, 6)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOUBLED)
+@pytest.mark.parametrize("through", ["custom_generate", "config"])
+def test_a_users_processor_takes_the_place_of_a_settings_of_its_class(name, through, tiny_pair, monkeypatch):
+    target = tiny_pair[0]
+    settings, own = DOUBLED[name]
+    decoder = SpeculativeDecoder(*tiny_pair)
+    ids = torch.tensor([[3, 1, 4, 1, 6, 2]])
+    usual = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 18, "eos_token_id": EOS, "pad_token_id": 0}
+    given = {"return_dict_in_generate": True, "output_scores": True, "logits_processor": LogitsProcessorList(own())}
+    expected = target.generate(ids, **usual, **settings, **given)
+    if through == "custom_generate":
+        out = target.generate(ids, **usual, **settings, **given, custom_generate=decoder)
+    else:
+        config = GenerationConfig(**settings, eos_token_id=EOS, pad_token_id=0)
+        monkeypatch.setattr(target, "generation_config", config)
+        out = decoder.generate(ids, 18, output_scores=True, logits_processor=own())
+    assert torch.equal(out.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(out.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+
+
+WARPED = [
+    {"typical_p": 0.7},
+    {"epsilon_cutoff": 0.05, "top_k": 5, "temperature": 1.5},
+    {"eta_cutoff": 0.2, "top_p": 0.9},
+    {"top_h": 0.9, "min_p": 0.05, "temperature": 1.7},
+    {"typical_p": 0.8, "watermarking_config": WatermarkingConfig(bias=1.5), "no_repeat_ngram_size": 2},
+]
+
+
+@pytest.mark.parametrize("through", ["custom_generate", "config"])
+@pytest.mark.parametrize("settings", WARPED, ids=str)
+def test_sampled_text_under_all_warpers_has_transformers_law(settings, through, tiny_pair, monkeypatch):
+    target, count = tiny_pair[0], 3000
+    ids = torch.tensor([[3, 1, 4]])
+    given = {"do_sample": True, "max_new_tokens": 2, "eos_token_id": None, "pad_token_id": 0, "top_k": 0} | settings
+    config = GenerationConfig(**given)
+    config._eos_token_tensor = None
+    processors = target._get_logits_processor(
+        config, input_ids_seq_length=3, encoder_input_ids=ids, device="cpu", model_kwargs={}
+    )
+    law = processed_law(target, ids[0], processors, Filters(1.0), 2)
+    decoder = SpeculativeDecoder(*tiny_pair, "dyspec")
+    if through == "custom_generate":
+        torch.manual_seed(6)
+        out = target.generate(ids, **given, num_return_sequences=count, custom_generate=decoder)
+    else:
+        monkeypatch.setattr(target, "generation_config", config)
+        out = decoder.generate(ids.expand(count, -1), 2, seed=3).sequences
+    assert chi_square_p_value(joint_counts(out[:, 3:], 7), law) > SIGNIFICANCE
+
+
+def test_warpers_out_of_order_are_processors(tiny_pair):
+    processors = [theirs.TopPLogitsWarper(0.8), by_last_two(1, 0.5), theirs.TopKLogitsWarper(3, min_tokens_to_keep=2)]
+    law = processed_law(tiny_pair[0], torch.tensor([3, 1, 4]), processors, Filters(1.0), 2)
+    out = tiny_pair[0].generate(
+        torch.tensor([[3, 1, 4]]), custom_generate=SpeculativeDecoder(*tiny_pair), logits_processor=processors,
+        do_sample=True, max_new_tokens=2, num_return_sequences=3000, top_k=0, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    assert chi_square_p_value(joint_counts(out[:, 3:], 7), law) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_scores_are_those_after_processing_and_logits_those_of_the_model(do_sample, tiny_pair):
+    model = tiny_pair[0]
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    own = [by_last_two(2), theirs.NoRepeatNGramLogitsProcessor(2)]
+    options = {
+        "attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "eos_token_id": None, "pad_token_id": 0,
+        "do_sample": do_sample, "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+    }  # fmt: skip
+    out = model.generate(ids, custom_generate=SpeculativeDecoder(*tiny_pair), logits_processor=own, **options)
+    for place, (scores, logits) in enumerate(zip(out.scores, out.logits, strict=True), start=3):
+        raw = model(out.sequences[:, :place]).logits[:, -1]
+        torch.testing.assert_close(logits, raw, atol=1e-4, rtol=1e-4)
+        expected = LogitsProcessorList(own)(out.sequences[:, :place], raw)
+        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+    if not do_sample:
+        theirs_ = model.generate(ids, logits_processor=LogitsProcessorList(own), **options)
+        assert torch.equal(out.sequences, theirs_.sequences)
+        torch.testing.assert_close(torch.stack(out.scores), torch.stack(theirs_.scores), atol=1e-4, rtol=1e-4)
+
+
+class Counting(LogitsProcessor):
+    """Bars another token in each call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        scores[:, self.calls % scores.shape[1]] = -torch.inf
+        return scores
+
+
+class OneTextOnly(LogitsProcessor):
+    """Follows one text by the last token of each call, as grammars' processors for plain decoding do."""
+
+    def __init__(self):
+        self.text = None
+
+    def __call__(self, input_ids, scores):
+        self.text = [] if self.text is None else [*self.text, int(input_ids[0, -1])]
+        return scores.masked_fill(torch.arange(scores.shape[1]) < len(self.text) % 3, -torch.inf)
+
+
+@pytest.mark.parametrize("stateful", [Counting, OneTextOnly])
+@pytest.mark.parametrize("method", ["autoregressive", "sequoia", "dyspec"])
+def test_a_processor_that_keeps_state_is_found_out(method, stateful, tiny_pair):
+    decoder = SpeculativeDecoder(*tiny_pair, method)
+    with pytest.raises(ValueError, match=f"{stateful.__name__} answered differently .* depend on its arguments alone"):
+        decoder.generate(torch.tensor([[1, 2]]), 8, logits_processor=[odd_behind_even, stateful()])
+    plain = decoder.generate(torch.tensor([[1, 2]]), 8).sequences
+    assert torch.equal(decoder.generate(torch.tensor([[1, 2]]), 8, logits_processor=[]).sequences, plain)
+
+
+def no_scores(input_ids, scores):
+    return None
+
+
+def one_row(input_ids, scores):
+    return scores[0]
+
+
+def not_a_number(input_ids, scores):
+    return scores * torch.nan
+
+
+def nothing_left(input_ids, scores):
+    return scores.masked_fill(torch.tensor(input_ids.shape[1] == 4), -torch.inf)
+
+
+SYNTH_ID = theirs.SynthIDTextWatermarkLogitsProcessor(
+    ngram_len=5, keys=[1, 2], sampling_table_size=16, sampling_table_seed=0, context_history_size=8, device="cpu"
+)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    (odd_behind_even, "must be a list of processors, got function; put it into a list"),
+    ([3], "is called with .* got 3"),
+    ([Counting], "got the class Counting; make an object of it"),
+    ([[odd_behind_even], odd_behind_even], "got some of both"),
+    ([[odd_behind_even], None, []], "must have a list for each sequence, got 3 for 1"),
+    ([SYNTH_ID], "SynthIDTextWatermark.* keeps the texts of the calls before.* WatermarkLogitsProcessor does not"),
+    ([theirs.EncoderNoRepeatNGramLogitsProcessor(2, torch.ones(1, 4).long())], "EncoderNoRepeatNGram.* leave it out"),
+    ([theirs.ClassifierFreeGuidanceLogitsProcessor(2.0)], "ClassifierFreeGuidance.*decode by transformers"),
+    ([no_scores], r"no_scores must return scores \[R, V\] = \[1, 7\] .* got NoneType"),
+    ([one_row], r"one_row must return scores .* got torch.float32 \[7\]"),
+    ([not_a_number], "logits processors not_a_number make NaN or .inf of the draft's logits behind 0 new tokens"),
+    ([nothing_left], "processors nothing_left leave no token behind the 2 new tokens"),
+])  # fmt: skip
+def test_what_cannot_be_asked_along_a_tree_is_refused(given, message, tiny_pair):
+    with pytest.raises((TypeError, ValueError), match=message):
+        SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 8, logits_processor=given)
+
+
+def test_allowed_tokens_that_are_no_function_are_refused(tiny_pair):
+    with pytest.raises(TypeError, match=r"prefix_allowed_tokens_fn is called with \(sequence, its text .* got 5"):
+        SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 8, prefix_allowed_tokens_fn=5)
+
+
+def test_a_dead_end_that_is_never_reached_is_no_error(tiny_pair):
+    """The end of sequence is forced where nothing else may follow; a tree looks one level further."""
+
+    def ends_early(input_ids, scores):
+        allowed = [EOS] if input_ids.shape[1] >= 6 else [EOS, 1, 2] if input_ids[0, -1] != 1 else [2]
+        allowed = [] if input_ids[0, -2:].tolist() == [1, 1] else allowed
+        mask = torch.full_like(scores, -torch.inf)
+        mask[:, allowed] = 0
+        return scores + mask
+
+    for method in ("sequoia", "dyspec", "specinfer", "ersd"):
+        out = SpeculativeDecoder(*tiny_pair, method).generate(
+            torch.tensor([[0, 2]]).expand(20, -1), 8, temperature=1.5, eos_token_id=EOS, logits_processor=[ends_early]
+        )
+        assert (out.sequences[:, 2:] == EOS).any(1).all()
+
+
+def test_texts_on_a_gpu_are_those_on_a_cpu(tiny_pair):
+    """Where there is one, or one that is played: nothing meets a tensor of another device."""
+    inputs, texts = left_padded(PROMPTS[:2]), []
+    for device in ("cpu", DEVICE):
+        pair = [tiny_llama(seed, layers=1, hidden_size=32).to(device) for seed in (1, 2)]
+        lists = [[by_last_two(2), odd_behind_even], [theirs.NoRepeatNGramLogitsProcessor(2), by_last_two(3)]]
+        for method in ("sequoia", "dyspec"):
+            out = SpeculativeDecoder(*pair, method, tree_size=4, verifier="rejection").generate(
+                **moved(inputs, device), max_new_tokens=5, temperature=0.8, logits_processor=lists, eos_token_id=EOS,
+                repetition_penalty=1.2, min_new_tokens=2, prefix_allowed_tokens_fn=lambda *_: range(1, 7),
+            )  # fmt: skip
+            texts.append(out.sequences.tolist())
+    assert texts[:2] == texts[2:]
+
+
+def test_a_member_may_begin_another_text():
+    """As in a loop that serves: new requests take the places of those that have ended, with processors of their own."""
+    batch = BatchProcessors()
+    seen = []
+    note = [lambda ids, scores: seen.append(ids.tolist()) or scores]
+    batch.begin(0, torch.tensor([1, 2]), note, {9}, 0)
+    batch.begin(1, torch.tensor([3, 4]), [], {9}, 1)
+    output = torch.tensor([[5, 6, 7], [8, 8, 8]])
+    members, produced, left = torch.tensor([1, 0]), torch.tensor([3, 2]), torch.tensor([3, 1])
+    step = batch.step(members, produced, left, output)
+    paths = drafted_paths(torch.tensor([[8, 1, 1], [6, 7, -1]]), torch.tensor([-1, 0, 1]))
+    assert paths == [[(), (1,), (1, 1)], [(), (7,), None]]
+    logits = torch.randn(2, 3, 11)
+    assert torch.equal(step.of_target(logits, paths), logits)
+    assert seen == [[[1, 2, 5, 6]]] * 2  # twice, and nothing below: one token is left
+    batch.begin(0, torch.tensor([4]), note, {9}, 0)
+    seen.clear()
+    step = batch.step(members, torch.tensor([3, 1]), torch.tensor([3, 5]), output)
+    step.of_target(logits, paths)
+    assert seen == [[[4, 5]], [[4, 5]], [[4, 5, 7]], [[4, 5, 7]]]
+    ended = batch.step(members, torch.tensor([3, 1]), torch.tensor([3, 0]), output)
+    seen.clear()
+    assert torch.equal(ended.of_target(logits, paths), logits)
+    assert not seen

@@ -1,0 +1,374 @@
+"""What calibration measures, and the trees that follow from a profile."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from profile_cases import KINDS, REJECTION, constant_llama, counts, greedy_counts, profile_of
+from tiny_models import tiny_llama, transformers_greedy
+
+from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    METHODS,
+    EarlyExit,
+    Plan,
+    Profile,
+    PromptLookup,
+    Retrieval,
+    SpeculativeDecoder,
+    TokenTree,
+    expected_tokens,
+)
+from heavypath.speculative.calibration import (
+    LEAST_TOKENS,
+    SEQUENCE_COUNTS,
+    Extent,
+    Way,
+    calibrate,
+    measure_way,
+    measure_ways,
+    own_prompts,
+    walk,
+    ways_to_draft,
+)
+from heavypath.speculative.cli.planning import warnings_of
+from heavypath.speculative.costs.table import Costs, CostsByBatch
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.drafts import as_draft
+from heavypath.speculative.methods import default_verifier, row_of
+from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.profile import PRIOR, VERSION, Planned, describe, draft_parameter_count
+from heavypath.speculative.visits import sizes_worth_timing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_acceptance_on_a_walk_is_that_of_the_law(kind):
+    """Where no law depends on the text, every depth has the same acceptance, known for the first child or for all."""
+    draw, verification, _ = kind
+    kind = kind._replace(independent_sequences=False)
+    target_logits, draft_logits, filters = [1.0, 0.2, -0.5, 0.0], [0.3, 0.9, -0.2, -1.0], Filters(0.8)
+    target = LlamaForward(constant_llama(target_logits))
+    draft = as_draft(constant_llama(draft_logits), target, None)
+    tokens, sequences = 40, 100
+    accepted, reached, moments, _ = walk(
+        target, draft, [torch.tensor([1, 2, 3]), torch.tensor([0])], Way(kind, None), filters,
+        Extent(tokens, sequences, depth=3, children=3), seed=3,
+    )  # fmt: skip
+    assert moments[0, 0] == reached.sum()
+    assert moments[:, 3].tolist() == accepted.sum(0).tolist()
+    p, q = (filtered_logprobs(torch.tensor([x]), filters)[0].exp() for x in (target_logits, draft_logits))
+    assert (reached[1:] <= accepted.sum(1)[:-1]).all()
+    assert int(reached.sum()) <= tokens * sequences  # the rest follow three accepted ones
+    first = {
+        "without_replacement": torch.minimum(p, q).sum(), "with_replacement": torch.minimum(p, q).sum(),
+        "race": (1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(1)).sum(),
+        "target_sample": p[q.argmax()] if draw == "top_k" else (p * q).sum(),
+    }  # fmt: skip
+    independent = kind.replacement and verification == "target_sample"
+    for depth in range(3):
+        error = 5 / float(reached[depth]) ** 0.5
+        share = accepted[depth].double() / reached[depth]
+        if verification in first:
+            assert float(share[0]) == pytest.approx(float(first[verification]), abs=error)
+        if independent:  # the first j children are missed by independent draws
+            by_hand = [float((p * (1 - q) ** child * q).sum()) for child in range(3)]
+            assert share.tolist() == pytest.approx(by_hand, abs=error)
+        if draw == "top_k":
+            assert float(share.sum()) == pytest.approx(float(p[q.topk(3).indices].sum()), abs=error)
+    assert verification != "kseq" or float(accepted.sum() / reached.sum()) > float(torch.minimum(p, q).sum())
+
+
+def test_a_draft_equal_to_the_target_is_accepted_at_every_depth():
+    model = tiny_llama(1)
+    target = LlamaForward(model)
+    accepted, reached, *_ = walk(
+        target, as_draft(model, target, model), [torch.tensor([1, 2])], Way(REJECTION, None), Filters(1.0),
+        Extent(tokens=9, sequences=4, depth=2, children=2), seed=0,
+    )  # fmt: skip
+    assert reached.tolist() == [12, 12]  # of nine tokens, every third is a bonus
+    assert accepted.tolist() == [[12, 0], [12, 0]]
+
+
+@pytest.mark.parametrize(("method", "tree"), [
+    ("specinfer", TokenTree.independent(3, 3)),
+    ("spectr", TokenTree.independent(3, 3)),
+    ("naive-distinct", TokenTree.k_ary(3, 2)),
+    ("naive", TokenTree.k_ary(3, 1)),  # deeper, the children of equal siblings count together
+])  # fmt: skip
+def test_drafts_are_accepted_as_often_as_in_decoding(method, tree):
+    """On a language where depth counts for nothing but which independent sequences are still alive."""
+    target, draft = constant_llama([1.0, 0.2, -0.5, 0.0]), constant_llama([0.3, 0.9, -0.2, -1.0])
+    forward, filters, kind = LlamaForward(target), Filters(0.6), METHODS[method].kind(0.6)
+    entry = measure_way(
+        forward, as_draft(draft, forward, target), [torch.tensor([1, 2, 3])],
+        Way(kind, 3 if kind.independent_sequences else None), filters,
+        Extent(tokens=40, sequences=200, depth=tree.depth, children=3), seed=3,
+    )  # fmt: skip
+    assert (entry.kind, entry.filters) == (kind, filters)
+    verifier = "rejection" if method == "specinfer" else None
+    decoder = SpeculativeDecoder(target, draft, method, tree=tree, verifier=verifier)
+    stats = decoder.generate(torch.tensor([[1, 2, 3]]).expand(200, -1), 40, temperature=0.6, seed=1).stats
+    expected = expected_tokens(tree, entry.rates())
+    assert stats.tokens_per_step == pytest.approx(expected, abs=0.06 + 5 * 1.2 / stats.steps**0.5)
+
+
+DRAFTS = {
+    "model": None,
+    "prompt lookup": PromptLookup(),
+    "retrieval": Retrieval([[1, 2, 3, 4, 5, 6, 0]]),
+    "early exit": EarlyExit(1),
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path, any_noise):
+    target = tiny_llama(1, max_position_embeddings=128)
+    draft = draft or tiny_llama(2, layers=1, max_position_embeddings=128)
+    lines = []
+    profile = calibrate(
+        target,
+        draft,
+        temperatures=(0.0, 0.9),
+        sizes=(1, 2, 8),
+        batch_sizes=(1, 3),
+        tokens=12,
+        sequences=4,
+        on_progress=lines.append,
+    )
+    drafting = [method for method in LOSSLESS_METHODS if method != "autoregressive"]
+    kinds = {row_of(method, default_verifier(method, "cpu")).kind(0.9) for method in drafting}
+    trees = sum(not kind.independent_sequences for kind in kinds)
+    assert len(profile.acceptance) == 1 + len(SEQUENCE_COUNTS) + trees + (len(kinds) - trees) * len(SEQUENCE_COUNTS)
+    assert profile.target_parameters == sum(weight.numel() for weight in target.parameters())
+    assert profile.draft_parameters == draft_parameter_count(draft, target)
+    assert any("pass 1 of 4" in line and "s left" in line for line in lines)
+    assert any("timing trees of 1 to 8 nodes, round 3, about " in line for line in lines)
+    assert any("nodes for 3 sequences, round 3, about " in line for line in lines)
+    assert profile.costs.batches == (1, 3)
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    prompt = torch.tensor([[1, 2, 3]])
+    for method in LOSSLESS_METHODS:
+        if method == "autoregressive":
+            continue
+        decoder = SpeculativeDecoder(target, draft, method, profile=tmp_path / "profile.json")
+        assert torch.equal(decoder.generate(prompt, 12).sequences, transformers_greedy(target, prompt, 12))
+        assert decoder.generate(prompt, 12, temperature=0.8).sequences.shape == (1, 15)
+
+
+def test_the_target_samples_prompts_of_its_own():
+    prompts = own_prompts(tiny_llama(1), 3, 5, seed=1)
+    assert [len(prompt) for prompt in prompts] == [6, 6, 6]
+    assert len({tuple(prompt.tolist()) for prompt in prompts}) == 3
+
+
+def test_a_limit_in_which_acceptance_cannot_be_counted_is_refused_at_once():
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    with pytest.raises(ValueError, match=r"would take about .* give a limit of \d+ s .* idle"):
+        calibrate(target, draft, temperatures=(0.9,), sizes=(1, 2), tokens=12, limit=1e-3)
+    with pytest.raises(ValueError, match="limit must be a number of seconds above 0, got 0"):
+        calibrate(target, draft, limit=0)
+
+
+def test_texts_are_cut_off_where_the_time_is_over():
+    model = tiny_llama(1)
+    target = LlamaForward(model)
+    for seconds, tokens in ((0.0, LEAST_TOKENS), (math.inf, 20)):
+        extent = Extent(tokens=20, sequences=4, seconds=seconds)
+        counted = walk(
+            target,
+            as_draft(model, target, model),
+            [torch.tensor([1, 2])],
+            Way(REJECTION, None),
+            Filters(1.0),
+            extent,
+            0,
+        )
+        assert [each.shape for each in counted.ranks] == [(4, tokens)]
+        assert 0 < int(counted.reached.sum()) <= 4 * tokens
+
+
+def test_passes_add_up_to_all_texts():
+    target = LlamaForward(tiny_llama(1))
+    draft = as_draft(tiny_llama(2, layers=1), target, None)
+    prompts, lines = [torch.tensor([first, 2]) for first in range(6)], []
+    wanted = [(way, Filters(0.0)) for way in ways_to_draft(0.0, "cpu")]
+    entries = measure_ways(
+        target, draft, prompts, wanted, Extent(tokens=9, sequences=6), 3, math.inf, lines.append
+    )  # fmt: skip
+    way = Way(METHODS["sequoia"].kind(0.0), None)
+    parts = [
+        walk(target, draft, prompts[2 * part : 2 * part + 2], way, Filters(0.0), Extent(9, 2), 3 + part)
+        for part in range(3)
+    ]
+    (whole,) = [entry for entry in entries if entry.sequence_count is None]
+    assert whole.reached == sum(part.reached for part in parts).tolist()
+    assert whole.accepted == sum(part.accepted for part in parts).tolist()
+    assert lines[0].startswith("acceptance, pass 1 of 3, 1 of 6: temperature 0, ")
+
+
+def test_sizes_worth_timing_are_those_near_the_plans():
+    measured = [counts([[550, 150, 60], [500, 120, 70], [450, 100, 60]])]
+    sizes = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    steep = Costs({1: 0.01, 2: 0.012, 4: 0.02, 8: 0.04}, 0.001)
+    plan = profile_of(*measured, step=steep.step).plan("sequoia", Filters(1.0)).plan
+    assert sizes_worth_timing(measured, sizes, steep) == {1, 2, 3}
+    assert len(plan.tree) in (2, 3)
+    flat = Costs({1: 0.01, 2: 0.01, 4: 0.01, 8: 0.01}, 0.0)
+    assert max(sizes_worth_timing(measured, sizes, flat)) > 8, "nothing says yet that a larger tree would cost more"
+
+
+def test_the_error_of_expected_tokens_is_what_they_vary_by():
+    """Against counting again and again: each depth is a multinomial of its own."""
+    rates, reached = torch.tensor([[0.5, 0.2], [0.4, 0.1]]).double(), [4000, 1500]
+    tree = TokenTree.from_branching([2, 2])
+    generator = torch.Generator().manual_seed(0)
+
+    def counted():
+        rows = []
+        for row, number in zip(rates, reached, strict=True):
+            choice = torch.multinomial(torch.cat([row, 1 - row.sum()[None]]), number, True, generator=generator)
+            rows.append(choice.bincount(minlength=3)[:2].tolist())
+        return replace(counts(rows), reached=reached)
+
+    plans = [
+        Planned(Plan(tree, expected_tokens(tree, entry.rates()), 1.0), entry)
+        for entry in (counted() for _ in range(200))
+    ]
+    spread = float(torch.tensor([planned.plan.expected_tokens for planned in plans]).std())
+    assert plans[0].tokens_error == pytest.approx(spread, rel=0.25)
+    exact = Costs({1: 0.01, 7: 0.02}, 0.001)
+    rough = replace(exact, step_error={1: 0.0, 7: 0.002})
+    sure, unsure = (
+        replace(profile_of(plans[0].acceptance), costs=CostsByBatch({1: costs})).speedup_error(plans[0])
+        for costs in (exact, rough)
+    )
+    assert sure == pytest.approx(plans[0].tokens_error / plans[0].plan.expected_tokens)
+    assert unsure == pytest.approx((sure**2 + (0.002 / 0.022) ** 2) ** 0.5)
+
+
+def test_seldom_seen_depths_are_drawn_to_the_mean():
+    measured = greedy_counts([[600, 100], [5, 0]], [1000, 10])
+    pooled = torch.tensor([605, 100]) / 1010
+    expected = [[(600 + PRIOR * pooled[0]) / 1050, (100 + PRIOR * pooled[1]) / 1050],
+                [(5 + PRIOR * pooled[0]) / 60, PRIOR * pooled[1] / 60]]  # fmt: skip
+    assert torch.allclose(measured.rates(), torch.tensor(expected).double())
+    sequences = greedy_counts([[600, 100], [5, 0], [9, 0]], [1000, 10, 10], sequence_count=2)
+    assert torch.allclose(sequences.rates()[0], torch.tensor([0.6, 0.1]).double())
+    assert sequences.rates()[1:, 0].tolist() == pytest.approx(
+        [(5 + PRIOR * 0.7) / (10 + PRIOR), (9 + PRIOR * 0.7) / (10 + PRIOR)]
+    )
+
+
+def test_confidence_is_the_line_of_least_squares():
+    share = torch.rand(500, generator=torch.Generator().manual_seed(0)).double()
+    hit = 0.3 + 0.5 * share
+    first = [500.0, float(share.sum()), float((share**2).sum()), float(hit.sum()), float((share * hit).sum())]
+    constant = [100.0, 20.0, 4.0, 30.0, 6.0]  # always a share of 0.2, accepted 0.3 of the time
+    seldom = [3.0, 1.0, 0.5, 3.0, 1.0]
+    measured = replace(counts([[0]]), moments=[first, constant, seldom])
+    assert measured.confidence().base == pytest.approx((0.3, 0.3))
+    assert measured.confidence().slope == pytest.approx((0.5, 0.0))
+
+
+def test_plans_are_the_fastest_of_their_kind():
+    acceptance = [[550, 150, 60], [500, 120, 70], [450, 100, 60]]
+    profile = profile_of(*(counts(acceptance, kind=kind) for kind in KINDS))
+    rates, costs = counts(acceptance).rates(), profile.costs.at(1).steps_of(range(1, 17))
+
+    def speedup(tree):
+        return expected_tokens(tree, rates) / (costs[len(tree)] + 0.1 * tree.depth)
+
+    chains = [speedup(TokenTree.chain(length)) for length in range(4)]
+    planned = profile.plan("chain", Filters(1.0)).plan
+    assert planned.speedup == pytest.approx(max(chains))
+    assert planned.tree.depth == chains.index(max(chains))
+    sequences = [TokenTree.independent(3, length) for length in (1, 2, 3)]
+    own = counts(acceptance, kind=METHODS["spectr"].kind(1.0)).rates()
+    gains = [expected_tokens(tree, own) / (costs[len(tree)] + 0.1 * tree.depth) for tree in sequences]
+    assert profile.plan("spectr", Filters(1.0)).plan.speedup == pytest.approx(max(gains))
+    best = profile.plan("sequoia", Filters(1.0)).plan
+    assert best.speedup == pytest.approx(speedup(best.tree))
+    for method in LOSSLESS_METHODS:
+        if method != "autoregressive":
+            assert 1 <= profile.plan(method, Filters(1.0)).plan.speedup <= best.speedup + 1e-12
+    grown = profile.tree_for("dyspec", Filters(1.0))
+    assert isinstance(grown, Growth)
+    assert (grown.size, grown.depth) == (len(best.tree), best.tree.depth)
+
+
+def test_the_memory_bound_speedup_is_made_of_sizes():
+    """RSD's MBSU: tokens / (1 + levels x size ratio), whatever anything costs."""
+    tree = TokenTree.k_ary(2, 2)
+    for costly in (0.001, 0.5):
+        profile = replace(profile_of(counts([[1, 0]]), level=costly), target_parameters=1000, draft_parameters=50)
+        assert profile.mbsu(Plan(tree, expected_tokens=2.2, speedup=1.5)) == pytest.approx(2.2 / (1 + 2 * 0.05))
+
+
+def test_drafts_count_the_parameters_that_they_go_through():
+    target = tiny_llama(1, layers=3)
+    whole, layer = (sum(weight.numel() for weight in part.parameters()) for part in (target, target.model.layers[0]))
+    assert draft_parameter_count(target, target) == whole
+    assert draft_parameter_count(EarlyExit(1), target) == whole - 2 * layer
+    assert draft_parameter_count(PromptLookup(), target) == 0
+
+
+def test_drafts_that_do_not_pay_are_not_made_and_it_is_said_with_the_figures(caplog):
+    profile = profile_of(counts([[50, 10]]), level=0.02)
+    (line,) = warnings_of(profile)
+    assert "temperature 1.0: this draft does not pay here" in line
+    assert "accepted with probability 0.05; a step over 4 nodes takes 1.20 ± 0.00 steps" in line
+    assert "drafting a level 2.00 ± 0.00" in line
+    assert warnings_of(profile_of(counts([[500, 100]]))) == []
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    ours = replace(profile, target=describe(target), draft=describe(draft))
+    SpeculativeDecoder(target, draft, profile=ours, verifier="rejection").generate(
+        torch.tensor([[1, 2]]), 3, temperature=1.0
+    )
+    assert "no tree of 'sequoia' pays at temperature 1" in caplog.text
+    assert len(profile.plan("sequoia", Filters(1.0)).plan.tree) == 1
+    assert len(profile.tree_for("dyspec", Filters(1.0))) == 1
+
+
+def test_the_nearest_measurement_is_taken():
+    filtered = replace(counts([[1, 0]], reached=2), filters=Filters(0.9, top_k=40))
+    profile = profile_of(counts([[1, 0]], temperature=0.6), counts([[1, 0]]), filtered)
+    assert profile.measured("sequoia", Filters(0.7))[0].filters.temperature == 0.6
+    assert profile.measured("dyspec", Filters(5.0))[0].filters.temperature == 1.0
+    assert profile.measured("sequoia", Filters(0.6, top_k=40)) == [filtered]
+    for filters, method in ((Filters(0.0), "sequoia"), (Filters(1.0), "ersd")):
+        with pytest.raises(ValueError, match="calibrate with --temperature"):
+            profile.measured(method, filters)
+
+
+def test_a_profile_of_another_device_or_precision_is_refused():
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    profile = replace(profile_of(counts([[1, 0]])), target=describe(target), draft=describe(draft))
+    assert SpeculativeDecoder(target, draft, profile=profile, verifier="rejection").profile is profile
+    for name, value in (("device_type", "cuda"), ("dtype", "bfloat16")):
+        other = replace(profile, environment=profile.environment | {name: value})
+        with pytest.raises(ValueError, match=f"measured with {name} {value}, got "):
+            SpeculativeDecoder(target, draft, profile=other, verifier="rejection")
+
+
+def test_a_profile_of_other_models_is_refused(tmp_path):
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    profile = profile_of(counts([[1, 0]]))
+    with pytest.raises(ValueError, match="measured with a target of a target, got llama, 2 layers"):
+        SpeculativeDecoder(target, draft, profile=profile, verifier="rejection")
+    with pytest.raises(ValueError, match="leave out tree_size"):
+        SpeculativeDecoder(target, draft, profile=profile, tree_size=8)
+    path = tmp_path / "profile.json"
+    for content in ("{}", "[1]", "no JSON", json.dumps({"heavypath profile": VERSION})):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"is no profile that `heavypath calibrate` writes"):
+            SpeculativeDecoder(target, draft, profile=path)
+    for version in (1, 2, 99):
+        path.write_text(json.dumps({"heavypath profile": version, "target": "llama"}))
+        with pytest.raises(ValueError, match=f"version {version}, expected {VERSION}; make it again with `heavypath"):
+            SpeculativeDecoder(target, draft, profile=path)
+    with pytest.raises(FileNotFoundError, match="`heavypath calibrate --out"):
+        SpeculativeDecoder(target, draft, profile=tmp_path / "absent.json")

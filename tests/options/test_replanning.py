@@ -1,0 +1,226 @@
+"""Trees that change while a text is decoded: the choice by hand, the law of the text, and what drafts must be told."""
+
+from collections import defaultdict
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+import verification_oracle as oracle
+from head_cases import head_of
+from played_steps import PADDING, PROMPTS, Tape
+from profile_cases import KINDS, counts, greedy_counts, profile_of
+from tiny_models import tiny_llama, transformers_greedy
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import LOSSLESS_METHODS, Cascade, SpeculativeDecoder, TokenTree
+from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.profile import describe, draft_parameter_count, parameter_count
+from heavypath.speculative.replanning import HALF_LIFE, WEIGHT, Replanner, Shape, Shapes, _together
+from heavypath.speculative.trees.planning import expected_tokens, node_probabilities
+
+ACCEPTED = [[500, 150, 60], [480, 120, 70], [450, 100, 60], [450, 100, 60]]
+COSTS = {1: 0.01, 4: 0.012, 16: 0.02}
+CHAIN, WIDE = TokenTree.chain(3), TokenTree.k_ary(3, 1)
+
+
+def profile(target=None, draft=None, accepted=ACCEPTED):
+    """A made-up profile, of a pair if there is one."""
+    greedy = [greedy_counts(accepted, [1000] * 4, count) for count in (None, 3)]
+    found = profile_of(*(counts(accepted, kind=kind) for kind in KINDS), *greedy, step=COSTS)
+    if target is not None:
+        facts = {"dtype": "float32", "device_type": "cpu"}
+        found = type(found)(
+            describe(target), describe(draft), parameter_count(target), draft_parameter_count(draft, target), facts,
+            found.costs, found.acceptance,
+        )  # fmt: skip
+    return found
+
+
+def replanner(rates, *shapes):
+    shapes = shapes or (Shape(CHAIN, CHAIN, {1: 1.3}), Shape(WIDE, WIDE, {1: 1.0}))
+    plan = StepPlan(None, None, shapes[0].tree, None, tuple(shape.tree for shape in shapes))
+    return Replanner(plan, Shapes(shapes, torch.tensor(rates, dtype=torch.float64)))
+
+
+def counted(offered, accepted):
+    """What `commit` counts, for trees of three levels and three children."""
+    table = torch.zeros(2, 3, 3, dtype=torch.long)
+    table[0, :, 0], table[1, :, 0] = torch.tensor(offered), torch.tensor(accepted)
+    return table.flatten(1)
+
+
+def test_the_profiles_own_best_tree_comes_first_and_each_shape_drafts():
+    for method in LOSSLESS_METHODS:
+        if method != "autoregressive":
+            shapes = Shapes.of(profile(), method, Filters(1.0), None)
+            assert shapes.trees[0] == profile().tree_for(method, Filters(1.0))
+            assert min(shape.planned.depth for shape in shapes.shapes) >= 1
+            assert len(set(shapes.trees)) == len(shapes.trees)
+    sizes = [len(tree) for tree in Shapes.of(profile(), "sequoia", Filters(1.0), None).trees]
+    assert min(sizes) < sizes[0] < max(sizes)
+    assert max(tree.depth for tree in Shapes.of(profile(), "sequoia", Filters(1.0), 2).trees) == 2
+    hopeless = profile(accepted=[[1, 1, 1]] * 4)
+    assert Shapes.of(hopeless, "sequoia", Filters(1.0), None).trees == (TokenTree.chain(1),)
+
+
+def test_the_acceptance_of_a_text_by_hand():
+    chosen = replanner([[0.5, 0.1], [0.4, 0.1]])
+    table = counted([20, 10, 0], [10, 6, 0])
+    table[0, 1], table[1, 1] = 20, 3  # second children of the root, of which 10 were tried
+    chosen(table, 1)
+    scale = (19 + WEIGHT) / (20 * 0.5 + 10 * 0.1 / 0.5 + 10 * 0.4 + WEIGHT)
+    first = (10 + WEIGHT * scale * 0.5) / (20 + WEIGHT)
+    rates = chosen.rates()
+    assert float(rates[0, 0]) == pytest.approx(first)
+    assert float(rates[0, 1]) == pytest.approx((1 - first) * (3 + WEIGHT * scale * 0.2) / (10 + WEIGHT))
+    assert float(rates[1, 0]) == pytest.approx((6 + WEIGHT * scale * 0.4) / (10 + WEIGHT))
+    assert float(rates[2].sum()) == 0  # the profile knows no third level
+
+
+def test_the_shape_of_most_speed_is_drafted_and_counts_fade():
+    chosen = replanner([[0.4, 0.2, 0.1]] * 3)
+    by_profile = expected_tokens(CHAIN, [0.4]) / 1.3, expected_tokens(WIDE, [0.4, 0.2, 0.1])
+    assert by_profile[0] < by_profile[1]
+    sure = counted([100, 95, 90], [95, 90, 85])
+    assert chosen(sure, 1).tree == CHAIN, "nearly all is accepted, three levels deep"
+    for _ in range(8 * HALF_LIFE // chosen.every):
+        plan = chosen(sure, 1)  # nothing new is counted
+    assert plan.tree == WIDE, "what was counted long ago is forgotten"
+    assert chosen(sure + counted([60, 0, 0], [0, 0, 0]), 1).tree == WIDE
+
+
+def test_shapes_are_valued_together_as_each_alone():
+    trees = [
+        CHAIN,
+        WIDE,
+        TokenTree([-1, 0, 0, 1, 1, 2, 4]),
+        TokenTree.from_branching([2, 1, 1]).reordered("heavy_path")[0],
+    ]
+    rates = torch.tensor([[0.5, 0.2, 0.1], [0.4, 0.3, 0.0], [0.6, 0.1, 0.05]]).double()
+    union, has = _together(trees)
+    expected = [expected_tokens(tree, rates) for tree in trees]
+    assert (has @ node_probabilities(union, rates).numpy()).tolist() == pytest.approx(expected)
+    assert has.sum(1).tolist() == [len(tree) for tree in trees]
+
+
+def test_no_row_of_acceptance_sums_to_more_than_one():
+    chosen = replanner([[0.6, 0.3, 0.1]] * 3)
+    chosen(counted([400, 0, 0], [400, 0, 0]), 1)
+    assert float(chosen.rates().sum(1).max()) <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("method", ["sequoia", "chain", "rsd-c", "dyspec", "specinfer"])
+def test_greedy_text_is_the_targets_own_while_trees_change(method):
+    """The draft is the target, which the profile does not know of: larger trees than planned pay."""
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, target, method, profile=profile(target, target), replan=True)
+    prompt = torch.tensor([[3, 1, 4, 1, 5]])
+    out = decoder.generate(prompt, max_new_tokens=50, temperature=0.0)
+    assert torch.equal(out.sequences, transformers_greedy(target, prompt, 50))
+    fixed = SpeculativeDecoder(target, target, method, profile=profile(target, target))
+    assert out.stats.steps < fixed.generate(prompt, max_new_tokens=50, temperature=0.0).stats.steps
+    step, tree = out.stats.replans[0]
+    assert step == Replanner.every
+    assert tree in str(out.stats)
+
+
+def law_of_text(language, choose, length, context=(), past=()):
+    """The law of the next tokens where choose(past) says what a step draws; past: how many tokens each step emitted."""
+    law = defaultdict(Fraction)
+    if length <= 0:
+        return {(): Fraction(1)}
+    for tree, probability in oracle.drawn(language, choose(past), context):
+        for (path, token), chance in oracle.rejection(language, tree, context, False).items():
+            emitted = (*(tree.tokens[node] for node in path), token)
+            rest = law_of_text(language, choose, length - len(emitted), (*context, *emitted), (*past, len(emitted)))
+            for end, later in rest.items():
+                law[(*emitted, *end)[:length]] += probability * chance * later
+    return {text: chance for text, chance in law.items() if chance}
+
+
+def test_the_law_is_the_targets_whatever_the_past_decides():
+    language = oracle.Language(3, seed=4, zeros=0.1)
+    shapes = {1: [-1, 0, 0], 2: [-1, 0, 1], 3: [-1, 0]}
+
+    def by_the_past(past):
+        return oracle.static(shapes[past[-1]] if past else [-1, 0, 1])
+
+    assert law_of_text(language, by_the_past, 3) == oracle.target_law(language, (), 3)
+
+
+def test_a_tree_that_is_cut_by_its_own_tokens_would_change_the_law():
+    language = oracle.Language(3, seed=4)
+
+    def by_the_present(past):
+        def growth(tree):
+            return 0 if len(tree.parents) == 1 or (len(tree.parents) == 2 and tree.tokens[1] != 0) else None
+
+        return growth
+
+    def verdict_of_whole_trees(language, tree, context, replacement):
+        return oracle.rejection(language, tree, context, replacement)
+
+    # A second child only where the first is not token 0: adaptive growth, which the rules allow ...
+    assert law_of_text(language, by_the_present, 2) == oracle.target_law(language, (), 2)
+    # ... but to leave a drawn child out, because of what it is, is none of the past.
+    law = defaultdict(Fraction)
+    for tree, probability in oracle.drawn(language, oracle.static([-1, 0]), ()):
+        kept = oracle.Drawn() if tree.tokens[1] == 0 else tree
+        for (path, token), chance in verdict_of_whole_trees(language, kept, (), False).items():
+            law[(*(kept.tokens[node] for node in path), token)[:1]] += probability * chance
+    assert law != oracle.target_law(language, (), 1)
+
+
+class Schedule:
+    """Stands in the place of `Replanner`: a deep tree twice, and then shallow and deep ones in turn.
+
+    delay: 1 where the host sees each step only after the next one, and chooses for the step behind that
+    """
+
+    every, reads_counts = 1, False
+
+    def __init__(self, plan, deep, shallow, delay):
+        self.deep, self.shallow = (replace(plan, tree=tree) for tree in (deep, shallow))
+        self.step = 1 + delay
+
+    def __call__(self, counts, running):
+        self.step += 1
+        return self.shallow if self.step > 2 and self.step % 2 else self.deep
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["head", "cascade", "model"])
+def test_drafts_are_told_what_deeper_trees_before_have_accepted(kind, as_on_a_gpu, monkeypatch):
+    """On a GPU the host does not know how much is new, and the step before may have drafted more levels than this."""
+    target, model, other = (tiny_llama(seed, layers=1, hidden_size=32, num_attention_heads=2) for seed in (1, 2, 6))
+    draft = {
+        "head": head_of(target, taps=(0, 1), head_dim=16),
+        "cascade": Cascade([model, other], levels=[1, 2]),
+        "model": model,
+    }[kind]
+    deep, shallow = TokenTree.chain(3), TokenTree.chain(1)
+
+    def decoded(delay):
+        decoder = SpeculativeDecoder(target, draft, "sequoia", tree=deep)
+        plan_of = decoder._plan
+        monkeypatch.setattr(decoder, "_plan", lambda request: replace(plan_of(request), others=(deep, shallow)))
+        monkeypatch.setattr(decoder._trees, "changing", lambda plan, *given: Schedule(plan, deep, shallow, delay))
+        options = {"attention_mask": PADDING, "max_new_tokens": 16, "pad_token_id": 0, "temperature": 4.0, "seed": 4}
+        return decoder.generate(PROMPTS, **options)
+
+    expected = decoded(0)
+    assert expected.stats.accepted[2].sum() > 0, "no deep tree was accepted to its end"
+    as_on_a_gpu()
+    out = decoded(1)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert torch.equal(out.stats.accepted, expected.stats.accepted)
+    assert Tape.replays >= 2
+
+
+def test_replan_needs_a_profile_and_a_draft():
+    target = tiny_llama(1)
+    with pytest.raises(ValueError, match="replan needs a profile"):
+        SpeculativeDecoder(target, target, "chain", replan=True)
+    with pytest.raises(ValueError, match="'autoregressive' drafts nothing"):
+        SpeculativeDecoder(target, None, "autoregressive", profile=profile(target, target), replan=True)

@@ -1,0 +1,271 @@
+"""Targets larger than a device in numbers: the formulas by hand, trees by brute force, and the papers' own rows."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from heavypath.speculative import load_demo_pair
+from heavypath.speculative.cli.app import main
+from heavypath.speculative.costs.hardware import DEVICES, PCIE_4, Hardware
+from heavypath.speculative.costs.roofline import Work
+from heavypath.speculative.costs.shapes import SHAPES, Shape, shape_of
+from heavypath.speculative.costs.simulation import AHEAD, Parts, Setting, simulate
+from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.trees.planning import expected_tokens, greedy_tree
+
+BENCH = Path(__file__).parents[2] / "bench"
+PUBLISHED = {  # billions of parameters, by the models' cards
+    "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-22b": 21.8, "llama-2-70b": 68.98, "vicuna-33b": 32.5,
+    "tinyllama-1.1b": 1.10, "llama-3-8b": 8.03, "llama-3-70b": 70.55,
+}  # fmt: skip
+# Round numbers: a byte takes a second by the link, a tenth from memory, and an operation a thousandth.
+PLAIN = Hardware(memory=1e3, bandwidth=10, peak=1e3, link=1, wire=2, collective=3, reached=(1.0, 1.0, 1.0))
+TARGET = Shape(weights=1000, layers=10, hidden=4, vocab=8, itemsize=2)
+DRAFT = Shape(weights=10, layers=1, hidden=4, vocab=8, itemsize=2)
+SMALL = (10 * 6 + 30) * 2e-6  # seconds of small kernels
+
+
+def streamed(**other):
+    return Setting(PLAIN, TARGET, **{"memory": 400.0, **other})
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_parameters_that_their_models_are_known_for(name):
+    shape = SHAPES[name]
+    assert shape.weights + shape.embedding == pytest.approx(1e9 * PUBLISHED[name], rel=0.005)
+    assert shape.nbytes == 2 * shape.weights
+
+
+def test_the_shape_of_a_folder_is_that_of_the_model_in_it(tmp_path):
+    target = load_demo_pair()[0]
+    target.config.save_pretrained(tmp_path)
+    shape, work = shape_of(str(tmp_path)), Work.of(LlamaForward(target))
+    assert (shape.weights, shape.nbytes, shape.layers) == (work.weights, work.weight_bytes, work.layers)
+    assert shape.stored_in(4).nbytes == work.weights / 2
+    with pytest.raises(ValueError, match=r"expected a folder with config\.json or one of llama-2-7b"):
+        shape_of("llama-2-8b")
+
+
+def test_a_pass_reads_what_there_is_no_room_for_and_the_longer_of_reading_and_computing_counts():
+    setting = streamed()
+    assert setting.streamed == 2000 - 400
+    assert setting.reading == 1600
+    assert setting.step(1, 0) == 1600
+    nodes = 900  # whose products take 2 * 900 * 1000 / 1000 s, and weights 2000 / 10 s
+    assert setting.step(nodes, 0) == pytest.approx(math.hypot(1800, 200) + SMALL)
+    assert setting.parts(nodes, 0) == Parts(1600, 200, 1800, 0, 0, pytest.approx(SMALL))
+    assert streamed(ahead=False).step(nodes, 0) == pytest.approx(1600 + math.hypot(1800, 200) + SMALL)
+    assert streamed(memory=None).streamed == 1000, "of a device of 1000 bytes"
+    assert streamed(memory=3000.0).streamed == 0
+
+
+def test_what_the_draft_takes_of_the_device_is_read_by_the_target():
+    setting = Setting(PLAIN, TARGET, replace(DRAFT, embedding=5))
+    assert setting.streamed == 2000 - (1000 - 20 - 10)
+    assert Setting(PLAIN, replace(TARGET, embedding=100), memory=400.0).streamed == 2000 - (400 - 200)
+
+
+def test_drafting_is_hidden_as_far_as_layers_have_places():
+    setting = streamed(draft=DRAFT)
+    level = 2 + (6 + 6) * 2e-6 + 10e-6  # 20 bytes from memory; kernels; a draw
+    assert setting.drafting(50, 3) == pytest.approx(3 * level + 2 * 50 * 10 / 1000)
+    hidden = 1600 * AHEAD / 10
+    assert setting.step(50, 3) == 1600, "shorter than two layers"
+    deep = 400
+    assert setting.drafting(50, deep) > hidden
+    assert setting.step(50, deep) == pytest.approx(1600 + setting.drafting(50, deep) - hidden)
+    wide = 5000  # compute decides, which has to wait for the tree
+    assert setting.step(wide, 3) == pytest.approx(setting.drafting(wide, 3) + setting.device(wide))
+    slow = streamed(draft=DRAFT, ahead=False)
+    assert slow.step(50, 3) == pytest.approx(1600 + slow.device(50) + slow.drafting(50, 3))
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_trees_are_free_up_to_as_many_nodes_as_the_formula_says(name):
+    setting = Setting(DEVICES[name], SHAPES["llama-2-70b"], memory=4e9)
+    nodes = setting.free_nodes
+    assert setting.device(round(nodes)) == pytest.approx(setting.reading, rel=0.01)
+    assert setting.step(round(0.9 * nodes), 0) == setting.step(1, 0)
+    assert setting.step(round(2 * nodes), 0) > 1.9 * setting.step(1, 0)
+    hardware, share = setting.hardware, setting.streamed / setting.target.nbytes
+    assert nodes == pytest.approx(setting.target.itemsize / 2 * hardware.computes / hardware.brings * share, rel=0.01)
+
+
+def test_the_figures_of_the_docstring_are_those_of_its_formula():
+    ada, llama = DEVICES["rtx-4090"], SHAPES["llama-2-70b"]
+    assert Setting(ada, llama, memory=0.0).free_nodes == pytest.approx(3700, rel=0.01)
+    assert Setting(ada, llama, memory=1e12).free_nodes == pytest.approx(115, rel=0.01)
+    assert Setting(DEVICES["cpu"], replace(llama, itemsize=4), memory=0.0).free_nodes == pytest.approx(240, rel=0.01)
+
+
+def test_ranks_share_weights_and_tell_each_other_sums_and_logits():
+    alone, four = streamed(memory=3000.0), streamed(memory=3000.0, ranks=4)
+    each, part = 3 * 2, 2 * 3 / 4 / 2  # latency of two doublings; 2 bytes to three of four, at 2 bytes a second
+    told = (2 * 10 + 1) * (each + 2 * part * 7 * 4) + each + part * 7 * 8
+    assert four.telling(7) == pytest.approx(told)
+    assert four.device(7) - four.telling(7) - SMALL == pytest.approx((alone.device(7) - SMALL) / 4)
+    assert alone.telling(7) == 0
+    assert streamed(memory=400.0, ranks=4).streamed == 500 - 400, "each has room of its own"
+    with pytest.raises(ValueError, match="2 ranks tell each other something"):
+        Setting(replace(PLAIN, wire=0.0), TARGET, ranks=2)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_measured_plain_decoding_says_how_fast_the_link_is(ahead):
+    setting = streamed(plain=700.0, ahead=ahead)
+    assert setting.step(1, 0) == pytest.approx(700.0)
+    with pytest.raises(ValueError, match="the device alone takes longer"):
+        streamed(plain=100.0, ahead=ahead)
+
+
+def test_the_best_tree_is_that_of_all_trees():
+    """By every size and depth, with what drafting hides left out of choosing."""
+    setting, sizes = streamed(draft=replace(DRAFT, weights=900)), (1, 2, 3, 5, 8, 13, 400)
+    found = simulate(setting, [0.5, 0.2, 0.1], sizes)
+    best = {}
+    for size in sizes:
+        for depth in range(min(size, 12)):
+            if sum(3**level for level in range(depth + 1)) >= size:
+                tree = greedy_tree([0.5, 0.2, 0.1], size, depth)
+                seconds = max(setting.reading, setting.device(size)) + setting.drafting(size, tree.depth)
+                tokens = expected_tokens(tree, [0.5, 0.2, 0.1])
+                best[size] = max(best.get(size, (0.0, 0)), (tokens / seconds, -tree.depth))
+    assert [len(row.tree) for row in found.rows] == [*sizes]
+    assert {len(row.tree): row.tree.depth for row in found.rows} == {size: -depth for size, (_, depth) in best.items()}
+    assert found.best.gain == max(row.gain for row in found.rows)
+    for row in found.rows:
+        assert row.gain == pytest.approx(row.tokens * found.plain / setting.step(len(row.tree), row.tree.depth))
+    assert [row.gain for row in found.rows if len(row.tree) == 1] == [1.0]
+
+
+@pytest.mark.parametrize(("change", "limit"), [
+    ({"draft": replace(DRAFT, weights=40_000)}, "drafting"),
+    ({"hardware": replace(PLAIN, peak=50.0)}, "products"),
+    ({"hardware": replace(PLAIN, wire=1e-3), "ranks": 4, "memory": 1e4}, "telling"),
+    ({}, "acceptance"),
+])  # fmt: skip
+def test_what_limits_a_gain_is_what_costs_it_most(change, limit):
+    setting = replace(streamed(draft=DRAFT), **change)
+    found = simulate(setting, [0.6, 0.2], (1, 2, 4, 8, 16, 64))
+    assert found.limit == limit
+    if limit == "acceptance":
+        assert found.unlimited == pytest.approx((found.best.tree.depth + 1) * found.plain / found.best.seconds)
+    else:
+        free = simulate(replace(setting, without=frozenset({limit})), [0.6, 0.2], (1, 2, 4, 8, 16, 64))
+        assert found.unlimited == pytest.approx(free.best.gain * found.plain / free.plain)
+        assert found.unlimited > 1.05 * found.best.gain
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: replace(PLAIN, link=0.0), "expected figures above 0"),
+    (lambda: replace(PLAIN, reached=(1.0, 1.2, 1.0)), "reached"),
+    (lambda: streamed(memory=-1.0), "memory must be bytes"),
+    (lambda: streamed(without=frozenset({"link"})), "without must be among products, drafting, telling"),
+    (lambda: simulate(streamed(), [0.6], ()), "sizes must be numbers of nodes"),
+    (lambda: simulate(streamed(), [1.6], (1, 2)), "acceptance must lie in"),
+])  # fmt: skip
+def test_settings_that_cannot_be_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_the_papers_rows_follow_from_their_own_constants(monkeypatch, capsys):
+    """And from nothing else: what is simulated does not read what it is compared with."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import offloading
+
+    rows = [row for row in offloading.rows() if row.tokens is not None]
+    far = [(row.device, row.target) for row in rows if abs(row.ratio - 1) > offloading.WITHIN]
+    assert len(rows) == 54
+    assert far == [("rtx-2080-ti", "llama-2-13b"), ("a100-40gb", "llama-2-70b")]
+    (other,) = [row for row in rows if row.what in offloading.OF_64_ON_ARXIV and row.tree == offloading.SMALL]
+    assert other.tokens * other.seconds < other.setting.step(1, 0), "a published step that is shorter than a token"
+    assert other.ratio == pytest.approx(1.19, abs=0.005)
+    for row in rows:
+        assert row.setting.step(1, 0) == pytest.approx(row.setting.plain), "the baseline went in"
+        assert replace(row, seconds=2 * row.seconds).simulated == row.simulated
+        assert row.setting.hardware is DEVICES[row.device]
+        assert 1 < row.step / row.setting.plain < 2.2
+    own = offloading.own_rows()
+    assert len(own) == 4
+    assert all(row.setting.plain is None and abs(row.ratio - 1) < 0.04 for row in own), "of this repository's stream"
+    offloading.main([])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Of the papers' rows 52 of 54 within 15%, 4.6% off on average; 39 of 54 within 15%, 10.8% off" in printed
+    assert "Of those of 768 23 of 24 within 15%, 3.9% off on average; 10 of 24 within 15%, 16.8% off" in printed
+    for readme in (BENCH / "README.md", BENCH.parent / "README.md"):
+        text = readme.read_text(encoding="utf-8")
+        assert "52 of 54" in text
+        assert "39" in text.split("52 of 54")[1][:250], "what a division has, beside it"
+
+
+def test_the_command_says_what_trees_bring_and_what_limits_them(capsys):
+    assert main(["simulate", "--nodes", "1,64,256"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "llama-2-70b drafted for by llama-2-7b, on rtx-4090" in text
+    assert "limited by acceptance" in text
+    assert "Up to N* = 3,430 nodes a tree costs as much as a token" in text
+    assert main(["simulate", "--device", "a100-40gb", "--ranks", "1,8,64", "--json"]) == 0
+    one, eight, many = json.loads(capsys.readouterr().out)["settings"]
+    assert [one["ranks"], eight["ranks"], many["ranks"]] == [1, 8, 64]
+    assert one["streamed_bytes"] > 1e11
+    assert eight["streamed_bytes"] == 0
+    assert one["best"]["takes_longest"] == "reading"
+    assert one["best"]["nodes"] > eight["best"]["nodes"]
+    assert many["limit"] == "telling"
+    gains = [row["speedup"] for row in one["rows"]]
+    assert all(low <= high for low, high in pairwise(gains))
+
+
+def test_the_commands_figures_can_be_ones_own(capsys):
+    options = [
+        "--device",
+        "cpu",
+        "--link",
+        "4",
+        "--target",
+        "llama-2-7b",
+        "--draft",
+        "tinyllama-1.1b",
+        "--memory",
+        "3G",
+    ]
+    assert main(["simulate", *options, "--acceptance", "0.7,0.1", "--nodes", "1,32", "--one-by-one", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["settings"]
+    setting = Setting(
+        replace(DEVICES["cpu"], link=4e9), SHAPES["llama-2-7b"], SHAPES["tinyllama-1.1b"], 3e9, ahead=False
+    )
+    expected = simulate(setting, [0.7, 0.1], (1, 32))
+    assert found["plain_seconds"] == pytest.approx(expected.plain)
+    assert found["best"]["speedup"] == pytest.approx(expected.best.gain)
+    assert main(["simulate", "--link", "10", "--nodes", "1", "--json"]) == 0
+    (known,) = json.loads(capsys.readouterr().out)["settings"]
+    assert known["plain_seconds"] == pytest.approx(known["streamed_bytes"] / 10e9), "all of what is given is reached"
+    assert main(["simulate", "--device", "cpu", "--bits", "4", "--nodes", "1", "--json"]) == 0
+    (quarter,) = json.loads(capsys.readouterr().out)["settings"]
+    room = 16e9 - SHAPES["llama-2-7b"].nbytes - 2 * SHAPES["llama-2-7b"].embedding
+    four = SHAPES["llama-2-70b"].stored_in(4)
+    assert quarter["streamed_bytes"] == pytest.approx(four.nbytes - (room - four.embedding / 2))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--device", "h1000"], "--device must be one of rtx-2080-ti, "),
+    (["--target", "llama"], "expected a folder with config.json or one of"),
+    (["--ranks", "1,two"], "--ranks must be numbers with commas between them, got '1,two'"),
+    (["--ranks", "2"], "2 ranks tell each other something"),
+    (["--bits", "0"], "--bits must be above 0"),
+    (["--acceptance", "0.5", "--profile", "x.json"], "got both"),
+    (["--memory", "lots"], "expected a size of memory"),
+])  # fmt: skip
+def test_the_command_says_what_is_wrong_with_its_options(capsys, options, message):
+    assert main(["simulate", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_every_device_says_where_its_figures_come_from():
+    assert all(device.source for device in DEVICES.values())
+    assert DEVICES["l40"].link == DEVICES["rtx-4090"].link == PCIE_4

@@ -1,0 +1,450 @@
+"""Traces say what verify_tree decided, and reasons that are true: coins, thresholds, probabilities, the text."""
+
+import json
+import re
+from functools import partial
+from itertools import pairwise
+from math import log
+
+import numpy as np
+import pytest
+import torch
+from bisection import bisected
+from tiny_models import tiny_llama
+from tree_cases import trees
+from verification_laws import acceptance_and_weights
+
+from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.kernels.noise import Stream, coins, gumbel_noise
+from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.verification import Rule, verify_tree
+from heavypath.kernels.verifying.k_seq import k_seq
+from heavypath.kernels.verifying.rule import WHOLE_TREE
+from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree
+from heavypath.speculative.output import trace
+from heavypath.speculative.output.page import trace_page
+from heavypath.speculative.output.reasons import (
+    FATES,
+    WITH_COINS,
+    Reasons,
+    VerifiedTree,
+    VerifyOptions,
+    _chain,
+    _k_seq,
+    explain,
+)
+from heavypath.speculative.output.trace import read_trace, token_text
+
+SAMPLING = {"temperature": 0.8, "top_k": 5, "seed": 3}
+
+
+def seed_of_coins(row, wanted):
+    """A seed whose coins for children 0, 1, ... of a node satisfy the wanted conditions."""
+    for seed in range(1000):
+        tossed = coins(seed, np.full(len(wanted), row), np.arange(len(wanted)))
+        if all(condition(coin) for condition, coin in zip(wanted, tossed, strict=True)):
+            return seed, tossed
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("wanted", "fates", "path"), [
+    ([lambda coin: coin < 0.6, lambda coin: True], ["root", "accepted", "elder"], [0, 1]),
+    ([lambda coin: coin >= 0.6, lambda coin: True], ["root", "rejected", "accepted"], [0, 2]),
+])  # fmt: skip
+def test_two_children_without_replacement_by_hand(wanted, fates, path):
+    """P = .5 .3 .2 and Q = .2 .5 .3: token 1 is accepted below .3 / .5. Then max(P - Q, 0) is all token 0's, which has
+    .2 of the half of Q that is left: its threshold is 1."""
+    target = torch.tensor([[0.5, 0.3, 0.2]] * 3).log()
+    draft = torch.tensor([[0.2, 0.5, 0.3]] * 3).log()
+    seed, tossed = seed_of_coins(7, wanted)
+    tokens, parents, ranks = torch.tensor([2, 1, 0]), torch.tensor([-1, 0, 0]), torch.tensor([0, 0, 1])
+    rows = torch.tensor([7, 8, 9])
+    given = {"method": "without_replacement", "seed": seed}
+    verified = verify_tree(tokens[None], parents, target[None], draft[None], ranks=ranks, rows=rows[None], **given)
+    assert verified.path[0, : len(path)].tolist() == path
+    reasons = explain(
+        VerifiedTree(tokens, parents, ranks, rows, target, draft),
+        VerifyOptions(target_filters=Filters(), draft_filters=Filters(), **given),
+        verified.path[0],
+        int(verified.next_token[0]),
+    )
+    assert reasons.fates == fates
+    assert reasons.chosen == path
+    assert reasons.kind == "bonus"
+    tried = fates.index("accepted")
+    assert reasons.coins == [None, *tossed[:tried], *[None] * (2 - tried)]
+    assert reasons.thresholds[1:] == pytest.approx([0.6, 1.0 if tried == 2 else None])
+    assert reasons.draft == [None, pytest.approx(0.5), pytest.approx(0.2)]
+    assert reasons.target == [None, pytest.approx(0.3), pytest.approx(0.5)]
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("filters", [Filters(), Filters(0.5), Filters(top_k=2), Filters(temperature=0.0)])
+def test_thresholds_are_the_coins_at_which_the_verifier_changes_its_mind(filters, replacement):
+    """Found by bisecting the coins of the reference that decides at one node."""
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(6):
+        target = torch.randn(6, generator=generator).double().softmax(-1)
+        draft = 2 * torch.randn(6, generator=generator)
+        drawn = torch.stack([torch.randperm(6, generator=generator)[:4] for _ in range(3)])
+        if replacement:
+            drawn[:, 2] = drawn[:, 0]
+        expected, _ = acceptance_and_weights(target, draft, filters, drawn, replacement)
+        log_draft = filtered_logprobs(draft, filters).numpy() if filters.temperature > 0 else None
+        for children, row in zip(drawn.tolist(), expected.tolist(), strict=True):
+            thresholds = _chain(target.log().numpy(), log_draft, children, replacement)
+            reached = thresholds.index(1.0) + 1 if 1.0 in thresholds else 4  # what always is accepted ends the chain
+            assert [threshold or 0 for threshold in thresholds[:reached]] == pytest.approx(row[:reached], abs=1e-9)
+
+
+def test_k_seqs_thresholds_are_the_coins_at_which_it_changes_its_mind():
+    def accepted(logs: list[np.ndarray], drawn: np.ndarray, coins: np.ndarray) -> np.ndarray:
+        return k_seq(*logs, drawn, coins)[0] >= 0
+
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(12):
+        target, draft = (torch.randn(8, generator=generator).double().log_softmax(-1) for _ in range(2))
+        draft[7] = -torch.inf
+        children = [int(token) for token in torch.randint(8, (4,), generator=generator)]
+        logs = [(side / log(2)).numpy()[None] for side in (target, draft)]
+        accepts = partial(accepted, logs, np.array([children]))
+        for place, expected in enumerate(_k_seq(target.numpy(), draft.numpy(), children)):
+            sure = accepts(np.ones((1, 4)))[0]
+            assert sure or bisected(accepts, 1, 4, place)[0] == pytest.approx(expected or 0, abs=1e-6)
+
+
+def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab_size=6):
+    """Drawn and verified trees: what explain takes, and what it must explain."""
+    target_filters = Filters(0.0 if method == "greedy" else 0.7)
+    draft_filters = Filters(draft_temperature, top_k)
+    rule = Rule.of_draws(method, replacement)
+    options = VerifyOptions(method, target_filters, draft_filters, seed=0, replacement=rule.replacement)
+    shapes = {"k-ary": TokenTree.k_ary(3, 3), "heavy": TokenTree.k_ary(2, 4).reordered("heavy_path")[0]}
+    for name, tree in (trees(14) | shapes).items():
+        nodes = len(tree)
+        if nodes == 1 or tree.branching > vocab_size:
+            continue
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(seed)
+            target, draft = (1.5 * torch.randn(2, nodes, vocab_size, generator=generator) for _ in range(2))
+            draft += target / 2
+            rows = torch.arange(2 * nodes).view(2, nodes) + 1000 * seed
+            tokens = torch.zeros(2, nodes, dtype=torch.long)
+            context = {}
+            for node in range(nodes):
+                children = (tree.parents == node).nonzero()[:, 0]
+                if replacement:  # equal siblings have equal contexts, hence equal distributions
+                    for sequence in range(2):
+                        walk, above = [sequence], node
+                        while above > 0:
+                            walk.append(int(tokens[sequence, above]))
+                            above = int(tree.parents[above])
+                        first = context.setdefault(tuple(walk), node)
+                        target[sequence, node], draft[sequence, node] = target[sequence, first], draft[sequence, first]
+                if len(children):
+                    drawn = gumbel_topk(
+                        draft[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=rows[:, node],
+                        replacement=replacement, uniform_fill=not replacement,
+                    )  # fmt: skip
+                    tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
+            tokens[1, nodes - 1] = -1  # absent
+            verified = verify_tree(
+                tokens, tree.parents, target, draft, **rule._asdict(), ranks=tree.ranks, seed=seed, rows=rows,
+                **target_filters._asdict(), **{f"draft_{key}": value for key, value in draft_filters._asdict().items()},
+            )  # fmt: skip
+            for sequence in range(2):
+                fields = VerifiedTree(
+                    tokens[sequence], tree.parents, tree.ranks, rows[sequence], target[sequence], draft[sequence]
+                )
+                path, next_token = verified.path[sequence], int(verified.next_token[sequence])
+                reasons = explain(fields, options._replace(seed=seed), path, next_token)
+                yield name, fields, [node for node in path.tolist() if node >= 0], next_token, reasons, seed
+
+
+INDEPENDENT = ("with_replacement", "kseq")  # take children that were drawn with replacement
+NODE_BY_NODE = [name for name in (*WITH_COINS, "race", "target_sample", "greedy") if name not in WHOLE_TREE]
+CASES = [(method, method in INDEPENDENT, 0.9, None) for method in NODE_BY_NODE]
+CASES += [("without_replacement", False, 0.9, 2), ("without_replacement", False, 0.0, None)]
+CASES += [("held", True, 0.9, None), ("held", False, 0.9, 2), ("held", False, 0.0, None)]
+CASES += [("with_replacement", True, 0.9, 2), ("target_sample", True, 0.9, None)]
+
+
+@pytest.mark.parametrize(("method", "replacement", "draft_temperature", "top_k"), CASES)
+def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_temperature, top_k):
+    """Every fate is checked for what it claims, with coins and winners tossed and drawn anew."""
+    seen = set()
+    for name, (tokens, parents, ranks, rows, target, _, _), path, next_token, reasons, seed in verified_cases(
+        method, replacement, draft_temperature, top_k
+    ):
+        token, parent, rank = tokens.tolist(), parents.tolist(), ranks.tolist()
+        contexts = [()]
+        for node in range(1, len(token)):
+            contexts.append((*contexts[parent[node]], token[node]))
+        reached = {contexts[node] for node in path}
+        shared = method == "held" and draft_temperature > 0
+        assert len(reasons.chosen) == len(path)
+        assert [contexts[node] for node in reasons.chosen] == [contexts[node] for node in path], name
+        for node in range(1, len(token)):
+            fate, coin, threshold = reasons.fates[node], reasons.coins[node], reasons.thresholds[node]
+            seen.add(fate)
+            assert (fate == "absent") == (token[node] < 0)
+            if token[node] < 0:
+                continue
+            assert (fate == "parent") == (contexts[parent[node]] not in reached)
+            assert (fate == "accepted") == (node in path)
+            order = (rank[node], node)
+            if coin is not None and threshold is not None:
+                siblings = [one for one in range(1, len(token)) if contexts[parent[one]] == contexts[parent[node]]]
+                before = sorted((rank[one], one) for one in siblings if token[one] >= 0 and (rank[one], one) < order)
+                tosser = before[0][1] if shared and before else node
+                begin = max((reasons.thresholds[one] or 0 for _, one in before), default=0) if shared else 0
+                assert coin == coins(seed, rows[[parent[tosser]]].numpy(), ranks[[tosser]].numpy())[0]
+                assert (begin <= coin < threshold) == (node in reasons.chosen), (name, node, coin, threshold)
+            rivals = [one for one in reasons.chosen[1:] if contexts[parent[one]] == contexts[parent[node]]]
+            if fate in ("elder", "beyond", "rejected") or (fate == "skipped" and not shared):
+                assert method in WITH_COINS
+                assert fate != ("elder" if shared else "beyond")
+                assert all((fate in ("elder", "beyond")) == ((rank[one], one) < order) for one in rivals)
+                assert rivals or fate in ("rejected", "skipped")
+            if fate == "rejected":
+                assert coin is not None
+            if fate == "equal":
+                assert contexts[node] in reached
+            if fate == "other":
+                depth = len(contexts[parent[node]])
+                winner = token[path[depth + 1]] if depth + 1 < len(path) else next_token
+                assert token[node] != winner
+                assert winner == chosen_token(method, target[path[depth]], rows[path[depth]], seed)
+        below = [one for one in range(1, len(token)) if token[one] >= 0 and contexts[parent[one]] == contexts[path[-1]]]
+        assert reasons.kind == ("recovered" if below else "bonus")
+    expected = {"accepted", "parent", "absent"} | ({"rejected", "elder"} if method in WITH_COINS else {"other"})
+    if method == "held" and draft_temperature > 0:
+        expected = expected - {"elder"} | {"beyond"}
+    assert expected <= seen
+    assert ("equal" in seen) == replacement
+
+
+@pytest.mark.parametrize("method", WHOLE_TREE)
+@pytest.mark.parametrize(
+    ("replacement", "draft_temperature", "top_k"),
+    [(False, 0.9, None), (True, 0.9, None), (False, 0.9, 2), (False, 0.0, None)],
+)
+def test_reasons_of_traversal_agree_with_what_verify_tree_decided(method, replacement, draft_temperature, top_k):
+    """Nodes before the accepted one in post-order were met and have coins; those behind it were not tried."""
+    seen = set()
+    for name, (tokens, parents, ranks, rows, _, _, _), path, _, reasons, seed in verified_cases(
+        method, replacement, draft_temperature, top_k
+    ):
+        token, parent, rank = tokens.tolist(), parents.tolist(), ranks.tolist()
+        texts, places = [()], [()]
+        for node in range(1, len(token)):
+            texts.append((*texts[parent[node]], token[node]))
+            places.append((*places[parent[node]], (rank[node], node)))
+        assert [texts[node] for node in reasons.chosen] == [texts[node] for node in path], name
+        behind = [*places[reasons.chosen[-1]], (len(token), 0)]  # in post-order a node comes behind all that it begins
+        for node in range(1, len(token)):
+            fate, coin, threshold = reasons.fates[node], reasons.coins[node], reasons.thresholds[node]
+            seen.add(fate)
+            assert (fate == "absent") == (token[node] < 0)
+            assert (fate == "accepted") == (node in path)
+            assert (coin is None) == (threshold is None)
+            if coin is not None:
+                assert coin == coins(seed, rows[[parent[node]]].numpy(), ranks[[node]].numpy())[0]
+                assert (coin < threshold) == (fate in ("accepted", "equal")) == (node == reasons.chosen[-1]), name
+            if fate == "rejected":
+                assert coin is not None
+                if not replacement:
+                    assert [*places[node], (len(token), 0)] < behind
+            if fate == "elder":
+                assert texts[parent[node]] == texts[path[-1]][: len(texts[parent[node]])]
+                if not replacement:
+                    assert [*places[node], (len(token), 0)] > behind
+        below = [node for node in range(1, len(token)) if token[node] >= 0 and texts[parent[node]] == texts[path[-1]]]
+        assert reasons.kind == ("recovered" if below else "bonus")
+    assert {"accepted", "parent", "absent", "rejected", "elder"} <= seen
+    assert ("equal" in seen) == replacement
+
+
+def chosen_token(method, logits, row, seed):
+    """The token that the other methods choose first."""
+    if method == "greedy":
+        return int(logits.argmax())
+    logprobs = filtered_logprobs(logits, Filters(0.7))
+    stream = Stream.DRAFT if method == "race" else Stream.TARGET
+    return int((logprobs + gumbel_noise(seed, stream, row[None], len(logits))[0]).argmax())
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    """Two models that are of one mind at times."""
+    target, draft = tiny_llama(1, vocab_size=11), tiny_llama(1, vocab_size=11)
+    for weight in draft.parameters():
+        weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    return target, draft
+
+
+PROMPTS = torch.tensor([[0, 0, 3, 1], [2, 5, 7, 4], [0, 6, 1, 8]])
+MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_trace_holds_the_batchs_text_and_the_statistics_counts(method, temperature, tiny_pair, tmp_path):
+    decoder = SpeculativeDecoder(*tiny_pair, method)
+    options = (
+        {"max_new_tokens": 12, "eos_token_id": [9], "attention_mask": MASK} | SAMPLING | {"temperature": temperature}
+    )
+    plain = decoder.generate(PROMPTS, **options)
+    out = decoder.generate(PROMPTS, trace=tmp_path / "trace", **options)
+    assert torch.equal(plain.sequences, out.sequences)
+    header, steps = read_trace(tmp_path / "trace")
+    assert header["method"] == method
+    assert [one["prompt"] for one in header["sequences"]] == [
+        PROMPTS[row][MASK[row].bool()].tolist() for row in range(3)
+    ]
+    assert len(steps) == out.stats.steps
+    offered, accepted = (torch.zeros_like(out.stats.offered.sum(1)) for _ in range(2))
+    for sequence in range(3):
+        own = [step for step in steps if step["sequence"] == sequence]
+        assert [step["step"] for step in own] == list(range(len(own)))
+        text = [token for step in own for token in step["emitted"]]
+        assert out.sequences[sequence, 4:].tolist() == text + [9] * (out.sequences.shape[1] - 4 - len(text))
+        for step, following in pairwise(own):
+            assert step["emitted"] == [*(step["tokens"][node] for node in step["path"][1:]), step["next"]]
+            assert following["tokens"][0] == step["next"]
+            assert following["position"] == step["position"] + step["length"] + 1
+        for step in own:
+            with_children = {
+                step["parents"][node] for node in range(1, len(step["tokens"])) if step["tokens"][node] >= 0
+            }
+            for depth, node in enumerate(step["path"]):
+                if node in with_children:
+                    offered[depth] += 1
+                    accepted[depth] += depth < step["length"]
+            if method in ("rsd-s", "dyspec", "eagle-2") and step["step"]:
+                assert -1 not in step["tokens"]  # a grown tree's absent nodes are nowhere
+    assert torch.equal(accepted, out.stats.accepted.sum(1))
+    if len(offered):
+        assert torch.equal(offered, out.stats.offered[:, 0])
+
+
+def test_probabilities_are_the_models_own_after_their_filters(tiny_pair, tmp_path):
+    """Against transformers' forward pass on the text down to each node, and a softmax written out."""
+    target, draft = tiny_pair
+    SpeculativeDecoder(target, draft, "rsd-c", tree_size=7, draft_top_k=4).generate(
+        PROMPTS[1:2], 12, trace=tmp_path / "trace", **SAMPLING
+    )
+    header, steps = read_trace(tmp_path / "trace")
+    text = list(header["sequences"][0]["prompt"])
+    for step in steps:
+        for node in range(1, len(step["tokens"])):
+            if step["tokens"][node] < 0:
+                continue
+            walk, above = [], step["parents"][node]
+            while above > 0:
+                walk.insert(0, step["tokens"][above])
+                above = step["parents"][above]
+            for model, name, top_k in ((target, "target", 5), (draft, "draft", 4)):
+                with torch.no_grad():
+                    logits = model(torch.tensor([text + walk])).logits[0, -1].double() / 0.8
+                logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
+                chance = float(logits.softmax(-1)[step["tokens"][node]])
+                assert step[name][node] == pytest.approx(chance, rel=1e-3, abs=1e-6)
+        text += step["emitted"]
+    assert any(step["length"] for step in steps)
+
+
+def test_pieces_are_the_text_and_texts_those_of_every_token(demo_pair, tmp_path):
+    target, draft, tokenizer = demo_pair
+    prompt = tokenizer('x = "日本語 🙂", Ω', return_tensors="pt").input_ids
+    decoder = SpeculativeDecoder(target, draft)
+    out = decoder.generate(prompt, 30, temperature=1.5, seed=1, trace=str(tmp_path / "trace"), tokenizer=tokenizer)
+    header, steps = read_trace(tmp_path / "trace")
+    assert header["sequences"][0]["text"] == 'x = "日本語 🙂", Ω'
+    assert header["target"]["parameters"] == sum(weight.numel() for weight in target.parameters())
+    assert "".join(piece for step in steps for piece in step["pieces"]) == tokenizer.decode(
+        out.sequences[0, prompt.shape[1] :]
+    )
+    texts = {}
+    for step in steps:
+        texts |= step["texts"]
+        assert {str(token) for token in (*step["tokens"], step["next"]) if token >= 0} <= texts.keys()
+    assert all(texts[token] == tokenizer.decode([int(token)]) for token in texts)
+    assert token_text(tokenizer, tokenizer(" the").input_ids[0]) == " the"
+
+
+def test_prompt_lookup_has_absent_nodes_and_steps_without_drafts(tiny_pair, tmp_path):
+    decoder = SpeculativeDecoder(tiny_pair[0], PromptLookup(), "chain", tree_size=4)
+    decoder.generate(PROMPTS[1:2], 25, trace=tmp_path / "trace", **SAMPLING)
+    header, steps = read_trace(tmp_path / "trace")
+    assert header["draft"] == {"name": "prompt lookup"}
+    fates = {fate for step in steps for fate in step["fates"]}
+    assert {"absent", "root"} <= fates
+    assert {step["kind"] for step in steps} >= {"plain"}
+
+
+def test_without_a_trace_nothing_of_it_runs(tiny_pair, monkeypatch):
+    def never(*arguments, **options):
+        raise AssertionError
+
+    monkeypatch.setattr(trace, "explain", never)
+    monkeypatch.setattr(trace.Recorder, "__init__", never)
+    out = SpeculativeDecoder(*tiny_pair).generate(PROMPTS[1:2], 8)
+    assert "trace" not in out.stats.seconds
+
+
+def test_numbers_have_four_digits_or_as_many_as_tell_a_coin_from_its_threshold():
+    coins, thresholds = [0.41234, 0.41234, 0.5], [0.41231, 0.9, 0.5]
+    reasons = Reasons(["root"] * 3, coins, thresholds, [0], [1 / 3, None, 0.0], [None] * 3, "bonus", 1.0)
+    short = trace._rounded(reasons)
+    assert short["coins"] == [0.41234, 0.4123, 0.5]
+    assert short["thresholds"] == [0.41231, 0.9, 0.5]
+    assert short["draft"] == [0.3333, None, 0.0]
+
+
+def test_a_line_that_was_cut_off_is_left_out_and_no_other_file_is_taken(tiny_pair, tmp_path):
+    file = tmp_path / "trace"
+    SpeculativeDecoder(*tiny_pair).generate(PROMPTS[1:2], 8, trace=file)
+    whole = file.read_text()
+    _, steps = read_trace(file)
+    file.write_text(whole[:-9])
+    assert read_trace(file)[1] == steps[:-1]
+    header = json.loads(whole.split("\n")[0])
+    for content, message in (
+        ("", "is no trace that `generate` writes"),
+        ("[1]\n", "is no trace that `generate` writes"),
+        ('{"a": 1}\n', "is no trace that `generate` writes"),
+        ("not json\n", "is no trace that `generate` writes"),
+        (json.dumps(header | {"trace": 99}) + "\n", "is a trace of format 99, expected 1"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_trace(file)
+
+
+def test_a_place_where_no_trace_can_be_is_refused_before_any_work(tiny_pair, tmp_path):
+    decoder = SpeculativeDecoder(*tiny_pair)
+    with pytest.raises(TypeError, match="trace must be the path of a file, got int"):
+        decoder.generate(PROMPTS[1:2], 8, trace=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FileNotFoundError):
+        decoder.generate(PROMPTS[1:2], 8, trace=tmp_path / "missing" / "trace")
+
+
+def test_the_format_is_described_field_by_field_with_a_line_that_is_one(tiny_pair, tmp_path):
+    SpeculativeDecoder(*tiny_pair).generate(PROMPTS[1:2], 8, trace=tmp_path / "trace", **SAMPLING)
+    header, steps = read_trace(tmp_path / "trace")
+    of_header, of_steps = trace.__doc__.split("Each other line is one step")
+    named = [
+        {name for names in re.findall(r"^    ((?:\w+, )*\w+)  +\S", part, re.M) for name in names.split(", ")}
+        for part in (of_header, of_steps)
+    ]
+    assert named[0] == header.keys()
+    assert named[1] == steps[0].keys() | {"pieces", "texts"}  # these need a tokenizer
+    example = re.search(r"^    (\{.*\})$", of_steps, re.M | re.S)[1]
+    (tmp_path / "example").write_text(json.dumps(header) + "\n" + "".join(map(str.strip, example.splitlines())) + "\n")
+    header, (step,) = read_trace(tmp_path / "example")
+    assert step.keys() == steps[0].keys()
+    for name, value in step.items():
+        assert type(value) is type(steps[0][name])
+    assert set(step["fates"]) <= set(FATES)
+    assert trace_page(header, [step])

@@ -1,0 +1,437 @@
+"""Trees that follow the batch: no text is another one for them, drafts that rested know the text, costs choose well."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from gpu_hardware import H100
+from head_cases import head_of
+from played_steps import PADDING, PROMPTS, Tape
+from profile_cases import counts, greedy_counts, profile_of
+from tiny_models import tiny_llama, transformers_greedy
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    EarlyExit,
+    Merge,
+    PromptLookup,
+    SpeculativeDecoder,
+    TokenTree,
+    load_demo_head,
+)
+from heavypath.speculative.costs.host import FREE, LAYER, MORE, SEQUENCE_LAYER, host_costs, pass_seconds
+from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
+from heavypath.speculative.costs.table import Costs, CostsByBatch, standing_for
+from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.decoding.workspace import Workspace
+from heavypath.speculative.drafts import ModelDraft
+from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.profile import Profile, describe
+from heavypath.speculative.replanning import Replanner, Shapes
+from heavypath.speculative.tree_choice import tree_by_estimates
+from heavypath.speculative.trees_by_batch import BATCHES, TreesByBatch, trees_up_to
+
+DRAFTING = [method for method in LOSSLESS_METHODS if method != "autoregressive"]
+ROOT, CHAIN, STAR, WIDE = TokenTree([-1]), TokenTree.chain(3), TokenTree.k_ary(2, 1), TokenTree([-1, 0, 1, 1, 0])
+IDS = torch.tensor([4, 0, 7])
+
+
+class AtRandom:
+    """Stands in the place of `FollowBatch`: another tree before each step, the smallest among them."""
+
+    every, reads_counts = 1, False
+
+    def __init__(self, plan, trees, seed=0):
+        self.plan, self.trees, self.random = plan, trees, random.Random(seed)
+        self.chosen = []
+
+    def __call__(self, counts, running):
+        self.chosen.append(self.random.choice(self.trees))
+        return replace(self.plan, tree=self.chosen[-1])
+
+
+def at_random(monkeypatch, decoder, trees, chooser=AtRandom):
+    """Have a decoder take these trees at random, from a generation's first step on."""
+    choosers = []
+    monkeypatch.setattr(decoder._trees, "first", lambda *_: (trees[0], TreesByBatch(dict(enumerate(trees, 1)))))
+    monkeypatch.setattr(
+        decoder._trees, "changing", lambda plan, *_: choosers.append(chooser(plan, trees)) or choosers[-1]
+    )
+    return choosers
+
+
+def continued(decoder, new=24, **options):
+    options = {"attention_mask": PADDING, "sequence_ids": IDS, "max_new_tokens": new, "pad_token_id": 0} | options
+    return decoder.generate(PROMPTS, **options)
+
+
+@pytest.mark.parametrize("kind", ["model", "early exit", "lookup", "head"])
+@pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("ersd", 0.0), ("ersd", 0.9)])
+def test_no_text_is_another_one_for_trees_that_change_at_random(kind, method, temperature, monkeypatch):
+    """In a ragged batch that closes up, since texts end at token 6; drafts that can catch up rest at times."""
+    target = tiny_llama(1, layers=3)
+    draft = {
+        "model": tiny_llama(2, layers=1),
+        "early exit": EarlyExit(1),
+        "lookup": PromptLookup(),
+        "head": head_of(target, taps=(0, 1)),
+    }[kind]
+    options = {"temperature": temperature, "eos_token_id": 6}
+    decoder = SpeculativeDecoder(target, draft, method)
+    trees = [*([ROOT] if kind in ("model", "early exit") else []), TokenTree.chain(1), CHAIN, STAR, WIDE]
+    choosers = at_random(monkeypatch, decoder, trees)
+    plain = SpeculativeDecoder(target, None, "autoregressive")
+    for seed in range(4):
+        out = continued(decoder, seed=seed, **options)
+        assert torch.equal(out.sequences, continued(plain, seed=seed, **options).sequences)
+        assert len({*choosers[-1].chosen}) >= 3
+        assert out.stats.replans
+
+
+@pytest.mark.parametrize("method", ["dyspec", "rsd-s", "eagle-2"])
+def test_trees_that_grow_change_with_static_ones_and_the_text_stays(method, monkeypatch):
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, tiny_llama(2, layers=1), method)
+    by = decoder.tree.by
+    at_random(monkeypatch, decoder, [ROOT, Growth(by, 5, 2, 3), Growth(by, 3, 2, 2), Growth(by, 2, 1, 1)])
+    expected = continued(SpeculativeDecoder(target, None, "autoregressive"), temperature=0.0, eos_token_id=6)
+    assert torch.equal(continued(decoder, temperature=0.0, eos_token_id=6).sequences, expected.sequences)
+
+
+def accepts_everything(stats):
+    return torch.equal(stats.accepted[:, 0], stats.offered[:, 0]) and int(stats.offered.sum()) > 5
+
+
+@pytest.mark.parametrize("first", [ROOT, CHAIN])
+def test_a_draft_that_rested_knows_the_text_before_it_drafts_again(first, monkeypatch):
+    """The draft is the target, and both win their races: a row that it lacks would show in what is accepted."""
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, target, "ersd")
+    choosers = at_random(monkeypatch, decoder, [first, ROOT, ROOT, CHAIN, TokenTree.chain(1)])
+    stats = continued(decoder, 40, temperature=1.5, eos_token_id=None).stats
+    assert accepts_everything(stats)
+    turns = list(zip([first, *choosers[0].chosen], choosers[0].chosen, strict=False))
+    assert sum(before == ROOT != after for before, after in turns) >= 2
+
+
+def test_a_draft_that_caught_up_has_the_rows_of_a_pass_over_the_whole_text(monkeypatch):
+    """Of all texts that go on, up to their roots: accepted leaves, too, that no step had given to the draft."""
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, target, "ersd")
+    at_random(monkeypatch, decoder, [CHAIN, ROOT, CHAIN])
+    turn, compared = Workspace.turn, []
+
+    def checked(workspace, request, before, after, slots):
+        turn(workspace, request, before, after, slots)
+        if before.tree.depth > 0 or after.tree.depth == 0:
+            return
+        for slot in range(slots):
+            length, member = (int(each[slot]) for each in (workspace.state.lengths, workspace.state.member))
+            prompt = request.prompt[member, : request.lengths[member]]
+            text = torch.cat([prompt, workspace.state.output[member]])[None, :length]
+            whole = after.draft.new_cache(1, length)
+            after.draft.prefill(text, whole)
+            for field in ("keys", "values"):
+                own = getattr(workspace.draft_cache, field)[slot, :, :length]
+                assert torch.allclose(own, getattr(whole, field)[0], atol=1e-5)
+            compared.append(member)
+
+    monkeypatch.setattr(Workspace, "turn", checked)
+    continued(decoder, 40, temperature=1.5, eos_token_id=6)
+    continued(decoder, 40, temperature=1.5, eos_token_id=None, seed=1)
+    assert {*compared} == {0, 1, 2}
+    assert len(compared) >= 6
+
+
+def test_without_catching_up_less_would_be_accepted(monkeypatch):
+    target = tiny_llama(1)
+    decoder = SpeculativeDecoder(target, target, "ersd")
+    at_random(monkeypatch, decoder, [ROOT, ROOT, CHAIN])
+    monkeypatch.setattr("heavypath.speculative.decoding.workspace.Workspace._catch_up", lambda *_: None)
+    out = continued(decoder, 40, temperature=1.5, eos_token_id=None)
+    assert not accepts_everything(out.stats)
+    plain = continued(SpeculativeDecoder(target, None, "autoregressive"), 40, temperature=1.5, eos_token_id=None)
+    assert torch.equal(out.sequences, plain.sequences), "the text is right in any case"
+
+
+@pytest.mark.parametrize("rests", ["from the first step on", "at the end"])
+def test_a_cache_of_texts_does_not_claim_rows_of_a_draft_that_rested(rests, monkeypatch):
+    target, draft = tiny_llama(1), tiny_llama(1)  # another model of equal weights
+    first, then = (ROOT, ROOT) if rests == "from the first step on" else (CHAIN, ROOT)
+
+    class Once(AtRandom):
+        def __call__(self, counts, running):
+            return replace(self.plan, tree=then)
+
+    with monkeypatch.context() as patch:
+        resting = SpeculativeDecoder(target, draft, "ersd")
+        at_random(patch, resting, [first, CHAIN, ROOT], Once)
+        before = continued(resting, 16, temperature=1.5, eos_token_id=None)
+    decoder = SpeculativeDecoder(target, draft, "ersd", tree=CHAIN)
+    for row, mask in zip(before.sequences, PADDING, strict=True):
+        prompt = row[int((mask == 0).sum()) :][None]
+        after = decoder.generate(prompt, 12, temperature=1.5, eos_token_id=None, past=before.cache)
+        assert after.stats.reused_tokens > 0
+        assert accepts_everything(after.stats)
+
+
+@pytest.mark.slow
+def test_on_a_gpu_trees_change_and_drafts_catch_up_between_graphs(as_on_a_gpu, monkeypatch):
+    """Where the host sees each step only after the next one, texts end meanwhile, and slots are powers of two."""
+    pair = [tiny_llama(seed, layers=1, hidden_size=32, num_attention_heads=2) for seed in (1, 1)]
+    options = {"max_new_tokens": 12, "temperature": 0.0, "eos_token_id": 6}
+    expected = continued(SpeculativeDecoder(pair[0], None, "autoregressive"), **options)
+    as_on_a_gpu()
+    decoder = SpeculativeDecoder(*pair, "sequoia", tree=CHAIN)
+    at_random(monkeypatch, decoder, [ROOT, CHAIN, TokenTree.chain(1)])
+    for _ in range(2):
+        out = continued(decoder, **options)
+        assert torch.equal(out.sequences, expected.sequences)
+        assert torch.equal(out.stats.accepted[:, 0], out.stats.offered[:, 0])
+    assert Tape.replays >= 2
+
+
+def test_a_sampled_text_is_the_same_alone_and_in_a_batch_without_a_profile():
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    for method in ("sequoia", "dyspec", "specinfer", "ersd"):
+        decoder = SpeculativeDecoder(target, draft, method)
+        for temperature in (0.0, 0.8):
+            together = continued(decoder, temperature=temperature, seed=3, eos_token_id=None).sequences
+            for row, (ids, mask) in enumerate(zip(PROMPTS, PADDING, strict=True)):
+                prompt = ids[int((mask == 0).sum()) :][None]
+                alone = decoder.generate(
+                    prompt, 24, temperature=temperature, seed=3, eos_token_id=None, sequence_ids=IDS[row : row + 1]
+                )
+                assert torch.equal(alone.sequences[0, -24:], together[row, -24:]), (method, temperature)
+        if method != "ersd":
+            assert decoder.trees_by_batch(Filters(0.8), 64).trees == (decoder.tree,)
+
+
+def test_trees_follow_the_batch_where_texts_do_not_depend_on_them(demo_pair):
+    target, draft, _ = demo_pair
+    for method in ("sequoia", "dyspec", "ersd", "typical-lossy"):
+        decoder = SpeculativeDecoder(target, draft, method)
+        follows = {
+            temperature: len(decoder.trees_by_batch(Filters(temperature), 64).trees) > 1 for temperature in (0, 1)
+        }
+        assert follows == {0: True, 1: method == "ersd"}
+        fixed = SpeculativeDecoder(target, draft, method, tree_size=5)
+        assert fixed.trees_by_batch(Filters(0.0), 64).trees == (fixed.tree,)
+    own = SpeculativeDecoder(target, draft, "sequoia", verifier=lambda *_, **__: None)
+    assert len(own.trees_by_batch(Filters(0.0), 64).trees) == 1, "a verifier of one's own may depend on trees"
+    replaced = SpeculativeDecoder(target, draft, "sequoia")
+    replaced.tree = CHAIN
+    assert replaced.trees_by_batch(Filters(0.0), 64).trees == (CHAIN,)
+
+
+def test_trees_of_the_shipped_pair_on_a_cpu(demo_pair):
+    """The figures are bench/README.md's: five nodes alone, two for four to sixteen, plain decoding beyond."""
+    target, draft, _ = demo_pair
+    decoder = SpeculativeDecoder(target, draft)
+    assert [len(decoder.tree_for(Filters(0.0), batch)) for batch in (1, 2, 4, 8, 16, 32, 64)] == [5, 3, 2, 2, 2, 1, 1]
+    assert decoder.tree_for(Filters(0.0)) == SpeculativeDecoder(target, draft, tree_size=5).tree
+
+
+@pytest.mark.parametrize("method", DRAFTING)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_batch_has_a_larger_tree_than_a_smaller_one(method, device, demo_pair, monkeypatch):
+    target, draft = map(LlamaForward, demo_pair[:2])
+    if device == "cuda":
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
+        monkeypatch.setattr(LlamaForward, "device", property(lambda self: torch.device("cuda", 0)))
+    draft = ModelDraft(draft, target.vocab_size)
+    sizes = [len(tree_by_estimates(method, target, draft, batch)) for batch in BATCHES]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1] == 1
+
+
+def test_a_batch_that_closes_up_gets_larger_trees_again(demo_pair):
+    target, draft, tokenizer = demo_pair
+    prompts = tokenizer([f"def read_{name}(" for name in "abcdefgh"], return_tensors="pt").input_ids
+
+    def ends(ids, scores):
+        row = int((prompts == ids[0, : prompts.shape[1]]).all(1).nonzero()[0, 0])
+        return ids.shape[1] - prompts.shape[1] >= (3, 6, 9, 12, 15, 18, 21, 40)[row]
+
+    options = {"temperature": 0.6, "eos_token_id": None, "pad_token_id": 0, "stopping_criteria": [ends]}
+    out = SpeculativeDecoder(target, draft, "ersd").generate(prompts, 40, **options)
+    sizes = [int(tree.split()[0]) for tree in [out.stats.tree, *(tree for _, tree in out.stats.replans)]]
+    assert sizes == [2, 3, 5]
+    assert out.stats.tree == "2 nodes, 1 levels, by costs estimated for 8 sequences"
+    plain = SpeculativeDecoder(target, None, "autoregressive").generate(prompts, 40, **options)
+    assert torch.equal(out.sequences, plain.sequences)
+
+
+def test_a_batch_that_is_decoded_without_drafts_is_not_said_to_have_a_bad_draft(demo_pair, caplog):
+    target, draft, tokenizer = demo_pair
+    prompts = tokenizer(["import os\n"] * 32, return_tensors="pt").input_ids
+    out = SpeculativeDecoder(target, draft).generate(prompts, 3, temperature=0.0, eos_token_id=None)
+    assert out.stats.tree == "1 nodes, 0 levels, by costs estimated for 32 sequences"
+    assert out.stats.steps == 32 * 3
+    assert "does not pay" not in caplog.text
+
+
+def test_drafts_that_cannot_catch_up_draft_a_token_at_least(demo_pair):
+    target, draft, _ = demo_pair
+    for other in (PromptLookup(), load_demo_head(target)):
+        assert min(map(len, SpeculativeDecoder(target, other).trees_by_batch(Filters(0.0), 256).trees)) == 2
+    decoder = SpeculativeDecoder(target, draft)
+    assert min(map(len, decoder.trees_by_batch(Filters(0.0), 256).trees)) == 1
+    assert min(map(len, decoder.trees_by_batch(Filters(0.0), 256, rests=False).trees)) == 2
+    merged = SpeculativeDecoder(target, Merge([draft, PromptLookup()]), "specinfer")
+    assert len(merged.trees_by_batch(Filters(0.0), 256).trees) == 1, "its trees have a child for each of its drafts"
+
+
+def test_trees_up_to_a_batch_are_those_that_stand_for_it():
+    asked = []
+
+    def tree_at(batch):
+        asked.append(batch)
+        return TokenTree.chain(9 - batch)
+
+    trees = trees_up_to(5, (1, 2, 4, 8, 16), tree_at, "chain", rests=True)
+    assert asked == [1, 2, 4]
+    assert [trees.of(running).depth for running in range(1, 6)] == [8, 7, 5, 5, 5]
+    assert len(trees.trees) == 3
+    never = trees_up_to(5, (1, 4), lambda batch: ROOT, "chain", rests=False)
+    assert never.trees == (ROOT,), "a draft that does not pay for one sequence is left out"
+    larger = trees_up_to(5, (1, 4), lambda batch: CHAIN if batch == 1 else ROOT, "chain", rests=False)
+    assert [len(larger.of(running)) for running in (1, 4)] == [4, 2]
+
+
+def test_the_nearest_number_by_ratio_stands_for_another_one():
+    known = (1, 2, 4, 8, 16)
+    assert [standing_for(running, known) for running in (1, 2, 3, 5, 6, 11, 12, 24, 1000)] == [
+        1, 2, 4, 4, 8, 8, 16, 16, 16,
+    ]  # fmt: skip
+    assert standing_for(2, (1, 4)) == 4, "of two as near the larger"
+
+
+def test_costs_between_batches_lie_on_straight_lines():
+    low, high = Costs({1: 1.0, 3: 2.0}, 0.1, {1: 0.0, 3: 0.2}, 0.01, 5), Costs({1: 3.0, 2: 4.0, 5: 9.0}, 0.5)
+    costs = CostsByBatch({1: low, 5: high})
+    assert costs.batches == (1, 5)
+    assert (costs.at(1), costs.at(5), costs.at(9)) == (low, high, high)
+    middle = costs.at(3)
+    assert middle.step == pytest.approx({1: 2.0, 2: (1.5 + 4.0) / 2, 3: (2.0 + 4.0 + 5 / 3) / 2})
+    assert (middle.level, middle.level_error) == pytest.approx((0.3, 0.005))
+    assert middle.step_error[3] == pytest.approx(0.1)
+    assert high.step_seconds(2, 3) == pytest.approx(4.0 + 3 * 0.5)
+    assert high.step_seconds(10, 0) == pytest.approx(18.0), "beyond what was timed, in proportion to nodes"
+    with pytest.raises(ValueError, match=r"must have those of 1 sequence, got \[2\]"):
+        CostsByBatch({2: low})
+
+
+def test_a_pass_on_a_cpu_reads_its_weights_and_multiplies_what_is_more():
+    work = Work(weight_bytes=60_000_000, weights=15_000_000, layers=4, itemsize=4)
+    beside = 5 * LAYER
+    assert pass_seconds(work, torch.float32, FREE[torch.float32], 1) == pytest.approx(
+        1e-3 + beside + 4 * SEQUENCE_LAYER
+    )
+    rows = FREE[torch.float32] + 3 * MORE[torch.float32]
+    assert pass_seconds(work, torch.float32, 1, rows) == pytest.approx(4e-3 + beside + rows * 4 * SEQUENCE_LAYER)
+    assert pass_seconds(work, torch.float16, 7, 2) == pass_seconds(work, torch.float32, 7, 2)
+
+
+def test_estimated_costs_rise_with_the_batch(demo_pair):
+    target, draft = map(LlamaForward, demo_pair[:2])
+    h100 = Device(3.35e12, 989e12, 62e12)
+    for costs in (
+        [host_costs(target, [draft], batch, (1, 2, 5)) for batch in BATCHES],
+        [estimated_costs(target, [draft], h100, batch, (1, 2, 5)) for batch in BATCHES],
+    ):
+        for less, more in pairwise(costs):
+            assert less.level < more.level
+            for size in (1, 2, 5):
+                assert less.step[size] < more.step[size]
+        share = [each.step[5] / each.step[1] for each in costs]
+        assert share[0] < share[-1] < 5
+
+
+def test_a_batch_on_a_gpu_costs_what_as_many_tokens_cost():
+    """Beside the kernels of a step, rows are rows: of one sequence's nodes or of several sequences."""
+    target = LlamaForward(tiny_llama(1))
+    h100 = Device(3.35e12, 989e12, 62e12)
+    alone, batch = (estimated_costs(target, [], h100, *given) for given in ((1, (64,)), (16, (4,))))
+    assert batch.step[4] == pytest.approx(alone.step[64])
+
+
+def by_batch_profile(target=None, draft=None):
+    """Trees that pay for one sequence and not for eight."""
+    accepted = [[600, 150, 60], [500, 120, 70], [450, 100, 60]]
+    profile = profile_of(counts(accepted), greedy_counts(accepted, [1000] * 3))
+    costs = {
+        1: Costs({1: 1.0, 4: 1.02, 16: 1.4}, 0.05),
+        4: Costs({1: 1.2, 4: 2.0}, 0.05),
+        8: Costs({1: 1.0, 4: 4.0}, 0.1),
+    }
+    profile = replace(profile, costs=CostsByBatch(costs))
+    if target is None:
+        return profile
+    return replace(profile, target=describe(target), draft=describe(draft))
+
+
+def test_a_profile_has_a_tree_for_each_batch_and_keeps_them_in_its_file(tmp_path):
+    profile = by_batch_profile()
+    sizes = [len(profile.plan("sequoia", Filters(1.0), batch).plan.tree) for batch in (1, 4, 8)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[1] > sizes[2] == 1
+    between = profile.plan("sequoia", Filters(1.0), 6).plan
+    assert sizes[2] <= len(between.tree) <= sizes[1]
+    profile.save(tmp_path / "profile.json")
+    loaded = Profile.load(tmp_path / "profile.json")
+    assert loaded == profile
+    assert loaded.costs.at(4) == profile.costs.at(4)
+    assert profile.speedup_error(profile.plan("sequoia", Filters(1.0), 4), 4) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_with_a_profile_trees_follow_the_batch_also_where_texts_are_sampled(temperature):
+    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
+    decoder = SpeculativeDecoder(
+        target, draft, "sequoia", profile=by_batch_profile(target, draft), verifier="rejection"
+    )
+    sizes = {batch: len(decoder.tree_for(Filters(temperature), batch)) for batch in (1, 2, 4, 8)}
+    assert sizes[1] > sizes[4] > sizes[8] == 1
+    assert sizes[2] == sizes[4], "of two as near the larger"
+    prompts = torch.randint(0, 7, (8, 3), generator=torch.Generator().manual_seed(1))
+    out = decoder.generate(prompts, 40, temperature=temperature, eos_token_id=6, pad_token_id=0)
+    found = [int(tree.split()[0]) for tree in [out.stats.tree, *(tree for _, tree in out.stats.replans)]]
+    assert found[0] == 1
+    assert found == sorted(found)
+    if temperature == 0:
+        plain = SpeculativeDecoder(target, None, "autoregressive")
+        expected = plain.generate(prompts, 40, temperature=0.0, eos_token_id=6, pad_token_id=0)
+        assert torch.equal(out.sequences, expected.sequences)
+        assert torch.equal(
+            decoder.generate(prompts[:1], 20, eos_token_id=None).sequences, transformers_greedy(target, prompts[:1], 20)
+        )
+
+
+def test_re_planning_takes_the_costs_of_as_many_sequences_as_run():
+    shapes = Shapes.of(by_batch_profile(), "sequoia", Filters(1.0), None, most=8)
+    assert {*shapes.shapes[0].costs} == {1, 4, 8}
+    assert min(len(shape.planned) for shape in shapes.shapes) == 2, "nothing is learned without a draft"
+    first = StepPlan(None, None, shapes.trees[0], None, shapes.trees)
+    choose = Replanner(first, shapes)
+    nothing = torch.zeros(2, first.depth * first.branching, dtype=torch.long)
+    sizes = [len(choose(nothing, running).tree) for running in (1, 4, 8)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[2] == 2
+
+
+def test_warming_up_makes_the_steps_of_each_size_of_the_batch(monkeypatch):
+    decoder = SpeculativeDecoder(tiny_llama(1), tiny_llama(2, layers=1), "ersd")
+    run, seen = type(decoder.runner).run, set()
+
+    def noted(self, plan, workspace, *, slots, **given):
+        seen.add((slots, len(plan.tree)))
+        return run(self, plan, workspace, slots=slots, **given)
+
+    monkeypatch.setattr(type(decoder.runner), "run", noted)
+    decoder.warm_up(batch_size=8, prompt_tokens=4, max_new_tokens=8, temperature=0.9)
+    assert seen == {(slots, len(decoder.tree_for(Filters(0.9), slots))) for slots in (1, 2, 4, 8)}

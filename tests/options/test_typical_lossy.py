@@ -1,0 +1,202 @@
+"""Method typical-lossy: its text has the law of its rule, which is not the target's, and everything says so."""
+
+import json
+import logging
+import math
+from functools import cache
+
+import pytest
+import torch
+from medusa_checkpoints import published, write
+from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from tiny_models import exact_law, tiny_llama, transformers_greedy
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative import (
+    LOSSLESS_METHODS,
+    METHODS,
+    Method,
+    SpeculativeDecoder,
+    TokenTree,
+    calibrate,
+    compare,
+    read_trace,
+)
+from heavypath.speculative.calibration import ways_to_draft
+from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
+from heavypath.speculative.output.page import trace_page
+
+PROMPT = torch.tensor([3, 1, 4])
+SAID = "typical acceptance, epsilon 0.09, delta 0.3"
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+@torch.inference_mode()
+def law_of_the_rule(target, draft, length, epsilon, delta):
+    """Joint probabilities [V ** length] of the next tokens where chains of two are drafted, by enumeration.
+
+    What a step drafts is certain, and so is what it accepts. The token behind that is drawn, and so is the last of all.
+    """
+    vocab = target.config.vocab_size
+
+    @cache
+    def after(model, text):
+        return model(torch.tensor([text])).logits[0, -1].double().softmax(0)
+
+    @cache
+    def law(text, left):
+        if left <= 0:
+            return {(): 1.0}
+        accepted = ()
+        while len(accepted) < min(2, left - 1):
+            drafted, p = int(after(draft, text + accepted).argmax()), after(target, text + accepted)
+            entropy = -sum(float(q) * math.log(float(q)) for q in p)
+            if not float(p[drafted]) > min(epsilon, delta * math.exp(-entropy)):
+                break
+            accepted += (drafted,)
+        found = {}
+        for token, chance in enumerate(after(target, text + accepted).tolist()):
+            new = (*accepted, token)[:left]
+            for rest, share in law(text + new, left - len(new)).items():
+                found[new + rest] = found.get(new + rest, 0.0) + chance * share
+        return found
+
+    joint = torch.zeros(vocab**length, dtype=torch.float64)
+    for tokens, chance in law(tuple(PROMPT.tolist()), length).items():
+        joint[sum(token * vocab**place for place, token in enumerate(reversed(tokens)))] += chance
+    return joint
+
+
+@pytest.mark.parametrize("limits", [{}, {"epsilon": 0.3, "delta": 0.9}], ids=["usual", "strict"])
+def test_the_joint_law_of_four_tokens_is_that_of_the_rule_and_not_the_targets(limits, pair):
+    decoder = SpeculativeDecoder(*pair, "typical-lossy", tree=TokenTree.chain(2), **limits)
+    out = decoder.generate(PROMPT.expand(20_000, -1), max_new_tokens=4, seed=11, temperature=1.0)
+    counts = joint_counts(out.sequences[:, 3:], 7)
+    expected = law_of_the_rule(*pair, 4, **({"epsilon": 0.09, "delta": 0.3} | limits))
+    assert chi_square_p_value(counts, expected) > SIGNIFICANCE
+    assert chi_square_p_value(counts, exact_law(pair[0], PROMPT, Filters(1.0), 4)) < 1e-12
+    assert out.stats.tokens_per_step > 1.1
+
+
+def test_the_limits_decide_how_much_is_accepted(pair):
+    accepted = []
+    for epsilon, delta in ((0.0, 0.3), (0.09, 0.3), (0.3, 0.9), (1.0, 1.0)):
+        decoder = SpeculativeDecoder(*pair, "typical-lossy", epsilon=epsilon, delta=delta, tree_size=6)
+        out = decoder.generate(PROMPT.expand(64, -1), max_new_tokens=12, seed=11, temperature=1.0)
+        accepted.append(out.stats.tokens_per_step)
+    assert accepted == sorted(accepted, reverse=True)
+    assert len({*accepted}) == 4
+
+
+def test_greedy_text_is_the_targets_and_nothing_is_said(pair, caplog):
+    decoder = SpeculativeDecoder(*pair, "typical-lossy", epsilon=0.0)
+    with caplog.at_level(logging.DEBUG, "heavypath"):
+        out = decoder.generate(PROMPT[None], max_new_tokens=20)
+    assert torch.equal(out.sequences, transformers_greedy(pair[0], PROMPT[None], 20))
+    assert out.stats.law_changed_by == ""
+    assert "law" not in str(out.stats)
+    assert "law" not in caplog.text
+
+
+def test_the_statistics_the_log_and_the_trace_page_say_that_the_law_was_changed(pair, caplog, tmp_path):
+    decoder = SpeculativeDecoder(*pair, "typical-lossy")
+    with caplog.at_level(logging.DEBUG, "heavypath"):
+        out = decoder.generate(PROMPT[None], max_new_tokens=20, temperature=0.8, trace=tmp_path / "trace")
+    assert out.stats.law_changed_by == SAID
+    assert f"the text's law        changed by {SAID}" in str(out.stats)
+    assert f"the text's law is changed by {SAID}" in caplog.text
+    header, steps = read_trace(tmp_path / "trace")
+    assert (header["verify"], header["law_changed_by"]) == ("typical", SAID)
+    assert f"<dt>law of the text</dt><dd>changed by {SAID}</dd>" in trace_page(header, steps)
+    other = SpeculativeDecoder(*pair, "sequoia").generate(
+        PROMPT[None], max_new_tokens=4, temperature=0.8, trace=tmp_path / "trace"
+    )
+    assert other.stats.law_changed_by == read_trace(tmp_path / "trace")[0]["law_changed_by"] == ""
+
+
+def test_a_trace_says_of_each_node_that_was_reached_what_its_chance_had_to_be(pair, tmp_path):
+    decoder = SpeculativeDecoder(*pair, "typical-lossy", tree=TokenTree.k_ary(3, 2))
+    decoder.generate(PROMPT.expand(4, -1), max_new_tokens=30, temperature=1.0, trace=tmp_path / "trace")
+    seen = set()
+    for step in read_trace(tmp_path / "trace")[1]:
+        for node, fate in enumerate(step["fates"]):
+            seen.add(fate)
+            assert step["coins"][node] is None
+            if fate in ("accepted", "unlikely", "shorter"):
+                assert (step["target"][node] > step["thresholds"][node]) == (fate != "unlikely")
+                assert step["parents"][node] in step["path"]
+                assert (node in step["path"]) == (fate == "accepted")
+            else:
+                assert step["thresholds"][node] is None
+    assert {"accepted", "unlikely", "shorter", "parent"} <= seen
+
+
+def test_compare_measures_it_where_it_is_asked_for_and_claims_no_law(pair):
+    names = ["autoregressive", "typical-lossy"]
+    sampled = compare(*pair, PROMPT[None], methods=names, max_new_tokens=4, temperature=0.8)
+    assert {row.method: row.text for row in sampled}["typical-lossy"] == "other law"
+    greedy = compare(*pair, PROMPT[None], methods=names, max_new_tokens=4)
+    assert {row.method: row.text for row in greedy}["typical-lossy"] == "equal"
+    assert "typical-lossy" not in {row.method for row in compare(*pair, PROMPT[None], max_new_tokens=2)}
+
+
+def test_the_command_line_says_it_too(pair, capsys):
+    from heavypath.speculative.cli.app import main
+
+    assert main(["generate", "import os", "--method", "typical-lossy", "--temperature", "0.8",
+                 "--max-new-tokens", "4"]) == 0  # fmt: skip
+    assert SAID in capsys.readouterr().err
+    arguments = ["compare", "import os", "--method", "typical-lossy", "--temperature", "0.8", "--max-new-tokens", "4"]
+    assert main(arguments) == 0
+    assert "other law: the method changes the law of the text" in " ".join(capsys.readouterr().out.split())
+    assert main(["generate", "import os", "--method", "typical-lossy", "--temperature", "0.8",
+                 "--max-new-tokens", "4", "--json"]) == 0  # fmt: skip
+    assert json.loads(capsys.readouterr().out)["stats"]["law_changed_by"] == SAID
+
+
+def test_limits_are_options_of_this_method_alone(pair):
+    for method in LOSSLESS_METHODS:
+        with pytest.raises(ValueError, match="epsilon and delta are options of typical acceptance, method 'typical-l"):
+            SpeculativeDecoder(*pair, method, epsilon=0.1, delta=0.3)
+    with pytest.raises(ValueError, match=r"epsilon must be in \[0, 1\], got 2"):
+        SpeculativeDecoder(*pair, "typical-lossy", epsilon=2)
+    with pytest.raises(ValueError, match="is its verification; with a verifier of your own give another method"):
+        SpeculativeDecoder(*pair, "typical-lossy", verifier=lambda *_, **__: None)
+    out = SpeculativeDecoder(*pair, "typical-lossy", epsilon=0.2, delta=0.5).generate(PROMPT[None], 4, temperature=1.0)
+    assert out.stats.law_changed_by == "typical acceptance, epsilon 0.2, delta 0.5"
+
+
+def test_it_is_not_lossless_in_the_table_and_nothing_else_is_lossy(pair):
+    assert {*METHODS} - {*LOSSLESS_METHODS} == {"typical-lossy"}
+    assert not METHODS["typical-lossy"].is_lossless
+    assert Method("with_replacement", "typical", TokenTree.chain).typical(None, 0.2) == (0.09, 0.2)
+    assert "typical" not in {way.kind.verification for way in ways_to_draft(1.0, "cpu")}
+
+
+@pytest.mark.usefixtures("any_noise")
+def test_a_profile_measures_no_lossy_method(pair):
+    profile = calibrate(
+        *pair, prompts=[PROMPT], temperatures=[1.0], sizes=[1, 2], batch_sizes=[1], tokens=8, sequences=2, limit=60
+    )
+    with pytest.raises(ValueError, match="a profile is for methods that keep the target's law; give 'typical-lossy'"):
+        SpeculativeDecoder(*pair, "typical-lossy", profile=profile)
+    with pytest.raises(ValueError, match="a profile measures methods that keep the target's law, got 'typical-lossy'"):
+        profile.plan("typical-lossy", Filters(1.0))
+
+
+def test_medusa_decodes_with_its_own_heads_tree_and_acceptance(pair, tmp_path):
+    """As in the paper: heads, a Cartesian tree of theirs, typical acceptance; and each sequence as it is alone."""
+    heads = load_medusa(write(tmp_path, published(pair[0], heads=3)), pair[0])
+    tree = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [2]])
+    decoder = SpeculativeDecoder(pair[0], heads, "typical-lossy", tree=tree)
+    prompts = torch.tensor([[3, 1, 4], [2, 2, 6]])
+    options = {"max_new_tokens": 20, "temperature": 0.9, "seed": 3}
+    out = decoder.generate(prompts, **options)
+    assert out.stats.tokens_per_step > 1.1
+    for b in range(2):
+        alone = decoder.generate(prompts[b : b + 1], sequence_ids=torch.tensor([b]), **options)
+        assert torch.equal(out.sequences[b], alone.sequences[0])

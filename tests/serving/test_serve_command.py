@@ -1,0 +1,119 @@
+"""`heavypath serve` as a process: what it says, how it stops, and what it refuses before it loads anything."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+
+import openai
+import pytest
+from http_server import ask
+from server_process import PATIENCE, process
+
+from heavypath.speculative.cli import serve as command
+from heavypath.speculative.cli.app import main
+
+
+def test_the_command_serves_the_shipped_pair_and_ends_streams_before_it_stops_by_sigterm():
+    with process("--max-tokens", 512, "--slots", 2) as (server, base, said):
+        assert said == [f"heavypath: serving heavypath-demo by ersd at {base}/v1\n"]
+        assert ask(base, "GET", "/v1/models", headers={"Host": "evil.example"})[0] == 421
+        with openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
+            name = client.models.list().data[0].id
+            asked = {"model": name, "prompt": "def read_lines(path):", "temperature": 0}
+            first = client.completions.create(**asked, max_tokens=24)
+            assert first.system_fingerprint.endswith("-ersd-0")
+            length = 480
+            more = {"ignore_eos": True}
+            stream = client.completions.create(**asked, max_tokens=length, stream=True, extra_body=more)
+            pieces = [next(stream).choices[0].text]
+            server.send_signal(signal.SIGTERM)
+            events = list(stream)
+            pieces += [event.choices[0].text for event in events]
+            stream.close()
+        assert "".join(pieces).startswith(first.choices[0].text)
+        assert events[-1].choices[0].finish_reason == "length"
+        assert server.wait(PATIENCE) == 0
+        assert server.stderr.read() == "heavypath: stopped\n"
+        assert server.stdout.read() == ""
+
+
+@pytest.mark.slow
+def test_texts_that_take_longer_than_the_grace_are_cut_off_and_the_command_ends_all_the_same():
+    with process("--max-tokens", 100_000, "--slots", 1, "--grace", 0) as (server, base, _):
+        host, port = base.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            body = {"model": "heavypath-demo", "prompt": "def", "max_tokens": 1000, "stream": True}
+            content = json.dumps(body | {"ignore_eos": True}).encode()
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            assert connection.recv(100)
+            server.send_signal(signal.SIGINT)
+            assert server.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+def test_a_server_that_others_reach_says_so_and_asks_for_the_key():
+    with process("--host", "0.0.0.0", "--api-key-env", "KEY", "--name", "mine", KEY="s3cret") as (server, base, said):
+        assert "other machines reach this server on 0.0.0.0, with its key; it does not encrypt\n" in said
+        assert ask(base, "GET", "/v1/models")[0] == 401
+        status, _, content = ask(base, "GET", "/v1/models", headers={"Authorization": "Bearer s3cret"})
+        assert status == 200
+        assert json.loads(content)["data"][0]["id"] == "mine"
+        server.send_signal(signal.SIGINT)
+        assert server.wait(PATIENCE) == 0
+
+
+def refused(capsys, *arguments):
+    assert main(["serve", *map(str, arguments)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_what_cannot_be_served_is_said_in_one_line_before_models_are_loaded(capsys, monkeypatch):
+    monkeypatch.setattr(command, "load", lambda *_: pytest.fail("loads models"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in refused(capsys, "--port", port)
+    monkeypatch.setenv("EMPTY", "")
+    assert "'EMPTY', which is empty or not there" in refused(capsys, "--api-key-env", "EMPTY")
+    monkeypatch.setenv("LINES", "a\nb\n")
+    assert "characters that a header cannot have" in refused(capsys, "--api-key-env", "LINES")
+    assert "--max-choices must be at most" in refused(capsys, "--max-choices", 9)
+    assert "here 2; got 3" in refused(capsys, "--max-choices", 3, "--queue", 5)
+    assert "--method must be one of" in refused(capsys, "--method", "fastest")
+    assert "nowhere" in refused(capsys, "--target", "nowhere")
+
+
+def test_without_its_packages_the_command_says_how_to_install_them(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert "pip install heavypath[serve]" in refused(capsys)
+
+
+@pytest.mark.slow
+def test_other_commands_do_without_the_servers_packages():
+    program = """
+import sys
+sys.modules.update(dict.fromkeys(("fastapi", "uvicorn", "prometheus_client", "openai")))
+from heavypath.speculative.cli.app import main
+sys.exit(main(["info", "--help"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_temperature_that_nobody_gave_is_the_models_own_or_one(demo_pair, monkeypatch):
+    pair = command.Pair(demo_pair.target, demo_pair.draft, demo_pair.tokenizer)
+    config = demo_pair.target.generation_config
+    for sampled, own, expected in ((True, 0.6, 0.6), (False, 0.6, 1.0), (True, None, 1.0), (None, None, 1.0)):
+        monkeypatch.setattr(config, "do_sample", sampled)
+        monkeypatch.setattr(config, "temperature", own)
+        assert command._default_temperature(pair) == expected
+
+
+def test_a_model_has_the_name_that_it_was_given_or_that_of_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    names = [command._name_of(each) for each in (None, str(tmp_path / "mine"), ".", "../mine/", "org/model")]
+    assert names == ["heavypath-demo", "mine", "mine", "mine", "org/model"]

@@ -1,0 +1,190 @@
+"""Helpers of tests/core/test_step.py and its neighbours."""
+
+import importlib
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from played_graphs import Event, PlayedGraph, Pools, Stream, capturing, current_stream, on_stream
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+
+from heavypath.kernels.trees.levels import Chosen
+from heavypath.speculative import (
+    METHODS,
+)
+from heavypath.speculative.decoding.rules import Rules
+from heavypath.speculative.decoding.sequences import Sequences
+
+KERNELS = (
+    *(
+        "sampling",
+        "trees.levels",
+        "trees.growing",
+        "trees.assembly",
+        "verification",
+        "verifying.top_down",
+        "typical.acceptance",
+        "attention.prepared",
+        "attention.masks",
+        "tree_attention",
+    ),
+    *("cache_compaction", "commit", "layers.rms_norm", "layers.rotary", "layers.gated"),
+)
+PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
+PADDING = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+launched = GridExecutor.__call__
+
+
+class Tape(PlayedGraph):
+    """A graph of a machine where all tensors are the CPU's: numbers alone are as good as the host's."""
+
+    def capture_begin(self, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        self.numbers = set()  # memory of the host's numbers
+        super().capture_begin(pool, capture_error_mode)
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(GridExecutor, "__call__", noted)
+
+    def capture_end(self):
+        self.patch.undo()
+        super().capture_end()
+
+    def is_there(self, tensor):
+        return tensor.untyped_storage()._cdata not in self.numbers
+
+    def check_copy(self, into, source):
+        if into is None and source.dim() == 0:
+            self.numbers.add(source.untyped_storage()._cdata)
+        elif into is None:
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless pinned")
+
+    run = staticmethod(launched)
+
+
+def noted(executor, *args, **kwargs):
+    """A kernel's launch while a graph is captured, by this thread or another one."""
+    graph = capturing()
+    (launched if graph is None else graph.launch)(executor, *args, **kwargs)
+
+
+CUDA = {
+    "CUDAGraph": Tape,
+    "Event": Event,
+    "Stream": Stream,
+    "stream": on_stream,
+    "current_stream": current_stream,
+    "device": nullcontext,
+    "graph_pool_handle": lambda: PlayedGraph.pools.handle(),
+    "empty_cache": lambda: PlayedGraph.pools.empty_cache(),
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch, interpreter):
+    """Kernels for everything, steps on tape, and a host that sees each step only after the next one."""
+
+    def apply():
+        for name in KERNELS:
+            module = importlib.import_module(f"heavypath.kernels.{name}")
+            monkeypatch.setattr(module, "choose_impl", lambda function, impl, tensor, native=False: "triton")
+        for place in ("models.joined", "decoding.noise_rows", "decoding.drafting"):
+            monkeypatch.setattr(f"heavypath.speculative.{place}.choose_impl", lambda *_, native=False: "triton")
+        monkeypatch.setattr("heavypath.kernels.sequence_scores.choose_impl", lambda *_, native=False: "torch")
+        monkeypatch.setattr("heavypath.speculative.models.linear.library", lambda: None)  # no compiled pass
+        for name, module in [*sys.modules.items()]:
+            if name.startswith("heavypath.") and hasattr(module, "host_can_read"):
+                monkeypatch.setattr(module, "host_can_read", lambda device: False)
+        for name, part in CUDA.items():
+            monkeypatch.setattr(torch.cuda, name, part)
+        monkeypatch.setattr("heavypath.kernels.cache_compaction._check_rows", lambda *rows: None)  # of CPU tensors
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *given: PlayedGraph.pools.end(*given))
+        monkeypatch.setattr("heavypath.speculative.decoding.graphs._streams", {})
+        PlayedGraph.pools, PlayedGraph.replays = Pools(), 0
+
+    return apply
+
+
+class Strict(TorchDispatchMode):
+    """Refuses whatever has to do with another device; what asks for values is refused by the meta device itself."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        seen = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+        assert all(leaf.is_meta for leaf in seen), f"{function} takes or gives tensors of the host"
+        return out
+
+
+@pytest.fixture
+def without_values(as_on_a_gpu, monkeypatch):
+    """The meta device, on which tensors have shapes alone, in the part of a GPU; kernels do nothing on it."""
+    as_on_a_gpu()
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: None)
+    for name in ("sampling_kernel", "filter_cuts", "verifying.decision", "verifying.walk", "typical.kernel"):
+        module = importlib.import_module(f"heavypath.kernels.{name}")
+        monkeypatch.setattr(module, "tickets", lambda count, device: torch.empty(count, device=device))
+
+
+def rules_of(method, filters, processing=None):
+    kind = METHODS[method].kind(filters.temperature)
+    return Rules(
+        replacement=kind.replacement,
+        fill=METHODS[method].fill,
+        verification=kind.verification,
+        target_filters=filters,
+        draft_filters=filters,
+        drawing_filters=kind.drawing_filters(filters),
+        value_temperature=0.6,
+        processing=processing,
+        typical=METHODS[method].typical(None, None),
+    )
+
+
+def room_for(batch, target, tree, vocab_size):
+    slots = max(1, tree.depth * tree.branching)
+    return Sequences.room_for(
+        batch, new_tokens=20, stops=2, vocab_size=vocab_size, count_slots=slots, device=target.device
+    )
+
+
+def on_meta(part):
+    """A DeviceTree, with all that it has."""
+    if isinstance(part, torch.Tensor):
+        return part.to("meta")
+    if isinstance(part, Chosen):
+        return Chosen(*map(on_meta, part))
+    if isinstance(part, tuple):
+        return tuple(map(on_meta, part))
+    if part is None or isinstance(part, int):
+        return part
+    return type(part)(**{name: on_meta(field) for name, field in vars(part).items()})
+
+
+class Launches(TorchDispatchMode):
+    """Notes what a GPU would have to do, which views and fresh memory are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.counts = [], True
+
+    def note(self, name):
+        if self.counts:
+            self.names.append(name)
+
+    def without(self, function):
+        def uncounted(*args, **kwargs):
+            self.counts = False
+            out = function(*args, **kwargs)
+            self.counts = True
+            return out
+
+        return uncounted
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        views = any(argument.alias_info and not argument.alias_info.is_write for argument in function._schema.arguments)
+        if not views and not function.__name__.startswith(("empty", "new_empty")):
+            self.note(function.__name__)
+        return out

@@ -1,0 +1,38 @@
+"""Helpers of tests/options/test_processors.py and its neighbours."""
+
+import torch
+from tiny_models import assert_same_text
+from transformers import LogitsProcessorList
+
+from heavypath.kernels.filtering import filtered_logprobs
+
+
+def odd_behind_even(input_ids, scores):
+    """A callable of a user's own: behind an even token no token that has its last bit."""
+    barred = (torch.arange(scores.shape[1], device=scores.device) & 1) == (input_ids[:, -1:] & 1)
+    return scores.masked_fill(barred, -torch.inf)
+
+
+def assert_same_or_tie(model, ours, theirs):
+    """As `assert_same_text`, also of texts [1, any] that end at different places because they parted at a tie."""
+    shortest = min(ours.shape[1], theirs.shape[1])
+    assert_same_text(model, ours[:, :shortest], theirs[:, :shortest])
+    if ours.shape != theirs.shape:
+        assert not torch.equal(ours[:, :shortest], theirs[:, :shortest])
+
+
+@torch.inference_mode()
+def processed_law(model, prompt, processors, filters, length, eos=None):
+    """Joint probabilities [V ** length] of the next tokens, by enumeration; end-of-sequence tokens behind the first."""
+    vocab, contexts, law = model.config.vocab_size, prompt[None], torch.ones(1).double()
+    for _ in range(length):
+        there = law > 0  # no processor is asked what follows a text that cannot come about
+        step = torch.zeros(len(contexts), vocab).double()
+        logits = LogitsProcessorList(processors)(contexts[there], model(contexts[there]).logits[:, -1].float())
+        step[there] = filtered_logprobs(logits, filters).exp().double()
+        if eos is not None:
+            step[(contexts[:, len(prompt) :] == eos).any(1)] = torch.eye(vocab).double()[eos]
+        law = (law[:, None] * step).flatten()
+        more = torch.arange(vocab).repeat(len(contexts))[:, None]
+        contexts = torch.cat([contexts.repeat_interleave(vocab, 0), more], 1)
+    return law

@@ -1,0 +1,126 @@
+"""Helpers of tests/kernels/test_verification_kernel.py and its neighbours."""
+
+import importlib.util
+import inspect
+import random
+
+import torch
+from torch import Tensor
+
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.nodes import Verified
+from heavypath.kernels.sampling import gumbel_topk
+from heavypath.kernels.verification import verify_tree
+from heavypath.kernels.verifying.rule import EITHER_DRAW
+from heavypath.speculative.trees.tree import TokenTree
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLAIN = Filters()
+TREES = {
+    "root": TokenTree([-1]),
+    "chain": TokenTree.chain(3),
+    "3-ary": TokenTree.k_ary(3, 1),
+    "4, 2": TokenTree.from_branching([4, 2]),
+    "sequences": TokenTree.independent(3, 2),
+    "ranks": TokenTree([-1, 0, 0, 0, 2, 2], [0, 2, 0, 1, 1, 0]),
+}
+
+
+class Problem:
+    """Trees drawn from a Markov language, each node's children with that node's row of noise."""
+
+    def __init__(
+        self,
+        tree: TokenTree,
+        method: str,
+        target_filters: Filters = PLAIN,
+        draft_filters: Filters = PLAIN,
+        *,
+        vocab_size: int = 5,
+        batch: int = 2,
+        dtype: torch.dtype = torch.float32,
+        absent: float = 0.0,
+        noise: float = 1.0,
+        seed: int = 0,
+    ):
+        replacement = method in ("with_replacement", "kseq") or (method in EITHER_DRAW and seed % 2 == 1)
+        generator = torch.Generator().manual_seed(seed)
+        contexts = min(vocab_size, 40)
+        target = 1.5 * torch.randn(batch, contexts, vocab_size, generator=generator)
+        draft = (target + noise * torch.randn(target.shape, generator=generator)).to(dtype)
+        nodes, sequence = len(tree), torch.arange(batch)
+        self.tokens = torch.full((batch, nodes), -1)
+        self.tokens[:, 0] = 0
+        self.parents = tree.parents
+        self.rows = torch.arange(batch * nodes).view(batch, nodes) + (seed << 33)
+        self.target, self.draft = torch.zeros(2, batch, nodes, vocab_size, dtype=dtype)
+        for node in range(nodes):
+            context = self.tokens[:, node].clamp(min=0) % contexts
+            self.target[:, node], self.draft[:, node] = target.to(dtype)[sequence, context], draft[sequence, context]
+            children = (tree.parents == node).nonzero()[:, 0]
+            if len(children):
+                drawn = gumbel_topk(
+                    self.draft[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=self.rows[:, node],
+                    replacement=replacement, impl="torch",
+                    uniform_fill=not replacement and seed % 2 == 0,
+                )  # fmt: skip
+                self.tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
+            else:
+                self.draft[:, node] = torch.nan  # leaves' rows are never read
+        self.tokens[:, 1:][torch.rand(batch, nodes - 1, generator=generator) < absent] = -1
+        temperature, top_k, top_p, min_p = draft_filters
+        off = Filters(temperature, top_k or 0, top_p or 1.0, min_p or 0.0)  # None would mean the target's
+        greedy = Filters(temperature=0.0)
+        self.options = {
+            "method": method, "ranks": tree.ranks, "seed": seed, "replacement": method in EITHER_DRAW and replacement,
+            **(greedy if method == "greedy" else target_filters)._asdict(),
+            **{f"draft_{name}": value for name, value in off._asdict().items()},
+        }  # fmt: skip
+
+    def verified(self, impl: str, **changes) -> Verified:
+        given = {"rows": self.rows} | self.options | changes
+        tensors = (self.tokens, self.parents, self.target, self.draft)
+        if impl == "triton":
+            tensors = tuple(tensor.to(DEVICE) for tensor in tensors)
+            given = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in given.items()}
+        return Verified(*(field.cpu() for field in verify_tree(*tensors, impl=impl, **given)))
+
+    def agrees(self, **changes) -> bool:
+        pairs = zip(self.verified("triton", **changes), self.verified("torch", **changes), strict=True)
+        return all(torch.equal(kernel, reference) for kernel, reference in pairs)
+
+
+def random_problem(method: str, seed: int) -> Problem:
+    """Small, and any: the tree, draw order, distributions' distance, filters of both, dtype and absent nodes."""
+    chosen = random.Random(f"{method} {seed}")
+
+    def filters(*temperatures: float) -> Filters:
+        top_k, top_p, min_p = chosen.randint(1, 5), chosen.uniform(0.2, 0.99), chosen.uniform(0, 0.3)
+        off = [chosen.random() < 0.8 for _ in range(3)]
+        return Filters(
+            chosen.choice(temperatures), None if off[0] else top_k, None if off[1] else top_p, None if off[2] else min_p
+        )
+
+    parents = [-1, *(chosen.randrange(node) for node in range(1, chosen.randint(1, 8)))]
+    ranks, order = [0] * len(parents), chosen.sample(range(1, len(parents)), len(parents) - 1)
+    for place, node in enumerate(order):
+        ranks[node] = sum(parents[other] == parents[node] for other in order[:place])
+    return Problem(
+        TokenTree(parents, ranks), method,
+        filters(0.3, 1.0, 1.7), filters(*[0.0] * (method != "kseq"), 0.5, 1.0, 1.3),
+        vocab_size=chosen.choice([1, 2, 3, 5, 8, 40]), batch=chosen.choice([1, 1, 2]),
+        dtype=chosen.choice([torch.float32, torch.float16, torch.bfloat16]), absent=chosen.choice([0.0, 0.2]),
+        noise=chosen.choice([0.0, 0.3, 1.0, 3.0]), seed=seed,
+    )  # fmt: skip
+
+
+def mutant(tmp_path, module, original: str, replacement: str, name: str):
+    """A copy of a module; Triton reads the source of its functions from a file."""
+    source = inspect.getsource(module)
+    assert original in source, f"{original!r} is not in the source: update the mutation"
+    path = tmp_path / f"{name}.py"
+    path.write_text(source.replace(original, replacement))
+    spec = importlib.util.spec_from_file_location(name, path)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
