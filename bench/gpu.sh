@@ -122,10 +122,10 @@ run_first() {
 }
 
 run_tests() {
-    local kernels=(test_sampling test_commit test_cache_compaction test_ordering test_verification_kernel
-        test_tree_attention test_windows test_huggingface test_sequence_scores test_layer_kernels)
-    local files=("${kernels[@]/#/tests/}")
-    files=("${files[@]/%/.py}")
+    local kernels=(sampling commit cache_compaction ordering verification_kernel tree_attention windows sequence_scores
+        layer_kernels)
+    local files=("${kernels[@]/#/tests/kernels/test_}")
+    files=("${files[@]/%/.py}" tests/core/test_huggingface.py)
     [ -n "$small" ] && few=(-k "by_hand or nothing_to_do or equal_siblings") || few=()
     step tests-gpu 250 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_step.py tests/gpu/test_on_gpu.py \
         tests/core/test_first_on_gpu.py tests/core/test_decoder.py tests/gpu/test_ranks_on_gpu.py

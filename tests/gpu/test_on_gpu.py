@@ -13,7 +13,7 @@ from commit_cases import Problem as CommitProblem
 from devices import moved
 from distil_cases import TINY, greedy, overlaps, silent, texts
 from families import tiny
-from gpu_cases import MINIATURE, Captured, assert_alike, prompts, size
+from gpu_cases import MINIATURE, Captured, assert_alike, prompts, pytestmark, size  # noqa: F401
 from head_cases import head_of
 from head_training_cases import random_rows
 from tiny_models import tiny_llama
