@@ -4,22 +4,24 @@ import copy
 
 import pytest
 import torch
+from drafted_cases import followed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lookup_cases import VOCAB, searched
-from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
+from statistical import SIGNIFICANCE, chi_square_p_value
 from tiny_models import exact_law, tiny_llama, transformers_greedy
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import LOSSLESS_METHODS, EarlyExit, PromptLookup, SpeculativeDecoder, choose_layers
+from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, choose_layers
 from heavypath.speculative.drafts import Feed, LookupDraft, ModelDraft
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import draft_parameter_count
 
+VOCAB = 4
 
-@settings(max_examples=100, deadline=None)
+
+@settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=24), min_size=1, max_size=3),
     branch=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
@@ -44,7 +46,7 @@ def test_prompt_lookup_finds_what_a_search_finds(texts, branch, longest, shortes
     logits = draft(Feed(tokens, rows, rows, rows - 1, lengths, int(lengths.max()) + 1, ones), cache)[:, -1:]
     for depth in range(len(branch) + 1):
         for b, text in enumerate(texts):
-            expected = searched(text, text + branch[:depth], options)
+            expected = followed(text, text + branch[:depth], options, VOCAB)
             assert logits[b, 0].exp().tolist() == pytest.approx(expected, abs=2e-4)
         if depth < len(branch):
             here = (lengths + depth + 1)[:, None]
@@ -53,42 +55,11 @@ def test_prompt_lookup_finds_what_a_search_finds(texts, branch, longest, shortes
 
 
 def test_prompt_lookup_drafts_a_repetition():
-    target = tiny_llama(1)
+    target, prompt = tiny_llama(1), torch.tensor([[1, 2, 3, 4]])
     decoder = SpeculativeDecoder(target, PromptLookup(), "chain", tree_size=6)
-    prompt = torch.tensor([[1, 2, 3, 4]])
     out = decoder.generate(prompt, 59)  # greedy text of so small a model repeats itself
     assert torch.equal(out.sequences, transformers_greedy(target, prompt, 59))
     assert out.stats.tokens_per_step > 2
-
-
-DRAFTS = {"prompt lookup": lambda: PromptLookup(2), "early exit": lambda: EarlyExit(1)}
-
-
-@pytest.mark.parametrize("method", [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in ("chain", "specinfer", "rsd-c", "rsd-s")))
-    for name in LOSSLESS_METHODS if name != "autoregressive"
-])  # fmt: skip
-@pytest.mark.parametrize("name", DRAFTS)
-def test_the_law_is_the_targets_with_any_draft(name, method):
-    target, prompt = tiny_llama(1), torch.tensor([3, 1, 4, 3, 1])
-    decoder = SpeculativeDecoder(target, DRAFTS[name](), method, tree_size=6)
-    out = decoder.generate(prompt.expand(12_000, -1), max_new_tokens=3, temperature=0.9, seed=4)
-    law = exact_law(target, prompt, Filters(0.9), 3)
-    assert chi_square_p_value(joint_counts(out.sequences[:, 5:], 7), law) > SIGNIFICANCE
-    assert torch.equal(decoder.generate(prompt[None], 20).sequences, transformers_greedy(target, prompt[None], 20))
-
-
-@pytest.mark.parametrize("name", DRAFTS)
-@pytest.mark.parametrize("method", ["sequoia", "dyspec", "ersd"])
-def test_a_batch_is_decoded_as_each_alone_with_any_draft(name, method):
-    decoder = SpeculativeDecoder(tiny_llama(1), DRAFTS[name](), method, tree_size=7)
-    prompts, mask = torch.tensor([[1, 2, 1, 2, 1], [0, 0, 5, 5, 5]]), torch.ones(2, 5, dtype=torch.long)
-    mask[1, :2] = 0
-    options = {"max_new_tokens": 30, "temperature": 0.5, "seed": 2}
-    batch = decoder.generate(prompts, attention_mask=mask, **options).sequences[:, 5:]
-    for b, prompt in enumerate((prompts[0], prompts[1, 2:])):
-        alone = decoder.generate(prompt[None], sequence_ids=torch.tensor([b]), **options).sequences[0, len(prompt) :]
-        assert torch.equal(batch[b], alone)
 
 
 @torch.inference_mode()
@@ -171,14 +142,15 @@ def test_no_layers_are_chosen_by_nothing(bad):
         choose_layers(tiny_llama(1), **{"prompts": [torch.tensor([[1, 2]])]} | bad)
 
 
-@pytest.mark.parametrize("draft_size", [199, 202])
-@pytest.mark.parametrize("method", ["sequoia", "specinfer", "dyspec", "rsd-s", "ersd", "spectr", "top-k"])
+@pytest.mark.parametrize(("method", "draft_size"), [
+    ("sequoia", 199), ("sequoia", 202), ("specinfer", 202), ("dyspec", 202), ("rsd-s", 199), ("ersd", 202),
+])  # fmt: skip
 def test_padded_vocabularies_are_masked(method, draft_size):
     target, draft = tiny_llama(1, 200), tiny_llama(2, draft_size, layers=1)
     prompt = torch.tensor([[199, 3, 199]])  # a token that the smaller draft lacks
     decoder = SpeculativeDecoder(target, draft, method, tree_size=6)
     assert torch.equal(decoder.generate(prompt, 16).sequences, transformers_greedy(target, prompt, 16))
-    out = decoder.generate(prompt.expand(4000, -1), 2, temperature=1.0, top_k=8)
+    out = decoder.generate(prompt.expand(2000, -1), 2, temperature=1.0, top_k=8)
     law = exact_law(target, prompt[0], Filters(1.0, 8), 2).view(200, 200).sum(0)  # of the second, which was drafted
     counts = torch.bincount(out.sequences[:, 4], minlength=200)
     assert chi_square_p_value(counts, law) > SIGNIFICANCE
@@ -195,14 +167,11 @@ def test_a_padded_draft_equal_to_the_target_is_always_accepted():
     assert ModelDraft(LlamaForward(draft), 200)
 
 
-@pytest.mark.parametrize(("sizes", "message"), [
-    ((200, 203), "got 200 and 203 tokens; padding may differ by at most 1 in 100 and 128 tokens"),
-    ((32_000, 32_200), "got 32000 and 32200 tokens"),
-])  # fmt: skip
-def test_other_vocabularies_are_refused(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        SpeculativeDecoder(tiny_llama(1, sizes[0]), tiny_llama(2, sizes[1]))
-
-
-def test_llamas_padding_is_taken():
-    assert SpeculativeDecoder(tiny_llama(1, 32_000), tiny_llama(2, 32_064))
+def test_padding_may_differ_by_one_token_in_100_and_128():
+    assert SpeculativeDecoder(tiny_llama(1, 32_000), tiny_llama(2, 32_064))  # as Llama's do
+    for sizes, message in (
+        ((200, 203), "got 200 and 203 tokens; padding may differ by at most 1 in 100 and 128 tokens"),
+        ((32_000, 32_200), "got 32000 and 32200 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SpeculativeDecoder(tiny_llama(1, sizes[0]), tiny_llama(2, sizes[1]))

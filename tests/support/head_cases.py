@@ -1,10 +1,21 @@
-"""Helpers of tests/drafts/test_heads.py and its neighbours."""
+"""Random EAGLE heads for tiny targets, and what they say by a pass over a whole text."""
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from heavypath.kernels.commit import StateField
 from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+
+VARIANTS = {
+    "eagle-1": {"generation": 1, "taps": (2,), "biases": frozenset({"fc"})},
+    "eagle-1 of two layers": {"generation": 1, "taps": (2,), "layers": 2},
+    "eagle-3": {"generation": 3},
+    "eagle-3.1": {"generation": 3, "tap_norms": True, "feeds_back_normed": True, "owns_lm_head": True},
+    "eagle-3, residual normed, biases": {"norm_before_residual": True, "biases": frozenset({"q_proj", "k_proj"})},
+    "eagle-3, heads normed, taps normed together": {"head_norms": True, "norm_before_fc": True},
+    "eagle-3, four tokens": {"draft_vocab_size": 4, "owns_lm_head": True},
+    "eagle-3, another width": {"hidden_size": 24, "owns_embedding": True, "owns_lm_head": True},
+}
 
 
 def head_of(target, seed=0, **changes):
@@ -38,6 +49,13 @@ def logits_over(head, target, text, path=()):
     return logits_of(head, target, hidden)[-1]
 
 
+@torch.no_grad()
+def entries_over(head, target, text):
+    """[L - 1, V], in row i what the entry of tokens i and i + 1 says."""
+    features = features_of(head, target, text)[:, :-1]
+    return logits_of(head, target, over(head, features, embedding_of(head, target)(text[None, 1:])))
+
+
 def features_of(head, target, text):
     seen = target(text[None], output_hidden_states=True).hidden_states
     return head.features([seen[number] for number in head.config.taps])
@@ -48,8 +66,10 @@ def embedding_of(head, target):
 
 
 def over(head, features, embedded):
-    turns = head.rotary_emb(features, torch.arange(features.shape[1])[None])
-    return head(features, embedded, turns, causal)
+    def causal(query, key, value):
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    return head(features, embedded, head.rotary_emb(features, torch.arange(features.shape[1])[None]), causal)
 
 
 def logits_of(head, target, hidden):
@@ -60,42 +80,3 @@ def logits_of(head, target, hidden):
     every = logits.new_full((len(logits), head.config.vocab_size), -torch.inf)
     every[:, [1, 2, 4, 6]] = logits
     return every
-
-
-def causal(query, key, value):
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-
-def steps_of(decoder, *arguments, **options):
-    """What `generate` returns, and for each step the numbers of `StateField` before it, and what it drafted."""
-    steps, run = [], decoder.runner.run
-
-    def noting(plan, workspace, *, slots, **more):
-        before = workspace.state.numbers[:, :slots].clone()
-        stepped = run(plan, workspace, slots=slots, **more)
-        steps.append((before, stepped.drafted))
-        return stepped
-
-    decoder.runner.run = noting
-    try:
-        return decoder.generate(*arguments, **options), steps
-    finally:
-        decoder.runner.run = run
-
-
-def inner_nodes(before, drafted, slot):
-    """The paths of drafted tokens to the nodes that have children; their nodes."""
-    parents = drafted.parents if drafted.parents.dim() == 1 else drafted.parents[slot]
-    there = {int(parent) for node, parent in enumerate(parents) if parent >= 0 and drafted.tokens[slot, node] >= 0}
-    for node in there:
-        path, at = [], node
-        while at > 0:
-            path.insert(0, int(drafted.tokens[slot, at]))
-            at = int(parents[at])
-        if len(path) < before[StateField.LEFT, slot]:
-            yield node, path
-
-
-def drafted_any(steps):
-    """The steps that drafted anything."""
-    return [step for step in steps if step[1].logits is not None]

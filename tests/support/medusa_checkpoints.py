@@ -5,6 +5,8 @@ import json
 import torch
 from safetensors.torch import save_file
 
+from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
+
 LAYOUTS = {"own lm_heads": True, "the target's lm_head": False}
 
 
@@ -53,3 +55,9 @@ def of_states(tensors, target, states):
         lm_head = tensors.get(f"{head}.{layer}.weight", target.lm_head.weight)
         logits.append(x @ lm_head.to(x.dtype).T)
     return torch.stack(logits, 1)
+
+
+def heads_of(target, tmp_path, **options):
+    """Random heads for a tiny target, loaded from a checkpoint."""
+    tensors = published(target, **({"heads": 4, "scale": 2.0} | options))
+    return load_medusa(write(tmp_path / "heads", tensors), target), tensors

@@ -1,0 +1,132 @@
+"""What drafts say after each node of the trees that a decoder drafts, and what they should say of the whole text."""
+
+from typing import NamedTuple
+
+import torch
+from head_cases import logits_over
+from tiny_models import tiny_llama
+from torch import Tensor
+
+from heavypath.kernels.commit import StateField
+from heavypath.speculative import Cascade, MedusaHeads, PromptLookup
+
+PROMPTS = [torch.tensor([3, 1, 4, 1, 5, 2]), torch.tensor([2, 6, 5])]
+
+
+class Node(NamedTuple):
+    """A distribution that children were drawn from.
+
+    text:   LongTensor[L], of the sequence with the tree's root
+    path:   the drafted tokens from below the root to the node
+    logits: [V]
+    first:  the rank of the root's child above the node, or of the first child if it is the root
+    """
+
+    text: Tensor
+    path: list[int]
+    logits: Tensor
+    first: int
+
+
+def drafted_nodes(decoder, new_tokens, prompts=PROMPTS):
+    """What `generate` returns for a batch of different prompts at temperature 1, and each node that has children."""
+    width, nodes = max(map(len, prompts)), []
+    padded = torch.stack([torch.cat([torch.zeros(width - len(each)).long(), each]) for each in prompts])
+    mask = torch.stack([torch.arange(width) >= width - len(each) for each in prompts]).long()
+    out, steps = steps_of(decoder, padded, attention_mask=mask, max_new_tokens=new_tokens, temperature=1.0)
+    for before, drafted in steps:
+        for slot in range(before.shape[1] if drafted.logits is not None else 0):
+            member, length = (int(before[field, slot]) for field in (StateField.MEMBER, StateField.LENGTHS))
+            text = torch.cat([prompts[member], out.sequences[member, width:]])[: length + 1]
+            nodes += nodes_of(text, drafted, slot, most=int(before[StateField.LEFT, slot]))
+    return out, nodes
+
+
+def nodes_of(text, drafted, slot, most):
+    """Each distribution of a sequence's tree once, of those above the last level that fits."""
+    parents, ranks = (each if each.dim() == 1 else each[slot] for each in (drafted.parents, drafted.ranks))
+    tokens, laws, seen = drafted.tokens[slot].tolist(), parents if drafted.laws is None else drafted.laws, set()
+    for node in range(1, len(tokens)):
+        path, at, first = [], int(parents[node]), node
+        while at > 0:
+            path, at, first = [tokens[at], *path], int(parents[at]), at
+        law = int(laws[node])
+        if min([tokens[node], *path]) >= 0 and len(path) < most and law not in seen:
+            seen.add(law)
+            yield Node(text, path, drafted.logits[slot, law], int(ranks[first]))
+
+
+def steps_of(decoder, *arguments, **options):
+    """What `generate` returns, and for each step the numbers of `StateField` before it, and what it drafted."""
+    steps, run = [], decoder.runner.run
+
+    def noting(plan, workspace, *, slots, **more):
+        before = workspace.state.numbers[:, :slots].clone()
+        stepped = run(plan, workspace, slots=slots, **more)
+        steps.append((before, stepped.drafted))
+        return stepped
+
+    decoder.runner.run = noting
+    try:
+        return decoder.generate(*arguments, **options), steps
+    finally:
+        decoder.runner.run = run
+
+
+def assert_a_later_turn_drafts_the_same(decoder, *, unread=12):
+    """With and without what is cached of the turn before; all but `unread` tokens of it are taken from there."""
+    first = decoder.generate(torch.tensor([[3, 1, 4, 1, 5, 2, 2]]), max_new_tokens=30, temperature=1.0)
+    cache = first.cache
+    for kept in (36, 20, 3):
+        prompt = torch.cat([first.sequences[:, :kept], (first.sequences[:, kept : kept + 1] + 1) % 7], 1)
+        fresh, fresh_steps = steps_of(decoder, prompt, max_new_tokens=20, temperature=1.0)
+        again, again_steps = steps_of(decoder, prompt, max_new_tokens=20, temperature=1.0, past=cache)
+        assert again.stats.reused_tokens >= kept - unread
+        assert torch.equal(fresh.sequences, again.sequences)
+        for (_, one), (_, other) in zip(fresh_steps, again_steps, strict=True):
+            if one.logits is not None:
+                torch.testing.assert_close(one.logits[:, 0], other.logits[:, 0])
+
+
+@torch.no_grad()
+def said_by(draft, target, text, path):
+    """Probabilities [V] after a text and a path of drafted tokens, by a pass over all of it; zeros for no proposal."""
+    whole = torch.cat([text, torch.tensor(path, dtype=torch.long)])
+    if isinstance(draft, Cascade):
+        ends = torch.tensor(draft.levels).cumsum(0)[:-1]
+        return said_by(draft.drafts[int((ends <= len(path)).sum())], target, text, path)
+    if isinstance(draft, PromptLookup):
+        probs = torch.tensor(followed(text.tolist(), whole.tolist(), draft, 7))
+        return probs / probs.sum().clamp(min=1e-30)
+    if isinstance(draft, MedusaHeads):  # all of them speak of the feature before the root
+        states = target(text[None], output_hidden_states=True).hidden_states[-1][0]
+        before = states[-2:-1] if len(text) > 1 else torch.zeros_like(states)
+        logits = draft(before, target.lm_head)[0]
+        return logits[len(path)].softmax(-1).float() if len(path) < len(logits) else torch.zeros(7)
+    if hasattr(draft, "generate"):
+        return draft(whole[None]).logits[0, -1].softmax(-1).float()
+    return logits_over(draft, target, text, path).softmax(-1).float()
+
+
+def law_of(logits):
+    """Probabilities; zeros of logits that propose nothing."""
+    return logits.softmax(-1) if logits.max() > -torch.inf else torch.zeros_like(logits)
+
+
+def followed(text, context, options, vocab):
+    """Probabilities of what followed the longest suffix of `context` that occurred in `text`, the latest most."""
+    for length in range(options.max_ngram, options.min_ngram - 1, -1):
+        suffix = context[-length:]
+        places = [i + length for i in range(len(text) - length) if text[i : i + length] == suffix]
+        if len(suffix) == length and places:
+            probs = [0.0] * vocab
+            for age, place in enumerate(reversed(places), start=1):
+                probs[text[place]] += 0.5**age
+            return probs
+    return [0.0] * vocab
+
+
+def small_draft(seed=5):
+    """A model of one layer, in fp64."""
+    settings = {"hidden_size": 16, "num_attention_heads": 2, "layers": 1, "max_position_embeddings": 256}
+    return tiny_llama(seed, **settings).double()
