@@ -5,8 +5,7 @@ import re
 
 import pytest
 import torch
-from grammar_cases import references
-from processed_texts import assert_same_or_tie, odd_behind_even, processed_law
+from processed_texts import assert_same_or_tie, odd_behind_even, processed_law, references
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from texts_with_rules import EOS, left_padded
 from tiny_models import tiny_llama

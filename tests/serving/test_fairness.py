@@ -1,11 +1,11 @@
 """One service and several clients: nobody's texts hold up another's, and who is alone has nearly everything."""
 
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from http_server import PATIENCE, eventually
 from serving_cases import alone, held, tiny_llama
 
 from heavypath.speculative import SpeculativeDecoder
@@ -14,18 +14,12 @@ from heavypath.speculative.serving.arrivals import Arrivals
 from heavypath.speculative.serving.slots import BESIDE, Slots
 
 LONG = {"max_new_tokens": 120, "eos_token_id": None, "temperature": 0.9}
-PATIENCE = 60
 
 
 def waiting(name, client=None, group=None):
     """What `Arrivals` looks at of a text."""
-    return SimpleNamespace(
-        name=name,
-        client=client,
-        group=group,
-        progress=SimpleNamespace(is_cancelled=False),
-        interrupted=lambda: None,
-    )
+    progress = SimpleNamespace(is_cancelled=False)
+    return SimpleNamespace(name=name, client=client, group=group, progress=progress, interrupted=lambda: None)
 
 
 def order_of(arrivals, **may):
@@ -34,25 +28,18 @@ def order_of(arrivals, **may):
 
 def test_clients_take_turns_and_so_do_a_clients_requests():
     arrivals = Arrivals(20)
-    for name in ("a1", "a2", "a3"):
-        arrivals.put(waiting(name, "A", 1))
-    for name in ("a4", "a5"):
-        arrivals.put(waiting(name, "A", 2))
-    for name in ("b1", "b2"):
-        arrivals.put(waiting(name, "B", 1))
+    for name, group in (("a1", 1), ("a2", 1), ("a3", 1), ("a4", 2), ("a5", 2), ("b1", 1), ("b2", 1)):
+        arrivals.put(waiting(name, name[0].upper(), group))
     assert order_of(arrivals) == ["a1", "b1", "a4", "b2", "a2", "a5", "a3"]
     assert arrivals.pop() is None
     for name in ("a1", "a2"):
         arrivals.put(waiting(name, "A"))
     assert arrivals.pop(lambda client, waiting: client != "A" or [*waiting] != ["A"]) is None
     assert len(arrivals) == 2
-
-
-def test_nobodys_texts_come_as_they_were_put():
-    arrivals = Arrivals(20)
+    nobodys = Arrivals(20)
     for name in range(20):
-        arrivals.put(waiting(name))
-    assert order_of(arrivals) == [*range(20)]
+        nobodys.put(waiting(name))
+    assert order_of(nobodys) == [*range(20)]
 
 
 def test_a_client_fills_half_of_the_queue_and_what_is_cancelled_takes_no_place():
@@ -75,23 +62,18 @@ def test_a_client_fills_half_of_the_queue_and_what_is_cancelled_takes_no_place()
     assert sorted(order_of(arrivals)) == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
-def watched(service):
-    """The clients in each step, as they come, of a service."""
+def watched(service, fifth=lambda: None):
+    """The clients in each step, as they come, of a service; before step 5 `fifth` is called."""
     steps, step = [], service._slots._step
 
     def write(count):
+        if len(steps) == 5:
+            fifth()
         steps.append([member.arrival.client for member in service._slots.running[:count]])
         return step(count)
 
     service._slots._step = write
     return steps
-
-
-def until(condition):
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_a_newcomer_has_a_slot_at_once_and_short_steps():
@@ -103,15 +85,10 @@ def test_a_newcomer_has_a_slot_at_once_and_short_steps():
     short = {**LONG, "max_new_tokens": 6}
     expected_short = alone(decoder, [3, 4], short, 50)
     with decoder.serve(slots=4, max_tokens=128, queue=32) as service:
-        steps, brief = watched(service), []
-        step = service._slots._step
-
-        def newcomer(count):
-            if len(steps) == 5:
-                brief.extend(service.submit([3, 4], **short, seed=50, client="B") for _ in range(3))
-            return step(count)
-
-        service._slots._step = newcomer
+        brief = []
+        steps = watched(
+            service, lambda: brief.extend(service.submit([3, 4], **short, seed=50, client="B") for _ in range(3))
+        )
         with held(service) as entered:
             sent = [service.submit(prompts[0], **LONG, seed=0, client="A")]
             assert entered.wait(PATIENCE)
@@ -149,31 +126,20 @@ def test_on_a_gpu_where_a_step_takes_as_long_for_one_as_for_all_nobody_pauses():
     assert Slots._arrange(slots) == 6
     assert Slots.may_join(slots, "A", ["B"])
     slots.limits.slots = 7
-    assert [Slots.may_join(slots, client, ["A", "B", "C"]) for client in ("A", "B", "C", None)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    joins = [Slots.may_join(slots, client, ["A", "B", "C"]) for client in ("A", "B", "C", None)]
+    assert joins == [False, False, True, True]
 
 
 def test_the_last_free_slot_is_for_a_client_that_has_none():
     with SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd").serve(slots=4, max_tokens=256) as service:
-        steps, third = watched(service), []
-        step = service._slots._step
-
-        def newcomer(count):
-            if len(steps) == 5:
-                third.append(service.submit([1, 2], 4, eos_token_id=None, client="C"))
-            return step(count)
-
-        service._slots._step = newcomer
+        third = []
+        steps = watched(service, lambda: third.append(service.submit([1, 2], 4, eos_token_id=None, client="C")))
         with held(service) as entered:
             service.submit([1, 2], 200, eos_token_id=None, client="A")
             assert entered.wait(PATIENCE)
             for client in "AABB":
                 service.submit([1, 2], 200, eos_token_id=None, client=client)
-        until(lambda: len(steps) > 6)
+        eventually(lambda: len(steps) > 6)
         assert len(third[0].result(PATIENCE).tokens) == 4
         service.close(graceful=False)
     assert [sorted(each) for each in steps[1:7]] == [[*"AAB"]] * 5 + [[*"AABC"]]

@@ -8,26 +8,23 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
-from http_server import ask
-from server_process import process
+from http_server import NAME, ask, post, running
+from processed_texts import references
 
-BODY = {"model": "heavypath-demo", "prompt": "def", "max_tokens": 2, "temperature": 0}
+from heavypath.speculative import SpeculativeDecoder
+
+BODY = {"model": NAME, "prompt": "def", "max_tokens": 2, "temperature": 0}
 SOON = 2.5  # seconds; each of these took 2 to 120, or for ever
+CHAT = "chat/completions"
 
 
 @pytest.fixture(scope="module")
-def base():
-    with process("--slots", 2) as (server, base, _):
-        yield base
-        assert server.poll() is None
-        server.terminate()
-        assert server.stderr.read() == "heavypath: stopped\n", "a client's fault is not logged as the server's"
-
-
-def chain(length, link=lambda name: {"$ref": name}):
-    """A schema of references one behind the other."""
-    definitions = {f"a{index}": link(f"#/$defs/a{index + 1}") for index in range(length)}
-    return {"$ref": "#/$defs/a0", "$defs": definitions | {f"a{length}": {"type": "null"}}}
+def base(demo_pair):
+    decoder = SpeculativeDecoder(demo_pair.target, demo_pair.draft, "ersd")
+    with decoder.serve(slots=2, max_tokens=512) as service:
+        with running(service, demo_pair.tokenizer, max_tokens=512, eos=[0]) as base:
+            yield base
+        assert (service.is_open, service.stats().failed) == (True, 0)
 
 
 @contextmanager
@@ -54,121 +51,104 @@ def watched(base):
         thread.join()
 
 
-def refused(base, path, body, soon=SOON):
-    """The error that a request gets, without anybody's waiting for it."""
+def refused(base, path, body, caplog):
+    """The error that a request gets, without anybody's waiting for it, and without a line in the server's log."""
+    sent = json.dumps(BODY | body, separators=(",", ":")).encode()
     with watched(base) as took:
         begin = time.monotonic()
-        status, _, content = ask(base, "POST", path, json.dumps(body, separators=(",", ":")).encode())
+        status, _, content = ask(base, "POST", f"/v1/{path}", sent)
         seconds = time.monotonic() - begin
     assert status == 400, content[:300]
-    assert seconds < soon, seconds
-    assert max(took) < soon, max(took)
+    assert seconds < SOON, seconds
+    assert max(took) < SOON, max(took)
     assert len(content) < 1000, "what was sent does not come back"
-    assert ask(base, "POST", "/v1/completions", BODY)[0] == 200
+    assert post(base, BODY)[0] == 200
+    assert not [each for each in caplog.records if each.levelname == "ERROR" or each.name.startswith("uvicorn")]
     return json.loads(content)["error"]
 
 
-@pytest.mark.parametrize(
-    ("schema", "reason"),
-    [
-        (chain(3_000), "references lead to nothing but another"),
-        (chain(100), "references lead to nothing but another"),
-        (chain(1_500, lambda name: {"items": {"$ref": name}}), "nested"),
-        ({"type": "integer", "multipleOf": 1_000_003}, "multipleOf"),
-        ({"allOf": [{"type": "integer", "multipleOf": number} for number in (97, 89, 83, 79)]}, "multipleOf"),
-    ],
-    ids=["long_chain", "chain", "nested_chain", "multiple", "multiples"],
-)
-def test_a_schema_that_would_end_or_hold_up_the_server_is_refused(base, schema, reason):
+@pytest.mark.parametrize(("schema", "reason"), [
+    (references(3_000), "references lead to nothing but another"),
+    (references(100), "references lead to nothing but another"),
+    (references(1_500, lambda name: {"items": {"$ref": name}}), "nested"),
+    ({"type": "integer", "multipleOf": 1_000_003}, "multipleOf"),
+    ({"allOf": [{"type": "integer", "multipleOf": number} for number in (97, 89, 83, 79)]}, "multipleOf"),
+], ids=["long_chain", "chain", "nested_chain", "multiple", "multiples"])  # fmt: skip
+def test_a_schema_that_would_end_or_hold_up_the_server_is_refused(base, schema, reason, caplog):
     pytest.importorskip("llguidance")
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    error = refused(base, "/v1/completions", BODY | {"response_format": wanted})
+    error = refused(base, "completions", {"response_format": wanted}, caplog)
     assert error["param"] == "response_format"
     assert reason in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "field", "value"),
-    [
-        ("completions", "prompt", [-1] * 340_000),
-        ("completions", "prompt", [{}] * 340_000),
-        ("completions", "prompt", [[""]] * 200_000),
-        ("completions", "tools", [[]] * 340_000),
-        ("chat/completions", "messages", [{}] * 340_000),
-        ("chat/completions", "messages", [{"role": "user", "content": [{}] * 340_000}]),
-        ("completions", "stop", [1] * 340_000),
-    ],
-    ids=["tokens", "prompts", "lists", "tools", "messages", "parts", "stops"],
-)
-def test_a_megabyte_of_wrong_json_holds_up_nobody(base, path, field, value):
-    assert refused(base, f"/v1/{path}", BODY | {field: value})["param"] == field
+MUCH = 340_000  # of something small: a megabyte
 
 
-def test_a_megabyte_of_unknown_fields_holds_up_nobody(base):
-    assert "does not know" in refused(base, "/v1/completions", BODY | dict.fromkeys(map(str, range(80_000))))["message"]
+@pytest.mark.parametrize(("path", "body", "param", "said"), [
+    ("completions", {"prompt": [-1] * MUCH}, "prompt", ""),
+    ("completions", {"prompt": [{}] * MUCH}, "prompt", ""),
+    ("completions", {"prompt": [[""]] * 200_000}, "prompt", ""),
+    ("completions", {"tools": [[]] * MUCH}, "tools", ""),
+    (CHAT, {"messages": [{}] * MUCH}, "messages", ""),
+    (CHAT, {"messages": [{"role": "user", "content": [{}] * MUCH}]}, "messages", ""),
+    ("completions", {"stop": [1] * MUCH}, "stop", ""),
+    ("completions", dict.fromkeys(map(str, range(80_000))), "0", "does not know"),
+    ("completions", {"prompt": ["a"] * 200_000}, "prompt", ""),
+    ("completions", {"prompt": ["a"] * 4_000}, "n", ""),
+    ("completions", {"prompt": "some words of this " * 50_000}, None, "there is room for 512 tokens"),
+    ("completions", {"prompt": "some words of this " * 400}, None, "there is room for 512 tokens"),
+    ("completions", {"prompt": [5] * 300_000}, None, "there is room for 512 tokens"),
+    ("completions", {"temperature": 1, "repetition_penalty": 5e-324}, "repetition_penalty", "repetition_penalty"),
+    ("completions", {"temperature": 1, "repetition_penalty": 1e300}, "repetition_penalty", "repetition_penalty"),
+    ("completions", {"temperature": 1, "top_p": 5e-324}, "top_p", "top_p"),
+], ids=[
+    "tokens", "prompts", "lists", "tools", "messages", "parts", "stops", "unknown_fields", "many_prompts",
+    "fewer_prompts", "text", "shorter_text", "many_tokens", "small_penalty", "large_penalty", "small_top_p",
+])  # fmt: skip
+def test_what_is_wrong_or_too_much_holds_up_nobody(base, path, body, param, said, caplog):
+    error = refused(base, path, body, caplog)
+    assert error["param"] == param
+    assert said in error["message"]
+    assert (error["code"] == "context_length_exceeded") == said.startswith("there is room")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "param", "code"),
-    [
-        (["a"] * 200_000, "prompt", None),
-        (["a"] * 4_000, "n", None),
-        ("some words of this " * 50_000, None, "context_length_exceeded"),
-        ("some words of this " * 400, None, "context_length_exceeded"),
-        ([5] * 300_000, None, "context_length_exceeded"),
-    ],
-    ids=["prompts", "fewer_prompts", "text", "shorter_text", "tokens"],
-)
-def test_what_is_too_many_or_too_long_is_refused_before_it_is_worked_on(base, prompt, param, code):
-    error = refused(base, "/v1/completions", BODY | {"prompt": prompt})
-    assert (error["param"], error["code"]) == (param, code)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("repetition_penalty", 5e-324), ("repetition_penalty", 1e300), ("top_p", 5e-324)],
-)
-def test_numbers_beyond_what_can_be_computed_are_the_clients_fault(base, field, value):
-    assert field in refused(base, "/v1/completions", BODY | {"temperature": 1, field: value})["message"]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"temperature": 5e-324},
-        {"temperature": 1.7e308},
-        {"temperature": 1, "min_p": 5e-324},
-        {"temperature": 1, "min_p": 1, "top_p": 1e-29, "top_k": 10**30},
-        {"temperature": 1, "repetition_penalty": 0.01},
-        {"temperature": 1, "repetition_penalty": 100, "seed": -(10**400)},
-    ],
-    ids=str,
-)
-def test_numbers_up_to_there_are_taken(base, more):
-    status, _, content = ask(base, "POST", "/v1/completions", BODY | more)
-    assert status == 200, content
+@pytest.mark.parametrize("more", [
+    {"temperature": 5e-324},
+    {"temperature": 1.7e308},
+    {"temperature": 1, "min_p": 5e-324},
+    {"temperature": 1, "min_p": 1, "top_p": 1e-29, "top_k": 10**30},
+    {"temperature": 1, "repetition_penalty": 0.01},
+    {"temperature": 1, "repetition_penalty": 100, "seed": -(10**400)},
+], ids=str)  # fmt: skip
+def test_numbers_up_to_the_bounds_are_taken(base, more):
+    status, answer = post(base, BODY | more)
+    assert status == 200, answer
 
 
 @pytest.mark.parametrize("body", [
     {"a" * 900_000: 1}, {"model": "a" * 900_000}, {"stream": True, "stream_options": {"a" * 900_000: 1}},
     {"temperature": "a" * 900_000}, {"tools": "a" * 900_000},
-])  # fmt: skip
+], ids=["field", "model", "option", "number", "tools"])  # fmt: skip
 def test_an_error_repeats_little_of_what_was_sent(base, body):
     status, _, content = ask(base, "POST", "/v1/chat/completions", BODY | body)
     assert status in (400, 404)
     assert b"aaaaaaa" not in content or 100 < content.count(b"a") < 500
+    assert len(ask(base, "GET", "/" + "a" * 30_000)[2]) < 500, "nor of a path"
 
 
-def test_an_error_repeats_little_of_a_path(base):
-    assert len(ask(base, "GET", "/" + "a" * 30_000)[2]) < 500
+FORM = "application/x-www-form-urlencoded"
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", FORM, "multipart/form-data", "multipart/form-data; boundary=a", "", None]
+)
 def test_what_a_page_of_another_site_can_send_is_refused(base, kind):
-    status, _, content = ask(base, "POST", "/v1/completions", BODY, {"Content-Type": kind})
+    """Without asking its visitor's browser for more than that: every type but JSON, and none."""
+    status, error = post(base, json.dumps(BODY).encode(), headers={"Content-Type": kind})
     assert status == 400
-    assert "application/json" in json.loads(content)["error"]["message"]
-    assert ask(base, "POST", "/v1/completions", BODY, {"Content-Type": "application/json; charset=utf-8"})[0] == 200
+    assert "application/json" in error["message"]
+    assert post(base, BODY, headers={"Content-Type": "application/json; charset=utf-8"})[0] == 200
 
 
 def test_bodies_are_described(base):

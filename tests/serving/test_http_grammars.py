@@ -3,11 +3,12 @@
 import json
 import threading
 import time
+from contextlib import ExitStack
 
-import played_service
 import pytest
-from grammar_cases import references
-from http_server import NAME, PATIENCE, ask, eventually, metrics, open_stream, running
+from http_server import NAME, PATIENCE, ask, eventually, metrics, open_stream, post
+from played_service import at_once, served
+from processed_texts import references
 
 from heavypath.speculative.http import grammar as grammars
 from heavypath.speculative.http.trial import Trial
@@ -18,11 +19,6 @@ llguidance = pytest.importorskip("llguidance")
 BODY = {"model": NAME, "prompt": "def", "max_tokens": 2}
 DEEP = references(3_000)  # overflows the stack
 SLOW = {"type": "integer", "multipleOf": 4_000_037}  # takes minutes
-
-
-def at_once(completion):
-    completion.emit([5])
-    return "stop"
 
 
 def source(schema):
@@ -38,53 +34,60 @@ def base(demo_pair, monkeypatch):
     """A server that checks no schema before it is compiled, whose texts have all come at once."""
     monkeypatch.setattr(processor, "check_schema", lambda _: None)
     monkeypatch.setattr(processor, "check_source", lambda *_: None)
-    with played_service.Service(at_once) as service, running(service, demo_pair.tokenizer, eos=[0], seconds=20) as base:
+    with served(at_once, demo_pair.tokenizer, eos=[0], seconds=20) as (_, base):
         yield base
 
 
-def test_what_ends_the_process_that_compiles_or_takes_too_long_is_an_error_and_others_are_compiled_after_it():
-    trial = Trial(1.0, grammars.MEMORY)
-    try:
-        trial.check(source({"type": "null"}), "schema")
-        for schema in (DEEP, SLOW):
-            with pytest.raises(ValueError, match=r"schema .* takes more than 1 seconds, or too much memory"):
-                trial.check(source(schema), "schema")
-            trial.check(source({"type": "null"}), "schema")
-        with pytest.raises(ValueError, match="schema cannot be followed: Invalid type: strin"):
-            trial.check(source({"type": "strin"}), "schema")
-        trial._process.kill()
-        trial._process.wait()
-        trial.check(source({"type": "null"}), "schema")
-    finally:
-        trial.close()
+@pytest.fixture
+def trial():
+    made = []
+
+    def make(seconds, memory=grammars.MEMORY):
+        made.append(Trial(seconds, memory))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
 
 
-def test_compiling_has_as_much_memory_as_it_may_have():
-    trial = Trial(60.0, 8 << 20)
-    try:
-        trial.check(source({"type": "null"}), "schema")
-        with pytest.raises(ValueError, match="too much memory"):
-            trial.check(source({"type": "integer", "multipleOf": 100_003}), "schema")
-    finally:
-        trial.close()
+def test_what_ends_the_process_that_compiles_or_takes_too_long_is_an_error_and_others_are_compiled_after_it(trial):
+    bounded = trial(0.5)
+    bounded.check(source({"type": "null"}), "schema")
+    for schema in (DEEP, SLOW):
+        with pytest.raises(ValueError, match=r"schema .* takes more than 0.5 seconds, or too much memory"):
+            bounded.check(source(schema), "schema")
+        bounded.check(source({"type": "null"}), "schema")
+    with pytest.raises(ValueError, match="schema cannot be followed: Invalid type: strin"):
+        bounded.check(source({"type": "strin"}), "schema")
+    bounded._process.kill()
+    bounded._process.wait()
+    bounded.check(source({"type": "null"}), "schema")
 
 
-def test_a_process_that_does_not_start_is_no_clients_fault(monkeypatch, tmp_path):
+def test_compiling_has_as_much_memory_as_it_may_have(trial):
+    bounded = trial(60.0, 8 << 20)
+    bounded.check(source({"type": "null"}), "schema")
+    with pytest.raises(ValueError, match="too much memory"):
+        bounded.check(source({"type": "integer", "multipleOf": 100_003}), "schema")
+
+
+def test_a_process_that_does_not_start_is_no_clients_fault(trial, monkeypatch, tmp_path):
     monkeypatch.setattr("heavypath.speculative.http.trial.PROGRAM", tmp_path / "nothing.py")
     with pytest.raises(RuntimeError, match="does not start"):
-        Trial(1.0, grammars.MEMORY).check("{}", "schema")
+        trial(1.0).check("{}", "schema")
 
 
 def test_a_schema_that_ends_its_process_is_refused_and_the_server_lives(base):
-    status, _, content = ask(base, "POST", "/v1/completions", held_to(DEEP))
-    assert status == 400
-    assert json.loads(content)["error"]["param"] == "response_format"
-    assert ask(base, "POST", "/v1/completions", held_to({"type": "null"}))[0] == 200
+    status, error = post(base, held_to(DEEP))
+    assert (status, error["param"]) == (400, "response_format")
+    assert post(base, held_to({"type": "null"}))[0] == 200
 
 
 @pytest.fixture
-def held_up(monkeypatch):
-    """Compiling a schema with a minimum takes until the event is set, and fails then; and the sources in order."""
+def slow(base, monkeypatch):
+    """As many schemas as are compiled at once, which take until an event is set, and fail; what is compiled in order;
+    and their connections."""
     go_on, compiled = threading.Event(), []
 
     def check(self, source, what):
@@ -94,63 +97,53 @@ def held_up(monkeypatch):
             raise ValueError("it takes too long")
 
     monkeypatch.setattr(Trial, "check", check)
-    yield go_on, compiled
-    go_on.set()
+    with ExitStack() as all_:
+        bodies = [held_to({"minimum": number}) for number in range(grammars.AT_ONCE)]
+        connections = [all_.enter_context(open_stream(base, body)) for body in bodies]
+        eventually(lambda: len(compiled) == grammars.AT_ONCE)
+        yield go_on, compiled, connections
+        go_on.set()
 
 
-def test_schemas_that_take_long_hold_up_no_text(base, held_up):
-    go_on, compiled = held_up
-    slow = [open_stream(base, held_to({"minimum": number})) for number in range(grammars.AT_ONCE)]
-    eventually(lambda: len(compiled) == grammars.AT_ONCE)
-    assert ask(base, "POST", "/v1/completions", BODY)[0] == 200
+def test_schemas_that_take_long_hold_up_no_text(base, slow):
+    go_on, _, connections = slow
+    assert post(base, BODY)[0] == 200
     go_on.set()
-    for connection in slow:
+    for connection in connections:
         assert connection.recv(1000).startswith(b"HTTP/1.1 400")
-        connection.close()
 
 
-def test_a_schema_whose_client_has_left_is_not_compiled(base, held_up):
-    go_on, compiled = held_up
-    slow = [open_stream(base, held_to({"minimum": number})) for number in range(grammars.AT_ONCE)]
-    eventually(lambda: len(compiled) == grammars.AT_ONCE)
-    left = open_stream(base, held_to({"title": "left"}))
-    time.sleep(0.2)  # it waits for a thread
-    left.close()
+def test_a_schema_whose_client_has_left_is_not_compiled(base, slow):
+    go_on, compiled, _ = slow
+    with open_stream(base, held_to({"title": "left"})):
+        time.sleep(0.2)  # it waits for a thread
     gone = "heavypath_http_requests_total{path=/v1/completions},{status=499}"
     eventually(lambda: metrics(base).get(gone) == 1)
+    ask(base, "GET", "/health")  # the event loop has gone on since then
     go_on.set()
-    assert ask(base, "POST", "/v1/completions", held_to({"type": "null"}))[0] == 200
+    assert post(base, held_to({"type": "null"}))[0] == 200
     assert not any("left" in each for each in compiled)
-    for connection in slow:
-        connection.close()
 
 
 def test_a_schema_that_was_compiled_is_not_compiled_again(base, monkeypatch):
-    compiled, check = [], Trial.check
-    monkeypatch.setattr(Trial, "check", lambda *given: (compiled.append(given[1]), check(*given)))
+    compiled = []
+    monkeypatch.setattr(Trial, "check", lambda self, source, what: compiled.append(source))
     for _ in range(3):
-        assert ask(base, "POST", "/v1/completions", held_to({"title": "a"}))[0] == 200
+        assert post(base, held_to({"title": "a"}))[0] == 200
     assert len(compiled) == 1
     for number in range(grammars.KEPT):
-        ask(base, "POST", "/v1/completions", held_to({"title": str(number)}))
-    ask(base, "POST", "/v1/completions", held_to({"title": "a"}))
+        post(base, held_to({"title": str(number)}))
+    post(base, held_to({"title": "a"}))
     assert len(compiled) == grammars.KEPT + 2, "no more than so many are kept"
 
 
 def test_the_time_of_a_text_begins_with_its_request(demo_pair, monkeypatch):
     """What a schema takes is taken from it; and where nothing is left, that is the answer."""
     monkeypatch.setattr(Trial, "check", lambda *_: time.sleep(0.5))
-    with (
-        played_service.Service(at_once) as service,
-        running(service, demo_pair.tokenizer, eos=[0], seconds=5.0) as base,
-    ):
-        assert ask(base, "POST", "/v1/completions", held_to({"type": "null"}))[0] == 200
+    with served(at_once, demo_pair.tokenizer, eos=[0], seconds=5.0) as (service, base):
+        assert post(base, held_to({"type": "null"}))[0] == 200
         assert service.completions[0].options["deadline"] < 4.6
-        assert ask(base, "POST", "/v1/completions", BODY)[0] == 200
-    with (
-        played_service.Service(at_once) as service,
-        running(service, demo_pair.tokenizer, eos=[0], seconds=0.2) as base,
-    ):
-        status, _, content = ask(base, "POST", "/v1/completions", held_to({"type": "null"}))
-        assert (status, json.loads(content)["error"]["code"]) == (504, "deadline")
+    with served(at_once, demo_pair.tokenizer, eos=[0], seconds=0.2) as (service, base):
+        status, error = post(base, held_to({"type": "null"}))
+        assert (status, error["code"]) == (504, "deadline")
         assert service.completions == []

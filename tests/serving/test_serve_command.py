@@ -1,68 +1,110 @@
-"""`heavypath serve` as a process: what it says, how it stops, and what it refuses before it loads anything."""
+"""`heavypath serve`: what it says, how it stops, and what it refuses before it loads anything."""
 
-import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
-from http_server import ask
-from server_process import PATIENCE, process
+from http_server import PATIENCE, ask, client_of, eventually, open_stream, opened, post, process
 
 from heavypath.speculative.cli import serve as command
 from heavypath.speculative.cli.app import main
 
 
-def test_the_command_serves_the_shipped_pair_and_ends_streams_before_it_stops_by_sigterm():
-    with process("--max-tokens", 512, "--slots", 2) as (server, base, said):
-        assert said == [f"heavypath: serving heavypath-demo by ersd at {base}/v1\n"]
+def served(*arguments, during):
+    """Run the command in this process, and `during(base)` in a thread beside it, which has to end it: the exit code."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    over = threading.Event()
+
+    def ask_when_it_listens():
+        try:
+            eventually(lambda: over.is_set() or is_listening(port))
+            during(f"http://127.0.0.1:{port}")
+        except BaseException:
+            if not over.is_set():
+                end(signal.SIGTERM)
+            raise
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_when_it_listens)
+        code = main(["serve", "--port", str(port), *map(str, arguments)])
+        over.set()
+        asked.result(PATIENCE)
+    return code
+
+
+def is_listening(port):
+    try:
+        opened(f"http://127.0.0.1:{port}").close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def end(number):
+    os.kill(os.getpid(), number)
+
+
+def test_the_command_serves_the_shipped_pair_and_ends_streams_before_it_stops_by_sigterm(capsys):
+    def during(base):
         assert ask(base, "GET", "/v1/models", headers={"Host": "evil.example"})[0] == 421
-        with openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
-            name = client.models.list().data[0].id
-            asked = {"model": name, "prompt": "def read_lines(path):", "temperature": 0}
+        with client_of(base) as client:
+            asked = {"model": client.models.list().data[0].id, "prompt": "def read_lines(path):", "temperature": 0}
             first = client.completions.create(**asked, max_tokens=24)
             assert first.system_fingerprint.endswith("-ersd-0")
-            length = 480
-            more = {"ignore_eos": True}
-            stream = client.completions.create(**asked, max_tokens=length, stream=True, extra_body=more)
+            stream = client.completions.create(**asked, max_tokens=200, stream=True, extra_body={"ignore_eos": True})
             pieces = [next(stream).choices[0].text]
-            server.send_signal(signal.SIGTERM)
+            end(signal.SIGTERM)
             events = list(stream)
-            pieces += [event.choices[0].text for event in events]
             stream.close()
-        assert "".join(pieces).startswith(first.choices[0].text)
+        assert "".join([*pieces, *(event.choices[0].text for event in events)]).startswith(first.choices[0].text)
         assert events[-1].choices[0].finish_reason == "length"
-        assert server.wait(PATIENCE) == 0
-        assert server.stderr.read() == "heavypath: stopped\n"
-        assert server.stdout.read() == ""
+        said.append(f"heavypath: serving heavypath-demo by ersd at {base}/v1\nheavypath: stopped\n")
+
+    said = []
+    assert served("--max-tokens", 256, "--slots", 2, during=during) == 0
+    assert capsys.readouterr() == ("", said[0])
 
 
-@pytest.mark.slow
 def test_texts_that_take_longer_than_the_grace_are_cut_off_and_the_command_ends_all_the_same():
-    with process("--max-tokens", 100_000, "--slots", 1, "--grace", 0) as (server, base, _):
-        host, port = base.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            body = {"model": "heavypath-demo", "prompt": "def", "max_tokens": 1000, "stream": True}
-            content = json.dumps(body | {"ignore_eos": True}).encode()
-            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    def during(base):
+        body = {"model": "heavypath-demo", "prompt": "def", "max_tokens": 1000, "stream": True, "ignore_eos": True}
+        with open_stream(base, body) as connection:
             assert connection.recv(100)
-            server.send_signal(signal.SIGINT)
-            assert server.wait(PATIENCE) == 0
+            end(signal.SIGINT)
+            while part := connection.recv(10_000):
+                assert b"[DONE]" not in part
+
+    assert served("--slots", 1, "--grace", 0, during=during) == 0
 
 
-@pytest.mark.slow
-def test_a_server_that_others_reach_says_so_and_asks_for_the_key():
-    with process("--host", "0.0.0.0", "--api-key-env", "KEY", "--name", "mine", KEY="s3cret") as (server, base, said):
-        assert "other machines reach this server on 0.0.0.0, with its key; it does not encrypt\n" in said
+def test_a_server_that_others_reach_says_so_and_asks_for_the_key(caplog, monkeypatch):
+    def during(base):
         assert ask(base, "GET", "/v1/models")[0] == 401
         status, _, content = ask(base, "GET", "/v1/models", headers={"Authorization": "Bearer s3cret"})
         assert status == 200
-        assert json.loads(content)["data"][0]["id"] == "mine"
-        server.send_signal(signal.SIGINT)
+        assert b'"mine"' in content
+        end(signal.SIGINT)
+
+    monkeypatch.setenv("KEY", "s3cret")
+    assert served("--host", "0.0.0.0", "--api-key-env", "KEY", "--name", "mine", "--slots", 1, during=during) == 0
+    assert "other machines reach this server on 0.0.0.0, with its key; it does not encrypt" in caplog.messages
+
+
+@pytest.mark.integration
+def test_the_command_is_a_process_that_a_signal_ends():
+    with process("--max-tokens", 64, "--slots", 2) as (server, base, said):
+        assert said == [f"heavypath: serving heavypath-demo by ersd at {base}/v1\n"]
+        assert post(base, {"model": "heavypath-demo", "prompt": "def"})[0] == 200
+        server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE) == 0
+        assert (server.stdout.read(), server.stderr.read()) == ("", "heavypath: stopped\n")
 
 
 def refused(capsys, *arguments):
@@ -91,7 +133,7 @@ def test_without_its_packages_the_command_says_how_to_install_them(capsys, monke
     assert "pip install heavypath[serve]" in refused(capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_other_commands_do_without_the_servers_packages():
     program = """
 import sys

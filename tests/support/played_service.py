@@ -4,105 +4,60 @@ It has the interface of `heavypath.speculative.serving.Service`, for faults on d
 fails, one that waits.
 """
 
-import asyncio
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager
 
+import http_server
+
+from heavypath.speculative import serving
 from heavypath.speculative.serving import Closed, Completed, QueueFull, ServiceStatistics
+from heavypath.speculative.serving.progress import Progress
 
 
 class Interrupted(Exception):  # noqa: N818
     """Why a request is to end."""
 
 
-class Completion:
-    """A request: `emit` and `end` are the service's, the rest its owner's."""
+class Completion(serving.Completion):
+    """A request: `emit` is the played service's, the rest its owner's."""
 
     def __init__(self, prompt, options):
-        self.prompt, self.options = prompt, options
-        self.cancelled = threading.Event()
-        deadline = options.get("deadline")
-        self.deadline = None if deadline is None else time.monotonic() + deadline
-        self.tokens, self.steps, self.outcome = [], 0, None
-        self._changed, self._tell = threading.Condition(), []
-        self._begin = time.monotonic()
+        super().__init__(Progress(), lambda: None)
+        self.prompt, self.options, self.steps, self._begin = prompt, options, 0, time.monotonic()
+
+    @property
+    def tokens(self):
+        return self._progress.since(0)[0]
+
+    @property
+    def is_cancelled(self):
+        return self._progress.is_cancelled
 
     def emit(self, tokens):
         """Pass tokens on; raises Interrupted where the owner wants no more."""
-        if self.cancelled.is_set():
+        if self.is_cancelled:
             raise Interrupted("cancelled")
-        if self.deadline is not None and time.monotonic() > self.deadline:
+        if time.monotonic() > self._begin + self.options.get("deadline", 1e9):
             raise Interrupted("deadline")
-        with self._changed:
-            self.steps += 1
-            self.tokens += tokens
-            self._notify()
+        self.steps += 1
+        self._progress.emit(tokens)
 
     def end(self, outcome):
-        with self._changed:
-            if isinstance(outcome, str):
-                seconds = time.monotonic() - self._begin
-                outcome = Completed(self.tokens, outcome, len(self.prompt), self.steps, 0.0, 0.0, seconds)
-            self.outcome = outcome
-            self._notify()
-
-    def cancel(self):
-        self.cancelled.set()
-
-    def done(self):
-        return self.outcome is not None
-
-    def result(self, timeout=None):
-        with self._changed:
-            if not self._changed.wait_for(self.done, timeout):
-                raise TimeoutError("not yet")
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
-
-    def __iter__(self):
-        place = 0
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: len(self.tokens) > place or self.done())  # noqa: B023
-                new = self.tokens[place:]
-            if not new:
-                self.result()
-                return
-            place += len(new)
-            yield new
-
-    async def __aiter__(self):
-        place, loop, changed = 0, asyncio.get_running_loop(), asyncio.Event()
-        with self._changed:
-            self._tell.append(lambda: loop.call_soon_threadsafe(changed.set))
-        while True:
-            changed.clear()
-            done, new = self.done(), self.tokens[place:]
-            if new:
-                place += len(new)
-                yield new
-            elif done:
-                self.result()
-                return
-            else:
-                await changed.wait()
-
-    def _notify(self):
-        self._changed.notify_all()
-        for tell in self._tell:
-            with suppress(RuntimeError):  # the loop has been closed, so nobody waits
-                tell()
+        if isinstance(outcome, str):
+            seconds = time.monotonic() - self._begin
+            outcome = Completed(self.tokens, outcome, len(self.prompt), self.steps, 0.0, 0.0, seconds)
+        self._progress.end(outcome)
 
 
 class Service:
     """play(completion): emits a request's tokens and returns why it ended, or raises."""
 
-    def __init__(self, play, slots=1, queue=8, vocab_size=1024):
-        self.play, self.slots, self.queue, self.vocab_size = play, slots, queue, vocab_size
-        self.is_open = True
+    vocab_size = 1024
+
+    def __init__(self, play, slots=1, queue=8):
+        self.play, self.slots, self.queue, self.is_open = play, slots, queue, True
         self.completions, self.outcomes, self.running, self.refused = [], [], 0, 0
         self._waiting, self._changed = deque(), threading.Condition()
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(slots)]
@@ -128,21 +83,12 @@ class Service:
         done, running, waiting = len(self.outcomes), self.running, len(self._waiting)
         return ServiceStatistics(self.slots, 1000, running, waiting, len(self.completions), done, refused=self.refused)
 
-    def close(self, graceful=True, timeout=None):
+    def close(self):
         with self._changed:
             self.is_open = False
-            if not graceful:
-                for completion in self.completions:
-                    completion.cancel()
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(timeout)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        self.close(graceful=kind is None)
+            thread.join()
 
     def _run(self):
         while True:
@@ -161,3 +107,42 @@ class Service:
             self.running -= 1
             self.outcomes.append(outcome if isinstance(outcome, str) else "failed")
             completion.end(outcome)
+
+
+@contextmanager
+def served(play, tokenizer, *, slots=1, queue=8, kind=Service, **settings):
+    """A played service and the base address of a server before it, whose settings `http_server.running` has."""
+    service = kind(play, slots, queue)
+    try:
+        with http_server.running(service, tokenizer, **settings) as base:
+            yield service, base
+    finally:
+        for completion in service.completions:
+            completion.cancel()
+        service.close()
+
+
+def at_once(completion):
+    """A play: all its tokens in one step."""
+    completion.emit([5] * completion.options["max_new_tokens"])
+    return "length"
+
+
+def endless(completion):
+    """A play: one token after the other until it is cancelled."""
+    while True:
+        completion.emit([5])
+        time.sleep(0.002)
+
+
+class Held:
+    """A play: one token, and the end when the test says so."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+
+    def __call__(self, completion):
+        completion.emit([5])
+        self.go_on.wait(http_server.PATIENCE)
+        completion.emit([6])
+        return "length"

@@ -1,4 +1,4 @@
-"""Helpers of tests/options/test_processors.py and its neighbours."""
+"""Logits processors and grammars: oracles of their texts, and what they are tried on."""
 
 import torch
 from tiny_models import assert_same_text
@@ -36,3 +36,9 @@ def processed_law(model, prompt, processors, filters, length, eos=None):
         more = torch.arange(vocab).repeat(len(contexts))[:, None]
         contexts = torch.cat([contexts.repeat_interleave(vocab, 0), more], 1)
     return law
+
+
+def references(length, link=lambda name: {"$ref": name}, last=None):
+    """A JSON schema of references one after the other."""
+    definitions = {f"a{index}": link(f"#/$defs/a{index + 1}") for index in range(length)}
+    return {"$ref": "#/$defs/a0", "$defs": definitions | {f"a{length}": last or {"type": "null"}}}
