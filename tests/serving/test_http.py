@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import torch
-from http_server import NAME, PATIENCE, ask, eventually, metrics, open_stream, running
+from http_server import NAME, ask, client_of, eventually, metrics, open_stream, post, running
 from transformers import AutoTokenizer
 
 from heavypath.speculative import SpeculativeDecoder
@@ -47,7 +47,7 @@ def base(decoder, tokenizer):
 
 @pytest.fixture(scope="module")
 def client(base):
-    with openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
+    with client_of(base) as client:
         yield client
 
 
@@ -78,15 +78,13 @@ def test_a_completion_is_the_decoders_text_with_its_usage(client, alone, tokeniz
     (choice,) = answer.choices
     assert choice.text == alone(PROMPT, 24)
     assert choice.finish_reason == "length"
+    short = client.completions.create(model=NAME, prompt=PROMPT, temperature=0)
+    assert short.choices[0].text == alone(PROMPT, 16), "without a length it has sixteen tokens"
     assert (answer.object, answer.model, answer.system_fingerprint) == ("text_completion", NAME, "fingerprint")
     prompt_tokens = len(tokenizer(PROMPT).input_ids)
     assert answer.usage.model_dump(exclude_none=True) == {
         "prompt_tokens": prompt_tokens, "completion_tokens": 24, "total_tokens": prompt_tokens + 24,
     }  # fmt: skip
-
-
-def test_without_a_length_a_completion_has_sixteen_tokens(client, alone):
-    assert client.completions.create(model=NAME, prompt=PROMPT, temperature=0).choices[0].text == alone(PROMPT, 16)
 
 
 def test_a_stream_is_the_whole_text_in_pieces(client, alone):
@@ -102,8 +100,7 @@ def test_a_stream_is_the_whole_text_in_pieces(client, alone):
 
 def test_a_stream_ends_with_done(base):
     body = {"model": NAME, "prompt": PROMPT, "max_tokens": 4, "stream": True}
-    status, headers, content = ask(base, "POST", "/v1/completions", body)
-    assert status == 200
+    _, headers, content = ask(base, "POST", "/v1/completions", body)
     assert headers["Content-Type"].startswith("text/event-stream")
     *events, done, rest = content.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
@@ -148,7 +145,7 @@ def test_there_is_no_more_room_than_the_models_have_positions(demo_pair, tokeniz
             with (
                 decoder.serve(slots=1, max_tokens=2048) as service,
                 running(service, tokenizer, max_tokens=service.limits.max_tokens) as base,
-                openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client,
+                client_of(base) as client,
             ):
                 assert service.limits.max_tokens == 96
                 assert chat(client, extra_body={"ignore_eos": True}).usage.total_tokens == 96
@@ -163,25 +160,19 @@ def test_a_stop_string_ends_the_text_before_itself(client, alone, stream):
     stop = whole[10:13]
     answer = complete(client, stop=["never there", stop], stream=stream)
     events = list(answer) if stream else [answer]
-    text = "".join(event.choices[0].text for event in events)
-    assert text == whole[: whole.index(stop)]
+    assert "".join(event.choices[0].text for event in events) == whole[: whole.index(stop)]
     assert events[-1].choices[0].finish_reason == "stop"
-
-
-def test_usage_counts_tokens_up_to_the_one_that_completed_the_stop_string(client, alone, tokenizer):
-    whole = alone(PROMPT, 24)
-    answer = complete(client, stop=whole[10:13])
-    count = answer.usage.completion_tokens
-    assert whole[10:13] in alone(PROMPT, count)
-    assert whole[10:13] not in alone(PROMPT, count - 1)
+    if not stream:  # usage counts tokens up to the one that completed the stop string
+        count = answer.usage.completion_tokens
+        assert stop in alone(PROMPT, count)
+        assert stop not in alone(PROMPT, count - 1)
 
 
 def test_an_end_of_sequence_token_ends_the_text_unless_it_is_to_be_ignored(decoder, tokenizer, alone):
     ids = tokenizer(alone(PROMPT, 24)).input_ids
     with decoder.serve(slots=1, max_tokens=64) as service, running(service, tokenizer, eos=[ids[8]]) as base:
         body = {"model": NAME, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-        first = json.loads(ask(base, "POST", "/v1/completions", body)[2])
-        whole = json.loads(ask(base, "POST", "/v1/completions", body | {"ignore_eos": True})[2])
+        first, whole = (post(base, body | more)[1] for more in ({}, {"ignore_eos": True}))
     assert first["choices"][0]["finish_reason"] == "stop"
     assert first["usage"]["completion_tokens"] < 24
     assert whole["choices"][0]["text"] == alone(PROMPT, 24)
@@ -193,11 +184,8 @@ def test_a_seed_repeats_a_text_which_is_that_of_generate(client, alone):
     )
     assert first == second == alone(PROMPT, 24, 0.8, 7, top_p=0.9)
     assert other == alone(PROMPT, 24, 0.8, 8, top_p=0.9) != first
-
-
-def test_a_seed_of_any_size_is_taken(client, alone):
-    assert complete(client, temperature=1, seed=-5).choices[0].text == alone(PROMPT, 24, 1.0, 2**27 - 5)
-    assert complete(client, temperature=1, seed=2**70 + 3).choices[0].text == alone(PROMPT, 24, 1.0, 3)
+    for seed, counted in ((-5, 2**27 - 5), (2**70 + 3, 3)):  # any size is taken
+        assert complete(client, temperature=1, seed=seed).choices[0].text == alone(PROMPT, 24, 1.0, counted)
 
 
 def test_several_texts_of_a_prompt_differ_and_repeat(client, alone, tokenizer):
@@ -246,76 +234,57 @@ def test_models_are_listed_and_others_are_not_there(client):
 
 
 REFUSED = {
-    "logprobs": (3, "does not have it"),
-    "best_of": (4, "does not have it"),
-    "frequency_penalty": (0.5, "does not have it"),
-    "presence_penalty": (-1, "does not have it"),
-    "logit_bias": ({"5": 1}, "does not have it"),
-    "suffix": ("behind", "does not have it"),
-    "frobnicate": (1, "does not know this field"),
-    "guided_json": ({}, "does not know this field"),
-    "response_format": ({"type": "xml"}, "json_object"),
-    "repetition_penalty": (0, "greater than or equal to 0.01"),
-    "temperature": (-1, "greater than or equal to 0"),
-    "top_p": (0, "greater than"),
-    "top_k": (-1, "greater than or equal to 0"),
-    "max_tokens": ("5", "valid integer"),
-    "n": (17, "at most 16 texts"),
-    "seed": (1.5, "valid integer"),
-    "stop": (list("abcde"), "at most 4"),
-    "prompt": ("", "empty prompt"),
+    "logprobs": (3, "does not have it"), "best_of": (4, "does not have it"),
+    "frequency_penalty": (0.5, "does not have it"), "presence_penalty": (-1, "does not have it"),
+    "logit_bias": ({"5": 1}, "does not have it"), "suffix": ("behind", "does not have it"),
+    "frobnicate": (1, "does not know this field"), "guided_json": ({}, "does not know this field"),
+    "response_format": ({"type": "xml"}, "json_object"), "repetition_penalty": (0, "greater than or equal to 0.01"),
+    "temperature": (-1, "greater than or equal to 0"), "top_p": (0, "greater than"),
+    "top_k": (-1, "greater than or equal to 0"), "max_tokens": ("5", "valid integer"), "n": (17, "at most 16 texts"),
+    "seed": (1.5, "valid integer"), "stop": (list("abcde"), "at most 4"), "prompt": ("", "empty prompt"),
     "stream_options": ({"include_usage": True}, "only where stream is true"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_a_field_that_the_server_does_not_have_is_refused_by_name(base, field):
     value, message = REFUSED[field]
-    body = {"model": NAME, "prompt": PROMPT, field: value}
-    status, _, content = ask(base, "POST", "/v1/completions", body)
-    error = json.loads(content)["error"]
-    assert status == 400
-    assert error["param"] == field
+    status, error = post(base, {"model": NAME, "prompt": PROMPT, field: value})
+    assert (status, error["param"], error["type"]) == (400, field, "invalid_request_error")
     assert error["message"].startswith(field)
     assert message in error["message"]
-    assert error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b"{", "the body is not what is expected"),
-        (b"[]", "the body is not what is expected"),
-        (b"", "the body"),
-        (b'{"model": "shipped", "prompt": "\\ud800"}', "unexpected end of hex escape"),
-        (b'{"model": "shipped", "prompt": "a", "temperature": NaN}', "finite"),
-        ({"model": NAME, "prompt": []}, "empty"),
-        ({"model": NAME, "prompt": [[1], []]}, "empty prompt"),
-        ({"model": NAME, "prompt": [1, -3]}, "greater than or equal to 0"),
-        ({"model": NAME, "prompt": [1 << 20]}, "1023"),
-        ({"model": NAME, "prompt": [1 << 80]}, "less than"),
-        ({"model": NAME, "prompt": [True]}, "valid"),
-        ({"model": NAME, "prompt": 20 * [PROMPT]}, "at most 16 texts"),
-        ({"model": NAME, "prompt": PROMPT, "stop": ""}, "1 to 256 characters"),
-        ({"model": NAME, "prompt": PROMPT, "stop": 300 * "a"}, "1 to 256 characters"),
-        ({"model": NAME, "prompt": PROMPT, "max_tokens": 250}, "there is room for 256 tokens"),
-        ({"model": NAME, "prompt": 300 * "def "}, "there is room for 256 tokens"),
-        ({"prompt": PROMPT}, "model: Field required"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("body", "message"), [
+    (b"{", "the body is not what is expected"),
+    (b"[]", "the body is not what is expected"),
+    (b"", "the body"),
+    (b'{"model": "shipped", "prompt": "\\ud800"}', "unexpected end of hex escape"),
+    (b'{"model": "shipped", "prompt": "a", "temperature": NaN}', "finite"),
+    ({"prompt": []}, "empty"),
+    ({"prompt": [[1], []]}, "empty prompt"),
+    ({"prompt": [1, -3]}, "greater than or equal to 0"),
+    ({"prompt": [1 << 20]}, "1023"),
+    ({"prompt": [1 << 80]}, "less than"),
+    ({"prompt": [True]}, "valid"),
+    ({"prompt": 20 * [PROMPT]}, "at most 16 texts"),
+    ({"stop": ""}, "1 to 256 characters"),
+    ({"stop": 300 * "a"}, "1 to 256 characters"),
+    ({"max_tokens": 250}, "there is room for 256 tokens"),
+    ({"prompt": 300 * "def "}, "there is room for 256 tokens"),
+    (b'{"prompt": "a"}', "model: Field required"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_openais_shape(base, body, message):
-    status, _, content = ask(base, "POST", "/v1/completions", body)
-    error = json.loads(content)["error"]
+    status, error = post(base, body if isinstance(body, bytes) else {"model": NAME, "prompt": PROMPT} | body)
     assert status == 400
     assert message in error["message"]
     assert error.keys() == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("tools", [{"type": "function"}]), ("tool_choice", "auto"), ("top_logprobs", 2), ("logprobs", True),
-     ("modalities", ["audio"]), ("reasoning_effort", "high"), ("store", True), ("messages", [])],
-)  # fmt: skip
+@pytest.mark.parametrize(("field", "value"), [
+    ("tools", [{"type": "function"}]), ("tool_choice", "auto"), ("top_logprobs", 2), ("logprobs", True),
+    ("modalities", ["audio"]), ("reasoning_effort", "high"), ("store", True), ("messages", []),
+])  # fmt: skip
 def test_what_a_chat_does_not_have_is_refused_by_name(client, field, value):
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, **{field: value})
@@ -328,15 +297,12 @@ def test_what_asks_for_nothing_is_taken(client, alone):
     assert complete(client, extra_body=nothing).choices[0].text == alone(PROMPT, 24)
 
 
-@pytest.mark.parametrize(
-    ("message", "text"),
-    [
-        ({"role": "tool", "content": "a"}, "Input should be"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}, "text"),
-        ({"role": "user", "content": "a", "name": "b"}, "does not have it"),
-        ({"role": "developer", "content": "a"}, "no developers here"),
-    ],
-)
+@pytest.mark.parametrize(("message", "text"), [
+    ({"role": "tool", "content": "a"}, "Input should be"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}, "text"),
+    ({"role": "user", "content": "a", "name": "b"}, "does not have it"),
+    ({"role": "developer", "content": "a"}, "no developers here"),
+])  # fmt: skip
 def test_a_message_that_the_template_does_not_write_is_refused(client, message, text):
     with pytest.raises(openai.BadRequestError, match=text) as caught:
         client.chat.completions.create(model=NAME, messages=[message])
@@ -354,9 +320,8 @@ def test_a_tokenizer_without_a_template_continues_texts_alone(decoder, demo_pair
     without.chat_template = None
     with decoder.serve(slots=1, max_tokens=64) as service, running(service, without) as base:
         body = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
-        status, _, content = ask(base, "POST", "/v1/chat/completions", body)
-    assert status == 400
-    assert json.loads(content)["error"]["code"] == "no_chat_template"
+        status, error = post(base, body, "/v1/chat/completions")
+    assert (status, error["code"]) == (400, "no_chat_template")
 
 
 def test_many_clients_at_once_get_their_own_texts(client, alone):
@@ -394,19 +359,17 @@ def test_metrics_are_prometheus_and_count_what_clients_got(decoder, tokenizer):
 def test_a_request_that_waits_can_be_dropped_while_others_of_other_lengths_wait_too(decoder, tokenizer, alone):
     prompts = [PROMPT, "import os\n", "class Stack:\n    def push"]
     with decoder.serve(slots=1, max_tokens=256) as service, running(service, tokenizer) as base:
-        first = open_stream(base, {"model": NAME, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True})
-        with ThreadPoolExecutor(3) as pool:
+        long = {"model": NAME, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+        with open_stream(base, long), ThreadPoolExecutor(3) as pool:
             body = {"model": NAME, "max_tokens": 8, "temperature": 0}
             answers = []
             for count, prompt in enumerate(prompts, 1):
-                answers.append(pool.submit(ask, base, "POST", "/v1/completions", body | {"prompt": prompt}))
+                answers.append(pool.submit(post, base, body | {"prompt": prompt}))
                 eventually(lambda count=count: service.stats().submitted == 1 + count)
-            dropped = open_stream(base, body | {"prompt": "x"})
-            eventually(lambda: service.stats().submitted == 5)
-            dropped.close()
+            with open_stream(base, body | {"prompt": "x"}):
+                eventually(lambda: service.stats().submitted == 5)
             eventually(lambda: service.stats().cancelled == 1)
-            texts = [json.loads(answer.result()[2])["choices"][0]["text"] for answer in answers]
-        first.close()
+            texts = [answer.result()[1]["choices"][0]["text"] for answer in answers]
     assert texts == [alone(prompt, 8) for prompt in prompts]
 
 
@@ -418,24 +381,20 @@ def test_where_the_service_itself_fails_nobody_waits_for_ever_and_the_server_is_
     with decoder.serve(slots=1, max_tokens=256) as service, running(service, tokenizer) as base:
         body = {"model": NAME, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
         with ThreadPoolExecutor(3) as pool:
-            answers = [pool.submit(ask, base, "POST", "/v1/completions", body) for _ in range(3)]
+            answers = [pool.submit(post, base, body) for _ in range(3)]
             eventually(lambda: service.stats().running == 1 and service.stats().waiting == 2)
             service._end_interrupted = broken
             assert [answer.result()[0] for answer in answers] == [500, 500, 500]
-        assert ask(base, "POST", "/v1/completions", body)[0] == 503
+        assert post(base, body)[0] == 503
         assert ask(base, "GET", "/health")[0] == 503
     assert "beyond any request" in caplog.text
 
 
+SIZE = {"type": "integer", "minimum": 0, "maximum": 99}
 SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "size": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "size"],
-    "additionalProperties": False,
-}
+    "type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "size": SIZE},
+    "required": ["name", "size"], "additionalProperties": False,
+}  # fmt: skip
 
 
 def formatted(schema):
@@ -445,11 +404,10 @@ def formatted(schema):
 @pytest.fixture(scope="module")
 def ending(decoder, tokenizer):
     """A client of a server whose texts end."""
-    eos = [tokenizer.eos_token_id]
     with (
         decoder.serve(slots=2, max_tokens=256) as service,
-        running(service, tokenizer, eos=eos) as base,
-        openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client,
+        running(service, tokenizer, eos=[tokenizer.eos_token_id]) as base,
+        client_of(base) as client,
     ):
         yield client
 
@@ -458,15 +416,11 @@ def ending(decoder, tokenizer):
 def test_a_response_format_holds_an_answer_to_its_schema(ending, stream):
     pytest.importorskip("llguidance")
     for seed in range(3):
-        answer = chat(
-            ending, temperature=1, seed=seed, response_format=formatted(SCHEMA), max_tokens=120, stream=stream
-        )
-        events = list(answer) if stream else [answer]
-        text = "".join(
-            (event.choices[0].delta if stream else event.choices[0].message).content or "" for event in events
-        )
-        assert events[-1].choices[0].finish_reason == "stop"
-        found = json.loads(text)
+        asked = {"response_format": formatted(SCHEMA), "max_tokens": 120, "stream": stream}
+        answer = chat(ending, temperature=1, seed=seed, **asked)
+        choices = [event.choices[0] for event in (answer if stream else [answer])]
+        assert choices[-1].finish_reason == "stop"
+        found = json.loads("".join((each.delta if stream else each.message).content or "" for each in choices))
         assert found.keys() == {"name", "size"}
         assert 0 <= found["size"] <= 99
 
@@ -477,15 +431,12 @@ def test_a_response_format_of_an_object_of_json_begins_one(client):
     assert text.lstrip().startswith("{")
 
 
-@pytest.mark.parametrize(
-    ("response_format", "message"),
-    [
-        (formatted({"type": "nothing"}), "JSON schema"),
-        ({"type": "json_schema"}, "only there"),
-        ({"type": "json_object", "json_schema": {"name": "a", "schema": {}}}, "only there"),
-        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "more": 1}}, "does not know"),
-    ],
-)
+@pytest.mark.parametrize(("response_format", "message"), [
+    (formatted({"type": "nothing"}), "JSON schema"),
+    ({"type": "json_schema"}, "only there"),
+    ({"type": "json_object", "json_schema": {"name": "a", "schema": {}}}, "only there"),
+    ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "more": 1}}, "does not know"),
+])  # fmt: skip
 def test_a_response_format_that_cannot_be_followed_is_refused(client, response_format, message):
     pytest.importorskip("llguidance")
     with pytest.raises(openai.BadRequestError, match=message) as caught:
