@@ -62,19 +62,19 @@ def lookup(folder):
     return "--target", folder, "--draft", "prompt-lookup"
 
 
-def written_alone(folder, questions, system=None, **options):
+def written_alone(folder, questions, **options):
     """The answers to questions one after the other, each computed from the beginning, without a draft."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     plain = SpeculativeDecoder(model, None, "autoregressive")
-    messages, answers = [] if system is None else [{"role": "system", "content": system}], []
+    messages = [{"role": "system", "content": "Short."}]
     for turn, question in enumerate(questions):
         messages.append({"role": "user", "content": question})
         tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         out = plain.generate(torch.tensor([tokens]), 12, seed=4 + turn, **options)
-        answers.append(tokenizer.decode(out.sequences[0, len(tokens) :], skip_special_tokens=True))
-        messages.append({"role": "assistant", "content": answers[-1]})
-    return answers
+        answer = tokenizer.decode(out.sequences[0, len(tokens) :], skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": answer})
+        yield answer
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"temperature": 1.5, "top_k": 3}], ids=str)
@@ -86,7 +86,7 @@ def test_a_conversation_has_the_text_of_the_target_alone(options, folder, chat):
         *lookup(folder), "--method=ersd", "--seed=4", "--max-new-tokens=12", "--system=Short.", *given, lines=questions
     )
     assert code == 0
-    expected = written_alone(folder, questions, system="Short.", **options)
+    expected = [*written_alone(folder, questions, **options)]
     assert out == "".join(f"{answer}\n" for answer in expected)
     assert len({*expected}) == 3
 
@@ -130,10 +130,8 @@ def test_commands_do_what_help_says(folder, chat, prompts):
 
 
 def test_what_is_no_command_is_said_and_the_chat_goes_on(folder, chat, prompts):
-    lines = ["/stat", "/method fast", "/method", "/method a b", "one"]
-    code, _, err = chat(
-        "--target", folder, "--method=autoregressive", "--max-new-tokens=4", lines=[*lines, "/method ersd"]
-    )
+    lines = ["/stat", "/method fast", "/method", "/method a b", "one", "/method ersd"]
+    code, _, err = chat("--target", folder, "--method=autoregressive", "--max-new-tokens=4", lines=lines)
     assert code == 0
     assert len(prompts) == 1
     assert "there is no command '/stat'; /help lists them" in err
@@ -207,7 +205,7 @@ def test_what_is_no_text_is_one_line_and_an_exit_code(folder, monkeypatch, capsy
         assert re.search("^heavypath: standard input is not UTF-8 text: .*\n$", capsys.readouterr().err, re.M)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_lines_may_be_piped_in(tmp_path):
     command = [sys.executable, "-m", "heavypath.speculative", "chat", "--max-new-tokens", "8"]
     done = subprocess.run(command, cwd=tmp_path, input=b"import os\n", capture_output=True, check=True)

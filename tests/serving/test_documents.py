@@ -48,29 +48,25 @@ def test_files_folders_and_each_kind_of_line_become_documents(tokenizer, tmp_pat
     lines = ["two", {"text": "three one"}, {"messages": said}, {"messages": said[:1]}, {"prompt": "one one"}, ""]
     (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps(line) if line else "" for line in lines))
     documents = read_documents([tmp_path / "folder", str(tmp_path / "lines.jsonl")], tokenizer)
-    assert sorted(lists(documents)) == sorted(
-        [
-            ([4, 5, 0], []),  # behind a text comes the token that ends it
-            ([5, 0], []),
-            ([6, 4, 0], []),
-            ([1, 4, 2, 5, 6], [1, 4, 2]),  # ask one answer two three; the target may go on from "answer"
-            ([], [1, 4, 2]),
-            ([], [4, 4]),
-        ]
-    )
+    expected = [
+        ([4, 5, 0], []),  # after a text comes the token that ends it
+        ([5, 0], []),
+        ([6, 4, 0], []),
+        ([1, 4, 2, 5, 6], [1, 4, 2]),  # ask one answer two three; the target may go on from "answer"
+        ([], [1, 4, 2]),
+        ([], [4, 4]),
+    ]
+    assert sorted(lists(documents)) == sorted(expected)
     assert {part.dtype for document in documents for part in document} == {torch.int32}
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "line 2: expected JSON, got '{'"),
-        ("[1]", 'line 2: expected a string, or an object with "text", "messages"'),
-        ('{"text": 5}', "line 2: expected a string, or an object"),
-        ('{"messages": []}', "line 2: expected a string, or an object"),
-        ('{"messages": [5]}', "line 2: the chat template does not take these messages"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    ("{", "line 2: expected JSON, got '{'"),
+    ("[1]", 'line 2: expected a string, or an object with "text", "messages"'),
+    ('{"text": 5}', "line 2: expected a string, or an object"),
+    ('{"messages": []}', "line 2: expected a string, or an object"),
+    ('{"messages": [5]}', "line 2: the chat template does not take these messages"),
+])  # fmt: skip
 def test_lines_that_are_no_documents_are_refused_by_their_place(line, said, tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text(f'"one"\n{line}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl") as error:
