@@ -3,6 +3,7 @@
 import importlib
 import sys
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -12,27 +13,18 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from heavypath.kernels.trees.levels import Chosen
-from heavypath.speculative import (
-    METHODS,
-)
+from heavypath.speculative import METHODS
+from heavypath.speculative.decoding.device_tree import device_tree
+from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.step import Step
 
 KERNELS = (
-    *(
-        "sampling",
-        "trees.levels",
-        "trees.growing",
-        "trees.assembly",
-        "verification",
-        "verifying.top_down",
-        "typical.acceptance",
-        "attention.prepared",
-        "attention.masks",
-        "tree_attention",
-    ),
-    *("cache_compaction", "commit", "layers.rms_norm", "layers.rotary", "layers.gated"),
-)
+    "sampling", "trees.levels", "trees.growing", "trees.assembly", "verification", "verifying.top_down",
+    "typical.acceptance", "attention.prepared", "attention.masks", "tree_attention", "cache_compaction", "commit",
+    "layers.rms_norm", "layers.rotary", "layers.gated",
+)  # fmt: skip
 PROMPTS = torch.tensor([[0, 3, 1, 4, 1], [6, 6, 2, 6, 5], [0, 0, 0, 0, 2]])
 PADDING = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 launched = GridExecutor.__call__
@@ -127,9 +119,13 @@ def without_values(as_on_a_gpu, monkeypatch):
         monkeypatch.setattr(module, "tickets", lambda count, device: torch.empty(count, device=device))
 
 
-def rules_of(method, filters, processing=None):
-    kind = METHODS[method].kind(filters.temperature)
-    return Rules(
+def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, processing=None):
+    """The depth of a method's step, and the step, which ran once, as before a capture: that fills tables.
+
+    vocab_size: where the text is counted for `processing`
+    """
+    kind, shape = METHODS[method].kind(filters.temperature), METHODS[method].tree_of(size)
+    rules = Rules(
         replacement=kind.replacement,
         fill=METHODS[method].fill,
         verification=kind.verification,
@@ -140,13 +136,14 @@ def rules_of(method, filters, processing=None):
         processing=processing,
         typical=METHODS[method].typical(None, None),
     )
-
-
-def room_for(batch, target, tree, vocab_size):
-    slots = max(1, tree.depth * tree.branching)
-    return Sequences.room_for(
-        batch, new_tokens=20, stops=2, vocab_size=vocab_size, count_slots=slots, device=target.device
-    )
+    tree = shape if isinstance(shape, Growth) else on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
+    step = Step(target, draft, tree, shape.branching, shape.depth, rules)
+    caches = target.new_cache(batch, 300), None if draft is None else draft.new_cache(batch, 300)
+    slots = max(1, shape.depth * shape.branching)
+    room = {"new_tokens": 20, "stops": 2, "vocab_size": vocab_size, "count_slots": slots, "device": target.device}
+    run = partial(step, Sequences.room_for(batch, **room), *caches, 160, lambda phase: None)
+    run()
+    return step.depth, run
 
 
 def on_meta(part):

@@ -3,9 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heavypath.speculative import (
-    joint_law,
-)
+from heavypath.speculative import joint_law
 
 TIE = 1e-4  # logits closer than this may swap between two exact fp32 programs
 
@@ -21,6 +19,11 @@ def tiny_llama(seed: int, vocab_size: int = 7, layers: int = 2, **changes) -> Ll
     return LlamaForCausalLM(LlamaConfig(**settings)).eval()
 
 
+def small_llama(seed: int) -> LlamaForCausalLM:
+    """One that Triton's interpreter decodes in seconds."""
+    return tiny_llama(seed, layers=1, hidden_size=32, num_attention_heads=2)
+
+
 def transformers_greedy(model, ids, new_tokens):
     """transformers' own greedy text; the mask keeps it from taking prompt tokens for padding."""
     return model.generate(
@@ -31,6 +34,13 @@ def transformers_greedy(model, ids, new_tokens):
         eos_token_id=None,
         pad_token_id=0,
     )
+
+
+def assert_alike(one, other):
+    """The same text of two generations, in the same steps."""
+    assert torch.equal(one.sequences, other.sequences)
+    assert torch.equal(one.stats.steps_of, other.stats.steps_of)
+    assert torch.equal(one.stats.accepted, other.stats.accepted)
 
 
 @torch.inference_mode()
