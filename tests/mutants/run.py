@@ -13,6 +13,8 @@ import json
 import os
 import sys
 import time
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,7 +90,9 @@ AREAS = {
 def main() -> int:
     given = arguments()
     for library in LIBRARIES:
-        __import__(library)
+        import_module(library)
+    for plugin in entry_points(group="pytest11"):
+        plugin.load()
     checkout = (given.checkout or ROOT).resolve()
     wanted = only(given.only) if given.only else None
     work, start = [], time.monotonic()

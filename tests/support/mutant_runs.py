@@ -6,6 +6,7 @@ then meets the tests that reach its function alone: those that found its neighbo
 """
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -221,7 +222,8 @@ class _Recorder:
         file = self.files.get(code.co_filename)
         if file is None:
             path = Path(code.co_filename).resolve()
-            file = str(path.relative_to(self.root)) if path.is_relative_to(self.root) else ""
+            inside = os.path.isabs(code.co_filename) and path.is_relative_to(self.root)
+            file = str(path.relative_to(self.root)) if inside else ""
             self.files[code.co_filename] = file
         return file and f"{file} {code.co_qualname.partition('.<locals>')[0]}"
 
@@ -285,6 +287,7 @@ def _fork(work: Callable, place: Path) -> int:
     status = 1
     try:
         os.setsid()
+        gc.freeze()  # what is here already: pytest collects garbage several times
         output = os.open(place / "output", os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
