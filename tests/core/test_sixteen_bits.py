@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from tiny_models import tiny_llama
+from tiny_models import assert_alike, tiny_llama
 
-from heavypath.speculative import METHODS, EarlyExit, Lookahead, PromptLookup, SpeculativeDecoder
+from heavypath.speculative import EarlyExit, Lookahead, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.decoding.rules import Rules
+from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.models import generic, llama
 from heavypath.speculative.models.native import NativePass
 
@@ -24,12 +25,12 @@ def models(dtype):
 
 
 @pytest.fixture
-def dtypes(monkeypatch):
-    """Of the logits that reach verification."""
-    seen, verify = set(), Rules.verify
+def verified(monkeypatch):
+    """The tokens of each drafted tree, and the dtype of the logits with which it is verified."""
+    seen, verify = [], Rules.verify
 
     def noted(self, nodes, target_logits, *rest):
-        seen.add(target_logits.dtype)
+        seen.append((nodes.tokens, target_logits.dtype))
         return verify(self, nodes, target_logits, *rest)
 
     monkeypatch.setattr(Rules, "verify", noted)
@@ -45,75 +46,53 @@ def take_fp32(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "case"),
-    [(method, "sampled") for method in METHODS] + [("sequoia", case) for case in CASES] + [("rsd-s", "filtered")],
+    ("method", "case", "draft"),
+    [(method, "sampled", None) for method in ("autoregressive", "chain", "specinfer", "spectr", "ersd", "eagle-2")]
+    + [("typical-lossy", "sampled", None), ("dyspec", "sampled", None), ("rsd-s", "filtered", None)]
+    + [("sequoia", case, None) for case in CASES]
+    + [("sequoia", "sampled", draft) for draft in (PromptLookup(), Lookahead(3, 3), EarlyExit(1))],
+    ids=str,
 )
-def test_text_is_that_of_the_same_logits_in_fp32(method, case, dtypes, monkeypatch):
+def test_text_is_that_of_the_same_logits_in_fp32(method, case, draft, verified, monkeypatch):
     dtype = torch.float16 if method in ("chain", "spectr", "eagle-2") else torch.bfloat16
-    target, draft = models(dtype)
-    decoder = SpeculativeDecoder(target, draft, method)
-    outs = [decoder.generate(PROMPTS, **OPTIONS | CASES[case])]
-    assert dtypes == {torch.float32 if case == "penalised" else dtype}
+    target, model = models(dtype)
+    decoder, options = SpeculativeDecoder(target, draft or model, method), OPTIONS | CASES[case]
+    out = decoder.generate(PROMPTS, **options)
+    assert {each for _, each in verified} == {torch.float32 if case == "penalised" else dtype}
     take_fp32(monkeypatch)
-    outs.append(decoder.generate(PROMPTS, **OPTIONS | CASES[case]))
-    assert torch.float32 in dtypes
-    assert torch.equal(outs[0].sequences, outs[1].sequences)
-    assert torch.equal(outs[0].stats.accepted, outs[1].stats.accepted)
+    assert_alike(out, decoder.generate(PROMPTS, **options))
+    assert verified[-1][1] == torch.float32
 
 
 @pytest.mark.parametrize("method", ["dyspec", "eagle-2"])
-def test_grown_trees_are_those_of_the_same_logits_in_fp32(method, monkeypatch):
+def test_grown_trees_are_those_of_the_same_logits_in_fp32(method, verified, monkeypatch):
     """Which nodes stay hangs by the last bits of sums over the vocabulary."""
     target, draft = (tiny_llama(seed, 199, layers).to(torch.bfloat16) for seed, layers in ((1, 2), (2, 1)))
     decoder = SpeculativeDecoder(target, draft, method, tree_size=24, max_depth=4, width=8)
-    verify, drafted = Rules.verify, []
-
-    def noted(self, nodes, *rest):
-        drafted.append(nodes.tokens)
-        return verify(self, nodes, *rest)
-
-    monkeypatch.setattr(Rules, "verify", noted)
-    for as_logits in (llama.as_logits, torch.Tensor.float):
-        monkeypatch.setattr(llama, "as_logits", as_logits)
-        decoder.generate(PROMPTS, 30, temperature=0.8, seed=1, eos_token_id=None)
-    steps = len(drafted) // 2
-    assert all(map(torch.equal, drafted[:steps], drafted[steps:]))
-
-
-@pytest.mark.parametrize("draft", [PromptLookup(), Lookahead(3, 3), EarlyExit(1)])
-def test_drafts_of_another_dtype_than_the_targets(draft, dtypes, monkeypatch):
-    target, _ = models(torch.bfloat16)
-    decoder = SpeculativeDecoder(target, draft, "sequoia")
-    text = decoder.generate(PROMPTS, **OPTIONS | CASES["sampled"]).sequences
+    options = {"temperature": 0.8, "seed": 1, "eos_token_id": None}
+    decoder.generate(PROMPTS, 20, **options)
+    steps = len(verified)
     take_fp32(monkeypatch)
-    assert torch.equal(decoder.generate(PROMPTS, **OPTIONS | CASES["sampled"]).sequences, text)
-    assert dtypes == {torch.bfloat16, torch.float32}
+    decoder.generate(PROMPTS, 20, **options)
+    trees = [tokens for tokens, _ in verified]
+    assert all(torch.equal(*pair) for pair in zip(trees[:steps], trees[steps:], strict=True))
 
 
 def test_users_get_fp32(tmp_path):
     target, draft = models(torch.bfloat16)
-    decoder = SpeculativeDecoder(target, draft)
-    out = decoder.generate(
-        PROMPTS, **OPTIONS, temperature=0.9, output_scores=True, output_logits=True, trace=tmp_path / "run.jsonl"
-    )
-    assert {each.dtype for each in (*out.scores, *out.logits)} == {torch.float32}
-    with torch.no_grad():
-        expected = target(out.sequences[:1]).logits[0, len(PROMPTS[0]) - 1 : -1].float()
-    torch.testing.assert_close(torch.stack(out.logits)[:, 0], expected, atol=0.2, rtol=0)
-
-
-def test_a_users_verifier_gets_fp32():
-    from heavypath.speculative.examples.own_verifier import sample_the_target
-
     seen = set()
 
     def verifier(nodes, target_logits, draft_logits, **options):
         seen.update((target_logits.dtype, draft_logits.dtype) if draft_logits is not None else (target_logits.dtype,))
         return sample_the_target(nodes, target_logits, draft_logits, **options)
 
-    decoder = SpeculativeDecoder(*models(torch.bfloat16), verifier=verifier)
-    decoder.generate(PROMPTS, **OPTIONS, temperature=0.9)
-    assert seen == {torch.float32}
+    told = {"output_scores": True, "output_logits": True, "trace": tmp_path / "run.jsonl"}
+    out = SpeculativeDecoder(target, draft).generate(PROMPTS, **OPTIONS, temperature=0.9, **told)
+    SpeculativeDecoder(target, draft, verifier=verifier).generate(PROMPTS, **OPTIONS, temperature=0.9)
+    assert {each.dtype for each in (*out.scores, *out.logits)} == seen == {torch.float32}
+    with torch.no_grad():
+        expected = target(out.sequences[:1]).logits[0, len(PROMPTS[0]) - 1 : -1].float()
+    torch.testing.assert_close(torch.stack(out.logits)[:, 0], expected, atol=0.2, rtol=0)
 
 
 @pytest.mark.parametrize("whose", [0, 1])
