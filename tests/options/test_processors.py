@@ -5,31 +5,25 @@ from itertools import pairwise
 import pytest
 import torch
 from devices import DEVICE, moved
-from processed_texts import assert_same_or_tie, odd_behind_even, processed_law
+from processed_texts import odd_behind_even, processed_law
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 from texts_with_rules import EOS, PROMPTS, left_padded
-from tiny_models import assert_same_text, tiny_llama
+from tiny_models import tiny_llama
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 from transformers.generation import logits_process as theirs
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
-    LOSSLESS_METHODS,
-    METHODS,
     Cascade,
     EarlyExit,
-    Lookahead,
     Merge,
     Mixture,
-    PromptLookup,
     SpeculativeDecoder,
-    TokenTree,
-    load_demo_head,
 )
-from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.processors.texts import BatchProcessors, drafted_paths
 
-SOME = ("sequoia", "ersd", "dyspec", "specinfer", "chain")
+IDS = torch.tensor([[3, 1, 4, 1, 6, 2]])
+USUAL = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 18, "eos_token_id": EOS, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
@@ -70,39 +64,16 @@ def by_transformers(model, ids, processors, eos, new_tokens):
     )  # fmt: skip
 
 
-def check_classes(pair, prompts, methods, new_tokens=24):
-    """Greedy text under each class is transformers'; the tokens per step under each, for each method."""
-    target, draft, tokenizer = pair
-    speeds, changed = {}, 0
-    plain = {}
-    for number, prompt in enumerate(prompts):
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        for name, processor in ({"none": None} | classes(ids.shape[1], 1024, 0)).items():
-            own = [] if processor is None else [processor]
-            expected = by_transformers(target, ids, own, 0, new_tokens)
-            plain.setdefault(number, expected)
-            changed += not torch.equal(expected, plain[number])
-            for method in methods:
-                out = SpeculativeDecoder(target, draft, method).generate(
-                    ids, new_tokens, eos_token_id=0, logits_processor=own
-                )
-                assert_same_or_tie(target, out.sequences, expected)
-                tokens, steps = speeds.setdefault((method, name), [0, 0])
-                speeds[method, name] = [tokens + out.stats.new_tokens, steps + out.stats.steps]
-    assert changed > len(prompts) * 4, "the processors change the texts"
-    return {key: tokens / steps for key, (tokens, steps) in speeds.items()}
-
-
-def test_greedy_text_under_ten_of_transformers_classes_is_that_of_transformers(demo_pair):
-    check_classes(demo_pair, demo_prompts()[:1], ("sequoia", "dyspec"), new_tokens=20)
-
-
-@pytest.mark.slow
-def test_under_processors_as_many_tokens_are_accepted_as_without(demo_pair):
-    speeds = check_classes(demo_pair, demo_prompts(), SOME)
-    for method in SOME:
-        under = [speed for (other, name), speed in speeds.items() if other == method and name != "none"]
-        assert sum(under) / len(under) > 0.9 * speeds[method, "none"], speeds
+def test_greedy_text_under_ten_of_transformers_classes_is_that_of_transformers():
+    target, draft = tiny_llama(1, 61), tiny_llama(2, 61, layers=1)
+    plain, changed = by_transformers(target, IDS, [], 0, 24), 0
+    decoder = SpeculativeDecoder(target, draft, "dyspec")
+    for name, processor in classes(IDS.shape[1], 61, 0).items():
+        expected = by_transformers(target, IDS, [processor], 0, 24)
+        out = decoder.generate(IDS, 24, eos_token_id=0, logits_processor=[processor])
+        assert torch.equal(out.sequences, expected), name
+        changed += not torch.equal(expected, plain)
+    assert changed > 7, "the processors change the texts"
 
 
 def order_matters(width):
@@ -115,7 +86,7 @@ def order_matters(width):
     ]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
 def test_a_batch_with_processors_reads_as_each_prompt_in_transformers(method, tiny_pair):
     """Each sequence has its own, and one has none; they end at different times and take each other's slots."""
     inputs = left_padded(PROMPTS)
@@ -137,98 +108,29 @@ def test_a_batch_with_processors_reads_as_each_prompt_in_transformers(method, ti
     assert len(ends) > 1
 
 
-def check_law(pair, method, processors, count, **options):
-    prompt, sampling = torch.tensor([3, 1, 4]), {"temperature": 0.9, "top_p": 0.97}
-    decoder = SpeculativeDecoder(*pair, method, tree_size=6, **options)
-    out = decoder.generate(
-        prompt.expand(count, -1),
-        3,
-        seed=11,
-        eos_token_id=EOS,
-        pad_token_id=EOS,
-        logits_processor=processors,
-        **sampling,
-    )
-    law = processed_law(pair[0], prompt, processors, Filters(**sampling), 3, EOS)
-    new = out.sequences[:, 3:]
-    assert new.shape[1] == 3
-    assert chi_square_p_value(joint_counts(new, 7), law) > SIGNIFICANCE
-    return out.stats
-
-
-QUICK = ("ersd", "sequoia", "dyspec")
-
-
-@pytest.mark.parametrize("method", [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in LOSSLESS_METHODS
-])  # fmt: skip
-def test_the_joint_law_of_three_tokens_is_that_of_the_processed_target(method, tiny_pair):
-    check_law(tiny_pair, method, [by_last_two(5)], 6_000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", LOSSLESS_METHODS)
-def test_the_joint_law_is_exact_under_a_callable_that_bars_tokens(method, tiny_pair):
-    check_law(tiny_pair, method, [odd_behind_even, by_last_two(6)], 4_000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verifier", ["rejection", "held", "traversal", "held_traversal"])
-@pytest.mark.parametrize("method", ["chain", "sequoia", "specinfer"])
-def test_the_joint_law_is_exact_by_every_verifier(method, verifier, tiny_pair):
-    check_law(tiny_pair, method, [by_last_two(7)], 8_000, verifier=verifier)
-
-
-def test_drafts_that_are_told_are_accepted_more_often(tiny_pair):
-    """Of a draft that is the target itself nothing is refused; the bias is so strong that it would be otherwise."""
-    target = tiny_pair[0]
-    stats = check_law((target, target), "chain", [by_last_two(8, strength=8.0)], 500)
-    assert stats.acceptance_by_rank[0] == 1
-
-
-DRAFTS = {
-    "lookup": lambda draft: PromptLookup(),
-    "lookahead": lambda draft: Lookahead(),
-    "early exit": lambda draft: EarlyExit(1),
-    "mixture": lambda draft: Mixture([draft, PromptLookup()]),
-    "cascade": lambda draft: Cascade([draft, PromptLookup()], levels=[1, 2]),
+TOLD = {
+    "model": lambda target: target,
+    "early exit": lambda target: EarlyExit(2),
+    "mixture": lambda target: Mixture([target, target]),
+    "cascade": lambda target: Cascade([target, target], levels=[1, 2]),
+    "merge": lambda target: Merge([target, target]),
 }
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
-def test_drafts_of_all_kinds_write_transformers_text(kind, method, tiny_pair):
-    target, draft = tiny_pair
-    decoder = SpeculativeDecoder(target, DRAFTS[kind](draft), method)
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        own = [odd_behind_even, by_last_two(4), theirs.ForcedEOSTokenLogitsProcessor(ids.shape[1] + 14, EOS)]
-        out = decoder.generate(ids, 14, eos_token_id=EOS, logits_processor=own)
-        assert torch.equal(out.sequences, by_transformers(target, ids, own, EOS, 14))
+@pytest.mark.parametrize("kind", TOLD)
+def test_drafts_are_told_of_processors(kind):
+    """Of a draft that is the target itself nothing is refused; the bias is so strong that it would be otherwise."""
+    target = tiny_llama(1, layers=3 if kind == "early exit" else 2)
+    if kind == "early exit":  # whose last layer does nothing
+        target.model.layers[2].self_attn.o_proj.weight.data.zero_()
+        target.model.layers[2].mlp.down_proj.weight.data.zero_()
+    method, own = "specinfer" if kind == "merge" else "chain", [by_last_two(8, strength=8.0)]
+    decoder = SpeculativeDecoder(target, TOLD[kind](target), method, tree_size=6)
+    stats = decoder.generate(IDS.expand(50, -1), 9, temperature=0.9, eos_token_id=None, logits_processor=own).stats
+    assert stats.acceptance_by_rank[0] == 1
 
 
-@pytest.mark.parametrize("method", ["specinfer", "top-k"])
-def test_merged_drafts_are_processed_each(method, tiny_pair):
-    target, draft = tiny_pair
-    decoder = SpeculativeDecoder(target, Merge([target, draft]), method, tree_size=7)
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        out = decoder.generate(ids, 14, eos_token_id=None, logits_processor=[by_last_two(9, strength=6.0)])
-        assert torch.equal(out.sequences, by_transformers(target, ids, [by_last_two(9, strength=6.0)], None, 14))
-        assert out.stats.tokens_per_step > 2
-
-
-def test_heads_write_transformers_text(demo_pair):
-    target, _, tokenizer = demo_pair
-    decoder = SpeculativeDecoder(target, load_demo_head(target), "eagle-2", tree_size=12)
-    ids = tokenizer(demo_prompts()[1], return_tensors="pt").input_ids
-    own = [theirs.NoRepeatNGramLogitsProcessor(2), odd_behind_even]
-    out = decoder.generate(ids, 24, eos_token_id=0, logits_processor=own)
-    assert_same_text(target, out.sequences, by_transformers(target, ids, own, 0, 24))
-    assert out.stats.tokens_per_step > 1.5
-
-
-@pytest.mark.parametrize("method", ["ersd", "eagle-2", "rsd-s"])
+@pytest.mark.parametrize("method", ["ersd", "eagle-2"])
 def test_contexts_are_texts_that_can_come_about(method, tiny_pair):
     """Padding stands before them; no text is longer than it may become, none goes on behind its end or a barred token;
     and every beginning of the text that is written has been asked about."""
@@ -255,31 +157,19 @@ def test_contexts_are_texts_that_can_come_about(method, tiny_pair):
         assert all(tuple(row[:end]) in asked for end in range(width, min(length, width + 8) + 1))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_races_write_what_plain_sampling_writes(temperature, tiny_pair):
-    options = {"temperature": temperature, "logits_processor": [by_last_two(2), odd_behind_even], "seed": 4}
-    plain = SpeculativeDecoder(tiny_pair[0], None, "autoregressive").generate(torch.tensor([[1, 2]]), 30, **options)
-    racing = SpeculativeDecoder(*tiny_pair, "ersd", tree=TokenTree.k_ary(3, 2))
-    assert torch.equal(racing.generate(torch.tensor([[1, 2]]), 30, **options).sequences, plain.sequences)
-
-
-@pytest.mark.parametrize("through", ["generate", "custom_generate"])
-def test_a_function_of_allowed_tokens_is_told_which_sequence_it_is(through, tiny_pair):
+def test_a_function_of_allowed_tokens_is_told_which_sequence_it_is(tiny_pair):
     """Sequences end at different times and change slots; each goes on with its own tokens."""
-    inputs = left_padded(PROMPTS)
 
     def allowed(batch_id, text):
         assert text.shape == (text.shape[0],)
         return [batch_id, batch_id + 1] if len(text) % 3 else [EOS, 6]
 
-    decoder = SpeculativeDecoder(*tiny_pair, "dyspec")
-    options = {**inputs, "max_new_tokens": 16, "eos_token_id": EOS, "pad_token_id": 0}
-    expected = tiny_pair[0].generate(**options, prefix_allowed_tokens_fn=allowed)
-    if through == "generate":
-        out = decoder.generate(**options, prefix_allowed_tokens_fn=allowed).sequences
-    else:
-        out = tiny_pair[0].generate(**options, prefix_allowed_tokens_fn=allowed, custom_generate=decoder)
-    assert torch.equal(out, expected)
+    target, decoder = tiny_pair[0], SpeculativeDecoder(*tiny_pair, "dyspec")
+    options = {**left_padded(PROMPTS), "max_new_tokens": 16, "eos_token_id": EOS, "pad_token_id": 0}
+    options["prefix_allowed_tokens_fn"] = allowed
+    expected = target.generate(**options)
+    assert torch.equal(decoder.generate(**options).sequences, expected)
+    assert torch.equal(target.generate(**options, custom_generate=decoder), expected)
 
 
 SETTINGS = [
@@ -295,22 +185,15 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("through", ["generate", "custom_generate", "config"])
-def test_settings_that_are_processors_are_those_of_transformers(settings, through, tiny_pair, monkeypatch):
+def test_settings_that_are_processors_are_those_of_transformers(settings, tiny_pair, monkeypatch):
     target = tiny_pair[0]
     decoder = SpeculativeDecoder(*tiny_pair)
-    ids = torch.tensor([[3, 1, 4, 1, 6, 2]])
-    usual = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 18, "eos_token_id": EOS, "pad_token_id": 0}
-    expected = target.generate(ids, **usual, **settings)
-    assert not torch.equal(expected, target.generate(ids, **usual))
-    if through == "custom_generate":
-        assert torch.equal(target.generate(ids, **usual, **settings, custom_generate=decoder), expected)
-        return
-    config = settings | {"eos_token_id": EOS, "pad_token_id": 0}
-    monkeypatch.setattr(target, "generation_config", GenerationConfig(**config))
-    if through == "config":
-        assert torch.equal(target.generate(ids, max_new_tokens=18, attention_mask=torch.ones_like(ids)), expected)
-    assert torch.equal(decoder.generate(ids, 18).sequences, expected)
+    expected = target.generate(IDS, **USUAL, **settings)
+    assert not torch.equal(expected, target.generate(IDS, **USUAL))
+    assert torch.equal(target.generate(IDS, **USUAL, **settings, custom_generate=decoder), expected)
+    own = GenerationConfig(**settings, eos_token_id=EOS, pad_token_id=0)
+    monkeypatch.setattr(target, "generation_config", own)
+    assert torch.equal(decoder.generate(IDS, 18).sequences, expected)
 
 
 DOUBLED = {
@@ -333,23 +216,18 @@ DOUBLED = {
 
 
 @pytest.mark.parametrize("name", DOUBLED)
-@pytest.mark.parametrize("through", ["custom_generate", "config"])
-def test_a_users_processor_takes_the_place_of_a_settings_of_its_class(name, through, tiny_pair, monkeypatch):
+def test_a_users_processor_takes_the_place_of_a_settings_of_its_class(name, tiny_pair, monkeypatch):
     target = tiny_pair[0]
     settings, own = DOUBLED[name]
     decoder = SpeculativeDecoder(*tiny_pair)
-    ids = torch.tensor([[3, 1, 4, 1, 6, 2]])
-    usual = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 18, "eos_token_id": EOS, "pad_token_id": 0}
     given = {"return_dict_in_generate": True, "output_scores": True, "logits_processor": LogitsProcessorList(own())}
-    expected = target.generate(ids, **usual, **settings, **given)
-    if through == "custom_generate":
-        out = target.generate(ids, **usual, **settings, **given, custom_generate=decoder)
-    else:
-        config = GenerationConfig(**settings, eos_token_id=EOS, pad_token_id=0)
-        monkeypatch.setattr(target, "generation_config", config)
-        out = decoder.generate(ids, 18, output_scores=True, logits_processor=own())
-    assert torch.equal(out.sequences, expected.sequences)
-    torch.testing.assert_close(torch.stack(out.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+    expected = target.generate(IDS, **USUAL, **settings, **given)
+    through = target.generate(IDS, **USUAL, **settings, **given, custom_generate=decoder)
+    config = GenerationConfig(**settings, eos_token_id=EOS, pad_token_id=0)
+    monkeypatch.setattr(target, "generation_config", config)
+    for out in (through, decoder.generate(IDS, 18, output_scores=True, logits_processor=own())):
+        assert torch.equal(out.sequences, expected.sequences)
+        torch.testing.assert_close(torch.stack(out.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
 
 
 WARPED = [
@@ -361,11 +239,10 @@ WARPED = [
 ]
 
 
-@pytest.mark.parametrize("through", ["custom_generate", "config"])
 @pytest.mark.parametrize("settings", WARPED, ids=str)
-def test_sampled_text_under_all_warpers_has_transformers_law(settings, through, tiny_pair, monkeypatch):
-    target, count = tiny_pair[0], 3000
-    ids = torch.tensor([[3, 1, 4]])
+def test_sampled_text_under_all_warpers_has_transformers_law(settings, tiny_pair, monkeypatch):
+    """Given to transformers' generate and found in the model's generation_config by turns."""
+    target, ids, count = tiny_pair[0], torch.tensor([[3, 1, 4]]), 2000
     given = {"do_sample": True, "max_new_tokens": 2, "eos_token_id": None, "pad_token_id": 0, "top_k": 0} | settings
     config = GenerationConfig(**given)
     config._eos_token_tensor = None
@@ -374,7 +251,7 @@ def test_sampled_text_under_all_warpers_has_transformers_law(settings, through, 
     )
     law = processed_law(target, ids[0], processors, Filters(1.0), 2)
     decoder = SpeculativeDecoder(*tiny_pair, "dyspec")
-    if through == "custom_generate":
+    if WARPED.index(settings) % 2 == 0:
         torch.manual_seed(6)
         out = target.generate(ids, **given, num_return_sequences=count, custom_generate=decoder)
     else:
@@ -388,7 +265,7 @@ def test_warpers_out_of_order_are_processors(tiny_pair):
     law = processed_law(tiny_pair[0], torch.tensor([3, 1, 4]), processors, Filters(1.0), 2)
     out = tiny_pair[0].generate(
         torch.tensor([[3, 1, 4]]), custom_generate=SpeculativeDecoder(*tiny_pair), logits_processor=processors,
-        do_sample=True, max_new_tokens=2, num_return_sequences=3000, top_k=0, eos_token_id=None, pad_token_id=0,
+        do_sample=True, max_new_tokens=2, num_return_sequences=2000, top_k=0, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     assert chi_square_p_value(joint_counts(out[:, 3:], 7), law) > SIGNIFICANCE
 
@@ -437,8 +314,9 @@ class OneTextOnly(LogitsProcessor):
         return scores.masked_fill(torch.arange(scores.shape[1]) < len(self.text) % 3, -torch.inf)
 
 
-@pytest.mark.parametrize("stateful", [Counting, OneTextOnly])
-@pytest.mark.parametrize("method", ["autoregressive", "sequoia", "dyspec"])
+@pytest.mark.parametrize(("stateful", "method"), [
+    (Counting, "autoregressive"), (Counting, "dyspec"), (OneTextOnly, "autoregressive"), (OneTextOnly, "sequoia"),
+])  # fmt: skip
 def test_a_processor_that_keeps_state_is_found_out(method, stateful, tiny_pair):
     decoder = SpeculativeDecoder(*tiny_pair, method)
     with pytest.raises(ValueError, match=f"{stateful.__name__} answered differently .* depend on its arguments alone"):
@@ -485,11 +363,6 @@ SYNTH_ID = theirs.SynthIDTextWatermarkLogitsProcessor(
 def test_what_cannot_be_asked_along_a_tree_is_refused(given, message, tiny_pair):
     with pytest.raises((TypeError, ValueError), match=message):
         SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 8, logits_processor=given)
-
-
-def test_allowed_tokens_that_are_no_function_are_refused(tiny_pair):
-    with pytest.raises(TypeError, match=r"prefix_allowed_tokens_fn is called with \(sequence, its text .* got 5"):
-        SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 8, prefix_allowed_tokens_fn=5)
 
 
 def test_a_dead_end_that_is_never_reached_is_no_error(tiny_pair):
