@@ -10,33 +10,25 @@ from heavypath.speculative.costs.timing import AGREE, MOST_ROUNDS, ROUNDS, Ratio
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
+def linear(size):
+    return 5 * (1 + 0.05 * (size - 1))
+
+
 class Machine:
     """Takes cost(nodes) milliseconds for a step, times what the load makes of it, and has a clock of its own."""
 
-    def __init__(self, cost, load=lambda machine, size, number: 1.0):
+    def __init__(self, cost=linear, load=lambda machine, number: 1.0):
         self.cost, self.load, self.now, self.visits, self.lines = cost, load, 0.0, [], []
         self.random = random.Random(1)
 
     def visit(self, size, number):
-        step = 1e-3 * self.cost(size) * self.load(self, size, number) * self.random.uniform(0.98, 1.02)
+        step = 1e-3 * self.cost(size) * self.load(self, number) * self.random.uniform(0.98, 1.02)
         self.visits.append((number, size))
         self.now += 10 * step
         return Timed(step, 0.1 * step * self.cost(1) / self.cost(size) if size > 1 else None)
 
     def costs(self, worth=lambda costs: {1, 2, 4, 8}, limit=60.0, sizes=SIZES):
-        return time_costs(
-            self.visit, sizes, worth, limit=limit, clock=lambda: self.now, report=self.lines.append
-        )  # fmt: skip
-
-
-def linear(size):
-    return 5 * (1 + 0.05 * (size - 1))
-
-
-def assert_right(costs, cost=linear, within=0.06):
-    for size, seconds in costs.steps_of([1, 2, 4, 8]).items():
-        assert seconds == pytest.approx(cost(size) / cost(1), rel=within)
-    assert costs.level / costs.step[1] == pytest.approx(0.1, rel=within)
+        return time_costs(self.visit, sizes, worth, limit=limit, clock=lambda: self.now, report=self.lines.append)
 
 
 def test_the_rising_fit_is_that_of_its_formula():
@@ -51,52 +43,57 @@ def test_the_rising_fit_is_that_of_its_formula():
             part = range(first, last + 1)
             return sum(weights[i] * values[i] for i in part) / sum(weights[i] for i in part)
 
-        expected = [
-            max(min(mean(a, b) for b in range(i, length)) for a in range(i + 1)) for i in range(length)
-        ]  # fmt: skip
+        expected = [max(min(mean(a, b) for b in range(i, length)) for a in range(i + 1)) for i in range(length)]
         assert rising_fit(values, weights) == pytest.approx(expected)
 
 
-def test_an_idle_machine_is_timed_in_a_few_rounds():
-    machine = Machine(linear)
+LOADS = {
+    "none": (0.03, lambda machine, number: 1.0),
+    "every third round": (0.06, lambda machine, number: 4.0 if number % 3 == 0 else 1.0),
+    "a quarter of the visits": (0.1, lambda machine, number: 5.0 if machine.random.random() < 0.25 else 1.0),
+    "a slow drift": (0.06, lambda machine, number: 1 + machine.now / 5),
+    "the first visit to a size": (0.06, lambda machine, number: 100.0 if number == 0 else 1.0),
+}
+
+
+@pytest.mark.parametrize(("within", "load"), LOADS.values(), ids=LOADS)
+def test_ratios_of_costs_are_right_whatever_the_load(within, load):
+    machine = Machine(load=load)
     costs = machine.costs()
-    assert_right(costs, within=0.03)
+    for size, ratio in costs.steps_of([1, 2, 4, 8]).items():
+        assert ratio == pytest.approx(linear(size) / linear(1), rel=within)
+    assert costs.level / costs.step[1] == pytest.approx(0.1, rel=within)
+    first = {size: number for number, size in reversed(machine.visits)}
+    assert set(first.values()) == {0}, "a size is warmed up first"
+
+
+def test_an_idle_machine_is_timed_in_a_few_rounds():
+    costs = Machine().costs()
     assert costs.rounds == ROUNDS
     assert {*costs.step} == {1, 2, 4, 8}, "sizes that are not worth it are not timed"
     assert all(error <= AGREE * costs.step[size] for size, error in costs.step_error.items())
 
 
-def test_load_that_lasts_for_whole_rounds_leaves_the_ratios_as_they_are():
-    def load(machine, size, number):
-        return 4.0 if number % 3 == 0 else 1.0
+def test_a_limit_ends_it_after_a_few_rounds_and_the_errors_say_so():
+    """Without one it goes on until the figures agree. Progress has an estimate of the time left."""
 
-    machine = Machine(linear, load)
-    assert_right(machine.costs())
+    def load(machine, number):
+        return machine.random.uniform(1, 1.5)
 
-
-def test_stalls_of_some_visits_leave_the_ratios_as_they_are():
-    """A bimodal load: a quarter of the visits take five times as long."""
-
-    def load(machine, size, number):
-        return 5.0 if machine.random.random() < 0.25 else 1.0
-
-    machine = Machine(linear, load)
-    costs = machine.costs()
-    assert_right(costs, within=0.1)
-    assert costs.rounds > ROUNDS, "it goes on until the figures agree"
-
-
-def test_a_slow_drift_hits_all_sizes_alike():
-    machine = Machine(linear, lambda machine, size, number: 1 + machine.now / 5)
-    assert_right(machine.costs())
+    hurried, patient = Machine(load=load), Machine(load=load)
+    short, long = hurried.costs(limit=0.1), patient.costs(limit=1e9)
+    assert short.rounds == 3 < ROUNDS < long.rounds <= MOST_ROUNDS
+    assert max(short.step_error[size] / short.step[size] for size in (2, 4, 8)) > AGREE
+    assert patient.lines[0] == "timing trees of 1 to 8 nodes, round 1"
+    assert "round 3, about " in patient.lines[2]
+    assert patient.lines[2].endswith(" s left")
 
 
 def test_costs_that_fall_with_the_size_are_refused_with_the_figures():
     """Milliseconds that were met on a busy machine: a calibration of 27 minutes, then plans of one node."""
     met = {1: 32, 2: 150, 6: 65, 128: 157}
-    machine = Machine(met.__getitem__)
     with pytest.raises(ValueError, match=r"costs are noise: .* 2 nodes took 2\..* \+- 2\..*2: 4\.6.* 6: 2\.0.*idle"):
-        machine.costs(sizes=met, worth=lambda costs: {1, 2, 6})
+        Machine(met.__getitem__).costs(sizes=met, worth=lambda costs: {1, 2, 6})
 
 
 def test_a_library_that_is_faster_with_a_few_rows_more_is_no_noise():
@@ -110,63 +107,27 @@ def test_a_library_that_is_faster_with_a_few_rows_more_is_no_noise():
 
 
 def test_a_machine_too_busy_to_time_anything_is_refused_in_time():
-    def load(machine, size, number):
-        return 12.0 if machine.random.random() < 0.5 else 1.0
-
-    machine = Machine(linear, load)
+    machine = Machine(load=lambda machine, number: 12.0 if machine.random.random() < 0.5 else 1.0)
     with pytest.raises(ValueError, match=r"costs are noise.*OMP_NUM_THREADS"):
         machine.costs(limit=10.0)
     assert machine.now < 14
 
 
-def test_a_limit_ends_it_after_a_few_rounds_and_the_errors_say_so():
-    def load(machine, size, number):
-        return machine.random.uniform(1, 1.5)
-
-    hurried, patient = Machine(linear, load), Machine(linear, load)
-    short, long = hurried.costs(limit=0.1), patient.costs(limit=1e9)
-    assert short.rounds == 3 < long.rounds <= MOST_ROUNDS
-    assert max(short.step_error[size] / short.step[size] for size in (2, 4, 8)) > AGREE
-
-
 def test_larger_trees_are_timed_while_they_could_be_planned():
     """Steps that cost the same up to 16 nodes, as on a GPU: 8, 16 and 32 follow one after the other, 64 does not."""
-
-    def cost(size):
-        return 5.0 * max(1.0, size / 16) ** 2
 
     def worth(costs):
         known = costs.steps_of(sorted(costs.step))
         worthwhile = max(size for size, steps in known.items() if steps < 1.5)
         return {1, worthwhile, 2 * worthwhile}
 
-    machine = Machine(cost)
+    machine = Machine(lambda size: 5.0 * max(1.0, size / 16) ** 2)
     costs = machine.costs(worth, sizes=(1, 2, 4, 8, 12, 16, 24, 32, 64, 128))
     assert {16, 32} <= {*costs.step}
     assert max(costs.step) == 32
     machine.visits.clear()
     machine.costs(lambda costs: {4, 6, 8}, sizes=SIZES)
     assert 6 in {size for _, size in machine.visits}, "between sizes that were timed, too"
-
-
-def test_the_first_visit_to_a_size_warms_up():
-    machine = Machine(linear, lambda machine, size, number: 100.0 if number == 0 else 1.0)
-    assert_right(machine.costs())
-    first = {}
-    for number, size in machine.visits:
-        first.setdefault(size, number)
-    assert set(first.values()) == {0}
-
-
-def test_progress_has_an_estimate_of_the_time_left():
-    def load(machine, size, number):
-        return machine.random.uniform(1, 2)
-
-    machine = Machine(linear, load)
-    machine.costs()
-    assert machine.lines[0] == "timing trees of 1 to 8 nodes, round 1"
-    assert "round 3, about " in machine.lines[2]
-    assert machine.lines[2].endswith(" s left")
 
 
 def test_the_error_of_a_median_is_about_what_it_varies_by():

@@ -4,15 +4,16 @@ Without a GPU: tests/support/cuda_order.py has streams that write down what they
 the same time. Each wait is proved to be needed by what is found without it.
 """
 
-import threading
+import random
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from cuda_order import Entry, RaceError, check, observe, played, slot_of, unneeded
+from in_time import in_time
 from safetensors.torch import save_file
 from tiny_models import tiny_llama
 
@@ -71,6 +72,13 @@ def step(order, stream, layers=None, ahead=True):
             compute(stream, range(stream.layers) if layers is None else layers)
 
 
+@contextmanager
+def elsewhere(order):
+    """Another stream than the first one."""
+    with order.on(order.new_stream()):
+        yield
+
+
 def assert_right(order):
     check(order.entries)
     assert not unneeded(order.entries)
@@ -94,94 +102,55 @@ def test_copies_run_beside_the_layers_before_them(order):
     """Nothing that computes waits for a copy that is not its own, and the draft waits for none."""
     stream = in_memory(order, 6)
     step(order, stream)
-    first = next(number for number, entry in enumerate(order.entries) if entry.writes and entry.reads)
-    draft = next(number for number, entry in enumerate(order.entries) if number > first and not entry.reads
-                 and entry.kind == "launch")  # fmt: skip
-    current = order.entries[draft].stream
-    assert not [number for number in check(order.entries) if number < draft and order.entries[number].stream == current]
-    copy_of, compute_of = {}, {}
-    for number, entry in enumerate(order.entries):
-        if entry.kind == "launch" and entry.reads:
-            of = copy_of if entry.writes else compute_of
-            of[entry.reads[0][1]] = number
+    works = [(number, entry) for number, entry in enumerate(order.entries) if entry.kind == "launch"]
+    copy_of = {entry.reads[0][1]: number for number, entry in works if entry.reads and entry.writes}
+    compute_of = {entry.reads[0][1]: number for number, entry in works if entry.reads and not entry.writes}
+    draft, entry = next((number, entry) for number, entry in works if number > copy_of[0] and not entry.reads)
+    assert not [one for one in check(order.entries) if one < draft and order.entries[one].stream == entry.stream]
     for layer in range(2, 6):
         assert compute_of[layer - 2] < copy_of[layer] < compute_of[layer - 1]
 
 
-@pytest.mark.parametrize("layers", [[0, 1, 2, 0, 1, 2], [3, 1, 4, 1, 5], [5, 4, 3, 2, 1, 0], [0, 2, 4], [4, 0]])
-def test_layers_may_be_taken_in_any_order(order, layers):
-    stream = in_memory(order, 6)
-    for ahead in (True, False):
-        step(order, stream, layers, ahead)
-    step(order, stream)
-    stream.close()
-    check(order.entries)
-
-
-@pytest.mark.parametrize("layers", [[0, 2], [0, None, 2, 0]])
-def test_a_layer_that_was_never_released_is_not_overwritten_while_it_computes(order, layers):
-    """Somebody catches an error between taking and releasing, and goes on; None: the layer before it is released."""
-    stream = in_memory(order, 5)
-    with stream.one_pass():
-        for layer, following in zip(layers, [*layers[1:], 0], strict=True):
-            if layer is None:
-                continue
-            stream.take(layer)
-            if following is None:
-                stream.release(layer)
-            else:
-                order.launch([(slot_of(stream, layer), layer)])
-    check(order.entries)
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("last", range(5))
-def test_a_pass_that_ends_early_leaves_the_next_one_in_order(order, last, ahead):
-    stream = in_memory(order, 5)
-    with suppress(InterruptionError), stream.one_pass(ahead=ahead):
-        for layer in range(last + 1):
-            stream.take(layer)
-            order.launch()
-            if layer == last:
-                raise InterruptionError  # between taking and releasing
-            stream.release(layer)
-    step(order, stream, ahead=False)
-    step(order, stream)
-    check(order.entries)
-
-
-def test_a_copy_that_fails_leaves_the_next_pass_in_order(order):
-    stream = in_memory(order, 5)
-    copy = stream.copy
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_passes_do_and_however_they_end_the_next_one_is_in_order(order, seed):
+    """Layers in any order, that nobody releases; copies that fail; calls that Ctrl-C ends; other streams; graphs."""
+    draw, stream = random.Random(seed), in_memory(order, 5, slots=2 + seed % 2)
+    copy, chance = stream.copy, 0.0
 
     def fail(into, tensors):
         copy(into, tensors)
-        if into is stream.tensors(3):
+        if draw.random() < chance:
             raise InterruptionError
 
-    for failing in (True, False):
-        stream.copy = fail if failing else copy
-        with suppress(InterruptionError):
-            step(order, stream)
+    def call():
+        for layer in draw.choices(range(5), k=draw.randint(1, 7)):
+            stream.take(layer)
+            order.launch([(slot_of(stream, layer), layer)])
+            if draw.random() < 4 * chance:
+                raise InterruptionError  # between taking and releasing
+            if draw.random() < 0.8:
+                stream.release(layer)
+
+    with order.capture(order.new_stream()) as graph:
+        step(order, stream)
+    stream.copy, chance = fail, 0.1
+    for _ in range(12):
+        what = draw.choice(["pass", "call", "replay"])
+        with suppress(InterruptionError), elsewhere(order) if draw.random() < 0.3 else nullcontext():
+            if what == "replay":
+                with stream.replay():
+                    order.replay(graph)
+            elif what == "pass":
+                with stream.one_pass(ahead=draw.random() < 0.5):
+                    call()
+            else:
+                stream.enter()
+                call()
+                stream.leave()
+    chance = 0.0
+    step(order, stream)
+    assert in_time(lambda: step(order, stream)) == [None], "another thread need not wait"
     stream.close()
-    check(order.entries)
-
-
-def test_a_pass_whose_end_never_came_is_ended_by_the_next_one(order):
-    """As Ctrl-C leaves a call of the model, whose hooks do not run then."""
-    stream = in_memory(order, 4)
-    stream.enter()
-    stream.take(0)
-    stream.enter()  # another call
-    compute(stream, range(4))
-    stream.leave()
-    stream.enter()
-    stream.take(0)
-    step(order, stream)  # by a decoder
-    done = threading.Thread(target=step, args=(order, stream), daemon=True)
-    done.start()
-    done.join(5)
-    assert not done.is_alive(), "another thread waits for ever"
     check(order.entries)
 
 
@@ -193,12 +162,11 @@ def test_a_pass_forks_and_joins_within_a_graph(order):
     step(order, stream)  # the step before, as it comes
     with order.capture(order.new_stream()) as graph:
         step(order, stream)
-    for _ in range(3):
-        with stream.replay():
-            order.replay(graph)
-    step(order, stream)
-    with stream.replay():
-        order.replay(graph)
+    for replays in (3, 1):
+        for _ in range(replays):
+            with stream.replay():
+                order.replay(graph)
+        step(order, stream)
     assert_right(order)
     assert stream.counts().untimed == 4 * sum(-(-4 * (100 + layer) // 256) * 256 for layer in range(5))
 
@@ -234,37 +202,14 @@ def test_a_capture_that_fails_is_joined_and_the_next_one_is_right(order):
     check(order.entries)
 
 
-@contextmanager
-def elsewhere(order):
-    """Another stream than the first one."""
-    stream = order.new_stream()
-    with order.on(stream):
-        yield
-
-
-def test_passes_on_several_streams_and_graphs_take_turns_on_the_gpu(order):
-    stream = in_memory(order, 5)
-    with order.capture(order.new_stream()) as graph:
-        step(order, stream)
-    for _ in range(2):
-        with elsewhere(order):
-            step(order, stream)
-        with elsewhere(order), stream.replay():
-            order.replay(graph)
-        step(order, stream)
-        with stream.replay():
-            order.replay(graph)
-    assert_right(order)
-
-
-def test_threads_take_turns(order):
+def test_threads_on_streams_of_their_own_take_turns_on_the_gpu(order):
     stream = in_memory(order, 5)
     with order.capture(order.new_stream()) as graph:
         step(order, stream)
 
     def decode():
         with elsewhere(order):
-            for _ in range(5):
+            for _ in range(3):
                 step(order, stream)
                 with stream.replay():
                     order.replay(graph)
@@ -272,12 +217,7 @@ def test_threads_take_turns(order):
                 compute(stream, range(5))
                 stream.leave()
 
-    threads = [threading.Thread(target=decode, daemon=True) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    assert in_time(decode, decode, decode) == [None] * 3
     check(order.entries)
 
 
@@ -300,12 +240,10 @@ def test_places_in_the_hosts_memory_are_filled_behind_the_copies_from_there(orde
 
 def test_without_the_hosts_waits_its_places_would_be_filled_too_soon(order, tmp_path):
     stream = in_files(order, tmp_path, 6)
-    step(order, stream)
-    step(order, stream)
+    for _ in range(2):
+        step(order, stream)
     stream.close()
     check(order.entries)
-    waits = [number for number, entry in enumerate(order.entries) if entry.kind == "synchronize"]
-    assert len(waits) >= 12
     with pytest.raises(RaceError, match="host writes layer any into"):
         check([entry for entry in order.entries if entry.kind != "synchronize"])
 
@@ -358,17 +296,10 @@ def test_a_layer_outside_of_a_pass_and_weights_that_are_no_numbers_are_errors(or
     with pytest.raises(RuntimeError, match=r"outside of a pass; call the model, or enter one_pass\(\)"):
         stream.take(1)
     stream.release(1)
-    broken = DeviceStream([{"w": content(0)}, {"w": torch.tensor([1.0, torch.nan])}], CPU)
+    broken = DeviceStream([{"w": torch.tensor([1.0, torch.nan])}], CPU)
     for _ in range(2):
-        with pytest.raises(ValueError, match="NaN or infinite weights in w of layer 1"):
-            compute_all(broken)
-
-
-def compute_all(stream):
-    with stream.one_pass():
-        for layer in range(stream.layers):
-            stream.take(layer)
-            stream.release(layer)
+        with pytest.raises(ValueError, match="NaN or infinite weights in w of layer 0"), broken.layer(0):
+            pass
 
 
 # Models
@@ -385,41 +316,38 @@ def on_played_gpu(model, order):
     return stream
 
 
-def test_a_model_decodes_and_generates_in_order_and_writes_its_own_text(order):
-    ids = torch.arange(10)[None] % 7
+@pytest.fixture
+def pair(order):
+    """A tiny target, the same one as if it were streamed, and the stream."""
     target, streamed = (tiny_llama(1, layers=4) for _ in range(2))
-    stream = on_played_gpu(streamed, order)
-    assert stream.layers == 3, "the first one is resident"
+    return target, streamed, on_played_gpu(streamed, order)
+
+
+IDS = torch.arange(10)[None] % 7
+
+
+def test_a_model_decodes_and_generates_in_order_and_writes_its_own_text(order, pair):
+    assert pair[2].layers == 3, "the first one is resident"
     for draft in (EarlyExit(1), tiny_llama(2, layers=1)):
-        texts = [
-            SpeculativeDecoder(model, draft, "sequoia", tree_size=6)
-            .generate(ids, 8, temperature=0.6, seed=2, eos_token_id=None)
-            for model in (target, streamed)
-        ]  # fmt: skip
+        decoders = [SpeculativeDecoder(model, draft, "sequoia", tree_size=6) for model in pair[:2]]
+        texts = [decoder.generate(IDS, 8, temperature=0.6, seed=2, eos_token_id=None) for decoder in decoders]
         assert torch.equal(texts[0].sequences, texts[1].sequences)
         assert texts[1].stats.streaming.bytes_read > 0
-    texts = [model.generate(ids, max_new_tokens=4, do_sample=False) for model in (target, streamed)]
-    assert torch.equal(*texts)
+    assert torch.equal(*(model.generate(IDS, max_new_tokens=4, do_sample=False) for model in pair[:2]))
     assert not [entry for entry in unneeded(order.entries) if entry.kind == "wait"]
 
 
-def test_a_call_that_an_exception_ends_leaves_the_next_text_right(order):
-    ids = torch.arange(10)[None] % 7
-    target, streamed = (tiny_llama(1, layers=4) for _ in range(2))
-    on_played_gpu(streamed, order)
-
+def test_a_call_that_an_exception_ends_leaves_the_next_one_right(order, pair):
     def raise_error(*given):
         raise InterruptionError
 
+    target, streamed, _ = pair
     hook = streamed.model.layers[2].mlp.register_forward_pre_hook(raise_error)
     with pytest.raises(InterruptionError):
-        streamed(ids)
+        streamed(IDS)
     hook.remove()
-    done = []
-    thread = threading.Thread(target=lambda: done.append(streamed(ids).logits), daemon=True)
-    thread.start()
-    thread.join(10)
-    assert torch.equal(done[0], target(ids).logits)
+    (logits,) = in_time(lambda: streamed(IDS).logits)
+    assert torch.equal(logits, target(IDS).logits)
     check(order.entries)
 
 

@@ -12,98 +12,82 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.tree_choice import chosen_tree, default_tree
 
+GPU = torch.device("cuda", 0)
+
 
 @pytest.fixture
 def h100(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    return Device.of(torch.device("cuda", 0))
-
-
-def test_a_device_is_what_its_data_sheet_says(h100):
-    assert h100.bandwidth == pytest.approx(3.35e12, rel=0.01)
-    assert h100.tensor_peak == pytest.approx(989e12, rel=0.01)
+    return Device.of(GPU)
 
 
 def test_a_pass_takes_the_time_of_its_weights_until_the_products_take_longer(h100):
+    assert h100.bandwidth == pytest.approx(3.35e12, rel=0.01), "the data sheet's"
+    assert h100.tensor_peak == pytest.approx(989e12, rel=0.01)
     llama = Work(weight_bytes=2 * 6_600_000_000, weights=6_600_000_000, layers=32, itemsize=2)
     reading = 13.2e9 / (0.85 * h100.bandwidth)  # 4.6 ms
     small = 32 * 6 * 2e-6
     assert llama.seconds(1, h100) == pytest.approx(reading + small, rel=1e-3)
-    many = 4096
-    assert llama.seconds(many, h100) == pytest.approx(2 * many * 6.6e9 / (0.6 * h100.tensor_peak), rel=0.01)
+    assert llama.seconds(4096, h100) == pytest.approx(2 * 4096 * 6.6e9 / (0.6 * h100.tensor_peak), rel=0.01)
     times = [llama.seconds(tokens, h100) for tokens in (1, 32, 64, 128, 256)]
     assert times == sorted(times)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_work_of_a_pass_leaves_out_an_embedding_that_is_looked_up(tied):
+def test_the_work_of_a_pass_is_that_of_its_layers_and_of_no_embedding_that_is_looked_up(tied):
     model = tiny_llama(1, vocab_size=50, layers=2, tie_word_embeddings=tied)
     every = sum(weight.numel() for weight in model.parameters())
     work = Work.of(LlamaForward(model))
     assert work.weights == (every if tied else every - 50 * 16)
     assert work == Work(4 * work.weights, work.weights, 2, 4)
-
-
-def test_an_early_exit_does_its_share_of_the_layers():
     whole, half = (Work.of(LlamaForward(tiny_llama(1, layers=4), layers=layers)) for layers in (None, (0, 1)))
-    assert (half.layers, half.weights) == (2, whole.weights // 2)
+    assert (half.layers, half.weights) == (2, whole.weights // 2), "an early exit"
 
 
-def test_costs_rise_with_nodes_and_a_level_costs_a_pass_of_the_draft(h100):
-    target, draft = (LlamaForward(model) for model in load_demo_pair()[:2])
+def test_costs_rise_with_nodes_and_a_level_costs_a_pass_of_the_draft(h100, demo_pair):
+    target, draft = (LlamaForward(model) for model in demo_pair[:2])
     costs, without = estimated_costs(target, [draft], h100), estimated_costs(target, [], h100)
     assert list(costs.step.values()) == sorted(costs.step.values())
     assert costs.step == without.step
     assert 0 < without.level < costs.level < costs.step[1]
 
 
-# A 7B target with a draft of 68M, and a target hardly larger than its draft, in seconds.
-COSTS = {
-    "7B": Costs({1: 5.1e-3, 32: 5.15e-3, 64: 5.3e-3, 128: 6e-3}, 0.1e-3),
-    "small": Costs({1: 1e-3, 32: 1e-3, 64: 1e-3, 128: 1e-3}, 0.4e-3),
-}
+SEVEN_BILLION = Costs({1: 5.1e-3, 32: 5.15e-3, 64: 5.3e-3, 128: 6e-3}, 0.1e-3)  # with a draft of 68M, in seconds
+SMALL = Costs({1: 1e-3, 32: 1e-3, 64: 1e-3, 128: 1e-3}, 0.4e-3)  # hardly larger than its draft
 
 
-@pytest.mark.parametrize("kind", COSTS)
-@pytest.mark.parametrize("method", METHODS)
-def test_trees_are_no_deeper_than_levels_pay(method, kind):
-    tree = default_tree(method, COSTS[kind])
-    if method == "autoregressive":
-        assert len(tree) == 1
-        return
-    assert isinstance(tree, Growth) == isinstance(METHODS[method].tree_of(8), Growth)
-    assert 1 <= tree.depth <= {"7B": 8, "small": 3}[kind]
-    assert 2 <= len(tree) <= 128
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "autoregressive"])
+def test_trees_are_no_deeper_than_levels_pay(method, caplog):
+    for costs, deepest in ((SEVEN_BILLION, 8), (SMALL, 3)):
+        tree = default_tree(method, costs)
+        assert isinstance(tree, Growth) == isinstance(METHODS[method].tree_of(8), Growth)
+        assert 1 <= tree.depth <= deepest
+        assert 2 <= len(tree) <= 128
+    assert not caplog.text
+    slow = default_tree(method, Costs({1: 1.0, 64: 1.5}, 0.9))
+    assert (len(slow), slow.depth) == (2, 1)
+    assert "no tree is expected to pay" in caplog.text
 
 
 def test_a_chain_is_as_long_as_its_expected_tokens_pay_for():
     # Level 0.1 of a step and acceptance a = 0.5688: (1 - a^(L + 1)) / (1 - a) / (1 + 0.1 L), by hand
     # 1.426 for one token, 1.577, 1.597, and 1.558 for four.
-    tree = default_tree("chain", Costs({1: 1.0, 128: 1.0}, 0.1))
-    assert tree.parents.tolist() == [-1, 0, 1, 2]
+    assert default_tree("chain", Costs({1: 1.0, 128: 1.0}, 0.1)).parents.tolist() == [-1, 0, 1, 2]
+    assert len(default_tree("autoregressive", SEVEN_BILLION)) == 1
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_draft_that_seems_too_slow_is_asked_for_one_token(method, caplog):
-    tree = default_tree(method, Costs({1: 1.0, 64: 1.5}, 0.9))
-    if method != "autoregressive":
-        assert (len(tree), tree.depth) == (2, 1)
-        assert "no tree is expected to pay" in caplog.text
-
-
-def test_a_decoder_on_a_gpu_says_that_its_tree_is_by_estimated_costs(h100, monkeypatch):
-    decoder = SpeculativeDecoder(*load_demo_pair()[:2])
-    assert (len(decoder.tree), decoder.tree_from) == (5, "the default of a CPU")
+def test_a_decoder_on_a_gpu_says_that_its_tree_is_by_estimated_costs(h100, demo_pair, monkeypatch):
+    decoder = SpeculativeDecoder(*demo_pair[:2])
     out = decoder.generate(torch.tensor([[1, 2]]), 3)
     assert out.stats.tree == "5 nodes, 2 levels, the default of a CPU"
-    monkeypatch.setattr(LlamaForward, "device", property(lambda self: torch.device("cuda", 0)))
-    tree, chosen_by = chosen_tree("sequoia", {}, decoder._target, decoder._draft)
+    monkeypatch.setattr(LlamaForward, "device", property(lambda self: GPU))
+    target, draft = decoder._target, decoder._draft
+    tree, chosen_by = chosen_tree("sequoia", {}, target, draft)
     assert chosen_by == "by costs estimated for NVIDIA H100"
-    assert torch.equal(tree.parents, default_tree("sequoia", estimated_costs(
-        decoder._target, [decoder._draft.forward], h100
-    )).reordered("heavy_path")[0].parents)  # fmt: skip
-    shallow, chosen_by = chosen_tree("sequoia", {"max_depth": 2}, decoder._target, decoder._draft)
+    expected, _ = default_tree("sequoia", estimated_costs(target, [draft.forward], h100)).reordered("heavy_path")
+    assert torch.equal(tree.parents, expected.parents)
+    shallow, chosen_by = chosen_tree("sequoia", {"max_depth": 2}, target, draft)
     assert (shallow.depth, len(shallow)) == (2, len(tree))
     assert chosen_by == "by the options given"
 
