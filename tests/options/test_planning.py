@@ -1,4 +1,4 @@
-"""The planners against every tree there is, against each other and against a plain recursion; their bugs are found."""
+"""The planners against every tree there is, against each other and against a plain recursion."""
 
 import math
 import time
@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutations import mutated
 from planning_cases import every_tree, paths_of, random_rates, yielded
 
-from heavypath.speculative import METHODS, TokenTree, planning
+from heavypath.speculative import METHODS, TokenTree
 from heavypath.speculative.trees.planning import (
     expected_tokens,
     greedy_tree,
@@ -108,20 +107,15 @@ def test_there_are_as_many_ordered_trees_as_catalan_numbers():
 
 
 @pytest.mark.parametrize("max_depth", [None, 0, 1, 2, 3, 6])
-@pytest.mark.parametrize("size", SIZES)
-def test_greedy_trees_are_the_best_of_all_trees(size, max_depth):
-    for acceptance in FALLING.values():
+def test_greedy_trees_are_the_best_of_all_trees(max_depth):
+    for acceptance, size in product((*FALLING.values(), random_rates(6, seed=0, falling=True)), SIZES):
         check_best(greedy_tree, acceptance, size, max_depth=max_depth)
-    for seed in range(5):
-        check_best(greedy_tree, random_rates(6, seed=seed, falling=True), size, max_depth=max_depth)
 
 
 @pytest.mark.parametrize("max_depth", [None, 0, 1, 2, 3, 6])
-@pytest.mark.parametrize("size", SIZES)
-def test_the_programmes_trees_are_the_best_of_all_trees(size, max_depth):
-    for acceptance in (*FALLING.values(), *RISING.values()):
-        for max_branching in (None, 1, 2, 3):
-            check_best(sequoia_tree, acceptance, size, max_depth=max_depth, max_branching=max_branching)
+def test_the_programmes_trees_are_the_best_of_all_trees(max_depth):
+    for acceptance, size, branching in product((*FALLING.values(), *RISING.values()), SIZES, (None, 1, 2, 3)):
+        check_best(sequoia_tree, acceptance, size, max_depth=max_depth, max_branching=branching)
 
 
 def test_the_programme_by_hand():
@@ -154,9 +148,8 @@ def memoised(acceptance, size: int, max_depth: int) -> float:
 
 
 @pytest.mark.parametrize(("acceptance", "max_depth"), [
-    (random_rates(5, seed=10), 30), (random_rates(5, seed=10), 3), (random_rates(3, seed=11, zeros=0.3), 5),
-    ([0.02, 0.95, 0.01], 8), ([0.02, 0.95, 0.01], 30),
-    (random_rates(6, 4, seed=12), 6), (random_rates(9, 3, seed=13), 4),
+    (random_rates(5, seed=10), 30), (random_rates(3, seed=11, zeros=0.3), 5), ([0.02, 0.95, 0.01], 8),
+    (random_rates(9, 3, seed=13), 4),
 ])  # fmt: skip
 def test_large_trees_are_as_good_as_a_plain_recursions(acceptance, max_depth):
     for size in (17, 30):
@@ -207,15 +200,9 @@ def test_of_equally_good_trees_the_shallowest_is_taken():
                 assert sequoia_tree(acceptance, size, max_depth).depth == least
 
 
-def test_planning_again_gives_the_same_tree():
-    for plan in (greedy_tree, sequoia_tree):
-        assert plan([0.4, 0.2, 0.2, 0.1], 50) == plan([0.4, 0.2, 0.2, 0.1], 50)
-
-
-@pytest.mark.parametrize("size", [2, 4, 7])
 @pytest.mark.parametrize("max_depth", [None, 2, 3])
-def test_greedy_trees_know_acceptance_that_depends_on_the_path(size, max_depth):
-    for seed in range(4):
+def test_greedy_trees_know_acceptance_that_depends_on_the_path(max_depth):
+    for seed, size in product(range(4), (2, 4, 7)):
         rates = cache(lambda path, seed=seed: random_rates(6, seed=hash((seed, path)) % 2**31, falling=True).tolist())
         asked = []
 
@@ -225,14 +212,9 @@ def test_greedy_trees_know_acceptance_that_depends_on_the_path(size, max_depth):
 
         tree = greedy_tree(acceptance, size, max_depth)
         assert len(asked) == len(set(asked)) < size + (size == 1)
-        best = max(yielded(one, rates) for one in every_tree(size) if tree_fits(one, max_depth))
-        assert len(tree) == size
-        assert tree_fits(tree, max_depth)
-        assert yielded(tree, rates) == pytest.approx(best, abs=1e-9)
-
-
-def tree_fits(tree, max_depth):
-    return max_depth is None or tree.depth <= max_depth
+        fitting = [one for one in every_tree(size) if max_depth is None or one.depth <= max_depth]
+        assert tree in {one.reordered("heavy_path")[0] for one in fitting}
+        assert yielded(tree, rates) == pytest.approx(max(yielded(one, rates) for one in fitting), abs=1e-9)
 
 
 def test_a_path_may_end_where_its_acceptance_is_empty():
@@ -241,9 +223,12 @@ def test_a_path_may_end_where_its_acceptance_is_empty():
         greedy_tree(lambda path: [0.9][len(path) // 3 :], 5)
 
 
-def test_rounded_acceptance_is_taken():
-    assert len(greedy_tree(torch.full((10,), 0.1), 5)) == 5
-    assert len(sequoia_tree(torch.full((10,), 0.1), 5)) == 5
+@pytest.mark.parametrize("plan", [greedy_tree, sequoia_tree])
+def test_the_planned_tree_is_in_heavy_path_order_and_always_the_same(plan):
+    tree = plan([0.6, 0.2, 0.1], 40)
+    assert tree.is_depth_first
+    assert tree == tree.reordered("heavy_path")[0] == plan([0.6, 0.2, 0.1], 40)
+    assert len(plan(torch.full((10,), 0.1), 5)) == 5, "a sum that rounding puts above 1 is taken"
 
 
 def by_markov(path):
@@ -291,25 +276,25 @@ def test_selection_by_hand():
     assert select_tree([0.5], {2: 1.1}, draft_cost=0.5).speedup < 1
 
 
-@pytest.mark.parametrize("acceptance", [
-    [0.6, 0.2, 0.05, 0.03], [0.2, 0.5, 0.05, 0.03], [[0.2, 0.5, 0.05]] * 20, [0.001, 0.98]
-])  # fmt: skip
-def test_selection_among_all_sizes_to_256_takes_seconds(acceptance):
-    begin = time.process_time()
-    plan = select_tree(acceptance, {size: 1 + size / 400 for size in range(1, 257)}, 0.02)
-    assert time.process_time() - begin < 5
-    assert plan.speedup > 2
-    with_less = select_tree(acceptance, {len(plan.tree): 1 + len(plan.tree) / 400}, 0.02)
-    assert with_less == plan
+def test_selection_among_all_sizes_to_256_takes_seconds():
+    for acceptance in ([[0.2, 0.5, 0.05]] * 20, [0.001, 0.98]):
+        begin = time.process_time()
+        plan = select_tree(acceptance, {size: 1 + size / 400 for size in range(1, 257)}, 0.02)
+        assert time.process_time() - begin < 5
+        assert plan.speedup > 2
+        with_less = select_tree(acceptance, {len(plan.tree): 1 + len(plan.tree) / 400}, 0.02)
+        assert with_less == plan
 
 
-@pytest.mark.parametrize("acceptance", [
-    pytest.param(0.75 ** torch.arange(32) * 0.249, id="falls"),
-    pytest.param((0.75 ** torch.arange(32) * 0.249).flip(0), id="rises"),
-    pytest.param(torch.tensor([0.01, 0.9] + [0.002] * 30), id="deep"),
-    pytest.param(random_rates(18, 32, seed=0), id="by depth"),
+LONG = 0.75 ** torch.arange(32) * 0.249
+
+
+@pytest.mark.parametrize(("acceptance", "max_depth"), [
+    pytest.param(LONG, None, id="falls"),
+    pytest.param(LONG.flip(0), 18, id="rises"),
+    pytest.param(torch.tensor([0.01, 0.9] + [0.002] * 30), None, id="deep"),
+    pytest.param(random_rates(18, 32, seed=0), 18, id="by depth"),
 ])  # fmt: skip
-@pytest.mark.parametrize("max_depth", [None, 18])
 def test_a_tree_of_768_nodes_takes_seconds(acceptance, max_depth):
     begin = time.process_time()
     tree = sequoia_tree(acceptance, 768, max_depth, 32)
@@ -320,11 +305,11 @@ def test_a_tree_of_768_nodes_takes_seconds(acceptance, max_depth):
 
 def test_deep_trees_without_a_bound_do_not_take_a_pass_a_level():
     begin = time.process_time()
-    assert sequoia_tree([0.999, 0.0005], 700).depth == 699
+    assert sequoia_tree([0.999, 0.0005], 400).depth == 399
     assert time.process_time() - begin < 5
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7, 12, 64, 2048])
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 12, 64, 500])
 @pytest.mark.parametrize("acceptance", [[0.7], [0.5, 0.2], [0.5, 0.1, 0.1, 0.05]])
 def test_the_methods_trees_have_at_most_the_size_asked_for(size, acceptance):
     for name, method in METHODS.items():
@@ -332,99 +317,28 @@ def test_the_methods_trees_have_at_most_the_size_asked_for(size, acceptance):
         assert 2 <= len(method.tree_of(size, **given)) <= size or name == "autoregressive"
 
 
-@pytest.mark.parametrize("plan", [greedy_tree, sequoia_tree])
-def test_the_planned_tree_is_in_heavy_path_order(plan):
-    tree = plan([0.6, 0.2, 0.1], 40)
-    assert tree.is_depth_first
-    assert tree.reordered("heavy_path")[0] == tree
-
-
-def check_programme(copy) -> None:
-    for acceptance, size, max_depth, max_branching in product(RISING.values(), SIZES, (None, 2, 3), (None, 2)):
-        check_best(copy.sequoia_tree, acceptance, size, max_depth=max_depth, max_branching=max_branching)
-
-
-def check_queue(copy) -> None:
-    for acceptance, size, max_depth in product(FALLING.values(), SIZES, (None, 2, 3)):
-        check_best(copy.greedy_tree, acceptance, size, max_depth=max_depth)
-
-
-def check_selection(copy) -> None:
-    for acceptance, draft_cost in product(FALLING.values(), (0.02, 0.3)):
-        check_fastest(copy.select_tree, acceptance, draft_cost, None)
-
-
-MUTATIONS = {
-    "the depth bound is ignored": (
-        check_programme, "if programme.depth[0, size] <= depth", "if True"
-    ),
-    "leaves on the deepest level have children": (
-        check_programme, "np.arange(1, rows + 1)", "np.minimum(np.arange(1, rows + 1), rows - 1)"
-    ),
-    "the child index is shifted": (
-        check_programme, "acceptance * np.maximum(", "np.roll(acceptance, 1, axis=1) * np.maximum("
-    ),
-    "younger siblings start at the same rank": (
-        check_programme, "self._forest[:, 1:], self._forest_depth", "self._forest[:, :-1], self._forest_depth"
-    ),
-    "the root's row is used at every depth": (
-        check_programme, "return self.matrix[:depth] if", "return self.matrix[:1].repeat(depth, 0) if"
-    ),
-    "branching is not bounded": (
-        check_programme, ".narrowed(max_branching)", ""
-    ),
-    "the queue forgets the parent": (
-        check_queue, "probabilities[parent] * rows[parent][rank]", "rows[parent][rank]"
-    ),
-    "the queue ignores the depth bound": (
-        check_queue, "depths[node] == max_depth or", ""
-    ),
-    "the selection leaves the cost of drafting out": (
-        check_selection, "(costs + edges * draft_cost)", "costs"
-    ),
-    "the selection stops at the first depth that brings less": (
-        check_selection, "limit[sizes] /", "most_tokens(edges)[sizes] /"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_bug_is_found(name):
-    check, original, replacement = MUTATIONS[name]
-    check(planning)
-    with pytest.raises((AssertionError, ValueError, IndexError, pytest.fail.Exception)):
-        check(mutated(planning, original, replacement))
-
-
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: greedy_tree([0.2, 0.3], 4), "falls with the child index"),
     (lambda: greedy_tree(lambda path: [0.5, 0.1 + 0.1 * len(path), 0.2], 9), r"0.1, 0.2\] at path \(\)"),
     (lambda: greedy_tree(lambda path: [0.5, 0.6], 9), r"sum to at most 1, got \[0.5, 0.6\] at path \(\)"),
     (lambda: greedy_tree(lambda path: [0.5, [0.3, -1][len(path)]], 9), r"got \[0.5, -1.0\] at path \(0,\)"),
-    (lambda: greedy_tree([0.7, 0.6], 4), "rows that sum to at most 1"),
     (lambda: greedy_tree([1.5], 4), r"acceptance must lie in \[0, 1\]"),
     (lambda: greedy_tree([], 4), "not empty"),
     (lambda: greedy_tree([0.5, 0.2], 8, max_depth=1), "at most 3 nodes fit 2 children and depth 1, not 8"),
-    (lambda: greedy_tree([[0.5, 0.2]], 8), "at most 3 nodes fit"),
-    (lambda: greedy_tree([0.5], 0), "must be at least 1, got 0"),
-    (lambda: greedy_tree([0.5], 2, max_depth=-1), "max_depth must be at least 0, got -1"),
     (lambda: sequoia_tree([0.7, 0.6], 4), "rows that sum to at most 1"),
     (lambda: sequoia_tree([float("nan")], 4), r"acceptance must lie in \[0, 1\]"),
     (lambda: sequoia_tree([[[0.5]]], 4), r"\[child\] or \[depth, child\], not empty, got shape \[1, 1, 1\]"),
     (lambda: sequoia_tree(lambda path: [0.5], 4), "not a function"),
     (lambda: sequoia_tree([0.5, 0.2, 0.1], 8, max_depth=2, max_branching=2), "7 nodes fit 2 children and depth 2"),
     (lambda: sequoia_tree([[0.2, 0.5]] * 3, 16), "at most 15 nodes fit 2 children and depth 3, not 16"),
-    (lambda: sequoia_tree([0.5], 2, max_depth=0), "at most 1 nodes fit 1 children and depth 0, not 2"),
     (lambda: sequoia_tree([0.5], 0), "must be at least 1, got 0"),
     (lambda: sequoia_tree([0.5], 2, max_branching=0), "max_branching must be at least 1, got 0"),
     (lambda: sequoia_tree([0.5], 2, max_depth=-1), "max_depth must be at least 0, got -1"),
     (lambda: select_tree([0.5], {}, 0.1), "at least one tree size"),
     (lambda: select_tree([0.5], {0: 1.0}, 0.1), "an integer >= 1"),
-    (lambda: select_tree([0.5], {1.5: 1.0}, 0.1), "an integer >= 1"),
     (lambda: select_tree([0.5], {2: 0.0}, 0.1), "finite costs above 0"),
     (lambda: select_tree([0.5], {2: float("nan")}, 0.1), "finite costs above 0"),
     (lambda: select_tree([0.5], {2: 1.0}, -0.1), "draft_cost must be finite and at least 0, got -0.1"),
-    (lambda: select_tree([0.5], {2: 1.0}, float("inf")), "draft_cost must be finite"),
     (lambda: select_tree([0.5], {2: 1.0}, 0.1, max_depth=-2), "max_depth must be at least 0, got -2"),
     (lambda: select_tree([0.5, 0.3], {9: 1.0}, 0.1, max_depth=2), r"at most 7 nodes fit .* got sizes \[9\]"),
     (lambda: select_tree([[0.2, 0.3]], {9: 1.0, 4: 1.0}, 0.1), r"at most 3 nodes fit .* got sizes \[4, 9\]"),
