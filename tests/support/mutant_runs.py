@@ -6,6 +6,7 @@ then meets the tests that reach its function alone: those that found its neighbo
 """
 
 import contextlib
+import cProfile
 import gc
 import json
 import os
@@ -74,7 +75,7 @@ class Runner:
     def measured(self, files: list[str]) -> Iterator[tuple[str, list[Measured]]]:
         """The tests of each file that pass, as the files are done."""
         work = {file: lambda place, file=file: self._measure(file, place) for file in files}
-        for file, answer, _, seconds in _each(work, lambda _: 1800.0, self.jobs):
+        for file, answer, _, seconds in _each(work, lambda _: 3600.0, self.jobs):
             if answer is None:
                 raise RuntimeError(f"{file} was killed after {seconds:.0f} seconds")
             yield file, [Measured(name, seconds, frozenset(reached)) for name, seconds, reached in answer]
@@ -165,50 +166,51 @@ class _Recorder:
 
     def __init__(self, root: Path):
         self.root, self.files = root, {}
-        self.importing, self.codes = set(), set()  # code objects that run while files are read, and since then
-        self.fixtures = defaultdict(set)
+        self.importing, self.fixtures = set(), defaultdict(set)
         self.items, self.failed = {}, set()
+        self.profiler, self.of_threads = cProfile.Profile(builtins=False, subcalls=False), set()
         self._listen()
 
-    def _listen(self) -> None:
-        """Note what is called from now on, in this thread and new ones."""
-        codes = self.codes
+    def _listen(self) -> set:
+        """Begin to note what is called, in this thread and new ones: the code objects that ran since the last time."""
+        self.profiler.disable()
+        ran = self._codes()
+        self.profiler, self.of_threads = cProfile.Profile(builtins=False, subcalls=False), set()
+        self.profiler.enable()
+        of_threads = self.of_threads
+        threading.setprofile(lambda frame, event, _: of_threads.add(frame.f_code) if event == "call" else None)
+        return ran
 
-        def note(frame, event, _):
-            if event == "call":
-                codes.add(frame.f_code)
-
-        sys.setprofile(note)
-        threading.setprofile(note)
+    def _codes(self) -> set:
+        return {entry.code for entry in self.profiler.getstats()} | self.of_threads
 
     def pytest_collection_finish(self):
-        self.importing |= self.codes
+        self.importing = self._listen()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef):
-        before = set(self.codes)
+        before = set() if fixturedef.scope == "function" else self._codes()
         try:
             return (yield)
         finally:
             if fixturedef.scope != "function":
-                self.fixtures[fixturedef.argname] |= self.codes - before
+                self.fixtures[fixturedef.argname] |= self._codes() - before
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
-        self.codes.clear()
-        self._listen()  # a test may have put its own profiler there
+        self._listen()
         since = time.process_time()
         try:
             return (yield)
         finally:
-            self.items[item.nodeid] = time.process_time() - since, set(self.codes), item.fixturenames
+            self.items[item.nodeid] = time.process_time() - since, self._listen(), item.fixturenames
 
     def pytest_runtest_logreport(self, report):
         if not report.passed:
             self.failed.add(report.nodeid)
 
     def answer(self) -> list[tuple[str, float, list[str]]]:
-        sys.setprofile(None)
+        self.profiler.disable()
         threading.setprofile(None)
         found = []
         for name, (seconds, codes, fixtures) in self.items.items():
