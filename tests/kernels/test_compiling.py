@@ -51,6 +51,7 @@ print(len(noted), len(launched))
 """
 
 
+@pytest.mark.integration
 def test_noted_launches_are_compiled_and_loaded_in_threads_and_found_again():
     done = python("-c", LAUNCHES.replace("BENCH", repr(str(BENCH))))
     assert done.returncode == 0, done.stderr

@@ -84,6 +84,7 @@ assert 50 < searched < len(launched) / 3
 """
 
 
+@pytest.mark.integration
 def test_the_variant_that_is_launched_is_the_one_that_triton_would_find():
     done = python("-c", SAME_VARIANT.replace("BENCH", repr(str(BENCH))))
     assert done.returncode == 0, done.stderr

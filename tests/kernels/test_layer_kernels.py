@@ -4,20 +4,12 @@ import importlib
 
 import pytest
 import torch
-from llama_cases import LLAMA3, TINY, YARN, sharpened
+from devices import DEVICE
+from layer_cases import assert_as_near, model_of, passed
 from played_steps import Launches
 from tiny_models import tiny_llama
 from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from triton.runtime.interpreter import GridExecutor
 
@@ -27,10 +19,8 @@ from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_
 from heavypath.speculative.models import llama
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.trees.tree import TokenTree
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="takes tensors of the host to the kernels")
 LAYER_KERNELS = ("layers.rms_norm", "layers.rotary", "layers.gated", "attention.prepared", "tree_attention")
 
@@ -47,9 +37,7 @@ def check(ours, plain, exact):
     assert error <= 2 * allowed + small, (error, allowed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 40), (17, 512), (2, 4097)])
-def test_a_norm_behind_a_sum_is_that_of_transformers(rows, columns, dtype):
+def check_norm(rows, columns, dtype):
     hidden, added = torch.randn(2, rows, columns, dtype=torch.float64).to(dtype)
     hidden = 30 * hidden
     module = LlamaRMSNorm(columns, 1e-5).to(dtype)
@@ -67,6 +55,12 @@ def test_a_norm_behind_a_sum_is_that_of_transformers(rows, columns, dtype):
     assert total.data_ptr() == hidden.data_ptr() or DEVICE == "cuda"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 40), (17, 512), (2, 4097)])
+def test_a_norm_behind_a_sum_is_that_of_transformers(rows, columns, dtype):
+    check_norm(rows, columns, dtype)
+
+
 def test_a_norm_of_zeros_and_of_an_infinite_row():
     hidden = torch.tensor([[0.0, 0.0], [torch.inf, 1.0], [3.0, 4.0]], device=DEVICE)
     _, normed = add_rms_norm(hidden, None, Norm(torch.ones(2, device=DEVICE), 0.5), impl="triton")
@@ -75,9 +69,7 @@ def test_a_norm_of_zeros_and_of_an_infinite_row():
     torch.testing.assert_close(normed[2].cpu(), torch.tensor([3.0, 4.0]) / 13**0.5)  # (9 + 16) / 2 + 0.5
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 96), (2, 1030)])
-def test_gate_and_up_of_one_product_are_multiplied_as_by_transformers(rows, columns, dtype):
+def check_gate(rows, columns, dtype):
     joined = (4 * torch.randn(rows, 2 * columns)).to(dtype)
     joined[0, 0] = -200  # whose exp overflows
     gate, up = joined.split(columns, 1)
@@ -86,6 +78,12 @@ def test_gate_and_up_of_one_product_are_multiplied_as_by_transformers(rows, colu
     exact = gate.double() / (1 + (-gate.double()).exp()) * up.double()
     check(ours, mlp.act_fn(gate) * up, exact)
     assert torch.equal(silu_product(gate, up, impl="torch"), mlp.act_fn(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 96), (2, 1030)])
+def test_gate_and_up_of_one_product_are_multiplied_as_by_transformers(rows, columns, dtype):
+    check_gate(rows, columns, dtype)
 
 
 def states_of(batch, nodes, heads, kv_heads, head_dim, dtype):
@@ -102,14 +100,9 @@ def signed(sin):
     return torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(
-    ("batch", "nodes", "heads", "kv_heads", "head_dim"),
-    [(1, 1, 1, 1, 2), (2, 3, 6, 2, 24), (1, 9, 4, 4, 64), (3, 5, 3, 1, 128)],
-)
-def test_rotary_and_cache_rows_are_those_of_transformers(batch, nodes, heads, kv_heads, head_dim, normed, dtype):
-    (query, key, value), cos, sin = states_of(batch, nodes, heads, kv_heads, head_dim, dtype)
+def check_rotary(shape, normed, dtype):
+    batch, nodes, _, kv_heads, head_dim = shape
+    (query, key, value), cos, sin = states_of(*shape, dtype)
     modules = [LlamaRMSNorm(head_dim, 1e-6).to(dtype) for _ in range(2)]
     for module in modules:
         nn.init.normal_(module.weight)
@@ -155,6 +148,23 @@ def test_rotary_and_cache_rows_are_those_of_transformers(batch, nodes, heads, kv
         assert int(part.isfinite().sum()) == int(cache.isfinite().sum()) == batch * nodes * kv_heads * head_dim
 
 
+# Batch, nodes, heads, heads of keys, head size.
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 2), (2, 3, 6, 2, 24), (1, 9, 4, 4, 64), (3, 5, 3, 1, 128)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotary_and_cache_rows_are_those_of_transformers(shape, normed, dtype):
+    check_rotary(shape, normed, dtype)
+
+
+def test_layers_are_right_in_any_schedule(adversary):
+    for columns in (40, 512):
+        check_norm(3, columns, torch.bfloat16)
+    check_gate(2, 1030, torch.bfloat16)
+    for normed in (False, True):
+        check_rotary((2, 3, 6, 2, 24), normed, torch.bfloat16)
+    adversary.met("_rms_norm_kernel", "_gated_kernel", "_rotary_kernel")
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"key": torch.zeros(1, 2, 1, 6)}, r"key must be torch.float32 \[1, 2, 1, 8\], got torch.float32 \[1, 2, 1, 6\]"),
     ({"values": torch.zeros(1, 1, 4, 8).half()}, r"values must be torch.float32 \[1, 1, 4, 8\], got torch.float16"),
@@ -178,9 +188,7 @@ def test_rows_that_do_not_fit_are_refused():
         silu_product(torch.zeros(2, 3), torch.zeros(2, 4), impl="triton")
 
 
-@pytest.fixture
-def by_kernels(monkeypatch):
-    take_kernels(monkeypatch)
+BY_KERNELS = ["llama 3", "another activation, yarn", "biases", "a window of 3", "qwen2", "head norms"]
 
 
 def take_kernels(monkeypatch):
@@ -192,59 +200,24 @@ def take_kernels(monkeypatch):
     monkeypatch.setattr("heavypath.speculative.models.linear.library", lambda: None)  # no compiled pass
 
 
-GELU = {"hidden_act": "gelu"}
-TINIER = TINY | {"num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 40}
-MODELS = {
-    "llama 3": lambda: LlamaForCausalLM(LlamaConfig(**TINIER, rope_parameters=LLAMA3)),
-    "another activation, yarn": lambda: LlamaForCausalLM(LlamaConfig(**TINIER, rope_parameters=YARN, **GELU)),
-    "biases": lambda: LlamaForCausalLM(LlamaConfig(**TINIER, attention_bias=True, mlp_bias=True)),
-    "window": lambda: MistralForCausalLM(MistralConfig(**TINIER, sliding_window=4)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TINIER)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINIER, head_dim=24)),
-}
-
-
-def prompt_then_tree(forward, prompts, tokens, tree):
-    """Logits of the nodes of a tree [B, N] behind prompts [B, T]."""
-    batch, prefix = prompts.shape
-    cache = forward.new_cache(batch, prefix + len(tree))
-    forward.prefill(prompts, cache)
-    rows = prefix + torch.arange(len(tree)).expand(batch, -1)
-    mask = TreeMask(torch.full((batch,), prefix), prefix + len(tree), subtree_end=torch.as_tensor(tree.subtree_end))
-    return forward(tokens, prefix + tree.depths.expand(batch, -1), rows, cache, mask)
-
-
 @interpreted
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), [
+    *((name, torch.float32) for name in BY_KERNELS), ("head norms", torch.float16), ("head norms", torch.bfloat16)
+])  # fmt: skip
 @torch.inference_mode()
-def test_logits_by_the_kernels_are_those_of_transformers(name, by_kernels):
-    with torch.inference_mode(False):
-        forward = LlamaForward(sharpened(MODELS[name]()))
-    prompts, tree, tokens = torch.randint(40, (2, 6)), TokenTree([-1, 0, 1, 1, 0]), torch.randint(40, (2, 5))
-    logits = prompt_then_tree(forward, prompts, tokens, tree)
-    for node in range(len(tree)):
-        path = tree.mask()[node].nonzero()[:, 0]
-        expected = forward.model(torch.cat([prompts, tokens[:, path]], 1)).logits[:, -1]
-        torch.testing.assert_close(logits[:, node], expected, atol=2e-4, rtol=2e-4)
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@torch.no_grad()
-def test_16_bits_by_the_kernels_are_as_near_as_by_pytorch(dtype, monkeypatch):
-    """In the fp64 model's eyes; its weights are those of the 16-bit model."""
-    model = sharpened(MODELS["qwen3"]()).to(dtype)
-    prompts, tree, tokens = torch.randint(40, (2, 6)), TokenTree([-1, 0, 1, 1, 0]), torch.randint(40, (2, 5))
-    plain = prompt_then_tree(LlamaForward(model), prompts, tokens, tree)
+def test_a_pass_by_the_kernels_is_that_of_pytorch(name, dtype, monkeypatch):
+    model = model_of(name, dtype, head_dim=24, num_hidden_layers=2, num_attention_heads=4)
+    plain = LlamaForward(model)
+    plain._native = None
+    expected = passed(plain, [6, 3], True)
     take_kernels(monkeypatch)
-    ours = prompt_then_tree(LlamaForward(model), prompts, tokens, tree)
-    assert ours.dtype == plain.dtype == dtype
-    wide = model.double()
-    for node in range(len(tree)):
-        path = tree.mask()[node].nonzero()[:, 0]
-        exact = wide(torch.cat([prompts, tokens[:, path]], 1)).logits[:, -1]
-        errors = [float((each[:, node].double() - exact).square().mean().sqrt()) for each in (ours, plain)]
-        assert errors[0] <= 2 * errors[1]
+    found = passed(LlamaForward(model), [6, 3], True)
+    if dtype == torch.float32:
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4)
+    else:
+        monkeypatch.undo()
+        assert_as_near(found, expected, passed(LlamaForward(model.double()), [6, 3], True), 2)
 
 
 def launches_of(forward, batch, nodes, monkeypatch):
@@ -261,23 +234,23 @@ def launches_of(forward, batch, nodes, monkeypatch):
     return launches.names
 
 
-def on_meta(model, layers=None):
-    """The forward pass of a model without values."""
-    forward = LlamaForward(model.eval(), layers=layers)
+def on_meta(model, layers):
+    """The forward pass of some layers of a model without values."""
+    forward = LlamaForward(model, layers=layers)
     model.to("meta")
     forward._look_up()
     return forward
 
 
 @interpreted
-@pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (1, 32), (4, 32), (3, 512)])
-@pytest.mark.parametrize("name", MODELS)
-@torch.inference_mode()
-def test_a_layer_is_nine_launches(name, batch, nodes, by_kernels, monkeypatch):
-    with torch.inference_mode(False):
-        both = [on_meta(MODELS[name](), layers) for layers in ([0], None)]
-    one, two = (launches_of(forward, batch, nodes, monkeypatch) for forward in both)
-    assert len(two) - len(one) == 9 + (name == "another activation, yarn"), two
+@pytest.mark.parametrize("name", BY_KERNELS)
+def test_a_layer_is_nine_launches(name, monkeypatch):
+    take_kernels(monkeypatch)
+    forwards = [on_meta(model_of(name, num_hidden_layers=2, head_dim=24), layers) for layers in ([0], None)]
+    for batch, nodes in ((1, 1), (1, 32), (4, 32), (3, 512)):
+        with torch.inference_mode():
+            one, two = (launches_of(forward, batch, nodes, monkeypatch) for forward in forwards)
+        assert len(two) - len(one) == 9 + (name == "another activation, yarn"), two
 
 
 def test_activations_without_a_kernel_are_called():

@@ -1,18 +1,16 @@
 """What a model is given of a tree: by hand, and the kernels against their references on random trees."""
 
+from functools import partial
+
 import pytest
 import torch
+from devices import DEVICE, moved
+from kernel_cases import NATIVE
 
 from heavypath.kernels.trees.levels import Chosen, Drawn, Trees, alike, first_nodes, place
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def on_device(part):
-    """The tensors of a tuple on the device that there is."""
-    if isinstance(part, torch.Tensor):
-        return part.to(DEVICE)
-    return type(part)(*map(on_device, part)) if hasattr(part, "_fields") else part
+on_device = partial(moved, device=DEVICE)
+EACH = pytest.mark.parametrize("impl", ["torch", "triton", NATIVE])
 
 
 def copied(part):
@@ -24,10 +22,14 @@ def chosen(nodes, parents, depths):
     return Chosen(*map(torch.tensor, (nodes, parents, depths)))
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@EACH
 def test_a_step_begins_with_the_root_and_the_token_before_it(impl):
     """The second text has one token."""
-    given = on_device(torch.tensor([5, 8])), on_device(torch.tensor([6, 8])), on_device(torch.tensor([7, 0]))
+    given = (
+        torch.tensor([5, 8], device=DEVICE),
+        torch.tensor([6, 8], device=DEVICE),
+        torch.tensor([7, 0], device=DEVICE),
+    )
     first = first_nodes(*given, 3, impl=impl)
     assert first.tokens.tolist() == [[5, 6], [8, 8]]
     assert first.cache_rows.tolist() == [[6, 7], [0, 0]]
@@ -36,7 +38,7 @@ def test_a_step_begins_with_the_root_and_the_token_before_it(impl):
     assert first.ancestor_mask.tolist() == [[nothing, root], [root, root]]
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@EACH
 def test_a_level_and_a_tree_by_hand(impl):
     """Node 1 and node 3 are the root's children, node 2 that of node 1. The second text has room for one level."""
     tokens = torch.full((2, 4), 99)
@@ -56,7 +58,7 @@ def test_a_level_and_a_tree_by_hand(impl):
     assert fed.noise_rows.tolist() == noise.tolist()
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@EACH
 def test_nodes_of_one_text_are_told_by_the_first_of_them(impl):
     """Nodes 1, 2 and 3 have tokens 6, 6 and 7, and a child each: 8, 8 and 8. So the first two texts are equal."""
     tokens = torch.tensor([[0, 6, 6, 7, 8, 8, 8]])
@@ -68,8 +70,8 @@ def test_nodes_of_one_text_are_told_by_the_first_of_them(impl):
     assert trees.texts.tolist() == [[0, 1, 1, 3, 4, 4, 6]]
 
 
-@pytest.mark.parametrize("case", range(10))
-def test_kernels_place_and_feed_as_their_references(case):
+def check_levels(case, impl):
+    """An implementation places and feeds random nodes as the references do; odd cases have more nodes than a warp."""
     generator = torch.Generator().manual_seed(case)
 
     def random(most, *shape):
@@ -84,18 +86,28 @@ def test_kernels_place_and_feed_as_their_references(case):
     drawn = Drawn(random(9, batch, draws) - 1, order[:children], random(draws, children))
     level, every = order[:count], torch.arange(nodes)
     given = [Chosen(level, 0 * level, 1 + 0 * level), Chosen(every, every - 1, random(6, nodes))]
-    for whole in (False, True):
-        mine, theirs = on_device(copied(trees)), copied(trees)
-        found = place(mine, on_device(drawn), on_device(given[whole]), whole=whole, impl="triton")
-        expected = place(theirs, drawn, given[whole], whole=whole, impl="torch")
+    mine, theirs = on_device(copied(trees)), copied(trees)
+    for whole, new in ((False, drawn), (True, drawn), (True, None)):
+        found = place(mine, on_device(new), on_device(given[whole]), whole=whole, impl=impl)
+        expected = place(theirs, new, given[whole], whole=whole, impl="torch")
         for name, one, other in zip(found._fields, found, expected, strict=True):
             assert torch.equal(one.cpu(), other), name
         assert torch.equal(mine.tokens.cpu(), theirs.tokens)
-    found, expected = alike(mine, on_device(given[0]), impl="triton"), alike(theirs, given[0], impl="torch")
+    found, expected = alike(mine, on_device(given[0]), impl=impl), alike(theirs, given[0], impl="torch")
     assert torch.equal(found.cpu(), expected)
     assert torch.equal(mine.texts.cpu(), theirs.texts)
-    left = trees.left.to(DEVICE)
-    found = first_nodes(left, left, left, nodes, impl="triton")
-    expected = first_nodes(trees.left, trees.left, trees.left, nodes, impl="torch")
-    for one, other in zip(found, expected, strict=True):
+    found = first_nodes(*[trees.left.to(DEVICE)] * 3, nodes, impl=impl)
+    for one, other in zip(found, first_nodes(*[trees.left] * 3, nodes, impl="torch"), strict=True):
         assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize("impl", ["triton", NATIVE])
+@pytest.mark.parametrize("case", range(6))
+def test_nodes_are_placed_and_fed_as_by_the_references(case, impl):
+    check_levels(case, impl)
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_nodes_are_placed_in_any_schedule(case, adversary):
+    check_levels(2 * adversary.seed + case, "triton")
+    adversary.met("_first_kernel", "_place_kernel", "_alike_kernel")

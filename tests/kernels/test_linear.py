@@ -6,22 +6,19 @@ import weakref
 
 import pytest
 import torch
+from kernel_cases import needs_compiler
 from tiny_models import tiny_llama, transformers_greedy
 from torch import nn
 
-from heavypath.kernels.native.library import library
 from heavypath.speculative import EarlyExit, SpeculativeDecoder
 from heavypath.speculative.models import linear
 from heavypath.speculative.models.linear import Linears
 from heavypath.speculative.streaming import memory
 from heavypath.speculative.streaming.memory import free_memory
 
-pytestmark = [
-    pytest.mark.skipif(library() is None, reason="needs a C++ compiler"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="models of tests are on the GPU"),
-]
+pytestmark = needs_compiler
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
-ROWS = (*range(1, 20), 33, 64, 130, 512)
+ROWS = (*range(1, 14), 16, 33, 130)
 TYPES = [torch.float32, torch.bfloat16]
 
 
@@ -50,54 +47,36 @@ def test_products_are_those_of_the_modules(biases, dtype, free, monkeypatch):
                 torch.testing.assert_close(found, layer(hidden))
 
 
-def row(layer):
-    layer.weight.data[7] += 1
-
-
-def column(layer):
-    layer.weight.data[:, 11] += 1
-
-
-def everything(layer):
-    layer.weight.data.mul_(2)
-
-
-def another(layer):
-    layer.weight.data = layer.weight.data + 1
-
-
-def bias(layer):
-    layer.bias.data[3] = 1
-
-
 def element(layer):
     with torch.no_grad():
         layer.weight[5, 9] += 1
 
 
-CHANGES = [
-    *((change, (8, 1)) for change in (row, everything, another, bias)),
-    *(
-        (change, size)
-        for change in (row, column, everything, another, bias, element)
-        for size in ((24, 40), (9, 320), (60, 17))
-    ),
-]
+CHANGES = {
+    "a row": lambda layer: layer.weight.data[7].add_(1),
+    "a column": lambda layer: layer.weight.data[:, 11].add_(1),
+    "everything": lambda layer: layer.weight.data.mul_(2),
+    "another tensor": lambda layer: setattr(layer.weight, "data", layer.weight.data + 1),
+    "the bias": lambda layer: layer.bias.data[3].fill_(1),
+    "an element": element,
+}
 
 
-@pytest.mark.parametrize(("change", "size"), CHANGES)
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_change_of_the_weights_is_noticed(change, size, dtype):
-    rows, columns = size
-    layer = nn.Linear(columns, rows).to(dtype)
-    linears = linears_of([layer])
-    linears.one(layer)
-    assert linears.is_current()
-    change(layer)
-    assert not linears.is_current()
-    hidden = torch.randn(3, columns, dtype=dtype)
-    with torch.inference_mode():
-        torch.testing.assert_close(linears.one(layer)(hidden), layer(hidden))
+def test_a_change_of_the_weights_is_noticed(change, dtype):
+    for rows, columns in ((8, 1), (24, 40), (9, 320), (60, 17)):
+        if columns == 1 and change in ("a column", "an element"):
+            continue
+        layer = nn.Linear(columns, rows).to(dtype)
+        linears = linears_of([layer])
+        linears.one(layer)
+        assert linears.is_current()
+        CHANGES[change](layer)
+        assert not linears.is_current()
+        hidden = torch.randn(3, columns, dtype=dtype)
+        with torch.inference_mode():
+            torch.testing.assert_close(linears.one(layer)(hidden), layer(hidden))
 
 
 @pytest.mark.parametrize("draft", [None, "model", "early exit"])

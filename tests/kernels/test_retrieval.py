@@ -7,24 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from devices import DEVICE, moved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from retrieval_cases import TEXTS
 from safetensors.torch import save_file
-from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
-from tiny_models import exact_law, tiny_llama, transformers_greedy
+from tiny_models import tiny_llama, transformers_greedy
 
-from heavypath.kernels.filtering import Filters
 from heavypath.kernels.retrieval.corpus import sort_corpus
 from heavypath.kernels.retrieval.followers import follower_logprobs
 from heavypath.kernels.retrieval.ranges import Appended, append_tokens, store_texts
-from heavypath.speculative import METHODS, PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
+from heavypath.speculative import PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
 from heavypath.speculative.drafts import Feed, RetrievalDraft
 from heavypath.speculative.profile import describe, draft_parameter_count
 
 VOCAB = 4
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-IMPLS = ["triton"] if torch.cuda.is_available() else ["torch", "triton"]
+IMPLS = ["torch", "triton"] if DEVICE == "cpu" else ["triton"]
 tokens = st.integers(0, VOCAB - 1)
 END = -1  # what follows the last token of a text of the corpus
 
@@ -57,8 +55,7 @@ def expected_law(corpus, text, context, longest):
 
 
 def sorted_on_device(texts, longest):
-    corpus = sort_corpus([np.array(text, np.int64) for text in texts], longest)
-    return type(corpus)(*(field.to(DEVICE) for field in corpus))
+    return moved(sort_corpus([np.array(text, np.int64) for text in texts], longest), DEVICE)
 
 
 def test_a_corpus_by_hand():
@@ -69,10 +66,10 @@ def test_a_corpus_by_hand():
     assert corpus.steps.tolist() == [3, 4, 6 + 1, 6 + 5, 12 + 0, 12 + 2]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=7, deadline=None, derandomize=True)
 @given(
-    corpus=st.lists(st.lists(tokens, max_size=20), min_size=1, max_size=4).filter(any),
-    texts=st.lists(st.lists(tokens, min_size=2, max_size=16), min_size=1, max_size=2),
+    corpus=st.lists(st.lists(tokens, max_size=20), min_size=1, max_size=3).filter(any),
+    texts=st.lists(st.lists(tokens, min_size=2, max_size=12), min_size=1, max_size=2),
     branch=st.lists(tokens, min_size=1, max_size=3), longest=st.integers(1, 5), commit=st.booleans(),
 )  # fmt: skip
 @pytest.mark.parametrize("impl", IMPLS)
@@ -104,8 +101,7 @@ def test_retrieval_finds_what_dictionaries_find(impl, corpus, texts, branch, lon
             rows, fed = rows[:, -1:] + 1, torch.full((batch, 1), branch[depth], device=DEVICE)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_of_many_occurrences_some_are_taken_evenly(impl):
+def check_many(impl):
     """Token 0 occurs 3,000 times, sorted by what is before it; one in three each is followed by 1, 2 and 3."""
     kept = sorted_on_device([[before, 0, after] for before in range(4) for after in (1, 2, 3)] * 250, 3)
     keys = torch.full((1, 2, 1, 3), -1, device=DEVICE)
@@ -118,9 +114,13 @@ def test_of_many_occurrences_some_are_taken_evenly(impl):
     assert law == pytest.approx(exact, abs=0.02)
 
 
-@pytest.mark.parametrize(("seed", "length"), [(3, 300), (4, 520)])
-def test_both_implementations_give_the_same_numbers(seed, length):
-    """Texts of two lengths, the first of which the kernel reads in two or three blocks."""
+@pytest.mark.parametrize("impl", IMPLS)
+def test_of_many_occurrences_some_are_taken_evenly(impl):
+    check_many(impl)
+
+
+def check_same(seed, length):
+    """Both implementations give the same numbers for texts of two lengths."""
     torch.manual_seed(seed)
     kept = sorted_on_device([torch.randint(0, 3, (3000,)).tolist()], 8)
     text = torch.randint(0, 3, (2, length + 1), device=DEVICE)
@@ -142,29 +142,15 @@ def test_both_implementations_give_the_same_numbers(seed, length):
         assert torch.allclose(ours.double(), theirs.double(), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "autoregressive"])
-def test_the_law_is_the_targets(method):
-    target, prompt = tiny_llama(1), torch.tensor([3, 1, 4, 3, 1])
-    decoder = SpeculativeDecoder(target, Retrieval(TEXTS), method, tree_size=6)
-    for start in ([3, 1, 4, 3, 1], [2], [6, 6]):
-        ids = torch.tensor([start])
-        assert torch.equal(decoder.generate(ids, 20).sequences, transformers_greedy(target, ids, 20))
-    if method in ("sequoia", "dyspec", "ersd", "spectr"):
-        out = decoder.generate(prompt.expand(6000, -1), max_new_tokens=3, temperature=1.0, seed=4)
-        law = exact_law(target, prompt, Filters(1.0), 3)
-        assert chi_square_p_value(joint_counts(out.sequences[:, 5:], 7), law) > SIGNIFICANCE
+@pytest.mark.parametrize("length", [300])  # two blocks of the kernel
+def test_both_implementations_give_the_same_numbers(length):
+    check_same(3, length)
 
 
-@pytest.mark.parametrize("method", ["sequoia", "dyspec"])
-def test_a_batch_is_decoded_as_each_alone(method):
-    decoder = SpeculativeDecoder(tiny_llama(1), Retrieval(TEXTS, max_ngram=3), method, tree_size=7)
-    prompts, mask = torch.tensor([[1, 2, 1, 2, 1], [0, 0, 5, 5, 5]]), torch.ones(2, 5, dtype=torch.long)
-    mask[1, :2] = 0
-    options = {"max_new_tokens": 30, "temperature": 0.5, "seed": 2}
-    batch = decoder.generate(prompts, attention_mask=mask, **options).sequences[:, 5:]
-    for b, prompt in enumerate((prompts[0], prompts[1, 2:])):
-        alone = decoder.generate(prompt[None], sequence_ids=torch.tensor([b]), **options).sequences[0, len(prompt) :]
-        assert torch.equal(batch[b], alone)
+def test_followers_are_right_in_any_schedule(adversary):
+    check_same(adversary.seed, 60)
+    check_many("triton")
+    adversary.met("_append_kernel", "_followers_kernel")
 
 
 def test_a_text_of_the_corpus_is_drafted():
@@ -240,6 +226,8 @@ def test_files_of_something_else_are_refused(demo_pair, tmp_path):
     (lambda t: Retrieval([torch.zeros(2, 2).long()]), TypeError, r"got Tensor of int64 \[2, 2\]"),
     (lambda t: Retrieval([1, 2]), TypeError, r"got int of int64 \[\]"),
     (lambda t: Retrieval([Path("none")], t), FileNotFoundError, "none"),
+    (lambda t: Retrieval([Path(__file__).parents[2] / "speculative/demo/head/model.safetensors"], t), ValueError,
+     r"must be text in UTF-8"),
     (lambda t: Retrieval([[1]], max_ngram=0), ValueError, r"max_ngram must be in 1 .. 64, got 0"),
     (lambda t: SpeculativeDecoder(tiny_llama(1), Retrieval([[1, 7]])), ValueError,
      r"Retrieval\(2 tokens, max_ngram=8\) must have tokens in 0 .. 6, the target's vocabulary, got 7"),
@@ -248,12 +236,6 @@ def test_what_is_no_corpus_is_refused(build, error, message, demo_pair, tmp_path
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         build(demo_pair.tokenizer)
-
-
-def test_a_file_that_is_no_text_is_refused(demo_pair, tmp_path):
-    (tmp_path / "d.bin").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"d.bin' must be text in UTF-8"):
-        Retrieval([tmp_path / "d.bin"], demo_pair.tokenizer)
 
 
 def test_a_draft_keeps_nothing_but_its_cache():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from devices import PLACES, run_on
+from kernel_cases import NATIVE, needs_compiler
 
 from heavypath.kernels.filtering import Filters, filtered_scores
-from heavypath.kernels.native.library import library
 from heavypath.kernels.native.recording import recorded
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
@@ -21,16 +21,12 @@ FILTERS = [
     )
 ]
 SETTINGS = torch.tensor([settings_of(each) for each in FILTERS], dtype=torch.float64)
-IMPLS = [
-    pytest.param("torch"),
-    pytest.param("triton"),
-    pytest.param("native", marks=pytest.mark.skipif(library() is None, reason="no C++ compiler")),
-]
+IMPLS = pytest.mark.parametrize("impl", ["torch", "triton", NATIVE])
 
 
-def of_sequences(impl):
-    """Filters of sequences, and their settings: for the interpreter some, which have each value of each."""
-    step = 9 if impl == "triton" else 1
+def of_sequences(impl, fewer=False):
+    """Filters of sequences, and their settings: for the interpreter some, which have each value of each, or fewer."""
+    step = (25 if fewer else 13) if impl == "triton" else 1
     return FILTERS[::step], SETTINGS[::step]
 
 
@@ -46,12 +42,10 @@ def logits_with_ties(vocab_size, sequences, nodes=2):
     return logits
 
 
-@pytest.mark.parametrize(
-    ("impl", "vocab_size"),
-    [pytest.param(*impl.values, size, marks=impl.marks) for impl in IMPLS for size in (1, 7, 999, 4097)],
-)
+@IMPLS
+@pytest.mark.parametrize("vocab_size", [1, 7, 999, 4097])
 def test_scores_are_to_the_bit_those_of_each_sequences_own_filters(impl, vocab_size):
-    filters_of, settings = of_sequences(impl)
+    filters_of, settings = of_sequences(impl, fewer=vocab_size != 7)
     logits = logits_with_ties(vocab_size, len(filters_of))
     found = scores_by(impl, logits, settings).numpy()
     for own, filters, scores in zip(logits.numpy(), filters_of, found, strict=True):
@@ -63,10 +57,10 @@ def test_scores_are_to_the_bit_those_of_each_sequences_own_filters(impl, vocab_s
         assert np.array_equal(scores, expected)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@IMPLS
 def test_draws_from_scores_are_those_from_logits_with_the_same_filters(impl):
-    filters_of, settings = of_sequences(impl)
-    logits = logits_with_ties(101, len(filters_of))
+    filters_of, settings = of_sequences(impl, fewer=True)
+    logits = logits_with_ties(60, len(filters_of))
     scores = scores_by(impl, logits, settings)
     rows = torch.arange(2)
     for own, filters, scored in zip(logits, filters_of, scores, strict=True):
@@ -77,10 +71,10 @@ def test_draws_from_scores_are_those_from_logits_with_the_same_filters(impl):
         )
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@IMPLS
 def test_rows_apart_and_rows_that_are_no_distributions(impl):
-    settings = of_sequences(impl)[1][:4]
-    logits = logits_with_ties(33, len(settings), nodes=5)
+    settings = of_sequences(impl)[1][1:4]
+    logits = logits_with_ties(33, len(settings), nodes=3)
     part, apart = logits[:, ::2, :20], torch.stack([settings, settings.flip(0)], 1)[:, 0]
     assert torch.equal(scores_by(impl, part, apart), scores_by(impl, part.clone(), settings))
     logits[:, 0], logits[:, 1, 3], logits[:, 2, 4] = -torch.inf, torch.nan, torch.inf
@@ -90,7 +84,7 @@ def test_rows_apart_and_rows_that_are_no_distributions(impl):
     assert found[:, 2].isnan().any(-1).all()
 
 
-@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+@needs_compiler
 def test_a_recording_reads_settings_when_it_is_replayed():
     logits, settings = logits_with_ties(33, 1), SETTINGS[:1].clone()
     with recorded() as recording:
@@ -100,3 +94,12 @@ def test_a_recording_reads_settings_when_it_is_replayed():
         settings.copy_(each[None])
         recording.replay()
         assert torch.equal(scores, sequence_scores(logits, each[None]))
+
+
+def test_scores_are_right_in_any_schedule(adversary):
+    """Of sequences each with its own filters, temperature 0 among them; of two chunks, with ties."""
+    filters = [Filters(0.0), Filters(0.6, top_k=9), Filters(2.0)]
+    settings = torch.tensor([settings_of(each) for each in filters], dtype=torch.float64)
+    logits = (3 * torch.randn(3, 1, 4_200)).round()
+    assert torch.equal(*(sequence_scores(logits, settings, impl=impl) for impl in ("triton", "torch")))
+    adversary.met("_scores_kernel", "_cuts_kernel")

@@ -1,144 +1,228 @@
-"""The kernels of growing trees, `grow` and `assemble`, against their references on random levels and whole trees."""
+"""Growing trees: `grow` and `assemble` by hand; kernels and compiled code against their references on random levels."""
 
 import math
+import random
 
 import pytest
 import torch
-from slot_cases import DTYPES, FIELDS, flat, lines_of
+from devices import DEVICE
+from kernel_cases import NATIVE, needs_compiler
+from torch.utils._pytree import tree_map
 
+from heavypath.kernels.native.recording import recorded
 from heavypath.kernels.sampling import TopK, gumbel_topk
 from heavypath.kernels.trees.assembly import assemble
-from heavypath.kernels.trees.growing import grow
+from heavypath.kernels.trees.growing import grow, logprobs_at
 from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
+LINES = torch.tensor([[0.41, 0.16, 0.12, 0.09, 0.08], [0.5, 0.5, 0.4, 0.3, 0.3]], dtype=torch.float64)
+FLAT = torch.tensor([[0.25], [0.0]], dtype=torch.float64)  # a confidence of slope 0, so that values tie
+POLICIES = [  # by, noisy, confidence, threshold
+    ("slot", True, None, 0.0), ("slot", True, LINES, 0.0), ("slot", True, FLAT, 0.0), ("slot", True, LINES, 0.15),
+    ("slot", False, None, 0.0), ("slot", False, LINES, 0.02), ("node", False, None, 0.05), ("node", True, None, 0.0),
+    ("node", False, FLAT, 0.15), ("beam", True, None, 0.0), ("beam", False, None, 0.0),
+]  # fmt: skip
+SHAPES = [  # batch, width, depth, tokens
+    (1, 1, 4, 6), (1, 4, 3, 9), (2, 3, 3, 5), (3, 6, 2, 4), (2, 5, 3, 40), (1, 16, 2, 11), (2, 2, 4, 1),
+]  # fmt: skip
+LARGE = [(1, 8, 4, 1024), (1, 30, 3, 200)]
+LAWS = ["normal", "tied", "sparse", "empty", "equal", "nan"]
 
 
-def policy_of(case: int, width: int, children: int) -> Policy:
-    """One of eight: by slot with DySpec's values, a confidence, ties or a threshold; by node; by beam."""
-    by, noisy, lines, threshold = [
-        ("slot", True, None, 0.0),
-        ("slot", True, lines_of(children), 0.0),
-        ("slot", True, lines_of(children, 0.25), 0.0),
-        ("slot", True, lines_of(children), 0.15),
-        ("slot", False, None, 0.0),
-        ("node", False, None, 0.05),
-        ("beam", True, None, 0.0),
-        ("beam", False, None, 0.0),
-    ][case % 8]
-    return Policy(by, width, threshold, noisy, 0.6, lines)
+def policy_of(number: int, width: int, children: int) -> Policy:
+    by, noisy, lines, threshold = POLICIES[number]
+    if lines is not None:
+        lines = lines[:, torch.arange(children).clamp(max=lines.shape[1] - 1)].contiguous()
+    return Policy(by, width, threshold, noisy, (0.6, 1.0)[number % 2], lines)
 
 
-def on_device(part):
-    """The tensors of a tuple on the device that there is."""
-    if isinstance(part, torch.Tensor):
-        return part.to(DEVICE)
-    return type(part)(*map(on_device, part)) if hasattr(part, "_fields") else part
-
-
-def random_logits(batch, nodes, vocab, case, generator):
-    """Rows of logits in three dtypes; some with ties, some with hardly any support, some with none."""
-    logits = 2 * torch.randn(batch, nodes, vocab, generator=generator)
-    if case % 3 == 1:
-        logits = logits.round()  # ties
-    if case % 5 == 2:
-        logits[torch.rand(logits.shape, generator=generator) < 0.6] = -torch.inf  # absent tokens
-    if case % 7 == 3:
+def random_logits(shape, law, generator):
+    """Rows of normal logits; with ties, with hardly any support, with one row that has none, or all of them equal."""
+    logits = 2 * torch.randn(shape, generator=generator)
+    if law == "tied":
+        logits = logits.round()
+    if law == "sparse":
+        logits[torch.rand(shape, generator=generator) < 0.6] = -torch.inf
+    if law == "empty":
         logits[0, 0] = -torch.inf
-    return logits.to(DTYPES[case % 3])
+    return logits[:1, :1].expand(shape) if law == "equal" else logits
 
 
-def grown_by_both(case: int, batch: int, width: int, depth: int, vocab: int):
-    """A random tree that grows by reference and kernel side by side; each level of the two must be equal.
-
-    Yields the reference's slots and last level, the kernel's, and the roots.
-    """
-    generator = torch.Generator().manual_seed(case)
-    children = min(width, vocab)
-    policy = policy_of(case, width, children)
-    roots = Roots(
-        tokens=torch.randint(vocab, (batch,), generator=generator),
-        lengths=torch.randint(40, (batch,), generator=generator),
-        noise_rows=torch.randint(1 << 40, (batch,), generator=generator),
-        left=torch.randint(1, depth + 3, (batch,), generator=generator),
-    )
-    slots = [Slots.room_for(batch, 1 + width * depth, device) for device in (torch.device("cpu"), DEVICE)]
-    level = Level(0, 1, 0, torch.ones(batch, 1, 1, dtype=torch.bool))
-    noise_rows = roots.noise_rows[:, None]
-    for _ in range(depth):
-        logits = random_logits(batch, level.size, vocab, case, generator)
-        if case % 7 == 4 and level.depth == depth - 1:  # below, reference and kernel may differ in what is not there
-            logits[-1, -1, 0] = torch.nan
-        drawn = gumbel_topk(logits, children, temperature=float(policy.noisy), seed=case, rows=noise_rows, impl="torch")
-        given = level._replace(mask=level.mask.to(DEVICE)), on_device(drawn), logits.to(DEVICE), on_device(roots)
-        found, fed_by_kernel = grow(slots[1], *given, on_device(policy), impl="triton")
-        level, fed = grow(slots[0], level, drawn, logits, roots, policy, impl="torch")
-        assert (found.first, found.size, found.depth) == (level.first, level.size, level.depth)
-        assert torch.equal(found.mask.cpu(), level.mask)
-        for name, mine, theirs in zip(fed._fields, fed_by_kernel, fed, strict=True):
-            assert torch.equal(mine.cpu(), theirs), name
-        assert_same_slots(slots[1], slots[0], level.end, policy)
-        noise_rows = fed.noise_rows
-    return slots[0], level, slots[1], roots
-
-
-def assert_same_slots(mine: Slots, theirs: Slots, end: int, policy: Policy):
+def compared(impl: str, mine: Slots, theirs: Slots, end: int, policy: Policy) -> None:
     """What an empty slot would have been worth is asked by nobody, nor is its rank."""
+    close = {"rtol": 1e-4, "atol": 1e-6} if impl == "native" else {"rtol": 2e-6, "atol": 5e-7}
+    if impl == "native" and policy.noisy and policy.lines is None:  # fp64 throughout
+        close = {"rtol": 1e-12, "atol": 1e-13}
     there = theirs.tokens[:, :end] >= 0
-    for name in FIELDS if policy.by == "beam" else FIELDS[:-1]:
+    for name in Slots._fields if policy.by == "beam" else Slots._fields[:-1]:
         one, other = getattr(mine, name)[:, :end].cpu(), getattr(theirs, name)[:, :end]
         if name in ("ranks", "worths", "keys"):
             one, other = one[there], other[there]
         if one.dtype == torch.long:
             assert torch.equal(one, other), name
         else:  # what is left of 1 is as exact as the sum of the fp32 probabilities before
-            torch.testing.assert_close(one, other, rtol=2e-6, atol=5e-7, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(one, other, **close, msg=lambda text, name=name: f"{name}: {text}")
 
 
-SHAPES = [(1, 1, 4, 6), (1, 4, 3, 9), (2, 3, 3, 5), (3, 6, 2, 4), (2, 5, 3, 40), (1, 16, 2, 11), (2, 2, 4, 1)]
+def rounding_decides(drawn: TopK, logits: torch.Tensor, policy: Policy, law: str, depth: int) -> bool:
+    """Whether values tell little more than how a sum of fp32 exponentials was rounded.
+
+    They are made of differences of what is left of 1 behind the children before, and divide by its square. Of equal
+    rows they tie but for rounding from the third level on: (a b) c = (a c) b.
+    """
+    if law == "equal" and not policy.noisy and depth >= 2:
+        return True
+    if policy.by == "beam" or (policy.noisy and policy.lines is None):
+        return False
+    logprobs = drawn.logprobs if policy.noisy else logprobs_at(logits, drawn.tokens, policy.temperature)
+    left = 1 - logprobs.double().exp()[..., :-1].sum(-1)
+    return bool((left.nan_to_num(1) < (0.1 if policy.lines is not None else 1e-4)).any())
 
 
-@pytest.mark.parametrize("case", range(0, 56, 5))
+def given_to(impl, value):
+    """Tensors where an implementation takes them; compiled code takes any strides."""
+    if impl == "native":
+        return value
+    return tree_map(lambda leaf: leaf.to(DEVICE).contiguous() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def grown(impl, seed, policy_number, law, shape, dtype=torch.float32):
+    """A random tree that grows by the reference and another implementation; each level of the two must be equal.
+
+    Returns the reference's slots, the roots and the last level.
+    """
+    generator, (batch, width, depth, vocab) = torch.Generator().manual_seed(seed), shape
+    children = min(width, vocab)
+    policy = policy_of(policy_number, width, children)
+    roots = Roots(
+        tokens=torch.randint(vocab, (batch,), generator=generator),
+        lengths=torch.randint(40, (batch, 2), generator=generator)[:, 0],
+        noise_rows=torch.randint(1 << 40, (batch,), generator=generator),
+        left=torch.randint(1, depth + 3, (batch,), generator=generator),
+    )
+    slots = [Slots.room_for(batch, 1 + width * depth, CPU)]
+    slots.append(given_to(impl, Slots(*map(torch.empty_like, slots[0]))))
+    level = Level(0, 1, 0, torch.ones(batch, 2, 7, dtype=torch.bool)[:, 1:, :1])
+    noise_rows = roots.noise_rows[:, None]
+    for _ in range(depth):
+        logits = random_logits((batch, level.size + 1, vocab), law, generator).to(dtype)[:, 1:]
+        if law == "nan" and level.depth == depth - 1:  # below, the two may differ in what is not there
+            logits[-1, -1, 0] = torch.nan
+        drawn = gumbel_topk(
+            logits, children, temperature=float(policy.noisy), seed=seed, rows=noise_rows.contiguous(), impl="torch"
+        )
+        given = given_to(impl, (level.mask, drawn, logits, roots, policy))
+        found, fed_by_other = grow(slots[1], level._replace(mask=given[0]), *given[1:], impl=impl)
+        below, fed = grow(slots[0], level, drawn, logits, roots, policy, impl="torch")
+        if rounding_decides(drawn, logits, policy, law, level.depth):
+            for own, other in zip(slots[1], slots[0], strict=True):
+                own.copy_(other)
+        else:
+            assert found[:3] == below[:3]
+            assert torch.equal(found.mask.cpu(), below.mask)
+            for name, mine, theirs in zip(fed._fields, fed_by_other, fed, strict=True):
+                assert torch.equal(mine.cpu(), theirs), name
+            compared(impl, slots[1], slots[0], below.end, policy)
+        level, noise_rows = below, fed.noise_rows
+    return slots[0], roots, level
+
+
+def flat(field):
+    return field if isinstance(field, tuple) else (field,)
+
+
+def check_assembled(impl, slots, roots, level, nodes, trims=False):
+    expected = assemble(slots, roots, level, nodes, trims=trims, impl="torch")
+    got = assemble(*given_to(impl, (slots, roots)), level, nodes, trims=trims, impl=impl)
+    for name, mine, theirs in zip(expected._fields, got, expected, strict=True):
+        for part, (one, other) in enumerate(zip(flat(mine), flat(theirs), strict=True)):
+            assert torch.equal(one.cpu(), other), (name, part, nodes)
+            assert one.is_contiguous()
+
+
+def check_case(impl, case):
+    """The tree of a case, any policy on any law, grows and is assembled as by the references."""
+    chosen = random.Random(case)
+    slots, roots, level = grown(
+        impl, case, case % len(POLICIES), chosen.choice(LAWS), chosen.choice(SHAPES + LARGE * (impl == "native")),
+        chosen.choice([torch.float32, torch.bfloat16, torch.float16]),
+    )  # fmt: skip
+    for nodes in {*((1, 2) if impl == "native" else ()), (level.end + 1) // 2, level.end + 3}:
+        for trims in (False, True) if impl == "native" else (False,):
+            check_assembled(impl, slots, roots, level, nodes, trims)
+
+
+@pytest.mark.parametrize("case", [
+    *range(len(POLICIES)), *(pytest.param(case, marks=pytest.mark.slow) for case in range(len(POLICIES), 220))
+])  # fmt: skip
 def test_kernels_grow_and_assemble_the_references_trees(case):
-    batch, width, depth, vocab = SHAPES[case % len(SHAPES)]
-    slots, level, by_kernel, roots = grown_by_both(case, batch, width, depth, vocab)
-    for nodes in {2, (level.end + 1) // 2, level.end + 3}:
-        expected = assemble(slots, roots, level, nodes, impl="torch")
-        got = assemble(by_kernel, on_device(roots), level, nodes, impl="triton")
-        for name, mine, theirs in zip(expected._fields, got, expected, strict=True):
-            for part, (one, other) in enumerate(zip(*map(flat, (mine, theirs)), strict=True)):
-                assert torch.equal(one.cpu(), other), (name, part, nodes)
+    check_case("triton", case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", range(224))
-def test_kernels_grow_and_assemble_hundreds_of_the_references_trees(case):
-    test_kernels_grow_and_assemble_the_references_trees(case)
+@needs_compiler
+@pytest.mark.parametrize("policy", range(len(POLICIES)))
+def test_compiled_code_grows_and_assembles_the_references_trees(policy):
+    for case in range(policy, 16 * len(POLICIES), len(POLICIES)):
+        check_case("native", case)
 
 
-def test_a_level_by_hand():
+@needs_compiler
+@pytest.mark.parametrize("batch", [1, 3])
+def test_trees_of_many_nodes_are_numbered_as_by_the_reference(batch):
+    """Any trees with any values that fall along their paths, many of them equal."""
+    for case in range(40):
+        generator = torch.Generator().manual_seed(case)
+        count = int(torch.randint(2, 300, (), generator=generator))
+        slots = Slots(*(torch.zeros_like(field) for field in Slots.room_for(batch, count + 4, CPU)))
+        for tree in range(batch):
+            children = [0] * count
+            parents, ranks, depths, tokens, values = [-1], [0], [0], [5], [math.inf]
+            for slot, (draw, value) in [*enumerate(torch.rand(count, 2, generator=generator).tolist())][1:]:
+                parent = int(slot * draw) if case % 2 else max(0, slot - 1 - int(3 * draw))
+                there = values[parent] > 0 and value > 0.15
+                parents.append(parent)
+                ranks.append(children[parent])
+                depths.append(depths[parent] + 1)
+                tokens.append(int(1000 * draw) if there else -1)
+                values.append(min(values[parent], round(8 * value + 1) / 8) if there else 0)
+                children[parent] += there
+            for field, numbers in zip(slots, (parents, ranks, depths, tokens, values), strict=False):
+                field[tree, :count] = torch.tensor(numbers, dtype=field.dtype)
+        roots = Roots(*torch.randint(1 << 33, (4, batch), generator=generator))
+        level = Level(count - count // 3, count // 3, 1, torch.empty(0))
+        check_assembled("native", slots, roots, level, count, trims=case % 3 > 0)
+
+
+def begun(slots, *root):
+    """Slots, a root and the level that it is alone."""
+    roots = Roots(*(torch.tensor([number], device=DEVICE) for number in root))
+    level = Level(0, 1, 0, torch.ones(1, 1, 1, dtype=torch.bool, device=DEVICE))
+    return Slots.room_for(1, slots, torch.device(DEVICE)), roots, level
+
+
+def draws(tokens, probs):
+    logprobs = torch.tensor([probs], device=DEVICE).log()
+    return TopK(torch.tensor([tokens], device=DEVICE), logprobs, logprobs)
+
+
+EACH = pytest.mark.parametrize("impl", ["torch", "triton", NATIVE])
+
+
+@EACH
+def test_a_level_by_hand(impl):
     """The root's slots are worth 1, 0.5 and 0.2, of which width 2 leaves two; below them are eight, of which two stay.
 
     First child, worth 0.5: slots 0.5, 0.5 * 0.4. Second, worth 0.3, in a slot of 0.5: slots 0.3, 0.3 * 0.1.
     """
-    roots = on_device(Roots(*(torch.tensor([number]) for number in (9, 7, 4096, 5))))
-    policy = Policy("slot", 2, 0.0, True, 1.0, None)
-    slots = Slots.room_for(1, 5, DEVICE)
-    level = Level(0, 1, 0, torch.ones(1, 1, 1, dtype=torch.bool, device=DEVICE))
-    logits = torch.zeros(1, 1, 6, device=DEVICE)
-
-    def draws(tokens, probs):
-        logprobs = torch.tensor([probs], device=DEVICE).log()
-        return TopK(torch.tensor([tokens], device=DEVICE), logprobs, logprobs)
-
-    level, fed = grow(slots, level, draws([[3, 1]], [[0.5, 0.3]]), logits, roots, policy, impl="triton")
+    slots, roots, level = begun(5, 9, 7, 4096, 5)
+    policy, logits = Policy("slot", 2, 0.0, True, 1.0, None), torch.zeros(1, 2, 6, device=DEVICE)
+    level, fed = grow(slots, level, draws([[3, 1]], [[0.5, 0.3]]), logits[:, :1], roots, policy, impl=impl)
     assert level[:3] == (1, 2, 1)
     assert fed.tokens.tolist() == [[3, 1]]
     assert slots.values[0, :3].tolist() == pytest.approx([math.inf, 1.0, 0.5])
-    level, fed = grow(
-        slots, level, draws([[2, 4], [5, 0]], [[0.6, 0.4], [0.9, 0.1]]), logits.expand(1, 2, 6), roots, policy,
-        impl="triton",
-    )  # fmt: skip
+    drawn = draws([[2, 4], [5, 0]], [[0.6, 0.4], [0.9, 0.1]])
+    level, fed = grow(slots, level, drawn, logits, roots, policy, impl=impl)
     assert slots.values[0].tolist() == pytest.approx([math.inf, 1.0, 0.5, 0.5, 0.3])
     assert slots.worths[0].tolist() == pytest.approx([1.0, 0.5, 0.3, 0.3, 0.27])
     assert slots.parents.tolist() == [[-1, 0, 0, 1, 2]]
@@ -146,7 +230,68 @@ def test_a_level_by_hand():
     assert (fed.positions.tolist(), fed.cache_rows.tolist()) == ([[9, 9]], [[10, 11]])
     assert (fed.parent_rows.tolist(), fed.noise_rows.tolist()) == ([[8, 9]], [[4099, 4100]])
     assert level.mask[0].int().tolist() == [[1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
-    tree = assemble(slots, roots, level, 4, impl="triton")
+    tree = assemble(slots, roots, level, 4, impl=impl)
     assert tree.tokens.tolist() == [[9, 3, 2, 1]]
     assert (tree.parents.tolist(), tree.depths.tolist()) == ([[-1, 0, 1, 0]], [[0, 1, 2, 1]])
     assert (tree.slots.tolist(), tree.inner.tolist()) == ([[0, 1, 3, 2]], [[0, 1, 2, 2]])
+
+
+@EACH
+def test_equal_values_go_by_rank_and_then_by_parent(impl):
+    """Two nodes of a slot's value 1/2: their first slots tie, and so do their second ones."""
+    slots, roots, level = begun(7, 9, 7, 40, 5)
+    policy, logits, half = Policy("slot", 3, 0.0, True, 1.0, None), torch.zeros(1, 2, 4, device=DEVICE), [0.5, 0.5]
+    level, _ = grow(slots, level, draws([[3, 1]], [half]), logits[:, :1], roots, policy, impl=impl)
+    level, fed = grow(slots, level, draws([[0, 2], [1, 3]], [half, half]), logits, roots, policy, impl=impl)
+    assert fed.tokens.tolist() == [[0, 1, 2]]
+    assert slots.ranks[:, 3:6].tolist() == [[0, 0, 1]]
+    assert slots.parents[:, 3:6].tolist() == [[1, 2, 1]]
+
+
+@EACH
+@pytest.mark.parametrize("policy", [0, 1, 4, 5, 6, 9, 10])
+def test_below_what_is_no_distribution_all_slots_are_empty(policy, impl):
+    logits = torch.randn(2, 1, 6)
+    logits[0, 0, 2], logits[1, 0, 3] = torch.nan, torch.inf
+    policy = policy_of(policy, 3, 3)
+    rows = torch.zeros(2, 1, dtype=torch.long)
+    drawn = gumbel_topk(logits, 3, temperature=float(policy.noisy), rows=rows, impl="torch")
+    slots = Slots.room_for(2, 4, torch.device(DEVICE))
+    level = Level(0, 1, 0, torch.ones(2, 1, 1, dtype=torch.bool))
+    roots = Roots(*torch.ones(4, 2, dtype=torch.long))
+    fed = grow(slots, *given_to(impl, (level, drawn, logits, roots, policy)), impl=impl).fed
+    assert slots.tokens[:, 1:].tolist() == [[-1] * 3] * 2
+    assert not slots.values[:, 1:].any()
+    assert fed.tokens.tolist() == [[0] * 3] * 2
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_a_level_can_be_recorded_and_a_trimmed_tree_cannot():
+    slots, roots, level = begun(5, 9, 9, 9, 9)
+    logits = torch.randn(1, 1, 20)
+    drawn = gumbel_topk(logits, 4, rows=torch.tensor([[3]]), impl="torch")
+    policy = policy_of(1, 4, 4)
+    with recorded() as recording:
+        found, fed = grow(slots, level, drawn, logits, roots, policy)
+        tree = assemble(slots, roots, found, 4)
+    assert recording.obstacle is None
+    drawn.tokens.copy_(torch.tensor([[[7, 5, 3, 1]]]))
+    roots.tokens.fill_(2)
+    recording.replay()
+    assert fed.tokens.tolist() == [[7, 5, 3, 1]]
+    assert tree.tokens.tolist() == [[2, 7, 5, 3]]
+    with recorded() as recording:
+        assemble(slots, roots, found, 4, trims=True)
+    assert recording.obstacle == "assemble"
+
+
+@pytest.mark.parametrize(("policy", "shape"), [(1, (1, 4, 3, 9)), (4, (3, 6, 2, 4)), (9, (2, 3, 3, 5)),
+                                               (1, (1, 66, 1, 70))])  # fmt: skip
+def test_trees_grow_right_in_any_schedule(policy, shape, adversary):
+    """By confidence, by likeliest tokens, by beam; and levels so wide that a program has two warps."""
+    slots, roots, level = grown("triton", adversary.seed, policy, "normal", shape)
+    check_assembled("triton", slots, roots, level, level.end // 2 + 1)
+    adversary.met("_grow_kernel", "_keep_kernel", "_heavy_path_kernel", "_number_kernel")
+    if policy == 1:
+        adversary.met("_sums_kernel")

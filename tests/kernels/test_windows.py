@@ -7,14 +7,12 @@ import pytest
 import torch
 from devices import PLACES, run_on
 from families import EXPERTS, tiny
-from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
-from tiny_models import assert_same_text, exact_law, tiny_llama
+from tiny_models import assert_same_text, tiny_llama
 
 from heavypath.kernels.attention.masks import narrowed, pack_ancestors
 from heavypath.kernels.attention.prepared import prepared_attention
-from heavypath.kernels.filtering import Filters
 from heavypath.kernels.tree_attention import tree_attention
-from heavypath.speculative import LOSSLESS_METHODS, METHODS, SpeculativeDecoder, TokenTree
+from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.window_probe import check_windows
@@ -29,7 +27,7 @@ PARENTS = [-1, 0, 0, 2, 1, 2, 3, 6, 7]
 ASKING = {
     "the first feed": [-1, 0], "a level": [3, 5], "the last nodes": [6, 7, 8], "some": [1, 4, 8], "all": [*range(9)],
 }  # fmt: skip
-OFTEN = [("the first feed", 1), ("the first feed", 5), ("some", 1), ("some", 2), ("some", 3), ("all", 5)]
+OFTEN = [("the first feed", 1), ("the first feed", 5), ("some", 2), ("all", 3)]
 
 
 def path_of(node: int) -> list[int]:
@@ -76,43 +74,29 @@ def problem(lengths, queries):
 
 
 @pytest.mark.parametrize(("who", "window", "impl"), [
-    pytest.param(who, window, impl, marks=() if impl == "torch" or (who, window) in OFTEN else slow)
+    pytest.param(who, window, impl, marks=() if (who, window) in OFTEN else slow)
     for who in ASKING for window in (1, 2, 3, 5, 9, 66) for impl in ("torch", "triton")
 ])  # fmt: skip
 def test_any_nodes_of_a_tree_see_their_windows(who, window, impl):
-    asking, lengths = ASKING[who], torch.tensor([2 if window > 2 else 1, 70])
+    asking, lengths = ASKING[who], torch.tensor([2 if window > 2 else 1, 70, 65])  # on both sides of a block of 64
     tensors = problem(lengths.tolist(), len(asking))
-    mask, padding = ancestor_mask(asking), torch.tensor([1, 66])
+    mask, padding = ancestor_mask(asking), torch.tensor([1, 66, 0])
 
     def expected(first_row):
         each = (
-            by_loops(*(x[b] for x in tensors), int(lengths[b]), asking, window, int(first_row[b])) for b in range(2)
+            by_loops(*(x[b] for x in tensors), int(lengths[b]), asking, window, int(first_row[b])) for b in range(3)
         )
         return torch.stack([*each])
 
     on_device = partial(run_on, PLACES[impl])
     tree_attend = partial(on_device, tree_attention, *tensors, prefix_length=lengths, window=window, impl=impl)
-    said = [mask, pack_ancestors(mask), pack_ancestors(mask, window), pack_ancestors(mask.expand(2, -1, -1), window)]
+    said = [mask, pack_ancestors(mask), pack_ancestors(mask, window), pack_ancestors(mask.expand(3, -1, -1), window)]
     for ancestors in said if impl == "torch" else said[1::2]:
         out = tree_attend(ancestor_mask=ancestors, first_row=padding)
         torch.testing.assert_close(out.double(), expected(padding), atol=1e-5, rtol=0)
     said = {"ancestor_mask": mask, "window": window, "impl": impl}
     attend = on_device(prepared_attention, prefix_length=lengths, rows=79, dtype=torch.float32, **said)
-    torch.testing.assert_close(on_device(attend, *tensors, 0.25).double(), expected([0, 0]), atol=1e-5, rtol=0)
-
-
-@IMPLS
-@pytest.mark.parametrize("length", [0, 1, 65, 71])
-def test_the_row_before_the_root_sees_one_row_more_than_the_root(length, impl):
-    """Lengths and windows that put the first row seen on both sides of a kernel's block of 64 rows."""
-    query, key, value = problem([length], 2)
-    for window in (1, 2, 7, 8):
-        asking = [-1, 0] if length else [0, 0]
-        said = {"ancestor_mask": ancestor_mask(asking), "window": window}
-        tensors = query.half(), key.half(), value.half()
-        out = run_on(PLACES[impl], tree_attention, *tensors, prefix_length=length, **said, impl=impl)
-        exact = by_loops(query[0].half(), key[0].half(), value[0].half(), length, asking, window)
-        torch.testing.assert_close(out[0].double(), exact, atol=5e-3, rtol=0)
+    torch.testing.assert_close(on_device(attend, *tensors, 0.25).double(), expected([0, 0, 0]), atol=1e-5, rtol=0)
 
 
 @IMPLS
@@ -174,23 +158,17 @@ def greedy(model, **changes):
     return model.generate(PROMPTS, attention_mask=PADDING, **options)
 
 
-CASES = [
-    pytest.param(kind, method, marks=() if often else slow)
-    for kind in FAMILIES
-    for method in METHODS
-    for often in [kind in ("mistral", "qwen3", "gemma3_text", "gpt_oss") and method in ("sequoia", "dyspec")]
-]
-
-
-@pytest.mark.parametrize(("kind", "method"), CASES)
+@pytest.mark.parametrize(("kind", "method"), [
+    ("cohere2", "dyspec"), ("qwen3", "sequoia"),
+    *(pytest.param(kind, method, marks=slow) for kind in FAMILIES for method in ("sequoia", "dyspec", "specinfer")),
+])  # fmt: skip
 def test_greedy_text_of_three_windows_is_that_of_transformers_generate(kind, method):
     model, unlike = windowed(kind), tiny_llama(5, vocab_size=61)
     expected = greedy(model)
-    for draft in (None,) if method == "autoregressive" else (unlike, model):
+    for draft in (unlike, model):
         out = SpeculativeDecoder(model, draft, method, tree_size=5).generate(PROMPTS, 16, attention_mask=PADDING)
         assert_same_text(model, out.sequences, expected)
-    drafts_what_it_verifies = method not in ("autoregressive", "specinfer", "spectr", "naive")
-    assert not drafts_what_it_verifies or out.stats.acceptance_by_rank[0] == 1
+    assert method == "specinfer" or out.stats.acceptance_by_rank[0] == 1
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "gemma3_text" else slow) for kind in FAMILIES])
@@ -212,8 +190,9 @@ def test_a_window_may_be_smaller_than_the_tree_is_deep(kind, window):
         assert out.stats.acceptance_by_rank[0] == 1
 
 
-@pytest.mark.parametrize("kind", ["cohere2", "olmo3", "mixtral"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "heavypath"])
+@pytest.mark.parametrize(("kind", "attention"), [
+    ("cohere2", "eager"), ("olmo3", "heavypath"), ("mixtral", "sdpa"), ("mixtral", "heavypath"),
+])  # fmt: skip
 def test_windows_under_every_attention(kind, attention):
     model = windowed(kind)
     expected = greedy(model)
@@ -236,27 +215,8 @@ def test_windows_through_the_kernel(kind, monkeypatch):
     assert torch.equal(decoder.generate(PROMPTS, 5, attention_mask=PADDING).sequences, expected)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
-@pytest.mark.parametrize(
-    "method",
-    [pytest.param(method, marks=() if method in ("sequoia", "dyspec") else slow) for method in LOSSLESS_METHODS],
-)
-def test_the_joint_law_behind_a_window_is_exact(method, kind):
-    """Of three tokens after a prompt of three windows."""
-    target = tiny(kind, sliding_window=2, vocab_size=7, pad_token_id=0, eos_token_id=2)
-    draft = None if method == "autoregressive" else tiny(kind, sliding_window=3, vocab_size=7, num_hidden_layers=1)
-    prompt, sequences = torch.tensor([3, 1, 4, 1, 5, 6]), 8_000
-    law = exact_law(target, prompt, Filters(1.0), 3)
-    shape = {} if method == "autoregressive" else {"tree_size": 6}
-    out = SpeculativeDecoder(target, draft, method, **shape).generate(
-        prompt.expand(sequences, -1), max_new_tokens=3, seed=11, temperature=1.0, eos_token_id=None
-    )
-    assert chi_square_p_value(joint_counts(out.sequences[:, 6:], 7), law) > SIGNIFICANCE
-    assert method == "autoregressive" or max(out.stats.acceptance_by_depth) > 0
-
-
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "mistral", "mixtral"])
-@pytest.mark.parametrize("window", [1, 2, 8, 4096])
+@pytest.mark.parametrize("window", [1, 8, 4096])
 def test_a_window_that_is_one_off_is_found_out(kind, window):
     model = tiny(kind, **FAMILIES[kind], sliding_window=window, max_position_embeddings=8192)
     forward = forward_of(model, "target")

@@ -16,10 +16,10 @@ In a test, which then runs under three seeds:
     def test_a_kernel_is_right_in_any_schedule(adversary):
         got = function(..., impl="triton")
         assert torch.equal(got, function(..., impl="torch"))
-        assert "_name_of_kernel" in adversary.launched
+        adversary.met("_name_of_kernel")
 
-A case in test_adversary.py does this for you, and each kernel of the package has one. Memory that a kernel reaches by
-addresses in a table must be named first: `adversary.knows(*tensors)`. The tests of a whole file run under one seed with
+Each kernel of the package has such a test, which test_adversary.py looks for. Memory that a kernel reaches by addresses
+in a table must be named first: `adversary.knows(*tensors)`. The tests of a whole file run under one seed with
 
     pytest tests/kernels/test_ordering.py --adversary 1
 
@@ -65,6 +65,10 @@ class Adversary:
     def knows(self, *tensors: Tensor) -> None:
         """Launches may touch these tensors, too."""
         self.known += [("a known tensor", tensor) for tensor in tensors]
+
+    def met(self, *kernels: str) -> None:
+        """Assert that these kernels were launched here."""
+        assert {*kernels} <= {*self.launched}
 
     def __enter__(self) -> "Adversary":
         from triton.runtime import interpreter

@@ -52,14 +52,14 @@ class Problem:
     def tree(self, nodes):
         return TokenTree([-1, *(int(self.random(node)) for node in range(1, nodes))])
 
-    def committed(self, impl, function=commit):
+    def committed(self, impl):
         whole, output, seen, counts = (
             field.to(DEVICE, copy=True) for field in (self.whole, self.output, self.seen, self.counts)
         )
         tokens, parents, ranks, depths = (field.to(DEVICE) for field in (self.tokens, *self.shape))
         verified = Verified(*(field.to(DEVICE) for field in (self.path, self.length, self.after)))
         state = State(whole[:, : self.batch], output, self.stops.to(DEVICE), seen, counts)
-        function(state, Nodes(tokens, parents, ranks), depths, verified, self.branching, impl=impl)
+        commit(state, Nodes(tokens, parents, ranks), depths, verified, self.branching, impl=impl)
         return [field.cpu() for field in (whole, output, seen, counts)]
 
     def expected(self):
@@ -96,8 +96,8 @@ class Problem:
             whole[:, slot] = torch.tensor([*state.values()])
         return [whole, output, seen, counts]
 
-    def check(self, impl, function=commit):
-        expected = self.expected()
-        for name, found, right in zip(("numbers", "output", "seen", "counts"), self.committed(impl, function), expected,
-                                      strict=True):  # fmt: skip
+    def check(self, impl):
+        for name, found, right in zip(
+            ("numbers", "output", "seen", "counts"), self.committed(impl), self.expected(), strict=True
+        ):
             assert torch.equal(found, right), name
