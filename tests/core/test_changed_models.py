@@ -2,11 +2,13 @@
 
 import copy
 import warnings
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from tiny_models import tiny_llama
+from tiny_models import assert_alike, tiny_llama
 from torch import nn
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,14 +23,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 
 PROMPTS = torch.tensor([[3, 1, 4, 1], [2, 6, 5, 3]])
 TINY = {
-    "vocab_size": 31, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.5,
+    "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.5,
 }  # fmt: skip
+ANOTHER = r"past must come from .* before its weights, adapters, type or device changed"
 
 
 @pytest.fixture
 def model():
     return tiny_llama(1, vocab_size=31)
+
+
+def mistral():
+    torch.manual_seed(1)
+    return MistralForCausalLM(MistralConfig(**TINY, sliding_window=None)).eval()
 
 
 @pytest.fixture
@@ -107,12 +115,8 @@ def scaled(model):
         model.model.layers[1].mlp.down_proj.weight.mul_(-2)
 
 
-def scaled_behind_the_back(model):
+def scaled_unseen(model):
     model.model.norm.weight.data = model.model.norm.weight.data.flip(0) * torch.linspace(-1, 1, 16)
-
-
-def retuned(model):
-    model.model.rotary_emb.inv_freq.mul_(3)
 
 
 CHANGES = {
@@ -131,8 +135,12 @@ CHANGES = {
     "a patched activation": patched("model.layers.0.mlp.act_fn"),
     "adapters": adapted,
     "weights in place": scaled,
-    "weights through data": scaled_behind_the_back,
-    "rotary frequencies": retuned,
+    "weights through data": scaled_unseen,
+    "rotary frequencies": lambda model: model.model.rotary_emb.inv_freq.mul_(3),
+    "rotary scaling": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 3.0),
+    "scaling": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.9),
+    "epsilon": lambda model: setattr(model.model.layers[0].post_attention_layernorm, "variance_epsilon", 1e4),
+    "a window": lambda model: setattr(model.config, "sliding_window", 3),
     "a wider type": lambda model: model.double(),
     "eager attention": lambda model: model.set_attn_implementation("eager"),
 }
@@ -140,23 +148,34 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_decoded_as_it_is(change, model, draft):
+    """And what it computed before is not used any more."""
+    model = mistral() if change == "a window" else model
     decoder = SpeculativeDecoder(model, draft, tree_size=5)
-    before = greedy(model)
-    assert torch.equal(text(decoder), before)
+    out, before = decoder.generate(PROMPTS, 12, eos_token_id=None), greedy(model)
+    assert torch.equal(out.sequences, before)
     CHANGES[change](model)
     expected = greedy(model)
     assert torch.equal(expected, before) == (change in ("a wider type", "eager attention"))
     assert torch.equal(text(decoder), expected)
     assert torch.equal(text(SpeculativeDecoder(model, draft, "dyspec", tree_size=5)), expected)
+    if change not in ("eager attention", "weights through data"):  # the latter shows in nothing but new texts
+        with pytest.raises(ValueError, match=ANOTHER):
+            decoder.generate(PROMPTS, 12, past=out.cache)
 
 
-@pytest.mark.parametrize("change", ["a subclass", "another module", "a hook on a layer", "adapters", "a wider type"])
-def test_a_changed_draft_costs_acceptance_alone(change, model, draft):
+@pytest.mark.parametrize(
+    "change", ["a subclass", "another module", "a hook on a layer", "adapters", "weights in place"]
+)
+def test_a_changed_draft_computes_its_rows_anew_and_costs_acceptance_alone(change, model, draft):
     decoder = SpeculativeDecoder(model, draft, "ersd", tree_size=5)
-    options = {"max_new_tokens": 12, "temperature": 0.9, "seed": 3}
-    plain = SpeculativeDecoder(model, None, "autoregressive").generate(PROMPTS, **options).sequences
+    options = {"temperature": 0.9, "seed": 3, "eos_token_id": None}
+    plain = SpeculativeDecoder(model, None, "autoregressive").generate(PROMPTS, 12, **options).sequences
+    cache = decoder.generate(PROMPTS, 4, **options).cache
     CHANGES[change](draft)
-    assert torch.equal(decoder.generate(PROMPTS, **options).sequences, plain)
+    out = decoder.generate(PROMPTS, 12, past=cache, **options)
+    assert out.stats.reused_tokens > 0
+    assert torch.equal(out.sequences, plain)
+    assert_alike(decoder.generate(PROMPTS, 12, **options), out)
 
 
 def test_a_large_models_linear_layers_are_looked_at_too(draft):
@@ -170,16 +189,53 @@ def test_a_large_models_linear_layers_are_looked_at_too(draft):
         assert torch.equal(text(decoder), greedy(model))
 
 
-def test_a_hook_that_is_gone_is_gone(model, draft):
-    decoder = SpeculativeDecoder(model, draft, tree_size=5)
-    expected = text(decoder)
-    with model.model.layers[0].register_forward_hook(lambda module, args, out: -out):
-        changed = text(decoder)
-        assert torch.equal(changed, greedy(model))
+def sharper(module, query, key, value, attention_mask, sdpa=ALL_ATTENTION_FUNCTIONS["sdpa"], **kwargs):
+    return sdpa(module, 3 * query, key, value, attention_mask, **kwargs)
+
+
+def of_all(module, args, out):
+    return -out if isinstance(module, modeling_llama.LlamaMLP) else None
+
+
+def flipped(self, *args, forward=modeling_llama.LlamaAttention.forward, **kwargs):
+    out, weights = forward(self, *args, **kwargs)
+    return out.flip(-1), weights
+
+
+def unrotated(q, k, cos, sin):
+    return q * cos[:, None], k * cos[:, None]
+
+
+CHANGES_FOR_A_WHILE = {
+    "a hook": lambda model: model.model.layers[0].register_forward_hook(lambda module, args, out: -out),
+    "a hook on all modules": lambda model: nn.modules.module.register_module_forward_hook(of_all),
+    "all llamas' attention": lambda model: patch.object(modeling_llama.LlamaAttention, "forward", flipped),
+    "an attention function": lambda model: patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa=sharper),
+    "a function of the layers": lambda model: patch.object(modeling_llama, "apply_rotary_pos_emb", unrotated),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_FOR_A_WHILE)
+def test_a_change_that_is_undone_is_gone(change, model, draft):
+    decoder, before = SpeculativeDecoder(model, draft, tree_size=5), greedy(model)
+    assert torch.equal(text(decoder), before)
+    with CHANGES_FOR_A_WHILE[change](model):
+        expected = greedy(model)
+        assert not torch.equal(expected, before)
         assert isinstance(forward_of(model, "target"), TransformersForward)
-    assert not torch.equal(changed, expected)
-    assert torch.equal(text(decoder), expected)
+        if change != "a function of the layers":  # which no module tells: only trying a new one shows it
+            assert torch.equal(text(decoder), expected)
+        assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), expected)
+    assert torch.equal(text(decoder), before)
     assert isinstance(forward_of(model, "target"), LlamaForward)
+
+
+def test_an_attention_that_takes_no_tree_is_refused(model, draft, monkeypatch):
+    decoder = SpeculativeDecoder(model, draft, tree_size=5)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sharper", sharper)
+    model.config._attn_implementation = "sharper"
+    with pytest.raises(ValueError, match="target has attn_implementation='sharper', which takes no tree; call"):
+        text(decoder)
 
 
 @pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
@@ -202,65 +258,23 @@ def test_hooks_that_transformers_leaves_behind_are_no_change(asked, model, draft
     assert isinstance(forward_of(model, "target"), TransformersForward)
 
 
-def test_a_hook_on_all_modules(model, draft):
-    decoder = SpeculativeDecoder(model, draft, tree_size=5)
-    expected = text(decoder)
-    with nn.modules.module.register_module_forward_hook(
-        lambda module, args, out: -out if isinstance(module, modeling_llama.LlamaMLP) else None
-    ):
-        assert torch.equal(text(decoder), greedy(model))
-        assert not torch.equal(greedy(model), expected)
-    assert torch.equal(text(decoder), expected)
-
-
-def test_attention_patched_for_all_llamas(model, draft, monkeypatch):
-    decoder = SpeculativeDecoder(model, draft, tree_size=5)
-    forward, before = modeling_llama.LlamaAttention.forward, greedy(model)
-
-    def patched(self, *args, **kwargs):
-        out, weights = forward(self, *args, **kwargs)
-        return out.flip(-1), weights
-
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", patched)
-    expected = greedy(model)
-    assert not torch.equal(expected, before)
-    assert torch.equal(text(decoder), expected)
-    assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), expected)
-
-
-def test_attention_functions_of_ones_own(model, draft, monkeypatch):
-    decoder = SpeculativeDecoder(model, draft, tree_size=5)
-    sdpa, before = ALL_ATTENTION_FUNCTIONS["sdpa"], greedy(model)
-
-    def sharper(module, query, key, value, attention_mask, **kwargs):
-        return sdpa(module, 3 * query, key, value, attention_mask, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", sharper)
-    expected = greedy(model)
-    assert not torch.equal(expected, before)
-    assert torch.equal(text(decoder), expected)
-    assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), expected)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sharper", sharper)
-    model.config._attn_implementation = "sharper"
-    with pytest.raises(ValueError, match="target has attn_implementation='sharper', which takes no tree; call"):
-        text(decoder)
-
-
 def test_adapters_are_switched(model, draft):
     adapted(model)
     decoder = SpeculativeDecoder(model, draft, tree_size=5)
     texts = []
-    for switch in (
-        lambda: model.set_adapter("first"),
-        lambda: model.set_adapter("second"),
-        model.disable_adapters,
-        model.enable_adapters,
-    ):
+    for switch in (partial(model.set_adapter, "first"), partial(model.set_adapter, "second"), model.disable_adapters,
+                   model.enable_adapters):  # fmt: skip
         switch()
         texts.append(text(decoder))
         assert torch.equal(texts[-1], greedy(model))
     assert len({tuple(each.flatten().tolist()) for each in texts}) >= 3
+    model.set_adapter("first")
+    cache = decoder.generate(PROMPTS, 4, eos_token_id=None).cache
+    model.set_adapter("second")
+    with pytest.raises(ValueError, match=ANOTHER):
+        decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
+    model.set_adapter("first")
+    assert decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache).stats.reused_tokens > 0
 
 
 def test_a_peft_model_and_what_is_inside(model, draft):
@@ -322,87 +336,13 @@ def test_a_model_back_in_training_is_refused(model, draft):
         text(decoder)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
-def test_relatives_of_llama_are_tried_as_well(kind, draft):
-    make = {
-        "mistral": lambda: MistralForCausalLM(MistralConfig(**TINY, sliding_window=None)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=16)),
-    }
-    torch.manual_seed(1)
-    model = make[kind]().eval()
+@pytest.mark.parametrize("make", [mistral, lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=16)).eval()])
+def test_relatives_of_llama_are_tried_as_well(make, draft):
+    model = make()
     assert isinstance(forward_of(model, "target"), LlamaForward)
     hooked("model.layers.0.self_attn")(model)
     assert isinstance(forward_of(model, "target"), TransformersForward)
     assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), greedy(model))
-
-
-def test_a_llama_that_computes_something_else_is_found_by_trying(model, draft, monkeypatch):
-    """Where no module tells: a function that its layers call."""
-    monkeypatch.setattr(
-        modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos[:, None], k * cos[:, None])
-    )
-    assert isinstance(forward_of(model, "target"), TransformersForward)
-    assert torch.equal(text(SpeculativeDecoder(model, draft, tree_size=5)), greedy(model))
-
-
-@pytest.mark.parametrize(
-    "change", ["a hook on a layer", "another head", "adapters", "weights in place", "a wider type"]
-)
-def test_what_a_model_computed_before_it_changed_is_not_used_after(change, model, draft):
-    decoder = SpeculativeDecoder(model, draft, tree_size=5)
-    cache = decoder.generate(PROMPTS, 4, eos_token_id=None).cache
-    decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
-    CHANGES[change](model)
-    with pytest.raises(
-        ValueError, match=r"past must come from .* before its weights, adapters, type or device changed"
-    ):
-        decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
-
-
-def test_adapters_switched_between_turns(model, draft):
-    adapted(model)
-    decoder = SpeculativeDecoder(model, draft, tree_size=5)
-    model.set_adapter("first")
-    cache = decoder.generate(PROMPTS, 4, eos_token_id=None).cache
-    model.set_adapter("second")
-    with pytest.raises(ValueError, match="past must come from"):
-        decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache)
-    model.set_adapter("first")
-    assert decoder.generate(PROMPTS, 4, eos_token_id=None, past=cache).stats.reused_tokens > 0
-
-
-def test_a_changed_draft_computes_its_rows_anew(model, draft):
-    decoder = SpeculativeDecoder(model, draft, "ersd", tree_size=5)
-    options = {"temperature": 0.9, "seed": 3, "eos_token_id": None}
-    cache = decoder.generate(PROMPTS, 4, **options).cache
-    scaled(draft)
-    out = decoder.generate(PROMPTS, 12, past=cache, **options)
-    assert out.stats.reused_tokens > 0
-    assert torch.equal(
-        out.sequences, SpeculativeDecoder(model, draft, "ersd", tree_size=5).generate(PROMPTS, 12, **options).sequences
-    )
-
-
-SETTINGS = {
-    "scaling": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.9),
-    "epsilon": lambda model: setattr(model.model.layers[0].post_attention_layernorm, "variance_epsilon", 1e4),
-    "rotary": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 3.0),
-    "window": lambda model: setattr(model.config, "sliding_window", 3),
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_setting_that_changes_is_noticed(setting, draft):
-    torch.manual_seed(1)
-    model = MistralForCausalLM(MistralConfig(**TINY, sliding_window=None)).eval()
-    decoder = SpeculativeDecoder(model, draft, tree_size=5)
-    out, before = decoder.generate(PROMPTS, 12, eos_token_id=None), greedy(model)
-    assert torch.equal(out.sequences, before)
-    SETTINGS[setting](model)
-    assert not torch.equal(greedy(model), before)
-    assert torch.equal(text(decoder), greedy(model))
-    with pytest.raises(ValueError, match="past must come from"):
-        decoder.generate(PROMPTS, 12, past=out.cache)
 
 
 def test_autocast_is_refused_by_name(model, draft):

@@ -1,5 +1,7 @@
 """SpeculativeDecoder: the target's own text on both devices, where it ends, its statistics; and what it refuses."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from tiny_models import assert_same_text, tiny_llama, transformers_greedy
@@ -157,20 +159,11 @@ def test_statistics_add_up(demo_pair):
 
 
 def test_a_streamer_gets_the_prompt_then_each_new_token_once(tiny_pair):
-    class Recorder:
-        def __init__(self):
-            self.tokens, self.ended = [], False
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
-        def end(self):
-            self.ended = True
-
-    recorder = Recorder()
-    out = SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 20, temperature=0.9, streamer=recorder)
-    assert recorder.tokens == out.sequences[0].tolist()
-    assert recorder.ended
+    streamer = Mock()
+    out = SpeculativeDecoder(*tiny_pair).generate(torch.tensor([[1, 2]]), 20, temperature=0.9, streamer=streamer)
+    given = [call.args[0].flatten() for call in streamer.put.call_args_list]
+    assert torch.equal(torch.cat(given), out.sequences[0])
+    streamer.end.assert_called_once()
 
 
 def with_nan(model):

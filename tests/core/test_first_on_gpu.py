@@ -36,29 +36,29 @@ def text(decoder, sampling, device="cuda"):
     return decoder.generate(given, NEW_TOKENS, seed=5, eos_token_id=None, **sampling).sequences.cpu()
 
 
+@pytest.fixture(autouse=True)
+def nothing_fails(caplog):
+    """Where a step cannot be captured, a warning says so, and it runs eagerly."""
+    yield
+    warnings = [record for record in caplog.get_records("call") if record.levelno >= logging.WARNING]
+    assert not [record.getMessage() for record in warnings if record.name.startswith("heavypath")]
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_texts_are_those_of_a_cpu(sampling, pair, caplog):
+def test_texts_are_those_of_a_cpu(sampling, pair):
     on_cpu = SpeculativeDecoder(*models(), "sequoia", **TREE)
     graphs, eager = (SpeculativeDecoder(*pair, "sequoia", **TREE, cuda_graphs=on) for on in (True, False))
     expected = text(on_cpu, sampling, "cpu")
     assert torch.equal(text(eager, sampling), expected)
     assert torch.equal(text(graphs, sampling), expected)
     assert len(graphs.runner.idle.graphs) > 0
-    assert_nothing_failed(caplog)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_steps_behind_a_warm_up_are_graphs(sampling, pair, caplog):
+def test_steps_after_a_warm_up_are_graphs(sampling, pair):
     warm, eager = (SpeculativeDecoder(*pair, "sequoia", **TREE, cuda_graphs=on) for on in (True, False))
     warm.warm_up(batch_size=PROMPTS[0], prompt_tokens=PROMPTS[1], max_new_tokens=NEW_TOKENS, **sampling)
     assert len(warm.runner.idle.graphs) > 0
     workspace = warm.runner.idle
     assert torch.equal(text(warm, sampling), text(eager, sampling))
     assert warm.runner.idle is workspace
-    assert_nothing_failed(caplog)
-
-
-def assert_nothing_failed(caplog):
-    """Where a step cannot be captured, a warning says so, and it runs eagerly."""
-    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert not [record.getMessage() for record in warnings if record.name.startswith("heavypath")]

@@ -47,9 +47,7 @@ def values_of(model):
 
 
 def assert_same(model, values):
-    assert model.state_dict().keys() == values.keys()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, values[name]), name
+    torch.testing.assert_close(dict(model.state_dict()), values, rtol=0, atol=0)
 
 
 def text(decoder, model):
@@ -129,40 +127,31 @@ def test_what_is_written_into_a_weight_is_seen():
     assert decoder._target is target
 
 
-def other_layer(model):
-    model.model.layers[0].mlp.up_proj = nn.Linear(16, 24, bias=False)
+CHANGES = {
+    "layer": lambda model: setattr(model.model.layers[0].mlp, "up_proj", nn.Linear(16, 24, bias=False)),
+    "parameter": lambda model: setattr(
+        model.model.layers[0].self_attn.k_proj, "weight", nn.Parameter(torch.randn(8, 16))
+    ),
+    "data": lambda model: setattr(model.model.layers[0].self_attn.q_proj.weight, "data", torch.randn(16, 16)),
+    "type": lambda model: model.double(),
+    "hook": lambda model: model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *given: -given[-1]),
+}
 
 
-def other_parameter(model):
-    model.model.layers[0].self_attn.k_proj.weight = nn.Parameter(torch.randn(8, 16))
-
-
-def other_data(model):
-    model.model.layers[0].self_attn.q_proj.weight.data = torch.randn(16, 16)
-
-
-def other_type(model):
-    model.double()
-
-
-def hooked(model):
-    model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda module, args, out: -out)
-
-
-@pytest.mark.parametrize("change", [other_layer, other_parameter, other_data, other_type, hooked])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_later_change_is_noticed(change, without_collector):
     model = tiny_llama(1)
     own = storages(model)
     decoder = SpeculativeDecoder(model, None, "autoregressive")
     before, target = text(decoder, model), decoder._target
-    change(model)
-    assert torch.equal(text(decoder, model), before) == (change is other_type)
+    CHANGES[change](model)
+    assert torch.equal(text(decoder, model), before) == (change == "type")
     assert decoder._target is not target
-    assert isinstance(decoder._target, TransformersForward) == (change is hooked)
+    assert isinstance(decoder._target, TransformersForward) == (change == "hook")
     del target
     decoder.runner._step.cache_clear()
     del decoder
-    assert storages(model) == (own[0], own[1] * (1 + (change is other_type)))
+    assert storages(model) == (own[0], own[1] * (1 + (change == "type")))
 
 
 def test_decoders_share_what_is_joined(without_collector):
@@ -200,16 +189,14 @@ def test_a_model_can_be_saved_copied_and_moved_meanwhile(tmp_path):
     model.save_pretrained(tmp_path / "apart")
     decoder = SpeculativeDecoder(model, None, "autoregressive")
     model.save_pretrained(tmp_path / "saved")
-    sizes = {(tmp_path / name / "model.safetensors").stat().st_size for name in ("apart", "saved")}
-    assert len(sizes) == 1
+    assert len({(tmp_path / name / "model.safetensors").stat().st_size for name in ("apart", "saved")}) == 1
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "saved"), before)
-    torch.save(model.state_dict(), tmp_path / "weights")
-    for loaded in (torch.load(tmp_path / "weights"), copy.deepcopy(model).state_dict()):
-        fresh = tiny_llama(2)
-        fresh.load_state_dict(loaded)
-        assert_same(fresh, before)
-    alike = copy.deepcopy(model)
+    alike, fresh = copy.deepcopy(model), tiny_llama(2)
+    assert_same(alike, before)
     assert storages(alike)[0] == len([*alike.parameters()])
+    torch.save(model.state_dict(), tmp_path / "weights")
+    fresh.load_state_dict(torch.load(tmp_path / "weights"))
+    assert_same(fresh, before)
     model.load_state_dict(tiny_llama(3).state_dict())
     text(decoder, model)
     model.to(torch.float64).to(torch.float32)
@@ -218,25 +205,20 @@ def test_a_model_can_be_saved_copied_and_moved_meanwhile(tmp_path):
 
 
 def test_what_others_use_is_not_moved():
-    tied, buffer = tiny_llama(1, num_key_value_heads=2), tiny_llama(2)
+    tied, buffer, flat = tiny_llama(1, num_key_value_heads=2), tiny_llama(2), torch.randn(2, 24, 16)
     tied.model.layers[0].self_attn.k_proj.weight = tied.model.layers[1].self_attn.q_proj.weight
-    flat = torch.randn(2, 24, 16)
     for part, name in zip(flat, ("gate_proj", "up_proj"), strict=True):
         buffer.model.layers[0].mlp.get_submodule(name).weight.data = part
-    adapted = tiny_llama(3)
-    adapted.model.layers[0].mlp.up_proj.forward = torch.zeros_like
-    cases = {tied: [(0, False, True), (1, False, True)], buffer: [(0, True, False), (1, True, True)]}
-    for model, expected in cases.items():
+    for model, expected in ((tied, [(False, True), (False, True)]), (buffer, [(True, False), (True, True)])):
         places = [each.data_ptr() for each in flat]
-        forward = LlamaForward(model)
-        for number, attention, mlp in expected:
-            layer = forward._layers[number]
-            found = [isinstance(each, joined._JoinedProducts) for each in (layer.project, layer.gate_and_up)]
-            assert found == [attention, mlp]
+        layers = [(layer.project, layer.gate_and_up) for layer in LlamaForward(model)._layers]
+        assert [tuple(isinstance(one, joined._JoinedProducts) for one in layer) for layer in layers] == expected
         assert [each.data_ptr() for each in flat] == places
-    layers = adapted.model.layers[0].mlp.gate_proj, adapted.model.layers[0].mlp.up_proj
-    assert Joining(adapted).products(layers) is None
-    assert Joining(adapted).products([nn.Bilinear(2, 2, 2), nn.Linear(2, 2)]) is None
+    del layers
+    mlp = tiny_llama(3).model.layers[0].mlp
+    mlp.up_proj.forward = torch.zeros_like  # adapted
+    assert Joining(mlp).products((mlp.gate_proj, mlp.up_proj)) is None
+    assert Joining(mlp).products([nn.Bilinear(2, 2, 2), nn.Linear(2, 2)]) is None
 
 
 def test_on_a_cpu_nothing_is_joined(monkeypatch):

@@ -1,6 +1,5 @@
 """The table of methods: what each does at a temperature, and what sets the kinds of naive sampling apart."""
 
-from itertools import pairwise
 from math import comb
 
 import pytest
@@ -14,28 +13,24 @@ from heavypath.speculative.methods import Kind
 from heavypath.speculative.output.trace import read_trace
 
 
-def test_what_temperature_zero_means_is_said_once():
-    for name, method in METHODS.items():
-        assert method.kind(0.8) == (method.draw, method.verification, method.independent_sequences)
-        assert method.kind(0.0) == ("top_k", "greedy", name in ("specinfer", "spectr"))
-        assert method.kind(0.8, draft_temperature=0.0) == ("top_k", *method.kind(0.8)[1:])
-        assert not method.kind(0.0).replacement
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_draws_and_verifies_as_its_kind_says(name):
+    method, tree = METHODS[name], METHODS[name].tree_of(13)
+    assert method.kind(0.8) == (method.draw, method.verification, method.independent_sequences)
+    assert method.kind(0.0) == ("top_k", "greedy", name in ("specinfer", "spectr"))
+    assert method.kind(0.8, draft_temperature=0.0) == ("top_k", *method.kind(0.8)[1:])
+    assert not method.kind(0.0).replacement
+    if method.draw == "with_replacement":  # sequences are independent where the tree branches at its root alone
+        assert isinstance(tree, TokenTree)
+        assert method.independent_sequences == bool((tree.parents[1:].bincount()[1:] <= 1).all())
+    else:
+        assert not method.independent_sequences
 
 
 def test_the_likeliest_tokens_are_draws_at_temperature_zero():
     filters = Filters(0.8, top_k=3)
     assert Kind("top_k", "target_sample", False).drawing_filters(filters) == Filters(0.0, top_k=3)
     assert Kind("with_replacement", "kseq", True).drawing_filters(filters) == filters
-
-
-def test_sequences_are_independent_where_draws_are_and_the_tree_branches_at_its_root_alone():
-    for method in METHODS.values():
-        tree = method.tree_of(13)
-        assert method.draw == "with_replacement" or not method.independent_sequences
-        if method.draw == "with_replacement":
-            assert isinstance(tree, TokenTree)
-            inner = tree.parents[1:].bincount()[1:]
-            assert method.independent_sequences == bool((inner <= 1).all())
 
 
 @pytest.mark.parametrize("method", ["naive", "naive-distinct"])
@@ -46,21 +41,12 @@ def test_siblings_of_naive_sampling_are_independent_and_those_of_the_other_disti
     decoder.generate(torch.tensor([[1, 2, 3]]).expand(8, -1), 20, temperature=1.0, seed=3, trace=tmp_path / "trace")
     equal = below_equal = 0
     for step in read_trace(tmp_path / "trace")[1]:
-        families = {}
-        for node, (token, parent) in enumerate(zip(step["tokens"], step["parents"], strict=True)):
-            if token >= 0:
-                families.setdefault(parent, []).append((token, node))
-        for siblings in families.values():
-            tokens = [token for token, _ in siblings]
-            equal += len(tokens) - len(set(tokens))
-        below_equal += any(
-            step["fates"][child] == "other" and step["fates"][parent] == "equal"
-            for child, parent in enumerate(step["parents"])
-        )
-        for above, node in pairwise(step["path"]):
-            assert step["parents"][node] == above
-    assert (equal > 100) == (method == "naive")
-    assert (below_equal > 0) == (method == "naive")
+        parents, fates = step["parents"], step["fates"]
+        drawn = [(parent, token) for parent, token in zip(parents, step["tokens"], strict=True) if token >= 0]
+        equal += len(drawn) - len({*drawn})
+        below_equal += any(fates[node] == "other" and fates[above] == "equal" for node, above in enumerate(parents))
+        assert [parents[node] for node in step["path"][1:]] == step["path"][:-1]
+    assert (equal > 100) == (below_equal > 0) == (method == "naive")
 
 
 def test_naive_sampling_tries_the_children_of_all_equal_siblings():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import tiny_llama
 
 from heavypath.speculative import METHODS, SpeculativeDecoder
 
@@ -18,73 +18,53 @@ WARM_UP, ROUNDS = 2, 9
 NOISE = 30e6  # bytes; 2 to 3 MB were measured, and a leak of 1 MB a generation is 168 MB
 
 
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def growth(target, draft, rounds, after=lambda: None):
+    """Resident bytes and live tensors gained after warm-up, at most.
 
+    By generations of every method, in batches of 1 to 4, of lengths that are new each time; before them, of each depth
+    of tree that a text can end with.
+    """
+    decoders = {name: SpeculativeDecoder(target, draft, name) for name in METHODS}
+    chosen, measured = random.Random(0), []
 
-def live_tensors():
-    gc.collect()
-    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
-
-
-class Soak:
-    """Generations of every method, batches of 1 to 4, and lengths that are new each time."""
-
-    def __init__(self, target, draft):
-        self.vocab_size = target.config.vocab_size
-        self.decoders = {name: SpeculativeDecoder(target, draft, name) for name in METHODS}
-        self.random = random.Random(0)
-
-    def generate(self, number, new_tokens=None):
-        batch, longest = 1 + number % 4, self.random.randint(8, 160)
-        ids = torch.randint(1, self.vocab_size, (batch, longest), generator=torch.Generator().manual_seed(number))
-        lengths = torch.tensor([longest, *(self.random.randint(1, longest) for _ in range(batch - 1))])
-        self.decoders[METHOD_NAMES[number % len(METHODS)]].generate(
-            ids,
-            max_new_tokens=new_tokens or self.random.randint(8, 64),
+    def generate(number, new_tokens):
+        batch, longest = 1 + number % 4, chosen.randint(8, 160)
+        generator = torch.Generator().manual_seed(number)
+        lengths = torch.tensor([longest, *(chosen.randint(1, longest) for _ in range(batch - 1))])
+        decoders[METHOD_NAMES[number % len(METHODS)]].generate(
+            torch.randint(1, target.config.vocab_size, (batch, longest), generator=generator),
+            max_new_tokens=new_tokens or chosen.randint(8, 64),
             attention_mask=(torch.arange(longest) >= longest - lengths[:, None]).long(),
             temperature=0.8 * (number // len(METHODS) % 2),
             seed=number,
         )
 
-    def rounds(self, count, after=lambda: None):
-        """(resident bytes, live tensors) after each round; before them, each depth of tree that a text can end with."""
-        for new_tokens in range(1, 7):
-            for number in range(ROUND):
-                self.generate(number, new_tokens)
-        for _ in range(count):
-            for number in range(ROUND):
-                self.generate(number)
-                after()
-            for decoder in self.decoders.values():
-                decoder.runner.kept.clear()  # the last texts of each, which have random lengths
-            gc.collect()
-            yield resident_bytes(), live_tensors()
-
-
-def growth(measured):
-    """Resident bytes and live tensors gained after warm-up, at most."""
+    for new_tokens in range(1, 7):
+        for number in range(ROUND):
+            generate(number, new_tokens)
+    for _ in range(rounds):
+        for number in range(ROUND):
+            generate(number, None)
+            after()
+        for decoder in decoders.values():
+            decoder.runner.kept.clear()  # the last texts of each, which have random lengths
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        measured.append((resident, sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())))
     (memory, tensors), later = measured[WARM_UP - 1], measured[WARM_UP:]
     return max(each for each, _ in later) - memory, max(each for _, each in later) - tensors
 
 
 def test_memory_is_flat_over_two_hundred_generations(demo_pair):
     assert ROUNDS * ROUND >= 200
-    measured = list(Soak(demo_pair.target, demo_pair.draft).rounds(ROUNDS))
-    print(measured)
-    memory, tensors = growth(measured)
+    memory, tensors = growth(demo_pair.target, demo_pair.draft, ROUNDS)
     assert tensors == 0
     assert memory < NOISE
 
 
 def test_a_megabyte_kept_by_each_generation_is_found():
     """The measure's own test, with models so small that it is quick."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    models = [
-        LlamaForCausalLM(LlamaConfig(vocab_size=31, initializer_range=0.4, eos_token_id=None, **sizes)).eval()
-        for _ in range(2)
-    ]
-    kept = []
-    memory, tensors = growth(list(Soak(*models).rounds(WARM_UP + 2, lambda: kept.append(torch.ones(1 << 18)))))
+    kept, models = [], [tiny_llama(seed, 31, 1, max_position_embeddings=2048) for seed in (1, 2)]
+    memory, tensors = growth(*models, WARM_UP + 2, lambda: kept.append(torch.ones(1 << 18)))
     assert tensors == 2 * ROUND
     assert memory > NOISE

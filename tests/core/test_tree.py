@@ -17,33 +17,23 @@ from heavypath.speculative import TokenTree
 HAND = TokenTree([-1, 0, 0, 2, 2, 0])
 
 
-def visited(tree: TokenTree, order: str) -> list[int]:
+def visited(tree: TokenTree, order: str, sizes: list[int]) -> list[int]:
     """The nodes in an order, one at a time."""
-    parents, ranks, sizes = tree.parents.tolist(), tree.ranks.tolist(), subtree_sizes(tree)
-    children = [[] for _ in parents]
-    for node in range(1, len(parents)):
-        children[parents[node]].append(node)
-    for siblings in children:
-        siblings.sort(key=lambda node: (-sizes[node] if order == "heavy_path" else 0, ranks[node]))
+    parents, ranks = tree.parents.tolist(), tree.ranks.tolist()
     seen, waiting = [], [0]
     while waiting:
         seen.append(node := waiting.pop(0))
-        waiting = waiting + children[node] if order == "breadth_first" else children[node] + waiting
+        children = [child for child, parent in enumerate(parents) if parent == node]
+        children.sort(key=lambda child: (-sizes[child] if order == "heavy_path" else 0, ranks[child]))
+        waiting = waiting + children if order == "breadth_first" else children + waiting
     return seen
-
-
-def subtree_sizes(tree: TokenTree) -> list[int]:
-    sizes, parents = [1] * len(tree), tree.parents.tolist()
-    for node in range(len(tree) - 1, 0, -1):
-        sizes[parents[node]] += sizes[node]
-    return sizes
 
 
 def paths(tree: TokenTree) -> list[list[int]]:
     """Each node, its parent, and so on to the root."""
-    parents, found = tree.parents.tolist(), [[0]]
-    for node in range(1, len(tree)):
-        found.append([node, *found[parents[node]]])
+    found = [[0]]
+    for node, parent in enumerate(tree.parents.tolist()[1:], 1):
+        found.append([node, *found[parent]])
     return found
 
 
@@ -101,31 +91,28 @@ def test_a_tree_of_paths_by_hand():
     assert TokenTree.from_paths(cartesian) == TokenTree.from_branching([3, 2, 2]).reordered("breadth_first")[0]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_tree_is_that_of_the_paths_to_its_nodes_in_any_order(seed):
     parents = random_tree(20, seed).parents.tolist()
     tree = TokenTree(parents, shuffled_ranks(parents, seed))
-    paths = [[]]
+    given = [[]]
     for parent, rank in zip(tree.parents.tolist()[1:], tree.ranks.tolist()[1:], strict=True):
-        paths.append([*paths[parent], rank])
-    given = paths[1:]
+        given.append([*given[parent], rank])
+    given.remove([])
     Random(seed).shuffle(given)
     assert TokenTree.from_paths(given) == tree.reordered("breadth_first")[0]
 
 
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        ([[0], [1, 0]], r"path \[1, 0\] has no parent: \[1\] is missing"),
-        ([[0], [0, 0, 0]], r"path \[0, 0, 0\] has no parent: \[0, 0\] is missing"),
-        ([[0], [2]], r"path \[2\] is drawn behind that at \[1\], which is missing"),
-        ([[0], [0, 0], [0]], r"given once, got \[0\] twice"),
-        ([[0], []], r"at least one of them, got \[\]"),
-        ([[0], [0, -1]], r"ranks of at least 0, .* got \[0, -1\]"),
-        ([[0.5]], "a path must be a flat sequence of integers"),
-        ([0, 1], "a path must be a sequence of ranks, got 0"),
-    ],
-)
+@pytest.mark.parametrize(("paths", "message"), [
+    ([[0], [1, 0]], r"path \[1, 0\] has no parent: \[1\] is missing"),
+    ([[0], [0, 0, 0]], r"path \[0, 0, 0\] has no parent: \[0, 0\] is missing"),
+    ([[0], [2]], r"path \[2\] is drawn behind that at \[1\], which is missing"),
+    ([[0], [0, 0], [0]], r"given once, got \[0\] twice"),
+    ([[0], []], r"at least one of them, got \[\]"),
+    ([[0], [0, -1]], r"ranks of at least 0, .* got \[0, -1\]"),
+    ([[0.5]], "a path must be a flat sequence of integers"),
+    ([0, 1], "a path must be a sequence of ranks, got 0"),
+])  # fmt: skip
 def test_paths_that_are_no_tree_are_refused(paths, message):
     with pytest.raises(ValueError, match=message):
         TokenTree.from_paths(paths)
@@ -143,72 +130,37 @@ def test_a_tree_cannot_be_changed_through_its_properties():
     assert tree.depths.tolist() == [0, 1, 1]
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 17, 64, 150])
-def test_trees_agree_with_a_walk_over_their_nodes(nodes):
+@pytest.mark.parametrize("nodes", [1, 2, 3, 17, 150])
+def test_trees_and_their_orders_agree_with_a_walk_over_their_nodes(nodes):
     for shape, tree in trees(nodes).items():
-        path = paths(tree)
-        assert tree.depths.tolist() == [len(nodes_above) - 1 for nodes_above in path], shape
-        assert tree.depth == max(map(len, path)) - 1
-        assert tree.subtree_size.tolist() == subtree_sizes(tree)
-        assert [set(row.nonzero()[:, 0].tolist()) for row in tree.mask()] == list(map(set, path))
-        first_stray = next((node for node in range(1, nodes) if path[node][1] not in path[node - 1]), None)
+        above = paths(tree)
+        sizes = [sum(node in path for path in above) for node in range(nodes)]
+        assert tree.depths.tolist() == [len(path) - 1 for path in above], shape
+        assert tree.depth == max(map(len, above)) - 1
+        assert tree.subtree_size.tolist() == sizes
+        assert [set(row.nonzero()[:, 0].tolist()) for row in tree.mask()] == list(map(set, above))
+        first_stray = next((node for node in range(1, nodes) if above[node][1] not in above[node - 1]), None)
         assert tree.is_depth_first == (first_stray is None)
         if first_stray is None:
-            assert tree.subtree_end.tolist() == [node + size for node, size in enumerate(subtree_sizes(tree))]
+            assert tree.subtree_end.tolist() == [node + size for node, size in enumerate(sizes)]
         else:
             with pytest.raises(ValueError, match=f"but node {first_stray} breaks it"):
                 _ = tree.subtree_end
         for block in (1, 2, 7, 32, 1000):
-            pairs = {(node // block, above // block) for node, above_it in enumerate(path) for above in above_it}
+            pairs = {(node // block, other // block) for node, path in enumerate(above) for other in path}
             assert tree.occupied_blocks(block) == len(pairs)
+        for order in ("breadth_first", "depth_first", "heavy_path"):
+            new, permutation = tree.reordered(order)
+            walk = visited(tree, order, sizes)
+            assert permutation.tolist() == walk, shape
+            assert new.parents.tolist() == [-1, *(walk.index(int(tree.parents[node])) for node in walk[1:])]
+            assert torch.equal(new.ranks, tree.ranks[permutation])
+            assert new.reordered(order)[0] == new
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 17, 64, 150])
-@pytest.mark.parametrize("order", ["breadth_first", "depth_first", "heavy_path"])
-def test_orders_agree_with_a_walk_over_the_nodes(nodes, order):
-    for shape, tree in trees(nodes).items():
-        new, permutation = tree.reordered(order)
-        walk = visited(tree, order)
-        assert permutation.tolist() == walk, shape
-        assert new.parents.tolist() == [-1, *(walk.index(int(tree.parents[node])) for node in walk[1:])]
-        assert torch.equal(new.ranks, tree.ranks[permutation])
-        assert new.reordered(order)[0] == new
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_random_trees_keep_their_meaning_in_every_order(seed):
-    tree = random_tree(40, seed)
-    ancestors = [{node} for node in range(40)]
-    for node in range(1, 40):
-        ancestors[node] |= ancestors[int(tree.parents[node])]
-    for order in ("breadth_first", "depth_first", "heavy_path"):
-        new, permutation = tree.reordered(order)
-        assert sorted(permutation.tolist()) == list(range(40))
-        mask = new.mask()
-        for i in range(40):
-            seen = {int(permutation[j]) for j in mask[i].nonzero()[:, 0]}
-            assert seen == ancestors[int(permutation[i])]
-        assert torch.equal(new.ranks, tree.ranks[permutation])
-        assert torch.equal(new.depths, tree.depths[permutation])
-        assert new.is_depth_first or order == "breadth_first"
-        for block in (1, 7, 64):
-            blocks = {(int(i) // block, int(j) // block) for i, j in mask.nonzero()}
-            assert new.occupied_blocks(block) == len(blocks)
-
-
-def test_heavy_path_order_visits_the_largest_subtree_first():
-    tree, _ = random_tree(60, 3).reordered("heavy_path")
-    sizes, parents = tree.subtree_size, tree.parents
-    for node in range(60):
-        children = (parents == node).nonzero()[:, 0]
-        assert (sizes[children].diff() <= 0).all()
-        if len(children):
-            assert children[0] == node + 1
-
-
-@pytest.mark.parametrize(("nodes", "most"), [(256, 23.5), (512, 54), (1024, 117), (2048, 250)])
+@pytest.mark.parametrize(("nodes", "most"), [(256, 23.5), (1024, 117)])
 def test_heavy_path_order_leaves_few_blocks(nodes, most):
-    """Blocks of 32 in random recursive trees; DySpec's table 5 has 22.5, 52.8, 119.3 and 278.7."""
+    """Blocks of 32 in random recursive trees; DySpec's table 5 has 22.5 and 119.3."""
     blocks = [random_tree(nodes, seed).reordered("heavy_path")[0].occupied_blocks(32) for seed in range(10)]
     assert sum(blocks) / len(blocks) <= most
 
@@ -248,18 +200,15 @@ def test_what_is_no_tree_is_refused(arguments, message):
         TokenTree(*arguments)
 
 
-def test_bad_requests_are_refused():
-    with pytest.raises(ValueError, match="depth-first order, but node 4"):
-        _ = TokenTree([-1, 0, 0, 0, 1]).subtree_end
-    with pytest.raises(ValueError, match="order must be 'breadth_first'"):
-        HAND.reordered("random")
-    with pytest.raises(ValueError, match="branching factors must be at least 1"):
-        TokenTree.from_branching([2, 0])
-    with pytest.raises(ValueError, match="length must be at least 0, got -1"):
-        TokenTree.chain(-1)
-    with pytest.raises(ValueError, match="depth must be at least 0, got -2"):
-        TokenTree.k_ary(2, -2)
-    with pytest.raises(ValueError, match="depth must be at least 0, got -1"):
-        HAND.truncated(-1)
-    with pytest.raises(ValueError, match="block_size must be at least 1"):
-        HAND.occupied_blocks(0)
+@pytest.mark.parametrize(("request_", "message"), [
+    (lambda: TokenTree([-1, 0, 0, 0, 1]).subtree_end, "depth-first order, but node 4"),
+    (lambda: HAND.reordered("random"), "order must be 'breadth_first'"),
+    (lambda: TokenTree.from_branching([2, 0]), "branching factors must be at least 1"),
+    (lambda: TokenTree.chain(-1), "length must be at least 0, got -1"),
+    (lambda: TokenTree.k_ary(2, -2), "depth must be at least 0, got -2"),
+    (lambda: HAND.truncated(-1), "depth must be at least 0, got -1"),
+    (lambda: HAND.occupied_blocks(0), "block_size must be at least 1"),
+])  # fmt: skip
+def test_bad_requests_are_refused(request_, message):
+    with pytest.raises(ValueError, match=message):
+        request_()

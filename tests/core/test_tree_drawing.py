@@ -27,22 +27,15 @@ def words(root: ElementTree.Element) -> list[str]:
     return [text.text or "" for text in root.iter(f"{SVG}text")]
 
 
-def cases() -> dict[str, tuple[TokenTree, list[str] | None, torch.Tensor | None]]:
-    planned = {f"planned, {size}": greedy_tree(ACCEPTANCE, size) for size in (1, 2, 8, 64, 256)}
-    bare = {name: (tree, None, None) for name, tree in (trees(60) | planned).items()}
-    chances = {name: node_probabilities(tree, ACCEPTANCE) for name, tree in planned.items()}
-    weighed = {f"{name}, weighed": (tree, None, chances[name]) for name, tree in planned.items()}
-    labelled = {
-        f"{name}, labelled": (tree, ["token" * (node % 4) for node in range(len(tree))], chances[name])
-        for name, tree in planned.items()
-    }
-    return bare | weighed | labelled
+PLANNED = {f"planned, {size}": greedy_tree(ACCEPTANCE, size) for size in (1, 2, 8, 64, 256)}
+CASES = [(tree, False, False) for tree in [*trees(60).values(), *PLANNED.values()]]
+CASES += [(tree, labelled, True) for tree in PLANNED.values() for labelled in (False, True)]
 
 
-@pytest.mark.parametrize("name", cases())
-def test_every_node_is_drawn_once_on_its_level_and_overlaps_none(name):
-    tree, labels, probabilities = cases()[name]
-    root, circles = drawn(tree_svg(tree, labels, probabilities))
+@pytest.mark.parametrize(("tree", "is_labelled", "is_weighed"), CASES)
+def test_every_node_is_drawn_once_on_its_level_and_overlaps_none(tree, is_labelled, is_weighed):
+    labels = ["token" * (node % 4) for node in range(len(tree))] if is_labelled else None
+    root, circles = drawn(tree_svg(tree, labels, node_probabilities(tree, ACCEPTANCE) if is_weighed else None))
     assert len(circles) == len(tree)
     width, height = float(root.get("width", "")), float(root.get("height", ""))
     assert root.get("viewBox") == f"0 0 {width:.0f} {height:.0f}"
@@ -79,9 +72,11 @@ def test_area_is_probability_and_the_caption_their_sum():
     assert "4 nodes, depth 2" in words(drawn(tree_svg(tree))[0])
 
 
-def test_probabilities_too_small_for_an_area_are_drawn_all_the_same():
+def test_what_has_no_size_takes_no_place():
+    """A probability too small for an area is drawn all the same, and an empty label not at all."""
     _, circles = drawn(tree_svg(TokenTree.chain(2), probabilities=torch.tensor([1.0, 1e-9, 0.0])))
     assert circles[1][2] == circles[2][2] > 1
+    assert tree_svg(TokenTree.chain(2), ["", "", ""]) == tree_svg(TokenTree.chain(2))
 
 
 def test_text_is_escaped():
@@ -93,10 +88,6 @@ def test_text_is_escaped():
     said = [one.findtext(f"{SVG}title") or "" for one in root.iter(f"{SVG}circle")]
     assert said[2].endswith(r"\x00\x1b\n\ud800")
     assert said[3].endswith(labels[3])
-
-
-def test_a_label_that_is_empty_takes_no_place():
-    assert tree_svg(TokenTree.chain(2), ["", "", ""]) == tree_svg(TokenTree.chain(2))
 
 
 @pytest.mark.parametrize(("given", "message"), [

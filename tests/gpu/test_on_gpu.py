@@ -6,6 +6,7 @@ not wait for a machine that has one.
 
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -214,13 +215,46 @@ def test_graphs_write_the_eager_text_while_a_batch_becomes_smaller(method, setti
         assert torch.equal(out.sequences[b, 6 : 6 + length], alone.sequences[0, -length:])
 
 
-@pytest.mark.parametrize("method", ["dyspec", "eagle-2", "rsd-s"])
-def test_grown_trees_write_the_eager_text_for_long(method, pair):
-    if MINIATURE and method != "rsd-s":
+def two_layers(pair):
+    return tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).to("cuda") if MINIATURE else pair[0]
+
+
+def with_a_head(pair):
+    last = pair[0].config.num_hidden_layers
+    return pair[0], head_of(pair[0], taps=(0, last // 2, last), head_dim=16).cuda()
+
+
+def of_family(kind):
+    model = tiny(kind, head_dim=16, hidden_size=64).to("cuda")
+    return model, model
+
+
+PAIRS = {
+    "model": lambda pair: pair,
+    "prompt lookup": lambda pair: (two_layers(pair), PromptLookup()),
+    "lookahead": lambda pair: (two_layers(pair), Lookahead(3, 3)),
+    "early exit": lambda pair: (two_layers(pair), EarlyExit(1)),
+    "retrieval": lambda pair: (two_layers(pair), Retrieval([[*range(50)] * 3])),
+    # with the features of what was accepted, of which a GPU takes as many rows as a tree has levels
+    "head": with_a_head,
+    # by transformers' own forward pass, with windows and without
+    **{kind: lambda pair, kind=kind: of_family(kind) for kind in ("granite", "gemma2", "gpt_oss", "mistral")},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "tree_size", "new"),
+    [("model", method, size(24, 4), 520) for method in ("rsd-s", "dyspec", "eagle-2")]
+    + [("head", method, size(8, 3), 64) for method in ("sequoia", "dyspec", "ersd")]
+    + [(kind, "sequoia", size(8, 3), 64) for kind in PAIRS if kind not in ("model", "head")],
+)
+def test_graphs_of_any_draft_and_family_write_the_eager_text(kind, method, tree_size, new, pair):
+    if MINIATURE and (kind in ("gemma2", "gpt_oss", "mistral") or (kind == "model" and method != "rsd-s")):
         pytest.skip("too slow in miniature")
-    graphs, eager = with_and_without_graphs(pair, method, tree_size=size(24, 4))
-    options = {"temperature": 0.8, "eos_token_id": None, "seed": 4}
-    assert_alike(*(decoder.generate(prompts(2, 5), size(520, 6), **options) for decoder in (graphs, eager)))
+    made = SpeculativeDecoder if kind == "gpt_oss" else Captured  # whose experts may ask the host
+    graphs, eager = with_and_without_graphs(PAIRS[kind](pair), method, kind=made, tree_size=tree_size)
+    options = {"temperature": 0.8, "eos_token_id": None, "seed": 3}
+    assert_alike(*(decoder.generate(prompts(2, 9), size(new, 5), **options) for decoder in (graphs, eager)))
 
 
 @pytest.mark.parametrize("method", [*METHODS])
@@ -332,19 +366,9 @@ def test_a_service_captures_its_steps_before_the_first_request(pair, done):
 
 
 def test_streamers_criteria_and_traces_see_what_an_eager_text_shows(pair, tmp_path):
-    class Recorder:
-        def __init__(self):
-            self.tokens = []
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
-        def end(self):
-            self.tokens.append(None)
-
     seen, texts = [], []
     for number, decoder in enumerate(with_and_without_graphs(pair, "sequoia", tree_size=size(8, 3))):
-        recorder, calls = Recorder(), []
+        recorder, calls = Mock(), []
 
         def criterion(ids, scores, calls=calls):
             calls.append(ids[0].tolist())
@@ -354,49 +378,15 @@ def test_streamers_criteria_and_traces_see_what_an_eager_text_shows(pair, tmp_pa
             prompts(1, 5), size(40, 9), temperature=0.8, eos_token_id=None, seed=1, streamer=recorder,
             stopping_criteria=[criterion], trace=tmp_path / f"{number}.jsonl",
         )  # fmt: skip
-        assert recorder.tokens == [*out.sequences[0].tolist(), None]
+        given = [call.args[0].flatten() for call in recorder.put.call_args_list]
+        assert torch.equal(torch.cat(given).cpu(), out.sequences[0].cpu())
+        recorder.end.assert_called_once()
         seen.append(calls)
         texts.append(out)
     assert_alike(*texts)
     assert seen[0] == seen[1]
     traces = [(tmp_path / f"{number}.jsonl").read_text().splitlines()[1:] for number in range(2)]
     assert len(traces[0]) == len(traces[1]) > 0
-
-
-@pytest.mark.parametrize(
-    "draft",
-    [PromptLookup(), Lookahead(3, 3), EarlyExit(1), Retrieval([[*range(50)] * 3])],
-    ids=["prompt lookup", "lookahead", "early exit", "retrieval"],
-)
-def test_drafts_without_a_model_write_the_eager_text(draft, pair):
-    target = tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).to("cuda") if MINIATURE else pair[0]
-    options = {"max_new_tokens": size(64, 5), "temperature": 0.7, "eos_token_id": None, "seed": 3}
-    graphs, eager = with_and_without_graphs((target, draft), "sequoia", tree_size=size(8, 3))
-    assert_alike(*(decoder.generate(prompts(2, 12), **options) for decoder in (graphs, eager)))
-
-
-@pytest.mark.parametrize("method", ["sequoia", "dyspec", "ersd"])
-def test_heads_write_the_eager_text(method, pair):
-    """With the features of what was accepted, of which a GPU takes as many rows as a tree has levels."""
-    target = pair[0]
-    last = target.config.num_hidden_layers
-    head = head_of(target, taps=(0, last // 2, last), head_dim=16).cuda()
-    options = {"max_new_tokens": size(64, 5), "temperature": 1.0, "eos_token_id": None, "seed": 3}
-    graphs, eager = with_and_without_graphs((target, head), method, tree_size=size(8, 3))
-    assert_alike(*(decoder.generate(prompts(2, 12), **options) for decoder in (graphs, eager)))
-
-
-@pytest.mark.parametrize("kind", ["granite", "gemma2", "gpt_oss", "mistral"])
-def test_other_families_write_the_eager_text(kind):
-    """By transformers' own forward pass, with windows and without."""
-    if MINIATURE and kind != "granite":
-        pytest.skip("too slow in miniature")
-    model = tiny(kind, head_dim=16, hidden_size=64).to("cuda")
-    options = {"max_new_tokens": size(24, 4), "temperature": 0.8, "eos_token_id": None, "seed": 3}
-    routed = kind == "gpt_oss"  # its experts may ask the host
-    made = SpeculativeDecoder if routed else Captured
-    graphs, eager = with_and_without_graphs((model, model), "sequoia", kind=made, tree_size=size(6, 3))
-    assert_alike(*(decoder.generate(prompts(2, 9), **options) for decoder in (graphs, eager)))
 
 
 @pytest.mark.parametrize("kind", ["head", "few tokens", "layers"])

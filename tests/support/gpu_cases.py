@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from tiny_models import assert_alike
 
-from heavypath.speculative import (
-    SpeculativeDecoder,
-)
+from heavypath.speculative import SpeculativeDecoder
+
+__all__ = ["GPU", "MINIATURE", "Captured", "assert_alike", "prompts", "pytestmark", "size"]
 
 GPU = torch.cuda.is_available()
 MINIATURE = GPU and torch.cuda.get_device_name() == "a GPU that is only played"
@@ -18,12 +19,6 @@ def size(real, miniature):
 
 def prompts(batch, length, seed=0):
     return torch.randint(7, 49, (batch, length), generator=torch.Generator().manual_seed(seed)).cuda()
-
-
-def assert_alike(one, other):
-    assert torch.equal(one.sequences, other.sequences)
-    assert torch.equal(one.stats.steps_of, other.stats.steps_of)
-    assert torch.equal(one.stats.accepted, other.stats.accepted)
 
 
 class Captured(SpeculativeDecoder):
