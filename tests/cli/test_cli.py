@@ -23,23 +23,31 @@ from transformers import (
 
 from heavypath.speculative import LOSSLESS_METHODS, load_demo_pair
 from heavypath.speculative.cli import app as cli_app
+from heavypath.speculative.cli import layers, support
 from heavypath.speculative.cli import planning as cli_planning
-from heavypath.speculative.cli import support
 from heavypath.speculative.cli.info import advice_of
+from heavypath.speculative.layer_choice import LayerChoice
 from heavypath.speculative.threads import Load
 
 PROMPT = "def read(self, size=-1):\n"
 MODULE = [sys.executable, "-m", "heavypath.speculative"]
 
 
-def test_generate_streams_the_targets_own_greedy_text(heavypath, demo_pair):
+@pytest.fixture(scope="module")
+def greedy(demo_pair):
+    """The target's own greedy text by transformers, with a line's end."""
+
+    def text(count, **more):
+        inputs = demo_pair.tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+        out = demo_pair.target.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=0, **more)
+        return demo_pair.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]) + "\n"
+
+    return text
+
+
+def test_generate_streams_the_targets_own_greedy_text(heavypath, greedy):
     code, text, errors = heavypath("generate", PROMPT, "--max-new-tokens", 24)
-    inputs = demo_pair.tokenizer(PROMPT, return_tensors="pt")
-    sequence = demo_pair.target.generate(
-        inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=24, do_sample=False, pad_token_id=0
-    )
-    assert code == 0
-    assert text == demo_pair.tokenizer.decode(sequence[0, inputs["input_ids"].shape[1] :]) + "\n"
+    assert (code, text) == (0, greedy(24))
     assert "tokens per second" in errors
 
 
@@ -129,7 +137,7 @@ def test_generate_finds_models_by_name_in_the_hugging_face_cache(heavypath, fold
 
 
 def test_demo_compares_all_methods_with_transformers(heavypath):
-    code, output, errors = heavypath("demo", "--prompts", 1, "--max-new-tokens", 12, "--json")
+    code, output, errors = heavypath("demo", "--prompts", 1, "--max-new-tokens", 3, "--json")
     answer = json.loads(output)
     assert (code, errors) == (0, "")
     rows = {row["method"]: row for row in answer["rows"]}
@@ -137,23 +145,28 @@ def test_demo_compares_all_methods_with_transformers(heavypath):
     assert {row["text"] for row in rows.values()} <= {"reference", "equal", "tie"}
     assert rows["transformers generate"]["tokens_per_forward"] == rows["autoregressive"]["tokens_per_forward"] == 1
     assert rows["sequoia"]["tokens_per_forward"] > 1
-    assert answer["settings"]["max_new_tokens"] == 12
+    assert answer["settings"]["max_new_tokens"] == 3
 
 
-def test_demo_shows_the_text_and_then_a_table(heavypath):
-    code, output, _ = heavypath("demo", "--prompts", 1, "--max-new-tokens", 6, "--temperature", 0.7, "--seed", 1)
+def test_demo_shows_the_text_and_then_a_table_and_names_a_busy_machine(heavypath, monkeypatch):
+    """Drafted by the model, which is faster on a CPU than the head."""
+    drafts, compare = [], cli_app.compare
+
+    def compared(target, draft, *given, **more):
+        drafts.append(draft)
+        return compare(target, draft, *given, **more)
+
+    monkeypatch.setattr(cli_app, "compare", compared)
+    monkeypatch.setattr(support, "current_load", lambda: Load(3.1, 2, 2))
+    code, output, errors = heavypath("demo", "--prompts", 1, "--max-new-tokens", 2, "--temperature", 0.7, "--seed", 1)
     rows = {line[:23].strip(): line.split()[-1] for line in output.splitlines() if line.strip()}
     assert code == 0
+    assert [type(draft) for draft in drafts] == [LlamaForCausalLM]
     assert {"transformers generate", "transformers assisted", *LOSSLESS_METHODS} <= rows.keys()
     assert rows["ersd"] == "equal"
     assert output.splitlines()[-1].startswith("fastest: ")
-
-
-def test_demo_drafts_with_the_model_which_is_faster_on_a_cpu_than_the_head(heavypath, monkeypatch):
-    drafts = []
-    monkeypatch.setattr(cli_app, "compare", lambda target, draft, *_, **__: drafts.append(draft) or [])
-    heavypath("demo", "--prompts", 1, "--max-new-tokens", 1, "--json")
-    assert [type(draft) for draft in drafts] == [LlamaForCausalLM]
+    assert "the machine is busy (load 3.1 on 2 cores, 2 threads), so timings are noisy" in errors
+    assert "busy" not in heavypath("generate", PROMPT, "--max-new-tokens", 1)[2]
 
 
 @pytest.fixture
@@ -219,23 +232,27 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
     "prompt-lookup", "lookahead", "early-exit:4", "early-exit:0,5,7", f"retrieval:{__file__}",
     "demo-head+prompt-lookup", "2*demo-head+4*prompt-lookup", "merge:demo-head+prompt-lookup",
 ])  # fmt: skip
-def test_generate_drafts_without_a_draft_model(heavypath, draft):
-    _, plain, _ = heavypath("generate", PROMPT, "--max-new-tokens", 12)
+def test_generate_drafts_without_a_draft_model(heavypath, draft, greedy):
     options = ["--method", "specinfer"] if draft.startswith("merge:") else []
-    assert heavypath("generate", PROMPT, "--max-new-tokens", 12, "--draft", draft, *options)[:2] == (0, plain)
+    out = heavypath("generate", PROMPT, "--max-new-tokens", 6, "--draft", draft, *options)
+    assert out[:2] == (0, greedy(6))
 
 
-def test_layers_are_found_for_a_target_and_prompts_of_ones_own(heavypath, tmp_path):
+def test_layers_are_found_for_a_target_and_prompts_of_ones_own(heavypath, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("import os\nclass Stack:\n")
-    code, output, _ = heavypath("layers", "--prompts", prompts, "--tokens", 4, "--json")
+    assert_refused(heavypath("layers", "--temperature", 0), 1, "temperature must be above 0")
+    choose, found = layers.choose_layers, []
+    monkeypatch.setattr(layers, "choose_layers", lambda *given, **more: found or choose(*given, **more))
+    code, output, _ = heavypath("layers", "--prompts", prompts, "--tokens", 2, "--json")
     choices = json.loads(output)["choices"]
     assert code == 0
     assert sorted(len(choice["layers"]) for choice in choices) == [1, 2, 3, 4, 5, 6, 7]
-    code, output, _ = heavypath("layers", "--prompts", prompts, "--tokens", 4)
-    assert code == 0
-    assert "--draft early-exit:" in output or "No layers" in output
-    assert_refused(heavypath("layers", "--temperature", 0), 1, "temperature must be above 0")
+    for layer_choice, said in (((4, 5), "The best: --draft early-exit:4,5"), ((0, 1), "--draft early-exit:2 ")):
+        found[:] = [LayerChoice(**choices[0] | {"layers": layer_choice, "drafts": 2})]
+        assert said in " ".join(heavypath("layers", "--prompts", prompts)[1].split())
+    found[:] = [found[0]._replace(drafts=0)]
+    assert "No layers of this target draft well enough" in heavypath("layers", "--prompts", prompts)[1]
 
 
 def test_info_reports_what_is_installed(heavypath):
@@ -257,15 +274,9 @@ def test_info_reports_what_is_installed(heavypath):
 
 def test_info_says_what_would_make_it_faster_here():
     facts = {
-        "torch": "2.13.0+cpu",
-        "torch_cuda": None,
-        "nvidia_driver": None,
-        "gpus": [],
-        "blas": "mkl",
-        "onednn": True,
-        "cpu_kernels": "compiled",
-    }
-    facts |= {"cpu_capability": "AVX2"}
+        "torch": "2.13.0+cpu", "torch_cuda": None, "nvidia_driver": None, "gpus": [], "blas": "mkl", "onednn": True,
+        "cpu_kernels": "compiled", "cpu_capability": "AVX2",
+    }  # fmt: skip
     assert advice_of(facts, Load(0.1, 2, 1)) == []
     busy = " ".join(advice_of(facts, Load(3.1, 2, 2)))
     assert "load 3.1 on 2 cores, 2 threads" in busy
@@ -275,14 +286,6 @@ def test_info_says_what_would_make_it_faster_here():
     assert "install g++" in " ".join(advice_of(facts | {"cpu_kernels": "PyTorch's operations"}, Load(0.1, 2, 1)))
     without = " ".join(advice_of(facts | {"nvidia_driver": "570.86"}, Load(0.1, 2, 1)))
     assert "driver (570.86) was found, but torch 2.13.0+cpu, without CUDA, sees no GPU" in without
-
-
-def test_a_busy_machine_is_named_before_something_is_timed(heavypath, monkeypatch):
-    monkeypatch.setattr(support, "current_load", lambda: Load(3.1, 2, 2))
-    _, output, errors = heavypath("demo", "--prompts", 1, "--max-new-tokens", 1, "--json")
-    assert "the machine is busy (load 3.1 on 2 cores, 2 threads), so timings are noisy" in errors
-    json.loads(output)
-    assert "busy" not in heavypath("generate", PROMPT, "--max-new-tokens", 1)[2]
 
 
 def test_the_version_is_printed(heavypath):
@@ -299,20 +302,10 @@ def test_a_text_ends_at_a_stop_string(heavypath):
     assert late not in ended
 
 
-def test_a_min_p_of_one_leaves_the_likeliest_token(heavypath):
-    _, greedy, _ = heavypath("generate", PROMPT, "--max-new-tokens", 12)
-    _, sampled, _ = heavypath("generate", PROMPT, "--max-new-tokens", 12, "--temperature", 1, "--min-p", 1)
-    assert sampled == greedy
-
-
-def test_the_repetition_penalty_is_that_of_transformers(heavypath, demo_pair):
-    _, text, _ = heavypath("generate", PROMPT, "--max-new-tokens", 16, "--repetition-penalty", 1.8)
-    inputs = demo_pair.tokenizer(PROMPT, return_tensors="pt")
-    sequence = demo_pair.target.generate(
-        **{name: inputs[name] for name in ("input_ids", "attention_mask")}, max_new_tokens=16, do_sample=False,
-        repetition_penalty=1.8, pad_token_id=0,
-    )  # fmt: skip
-    assert text == demo_pair.tokenizer.decode(sequence[0, inputs["input_ids"].shape[1] :]) + "\n"
+def test_min_p_and_the_repetition_penalty_are_passed_on(heavypath, greedy):
+    given = ("generate", PROMPT, "--max-new-tokens", 12)
+    assert heavypath(*given, "--temperature", 1, "--min-p", 1)[1] == greedy(12), "the likeliest token alone is left"
+    assert heavypath(*given, "--repetition-penalty", 1.8)[1] == greedy(12, repetition_penalty=1.8) != greedy(12)
 
 
 def test_models_get_the_precision_asked_for(heavypath, folders):
@@ -351,97 +344,85 @@ def test_log_lines_say_what_is_chosen_and_none_comes_with_each_token(heavypath, 
     assert " heavypath.speculative." not in heavypath("generate", PROMPT, "--max-new-tokens", 4)[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ("generate", 2, "give either a text"),
-        ("generate x --file y", 2, "give either a text"),
-        ("generate x --beams 4", 2, "No such option:? '?--beams"),
-        ("generate x --temperature warm", 2, "--temperature"),
-        ("generate x --max-new-tokens 0", 2, "--max-new-tokens"),
-        ("generate x --tree-size 1", 2, "--tree-size"),
-        ("generate x --tree-size 20000", 2, "--tree-size.*2048"),
-        ("generate x --min-p 2", 1, r"min_p must be .*, got 2.0"),
-        ("generate x --repetition-penalty 0", 1, "--repetition-penalty must be a finite number > 0, got 0"),
-        ("generate x --stop", 2, "--stop"),
-        ("generate x --dtype int8", 2, "--dtype"),
-        ("generate x --profile p --tree-size 4", 1, "leave out --tree-size or --profile"),
-        ("calibrate --min-p 2", 1, r"min_p must be .*, got 2.0"),
-        ("calibrate --limit 0", 1, "--limit must be a number of seconds above 0, got 0"),
-        ("calibrate --batch-sizes 1,two", 1, "--batch-sizes must be numbers of sequences with commas between"),
-        ("calibrate --batch-sizes 0", 1, "--batch-sizes must be numbers of sequences with commas between"),
-        ("calibrate --target somewhere", 1, "calibrate needs a --draft with the --target"),
-        ("decode x", 2, "No such command 'decode'"),
-        ("", 2, "Missing command"),
-        ("generate x --method medusa", 1, "--method must be one of autoregressive, .*, got 'medusa'"),
-        ("generate x --temperature -1", 1, "temperature must be .* >= 0, got -1.0"),
-        ("generate x --temperature nan", 1, "temperature must be .* >= 0, got nan"),
-        ("generate x --top-p 0", 1, r"top_p must be .* in \(0, 1\], got 0.0"),
-        ("generate x --top-p 1.5", 1, r"top_p must be .* in \(0, 1\], got 1.5"),
-        ("generate x --top-k -3", 1, "top_k must be .* >= 0, got -3"),
-        ("demo --top-p 1.5", 1, r"top_p must be .* in \(0, 1\], got 1.5"),
-        ("demo --prompts 1000", 1, "--prompts must be at most .*, got 1000"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    ("generate", 2, "give either a text"),
+    ("generate x --file y", 2, "give either a text"),
+    ("generate x --beams 4", 2, "No such option:? '?--beams"),
+    ("generate x --temperature warm", 2, "--temperature"),
+    ("generate x --max-new-tokens 0", 2, "--max-new-tokens"),
+    ("generate x --tree-size 1", 2, "--tree-size"),
+    ("generate x --tree-size 20000", 2, "--tree-size.*2048"),
+    ("generate x --min-p 2", 1, r"min_p must be .*, got 2.0"),
+    ("generate x --repetition-penalty 0", 1, "--repetition-penalty must be a finite number > 0, got 0"),
+    ("generate x --stop", 2, "--stop"),
+    ("generate x --dtype int8", 2, "--dtype"),
+    ("generate x --profile p --tree-size 4", 1, "leave out --tree-size or --profile"),
+    ("calibrate --min-p 2", 1, r"min_p must be .*, got 2.0"),
+    ("calibrate --limit 0", 1, "--limit must be a number of seconds above 0, got 0"),
+    ("calibrate --batch-sizes 1,two", 1, "--batch-sizes must be numbers of sequences with commas between"),
+    ("calibrate --batch-sizes 0", 1, "--batch-sizes must be numbers of sequences with commas between"),
+    ("calibrate --target somewhere", 1, "calibrate needs a --draft with the --target"),
+    ("decode x", 2, "No such command 'decode'"),
+    ("", 2, "Missing command"),
+    ("generate x --method medusa", 1, "--method must be one of autoregressive, .*, got 'medusa'"),
+    ("generate x --temperature -1", 1, "temperature must be .* >= 0, got -1.0"),
+    ("generate x --temperature nan", 1, "temperature must be .* >= 0, got nan"),
+    ("generate x --top-p 0", 1, r"top_p must be .* in \(0, 1\], got 0.0"),
+    ("generate x --top-p 1.5", 1, r"top_p must be .* in \(0, 1\], got 1.5"),
+    ("generate x --top-k -3", 1, "top_k must be .* >= 0, got -3"),
+    ("demo --top-p 1.5", 1, r"top_p must be .* in \(0, 1\], got 1.5"),
+    ("demo --prompts 1000", 1, "--prompts must be at most .*, got 1000"),
+])  # fmt: skip
 def test_wrong_options_are_refused_in_one_line(heavypath, arguments, code, message):
     assert_refused(heavypath(*arguments.split()), code, message)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (("",), "the prompt is empty"),
-        (("caf\udce9",), "the prompt is not UTF-8"),
-        (("--file", "empty.txt"), "the prompt in '.*empty.txt' is empty"),
-        (("--file", "missing.txt"), "cannot read the prompt in '.*missing.txt': No such file"),
-        (("--file", "target"), "cannot read the prompt in '.*target': Is a directory"),
-        (("--file", "latin1.txt"), "the prompt in '.*latin1.txt' is not UTF-8"),
-        (("one " * 40,), r"need 168 positions \(40 \+ 128\), but target has 32"),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "message"), [
+    (("",), "the prompt is empty"),
+    (("caf\udce9",), "the prompt is not UTF-8"),
+    (("--file", "empty.txt"), "the prompt in '.*empty.txt' is empty"),
+    (("--file", "missing.txt"), "cannot read the prompt in '.*missing.txt': No such file"),
+    (("--file", "target"), "cannot read the prompt in '.*target': Is a directory"),
+    (("--file", "latin1.txt"), "the prompt in '.*latin1.txt' is not UTF-8"),
+    (("one " * 40,), r"need 168 positions \(40 \+ 128\), but target has 32"),
+])  # fmt: skip
 def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatch, prompt, message):
     monkeypatch.chdir(folders)
     assert_refused(heavypath("generate", *prompt, "--target", "target", "--draft", "draft"), 1, message)
 
 
-@pytest.mark.parametrize(
-    ("target", "draft", "message"),
-    [
-        ("missing", "draft", "the target 'missing' is neither a folder nor a model in the Hugging Face cache; give"),
-        ("no/such/folder", "draft", "the target 'no/such/folder' is neither a folder"),
-        ("target", "missing", "the draft 'missing' is neither a folder"),
-        ("empty", "draft", "the target folder 'empty' has no config.json"),
-        ("t5", "draft", "the target in 't5' is of type 't5'; expected a causal language model"),
-        ("target", "more words", "share one vocabulary, got .* 7 and 8 tokens; .* token 7, None and 'seven'"),
-        ("target", "other words", "share one vocabulary, got .* 7 and 7 tokens; .* token 5, 'five' and 'cinq'"),
-        ("no weights", "draft", "cannot load the target from 'no weights': .* model.safetensors"),
-        ("broken weights", "draft", "cannot load the target from 'broken weights'"),
-        ("half the layers", "draft", "weights in 'half the layers' lack 9 tensors, first 'model.layers.1"),
-        ("no tokenizer", "draft", "the target folder 'no tokenizer' has no tokenizer; save one there"),
-        ("nan weights", "draft", "target has NaN or infinite weights in lm_head.weight"),
-        ("target", None, "--method sequoia needs a --draft"),
-        ("target", "early-exit:all", "expected early-exit:LAYERS, the number of the first layers to run, or which"),
-        (
-            "target",
-            "retrieval:",
-            "expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder",
-        ),
-        ("target", "retrieval:none", "expected retrieval:PATH, and there is no file or folder 'none'"),
-        ("target", "1*prompt-lookup+lookahead", "or all with their levels, as in 2\\*demo-head"),
-        ("target", "prompt-lookup+", "expected drafts as in demo-head\\+prompt-lookup"),
-        ("target", "0*prompt-lookup+2*lookahead", "a number of levels, at least 1"),
-        ("target", "merge:prompt-lookup+lookahead", "'sequoia' draws all children of a node from one distribution"),
-        ("target", "merge:prompt-lookup", "expected drafts as in merge:demo-head\\+prompt-lookup"),
-        ("target", "early-exit:1", "an early exit must leave 1 .. 0 layers, got 1"),
-        (None, "draft", r"a draft \('draft'\) needs its target"),
-    ],
-)
+@pytest.mark.parametrize(("target", "draft", "message"), [
+    ("missing", "draft", "the target 'missing' is neither a folder nor a model in the Hugging Face cache; give"),
+    ("no/such/folder", "draft", "the target 'no/such/folder' is neither a folder"),
+    ("target", "missing", "the draft 'missing' is neither a folder"),
+    ("empty", "draft", "the target folder 'empty' has no config.json"),
+    ("t5", "draft", "the target in 't5' is of type 't5'; expected a causal language model"),
+    ("target", "more words", "share one vocabulary, got .* 7 and 8 tokens; .* token 7, None and 'seven'"),
+    ("target", "other words", "share one vocabulary, got .* 7 and 7 tokens; .* token 5, 'five' and 'cinq'"),
+    ("no weights", "draft", "cannot load the target from 'no weights': .* model.safetensors"),
+    ("broken weights", "draft", "cannot load the target from 'broken weights'"),
+    ("half the layers", "draft", "weights in 'half the layers' lack 9 tensors, first 'model.layers.1"),
+    ("no tokenizer", "draft", "the target folder 'no tokenizer' has no tokenizer; save one there"),
+    ("nan weights", "draft", "target has NaN or infinite weights in lm_head.weight"),
+    ("target", None, "--method sequoia needs a --draft"),
+    ("target", "early-exit:all", "expected early-exit:LAYERS, the number of the first layers to run, or which"),
+    ("target", "retrieval:", "expected retrieval:PATH, a file that Retrieval.save wrote, a text or a folder"),
+    ("target", "retrieval:none", "expected retrieval:PATH, and there is no file or folder 'none'"),
+    ("target", "1*prompt-lookup+lookahead", "or all with their levels, as in 2\\*demo-head"),
+    ("target", "prompt-lookup+", "expected drafts as in demo-head\\+prompt-lookup"),
+    ("target", "0*prompt-lookup+2*lookahead", "a number of levels, at least 1"),
+    ("target", "merge:prompt-lookup+lookahead", "'sequoia' draws all children of a node from one distribution"),
+    ("target", "merge:prompt-lookup", "expected drafts as in merge:demo-head\\+prompt-lookup"),
+    ("target", "early-exit:1", "an early exit must leave 1 .. 0 layers, got 1"),
+    (None, "draft", r"a draft \('draft'\) needs its target"),
+])  # fmt: skip
 def test_unusable_models_are_refused_in_one_line(heavypath, folders, monkeypatch, target, draft, message):
     monkeypatch.chdir(folders)
     given = [word for role, name in (("--target", target), ("--draft", draft)) if name for word in (role, name)]
     assert_refused(heavypath("generate", "one", *given), 1, message)
 
 
+@pytest.mark.integration
 def test_ctrl_c_and_a_closed_pipe_end_it_quietly():
     """The text is so long, and its steps without compiled code so slow, that no test's process can miss its end."""
     command = [*MODULE, "generate", PROMPT, "--max-new-tokens", "1000"]

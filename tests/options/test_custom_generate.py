@@ -454,19 +454,6 @@ def test_scores_and_logits_are_those_of_generate(method, settings, tiny_pair):
             assert not torch.stack([*ours, ours[0]])[count:-1, row].any()
 
 
-def test_sampled_scores_are_what_was_sampled_from(tiny_pair):
-    model, _ = tiny_pair
-    options = LONG | {"do_sample": True, "temperature": 0.7, "top_k": 4, "top_p": 0.9, "output_scores": True}
-    out = model.generate(IDS, custom_generate=SpeculativeDecoder(*tiny_pair), output_logits=True, **options)
-    for place, (scores, logits) in enumerate(zip(out.scores, out.logits, strict=True), start=3):
-        torch.testing.assert_close(logits[0], model(out.sequences[:, :place]).logits[0, -1], atol=1e-4, rtol=1e-4)
-        expected = logits
-        for warp in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(4), TopPLogitsWarper(0.9)):
-            expected = warp(None, expected)
-        torch.testing.assert_close(scores, expected)
-        assert scores[0, out.sequences[0, place]] > -torch.inf
-
-
 def test_a_draft_that_does_not_pay_is_remarked_once(tiny_pair, caplog):
     target, other = tiny_pair
     silent = SpeculativeDecoder(target, None, "autoregressive")

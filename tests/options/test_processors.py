@@ -279,16 +279,19 @@ def test_scores_are_those_after_processing_and_logits_those_of_the_model(do_samp
         "attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "eos_token_id": None, "pad_token_id": 0,
         "do_sample": do_sample, "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
     }  # fmt: skip
+    if do_sample:
+        options |= {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
     out = model.generate(ids, custom_generate=SpeculativeDecoder(*tiny_pair), logits_processor=own, **options)
+    if do_sample:
+        own += [theirs.TemperatureLogitsWarper(0.7), theirs.TopKLogitsWarper(5), theirs.TopPLogitsWarper(0.9)]
     for place, (scores, logits) in enumerate(zip(out.scores, out.logits, strict=True), start=3):
         raw = model(out.sequences[:, :place]).logits[:, -1]
         torch.testing.assert_close(logits, raw, atol=1e-4, rtol=1e-4)
         expected = LogitsProcessorList(own)(out.sequences[:, :place], raw)
         torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+        assert (scores.gather(1, out.sequences[:, place : place + 1]) > -torch.inf).all()
     if not do_sample:
-        theirs_ = model.generate(ids, logits_processor=LogitsProcessorList(own), **options)
-        assert torch.equal(out.sequences, theirs_.sequences)
-        torch.testing.assert_close(torch.stack(out.scores), torch.stack(theirs_.scores), atol=1e-4, rtol=1e-4)
+        assert torch.equal(out.sequences, model.generate(ids, logits_processor=own, **options).sequences)
 
 
 class Counting(LogitsProcessor):

@@ -91,12 +91,8 @@ def test_the_shape_of_most_speed_is_drafted_and_counts_fade():
 
 
 def test_shapes_are_valued_together_as_each_alone():
-    trees = [
-        CHAIN,
-        WIDE,
-        TokenTree([-1, 0, 0, 1, 1, 2, 4]),
-        TokenTree.from_branching([2, 1, 1]).reordered("heavy_path")[0],
-    ]
+    trees = [CHAIN, WIDE, TokenTree([-1, 0, 0, 1, 1, 2, 4]), TokenTree.from_branching([2, 1, 1])]
+    trees[3] = trees[3].reordered("heavy_path")[0]
     rates = torch.tensor([[0.5, 0.2, 0.1], [0.4, 0.3, 0.0], [0.6, 0.1, 0.05]]).double()
     union, has = _together(trees)
     expected = [expected_tokens(tree, rates) for tree in trees]
@@ -110,7 +106,7 @@ def test_no_row_of_acceptance_sums_to_more_than_one():
     assert float(chosen.rates().sum(1).max()) <= 1 + 1e-12
 
 
-@pytest.mark.parametrize("method", ["sequoia", "chain", "rsd-c", "dyspec", "specinfer"])
+@pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
 def test_greedy_text_is_the_targets_own_while_trees_change(method):
     """The draft is the target, which the profile does not know of: larger trees than planned pay."""
     target = tiny_llama(1)
@@ -147,29 +143,6 @@ def test_the_law_is_the_targets_whatever_the_past_decides():
         return oracle.static(shapes[past[-1]] if past else [-1, 0, 1])
 
     assert law_of_text(language, by_the_past, 3) == oracle.target_law(language, (), 3)
-
-
-def test_a_tree_that_is_cut_by_its_own_tokens_would_change_the_law():
-    language = oracle.Language(3, seed=4)
-
-    def by_the_present(past):
-        def growth(tree):
-            return 0 if len(tree.parents) == 1 or (len(tree.parents) == 2 and tree.tokens[1] != 0) else None
-
-        return growth
-
-    def verdict_of_whole_trees(language, tree, context, replacement):
-        return oracle.rejection(language, tree, context, replacement)
-
-    # A second child only where the first is not token 0: adaptive growth, which the rules allow ...
-    assert law_of_text(language, by_the_present, 2) == oracle.target_law(language, (), 2)
-    # ... but to leave a drawn child out, because of what it is, is none of the past.
-    law = defaultdict(Fraction)
-    for tree, probability in oracle.drawn(language, oracle.static([-1, 0]), ()):
-        kept = oracle.Drawn() if tree.tokens[1] == 0 else tree
-        for (path, token), chance in verdict_of_whole_trees(language, kept, (), False).items():
-            law[(*(kept.tokens[node] for node in path), token)[:1]] += probability * chance
-    assert law != oracle.target_law(language, (), 1)
 
 
 class Schedule:

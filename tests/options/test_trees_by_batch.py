@@ -10,7 +10,7 @@ from gpu_hardware import H100
 from head_cases import head_of
 from played_steps import PADDING, PROMPTS, Tape
 from profile_cases import counts, greedy_counts, profile_of
-from tiny_models import tiny_llama, transformers_greedy
+from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
@@ -35,7 +35,6 @@ from heavypath.speculative.replanning import Replanner, Shapes
 from heavypath.speculative.tree_choice import tree_by_estimates
 from heavypath.speculative.trees_by_batch import BATCHES, TreesByBatch, trees_up_to
 
-DRAFTING = [method for method in LOSSLESS_METHODS if method != "autoregressive"]
 ROOT, CHAIN, STAR, WIDE = TokenTree([-1]), TokenTree.chain(3), TokenTree.k_ary(2, 1), TokenTree([-1, 0, 1, 1, 0])
 IDS = torch.tensor([4, 0, 7])
 
@@ -69,23 +68,21 @@ def continued(decoder, new=24, **options):
     return decoder.generate(PROMPTS, **options)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("kind", ["model", "early exit", "lookup", "head"])
-@pytest.mark.parametrize(("method", "temperature"), [("sequoia", 0.0), ("ersd", 0.0), ("ersd", 0.9)])
-def test_no_text_is_another_one_for_trees_that_change_at_random(kind, method, temperature, monkeypatch):
+def test_no_text_is_another_one_for_trees_that_change_at_random(kind, temperature, monkeypatch):
     """In a ragged batch that closes up, since texts end at token 6; drafts that can catch up rest at times."""
     target = tiny_llama(1, layers=3)
     draft = {
-        "model": tiny_llama(2, layers=1),
-        "early exit": EarlyExit(1),
-        "lookup": PromptLookup(),
+        "model": tiny_llama(2, layers=1), "early exit": EarlyExit(1), "lookup": PromptLookup(),
         "head": head_of(target, taps=(0, 1)),
-    }[kind]
+    }[kind]  # fmt: skip
     options = {"temperature": temperature, "eos_token_id": 6}
-    decoder = SpeculativeDecoder(target, draft, method)
+    decoder = SpeculativeDecoder(target, draft, "ersd")
     trees = [*([ROOT] if kind in ("model", "early exit") else []), TokenTree.chain(1), CHAIN, STAR, WIDE]
     choosers = at_random(monkeypatch, decoder, trees)
     plain = SpeculativeDecoder(target, None, "autoregressive")
-    for seed in range(4):
+    for seed in range(3):
         out = continued(decoder, seed=seed, **options)
         assert torch.equal(out.sequences, continued(plain, seed=seed, **options).sequences)
         assert len({*choosers[-1].chosen}) >= 3
@@ -111,9 +108,12 @@ def test_a_draft_that_rested_knows_the_text_before_it_drafts_again(first, monkey
     """The draft is the target, and both win their races: a row that it lacks would show in what is accepted."""
     target = tiny_llama(1)
     decoder = SpeculativeDecoder(target, target, "ersd")
-    choosers = at_random(monkeypatch, decoder, [first, ROOT, ROOT, CHAIN, TokenTree.chain(1)])
-    stats = continued(decoder, 40, temperature=1.5, eos_token_id=None).stats
-    assert accepts_everything(stats)
+    choosers = at_random(monkeypatch, decoder, [first, ROOT, CHAIN])
+    stats = [continued(decoder, 40, temperature=1.5, eos_token_id=None, seed=seed).stats for seed in range(3)]
+    assert all(map(accepts_everything, stats))
+    monkeypatch.setattr(Workspace, "_catch_up", lambda *_: None)
+    stats = [continued(decoder, 40, temperature=1.5, eos_token_id=None, seed=seed).stats for seed in range(3)]
+    assert not any(map(accepts_everything, stats)), "without the rows less would be accepted"
     turns = list(zip([first, *choosers[0].chosen], choosers[0].chosen, strict=False))
     assert sum(before == ROOT != after for before, after in turns) >= 2
 
@@ -145,17 +145,6 @@ def test_a_draft_that_caught_up_has_the_rows_of_a_pass_over_the_whole_text(monke
     continued(decoder, 40, temperature=1.5, eos_token_id=None, seed=1)
     assert {*compared} == {0, 1, 2}
     assert len(compared) >= 6
-
-
-def test_without_catching_up_less_would_be_accepted(monkeypatch):
-    target = tiny_llama(1)
-    decoder = SpeculativeDecoder(target, target, "ersd")
-    at_random(monkeypatch, decoder, [ROOT, ROOT, CHAIN])
-    monkeypatch.setattr("heavypath.speculative.decoding.workspace.Workspace._catch_up", lambda *_: None)
-    out = continued(decoder, 40, temperature=1.5, eos_token_id=None)
-    assert not accepts_everything(out.stats)
-    plain = continued(SpeculativeDecoder(target, None, "autoregressive"), 40, temperature=1.5, eos_token_id=None)
-    assert torch.equal(out.sequences, plain.sequences), "the text is right in any case"
 
 
 @pytest.mark.parametrize("rests", ["from the first step on", "at the end"])
@@ -195,22 +184,6 @@ def test_on_a_gpu_trees_change_and_drafts_catch_up_between_graphs(as_on_a_gpu, m
     assert Tape.replays >= 2
 
 
-def test_a_sampled_text_is_the_same_alone_and_in_a_batch_without_a_profile():
-    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
-    for method in ("sequoia", "dyspec", "specinfer", "ersd"):
-        decoder = SpeculativeDecoder(target, draft, method)
-        for temperature in (0.0, 0.8):
-            together = continued(decoder, temperature=temperature, seed=3, eos_token_id=None).sequences
-            for row, (ids, mask) in enumerate(zip(PROMPTS, PADDING, strict=True)):
-                prompt = ids[int((mask == 0).sum()) :][None]
-                alone = decoder.generate(
-                    prompt, 24, temperature=temperature, seed=3, eos_token_id=None, sequence_ids=IDS[row : row + 1]
-                )
-                assert torch.equal(alone.sequences[0, -24:], together[row, -24:]), (method, temperature)
-        if method != "ersd":
-            assert decoder.trees_by_batch(Filters(0.8), 64).trees == (decoder.tree,)
-
-
 def test_trees_follow_the_batch_where_texts_do_not_depend_on_them(demo_pair):
     target, draft, _ = demo_pair
     for method in ("sequoia", "dyspec", "ersd", "typical-lossy"):
@@ -236,17 +209,18 @@ def test_trees_of_the_shipped_pair_on_a_cpu(demo_pair):
     assert decoder.tree_for(Filters(0.0)) == SpeculativeDecoder(target, draft, tree_size=5).tree
 
 
-@pytest.mark.parametrize("method", DRAFTING)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_batch_has_a_larger_tree_than_a_smaller_one(method, device, demo_pair, monkeypatch):
+def test_no_batch_has_a_larger_tree_than_a_smaller_one(device, demo_pair, monkeypatch):
     target, draft = map(LlamaForward, demo_pair[:2])
     if device == "cuda":
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
         monkeypatch.setattr(LlamaForward, "device", property(lambda self: torch.device("cuda", 0)))
     draft = ModelDraft(draft, target.vocab_size)
-    sizes = [len(tree_by_estimates(method, target, draft, batch)) for batch in BATCHES]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] > sizes[-1] == 1
+    for method in LOSSLESS_METHODS:
+        if method != "autoregressive":
+            sizes = [len(tree_by_estimates(method, target, draft, batch)) for batch in BATCHES]
+            assert sizes == sorted(sizes, reverse=True)
+            assert sizes[0] > sizes[-1] == 1
 
 
 def test_a_batch_that_closes_up_gets_larger_trees_again(demo_pair):
@@ -305,9 +279,8 @@ def test_trees_up_to_a_batch_are_those_that_stand_for_it():
 
 def test_the_nearest_number_by_ratio_stands_for_another_one():
     known = (1, 2, 4, 8, 16)
-    assert [standing_for(running, known) for running in (1, 2, 3, 5, 6, 11, 12, 24, 1000)] == [
-        1, 2, 4, 4, 8, 8, 16, 16, 16,
-    ]  # fmt: skip
+    found = [standing_for(running, known) for running in (1, 2, 3, 5, 6, 11, 12, 24, 1000)]
+    assert found == [1, 2, 4, 4, 8, 8, 16, 16, 16]
     assert standing_for(2, (1, 4)) == 4, "of two as near the larger"
 
 
@@ -328,11 +301,9 @@ def test_costs_between_batches_lie_on_straight_lines():
 
 def test_a_pass_on_a_cpu_reads_its_weights_and_multiplies_what_is_more():
     work = Work(weight_bytes=60_000_000, weights=15_000_000, layers=4, itemsize=4)
-    beside = 5 * LAYER
-    assert pass_seconds(work, torch.float32, FREE[torch.float32], 1) == pytest.approx(
-        1e-3 + beside + 4 * SEQUENCE_LAYER
-    )
-    rows = FREE[torch.float32] + 3 * MORE[torch.float32]
+    free, beside = FREE[torch.float32], 5 * LAYER
+    assert pass_seconds(work, torch.float32, free, 1) == pytest.approx(1e-3 + beside + 4 * SEQUENCE_LAYER)
+    rows = free + 3 * MORE[torch.float32]
     assert pass_seconds(work, torch.float32, 1, rows) == pytest.approx(4e-3 + beside + rows * 4 * SEQUENCE_LAYER)
     assert pass_seconds(work, torch.float16, 7, 2) == pass_seconds(work, torch.float32, 7, 2)
 
@@ -363,16 +334,10 @@ def test_a_batch_on_a_gpu_costs_what_as_many_tokens_cost():
 def by_batch_profile(target=None, draft=None):
     """Trees that pay for one sequence and not for eight."""
     accepted = [[600, 150, 60], [500, 120, 70], [450, 100, 60]]
-    profile = profile_of(counts(accepted), greedy_counts(accepted, [1000] * 3))
-    costs = {
-        1: Costs({1: 1.0, 4: 1.02, 16: 1.4}, 0.05),
-        4: Costs({1: 1.2, 4: 2.0}, 0.05),
-        8: Costs({1: 1.0, 4: 4.0}, 0.1),
-    }
-    profile = replace(profile, costs=CostsByBatch(costs))
-    if target is None:
-        return profile
-    return replace(profile, target=describe(target), draft=describe(draft))
+    steps = {1: {1: 1.0, 4: 1.02, 16: 1.4}, 4: {1: 1.2, 4: 2.0}, 8: {1: 1.0, 4: 4.0}}
+    costs = CostsByBatch({batch: Costs(step, 0.1 if batch == 8 else 0.05) for batch, step in steps.items()})
+    profile = replace(profile_of(counts(accepted), greedy_counts(accepted, [1000] * 3)), costs=costs)
+    return profile if target is None else replace(profile, target=describe(target), draft=describe(draft))
 
 
 def test_a_profile_has_a_tree_for_each_batch_and_keeps_them_in_its_file(tmp_path):
@@ -392,9 +357,8 @@ def test_a_profile_has_a_tree_for_each_batch_and_keeps_them_in_its_file(tmp_path
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_with_a_profile_trees_follow_the_batch_also_where_texts_are_sampled(temperature):
     target, draft = tiny_llama(1), tiny_llama(2, layers=1)
-    decoder = SpeculativeDecoder(
-        target, draft, "sequoia", profile=by_batch_profile(target, draft), verifier="rejection"
-    )
+    profile = by_batch_profile(target, draft)
+    decoder = SpeculativeDecoder(target, draft, "sequoia", profile=profile, verifier="rejection")
     sizes = {batch: len(decoder.tree_for(Filters(temperature), batch)) for batch in (1, 2, 4, 8)}
     assert sizes[1] > sizes[4] > sizes[8] == 1
     assert sizes[2] == sizes[4], "of two as near the larger"
@@ -407,9 +371,6 @@ def test_with_a_profile_trees_follow_the_batch_also_where_texts_are_sampled(temp
         plain = SpeculativeDecoder(target, None, "autoregressive")
         expected = plain.generate(prompts, 40, temperature=0.0, eos_token_id=6, pad_token_id=0)
         assert torch.equal(out.sequences, expected.sequences)
-        assert torch.equal(
-            decoder.generate(prompts[:1], 20, eos_token_id=None).sequences, transformers_greedy(target, prompts[:1], 20)
-        )
 
 
 def test_re_planning_takes_the_costs_of_as_many_sequences_as_run():
