@@ -1,7 +1,6 @@
 """`model.generate(..., custom_generate=decoder)` is `model.generate(...)`, and what a decoder survives."""
 
 import copy
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -18,7 +17,6 @@ from transformers import (
     MaxTimeCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
-    TextIteratorStreamer,
     pipeline,
 )
 from transformers.generation import (
@@ -34,7 +32,7 @@ from transformers.generation import (
 
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.sampling import below_infinity
-from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, read_trace
+from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.custom_generate import SpeculativeOutput
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.models import linear
@@ -124,32 +122,6 @@ def test_a_multimodal_models_text_is_that_of_generate(kind):
         model.generate(IDS, **settings, mm_encoder_outputs={"image": torch.zeros(1, 4, 32)}, custom_generate=decoder)
 
 
-def test_a_trace_is_written_through_transformers_generate(demo_pair, tmp_path):
-    target, draft, tokenizer = demo_pair
-    decoder = SpeculativeDecoder(target, draft)
-    inputs = tokenizer("def read(self):", return_tensors="pt")
-    custom = partial(decoder, trace=tmp_path / "trace", tokenizer=tokenizer)
-    out = target.generate(**inputs, custom_generate=custom, max_new_tokens=12, do_sample=False)
-    header, steps = read_trace(tmp_path / "trace")
-    assert header["sequences"][0]["text"] == "def read(self):"
-    assert [token for step in steps for token in step["emitted"]] == out[0, inputs.input_ids.shape[1] :].tolist()
-    assert "".join(piece for step in steps for piece in step["pieces"]) == tokenizer.decode(
-        out[0, inputs.input_ids.shape[1] :]
-    )
-
-
-def test_a_penalty_is_that_of_generate_and_ignores_what_generate_ignores(decoder, demo_pair):
-    settings = {"max_new_tokens": 20, "repetition_penalty": 1.4, "pad_token_id": 0}
-    expected = decoder.target.generate(IDS, **settings)
-    assert torch.equal(decoder.target.generate(IDS, custom_generate=decoder, **settings), expected)
-    target, draft, tokenizer = demo_pair
-    batch = tokenizer(demo_prompts()[:2], return_tensors="pt", padding=True)
-    written = target.generate(**batch, **settings | {"custom_generate": SpeculativeDecoder(target, draft)})
-    for row, prompt in zip(written, demo_prompts(), strict=False):
-        alone = tokenizer(prompt, return_tensors="pt")
-        assert row[-20:].tolist() == target.generate(**alone, **settings)[0, -20:].tolist()
-
-
 @pytest.mark.parametrize("as_processors", [False, True])
 def test_samplings_settings_and_the_same_as_processors_are_the_decoders_filters(as_processors, decoder):
     options = {"max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0, "do_sample": True, "top_k": 0}
@@ -195,20 +167,6 @@ def test_a_streamer_hears_what_generate_would_tell_it(decoder):
     decoder.target.generate(IDS, streamer=ours, custom_generate=decoder, **settings)
     decoder.target.generate(IDS, custom_generate=partial(decoder, streamer=bound), **settings)
     assert ours.heard == theirs.heard == bound.heard
-
-
-def test_text_can_be_read_while_it_is_written(demo_pair):
-    target, draft, tokenizer = demo_pair
-    inputs = tokenizer(demo_prompts()[0], return_tensors="pt")
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    settings = {"max_new_tokens": 24, "custom_generate": SpeculativeDecoder(target, draft), "streamer": streamer}
-    thread = threading.Thread(target=target.generate, kwargs={**inputs, **settings})
-    thread.start()
-    pieces = list(streamer)
-    thread.join()
-    new = target.generate(**inputs, max_new_tokens=24)[0, inputs.input_ids.shape[1] :]
-    assert "".join(pieces) == tokenizer.decode(new)
-    assert len([piece for piece in pieces if piece]) > 3
 
 
 def test_stop_strings_and_criteria_end_a_text_where_generate_ends_it(demo_pair):

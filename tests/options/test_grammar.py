@@ -7,11 +7,10 @@ import pytest
 import torch
 from processed_texts import assert_same_or_tie, odd_behind_even, processed_law, references
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
-from texts_with_rules import EOS, left_padded
+from texts_with_rules import EOS
 from tiny_models import tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
-from transformers.generation import logits_process as theirs
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import Grammar, SpeculativeDecoder
@@ -183,19 +182,6 @@ def test_a_grammar_whose_end_ends_no_text_leaves_the_end_alone(tiny_pair, letter
     assert re.fullmatch("(ab){2}c?(<end>)+", letters.decode(text).replace(" ", ""))
 
 
-def test_a_grammar_goes_with_other_processors(tiny_pair, letters):
-    inputs = left_padded([[1, 1, 2], [4]])
-    grammar, lower = Grammar.regex("[a-e]{9,14}", letters), theirs.SuppressTokensLogitsProcessor([4])
-    options = {"max_new_tokens": 16, "eos_token_id": EOS, "pad_token_id": 0, "repetition_penalty": 1.3}
-    out = SpeculativeDecoder(*tiny_pair).generate(**inputs, **options, logits_processor=[grammar, lower])
-    for number in range(2):
-        alone = {name: each[number : number + 1] for name, each in inputs.items()}
-        processors = LogitsProcessorList([grammar.as_processor(3), lower])
-        expected = tiny_pair[0].generate(**alone, **options, do_sample=False, logits_processor=processors)
-        row = out.sequences[number].tolist()
-        assert row == expected[0].tolist() + [0] * (len(row) - expected.shape[1])
-
-
 def test_a_grammar_may_mask_more_tokens_than_its_tokenizer_has(letters):
     wide = tiny_llama(1, vocab_size=70)
     grammar = Grammar.regex("(ab)*", letters)
@@ -203,16 +189,6 @@ def test_a_grammar_may_mask_more_tokens_than_its_tokenizer_has(letters):
         torch.tensor([[1, 2]]), 16, temperature=2.0, eos_token_id=None, logits_processor=[grammar]
     )
     assert out.sequences[0, 2:].max() < 7
-
-
-def test_through_transformers_generate_a_grammar_is_a_processor(demo_pair):
-    target, draft, tokenizer = demo_pair
-    inputs = tokenizer("config = ", return_tensors="pt")
-    decoder = SpeculativeDecoder(target, draft)
-    options = {"max_new_tokens": 64, "do_sample": False, "no_repeat_ngram_size": 9}
-    grammar = Grammar.json_schema(json.dumps(SCHEMA), tokenizer, whitespace=False)
-    out = target.generate(**inputs, **options, custom_generate=decoder, logits_processor=[grammar])
-    assert is_of_schema(tokenizer.decode(out[0, inputs.input_ids.shape[1] : -1]))
 
 
 @pytest.mark.parametrize(("make", "message"), [

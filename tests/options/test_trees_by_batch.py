@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_hardware import H100
 from head_cases import head_of
-from played_steps import PADDING, PROMPTS, Tape
+from played_steps import PADDING, PROMPTS
 from profile_cases import counts, greedy_counts, profile_of
 from tiny_models import tiny_llama
 
@@ -166,22 +166,6 @@ def test_a_cache_of_texts_does_not_claim_rows_of_a_draft_that_rested(rests, monk
         after = decoder.generate(prompt, 12, temperature=1.5, eos_token_id=None, past=before.cache)
         assert after.stats.reused_tokens > 0
         assert accepts_everything(after.stats)
-
-
-@pytest.mark.slow
-def test_on_a_gpu_trees_change_and_drafts_catch_up_between_graphs(as_on_a_gpu, monkeypatch):
-    """Where the host sees each step only after the next one, texts end meanwhile, and slots are powers of two."""
-    pair = [tiny_llama(seed, layers=1, hidden_size=32, num_attention_heads=2) for seed in (1, 1)]
-    options = {"max_new_tokens": 12, "temperature": 0.0, "eos_token_id": 6}
-    expected = continued(SpeculativeDecoder(pair[0], None, "autoregressive"), **options)
-    as_on_a_gpu()
-    decoder = SpeculativeDecoder(*pair, "sequoia", tree=CHAIN)
-    at_random(monkeypatch, decoder, [ROOT, CHAIN, TokenTree.chain(1)])
-    for _ in range(2):
-        out = continued(decoder, **options)
-        assert torch.equal(out.sequences, expected.sequences)
-        assert torch.equal(out.stats.accepted[:, 0], out.stats.offered[:, 0])
-    assert Tape.replays >= 2
 
 
 def test_trees_follow_the_batch_where_texts_do_not_depend_on_them(demo_pair):

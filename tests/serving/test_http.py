@@ -324,15 +324,6 @@ def test_a_tokenizer_without_a_template_continues_texts_alone(decoder, demo_pair
     assert (status, error["code"]) == (400, "no_chat_template")
 
 
-def test_many_clients_at_once_get_their_own_texts(client, alone):
-    def one(seed):
-        return complete(client, temperature=0.7, seed=seed, max_tokens=8 + seed).choices[0].text
-
-    with ThreadPoolExecutor(8) as pool:
-        texts = list(pool.map(one, range(12)))
-    assert texts == [alone(PROMPT, 8 + seed, 0.7, seed) for seed in range(12)]
-
-
 def test_metrics_are_prometheus_and_count_what_clients_got(decoder, tokenizer):
     with decoder.serve(slots=1, max_tokens=64) as service, running(service, tokenizer) as base:
         body = {"model": NAME, "prompt": PROMPT, "max_tokens": 10, "temperature": 0}
