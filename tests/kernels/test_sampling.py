@@ -85,22 +85,6 @@ def test_temperature_zero_takes_the_largest_logits_lower_index_first():
     assert gumbel_topk(logits, 1, temperature=0.0).tokens.tolist() == [[1], [0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [1, 2, 999, 1024, 4097])
-def test_any_vocabulary_and_dtype(vocab_size, dtype):
-    logits = torch.randn(3, vocab_size).to(dtype)
-    drawn = gumbel_topk(logits, 4, seed=1)
-    present = min(4, vocab_size)
-    assert (drawn.tokens[:, :present] >= 0).all()
-    assert (drawn.tokens[:, present:] == -1).all()
-    assert torch.equal(drawn.tokens, gumbel_topk(logits.float(), 4, seed=1).tokens)
-
-
-def test_strides_do_not_matter():
-    logits = torch.randn(4, 5, 7)[:, 1:3]
-    assert torch.equal(gumbel_topk(logits, 2).tokens, gumbel_topk(logits.contiguous(), 2).tokens)
-
-
 def test_rows_without_support_and_single_tokens_are_defined():
     logits = torch.full((2, 4), -torch.inf)
     logits[1, 2] = -7.0
@@ -227,18 +211,12 @@ def test_the_kernel_has_the_references_edges(k, temperature):
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_a_padded_vocabulary_is_left_out_by_slicing(impl):
-    whole = torch.randn(2, 32)
-    whole[:, 20:] = 100
-    drawn = run_on(PLACES[impl], lambda whole: gumbel_topk(whole[:, :20], 24, impl=impl), whole).tokens
-    assert drawn.max() == 19
-    assert (drawn[:, 20:] == -1).all()
-
-
-def test_top_p_keeps_the_first_of_equal_tokens():
-    for impl in ("torch", "triton"):
-        drawn = drawn_by(impl, torch.zeros(1, 40), 40, top_p=0.25).tokens
-        assert sorted(drawn[0, :10].tolist()) == list(range(10))
-        assert (drawn[0, 10:] == -1).all()
+    whole = torch.randn(3, 4, 32)
+    whole[:, :, 20:] = 100
+    drawn = run_on(PLACES[impl], lambda whole: gumbel_topk(whole[:, 1:3, :20], 24, impl=impl), whole)
+    assert drawn.tokens.max() == 19
+    assert (drawn.tokens[..., 20:] == -1).all()
+    assert same(drawn, drawn_by(impl, whole[:, 1:3, :20].contiguous(), 24))
 
 
 def test_tokens_far_down_win_as_often_as_they_should():

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from heavypath.kernels import tree_attention as entry
 from heavypath.kernels.attention import launch
 from heavypath.kernels.attention.masks import attention_bias, pack_ancestors, unpack_ancestors
+from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.kernels.tickets import tickets
 from heavypath.kernels.tree_attention import chain_attention, tree_attention
 from heavypath.speculative.trees.tree import TokenTree
@@ -70,12 +71,13 @@ def solved(problem, dtype, impl):
 RANDOMISED = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-@IMPLS
-@given(problem=problems())
-@settings(RANDOMISED, max_examples=9)
-def test_random_problems_in_fp32(impl, problem):
+def check_random(impl, problem):
     out, exact, *_ = solved(problem, torch.float32, impl)
     torch.testing.assert_close(out.double(), exact, atol=2e-4, rtol=0)
+
+
+test_random_problems = IMPLS(given(problem=problems())(settings(RANDOMISED, max_examples=5)(check_random)))
+test_many_random_problems = slow(IMPLS(given(problem=problems())(settings(RANDOMISED, max_examples=60)(check_random))))
 
 
 @IMPLS
@@ -188,15 +190,27 @@ def test_all_rows_of_a_tile_are_merged_and_counters_are_left_at_zero(monkeypatch
 
 
 @IMPLS
-def test_the_last_nodes_of_a_growing_tree_ask(impl):
+@pytest.mark.parametrize("window", [None, 1, 3, 66])
+def test_the_last_nodes_of_a_growing_tree_ask(impl, window):
+    """And the last row of the prefix, which sees none of the tree; a draft is given it again together with the root."""
+    lengths, padding = [60, 65, 2], torch.tensor([5, 63, 0], device=DEVICE)
     tree = random_tree(70, order="breadth_first")
-    query, key, value = inputs(2, 4, 2, 11, 150, 32)
-    key[:, :, 130:] = value[:, :, 130:] = math.nan
-    mask = tree.mask()[-11:].to(DEVICE)
-    exact = oracle(query, key, value, [60, 60], mask.expand(2, -1, -1))
-    for ancestors in (mask, pack_ancestors(mask), pack_ancestors(mask.expand(2, -1, -1))):
-        out = tree_attention(query, key, value, prefix_length=60, ancestor_mask=ancestors, impl=impl)
+    tensors = inputs(3, 2, 1, 12, 150, 32)
+    for length, key, value in zip(lengths, *tensors[1:], strict=True):
+        key[:, length + 70 :] = value[:, length + 70 :] = math.nan
+    mask = torch.cat([torch.zeros(1, 70).bool(), tree.mask()[-11:]]).to(DEVICE)
+    exact = oracle(
+        *tensors, lengths, mask.expand(3, -1, -1), window=window, first_row=padding, depths=tree.depths.to(DEVICE)
+    )
+    options = {"prefix_length": torch.tensor(lengths, device=DEVICE), "window": window, "impl": impl}
+    for ancestors in (mask, pack_ancestors(mask, window), pack_ancestors(mask.expand(3, -1, -1))):
+        out = tree_attention(*tensors, ancestor_mask=ancestors, first_row=padding, **options)
         torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=0)
+    exact = oracle(*tensors, lengths, mask.expand(3, -1, -1), window=window, depths=tree.depths.to(DEVICE))
+    attend = prepared_attention(ancestor_mask=mask, rows=135, dtype=torch.float32, **options)
+    torch.testing.assert_close(
+        attend(*(x.nan_to_num(5.0) for x in tensors), 32**-0.5).double(), exact, atol=2e-5, rtol=0
+    )
 
 
 @IMPLS

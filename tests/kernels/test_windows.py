@@ -5,13 +5,13 @@ from functools import partial
 
 import pytest
 import torch
+from attention_cases import inputs
 from devices import PLACES, run_on
 from families import EXPERTS, tiny
 from tiny_models import assert_same_text, tiny_llama
 
 from heavypath.kernels.attention.masks import narrowed, pack_ancestors
 from heavypath.kernels.attention.prepared import prepared_attention
-from heavypath.kernels.tree_attention import tree_attention
 from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.forward_of import forward_of
@@ -19,90 +19,12 @@ from heavypath.speculative.models.window_probe import check_windows
 
 slow = pytest.mark.slow
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
-NAN = float("nan")
-
-# A tree as it grows, level by level; its nodes' depths are 0, 1, 1, 2, 2, 2, 3, 4, 5.
-PARENTS = [-1, 0, 0, 2, 1, 2, 3, 6, 7]
-# Which nodes ask; -1 is the last row of the prefix, which a draft is given again together with the root.
-ASKING = {
-    "the first feed": [-1, 0], "a level": [3, 5], "the last nodes": [6, 7, 8], "some": [1, 4, 8], "all": [*range(9)],
-}  # fmt: skip
-OFTEN = [("the first feed", 1), ("the first feed", 5), ("some", 2), ("all", 3)]
-
-
-def path_of(node: int) -> list[int]:
-    """The node and its ancestors, from the node up."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = PARENTS[node]
-    return path
-
-
-def ancestor_mask(asking: list[int]) -> torch.Tensor:
-    mask = torch.zeros(len(asking), 9, dtype=torch.bool)
-    for row, node in enumerate(asking):
-        mask[row, path_of(node)] = True
-    return mask
-
-
-def by_loops(query, key, value, length, asking, window, first_row=0):
-    """Attention [H, Q, D] of one sequence, one query and one row at a time, in Python's floats."""
-    out = torch.zeros_like(query, dtype=torch.float64)
-    for i, node in enumerate(asking):
-        path = path_of(node)
-        own_position = length + len(path) - 1
-        seen = [row for row in range(length) if own_position - row < window and row >= first_row]
-        for up, ancestor in enumerate(path):
-            if up < window and length + ancestor >= first_row:
-                seen.append(length + ancestor)
-        for head in range(len(query)):
-            scores = [float(query[head, i].double() @ key[head, row].double()) / 4 for row in seen]  # sqrt(16) = 4
-            weights = [math.exp(score) for score in scores]
-            for row, weight in zip(seen, weights, strict=True):
-                out[head, i] += weight / sum(weights) * value[head, row].double()
-    return out
-
-
-def problem(lengths, queries):
-    generator = torch.Generator().manual_seed(7)
-    query = torch.randn(len(lengths), 2, queries, 16, generator=generator)
-    key, value = torch.randn(2, len(lengths), 2, max(lengths) + 12, 16, generator=generator)
-    for b, length in enumerate(lengths):
-        key[b, :, length + 9 :] = value[b, :, length + 9 :] = 5.0  # what nobody sees
-    return query, key, value
-
-
-@pytest.mark.parametrize(("who", "window", "impl"), [
-    pytest.param(who, window, impl, marks=() if (who, window) in OFTEN else slow)
-    for who in ASKING for window in (1, 2, 3, 5, 9, 66) for impl in ("torch", "triton")
-])  # fmt: skip
-def test_any_nodes_of_a_tree_see_their_windows(who, window, impl):
-    asking, lengths = ASKING[who], torch.tensor([2 if window > 2 else 1, 70, 65])  # on both sides of a block of 64
-    tensors = problem(lengths.tolist(), len(asking))
-    mask, padding = ancestor_mask(asking), torch.tensor([1, 66, 0])
-
-    def expected(first_row):
-        each = (
-            by_loops(*(x[b] for x in tensors), int(lengths[b]), asking, window, int(first_row[b])) for b in range(3)
-        )
-        return torch.stack([*each])
-
-    on_device = partial(run_on, PLACES[impl])
-    tree_attend = partial(on_device, tree_attention, *tensors, prefix_length=lengths, window=window, impl=impl)
-    said = [mask, pack_ancestors(mask), pack_ancestors(mask, window), pack_ancestors(mask.expand(3, -1, -1), window)]
-    for ancestors in said if impl == "torch" else said[1::2]:
-        out = tree_attend(ancestor_mask=ancestors, first_row=padding)
-        torch.testing.assert_close(out.double(), expected(padding), atol=1e-5, rtol=0)
-    said = {"ancestor_mask": mask, "window": window, "impl": impl}
-    attend = on_device(prepared_attention, prefix_length=lengths, rows=79, dtype=torch.float32, **said)
-    torch.testing.assert_close(on_device(attend, *tensors, 0.25).double(), expected([0, 0, 0]), atol=1e-5, rtol=0)
 
 
 @IMPLS
 def test_rows_before_every_window_are_not_read(impl):
     """So the time of a step does not grow with the text."""
-    query, key, value = problem([300, 400], 9)
+    query, key, value = (x.cpu() for x in inputs(2, 2, 2, 9, 409, 16))
     earliest = 300 - 5  # of the row before the root
     untouched = earliest if impl == "torch" else earliest // 64 * 64  # a kernel reads whole blocks
     clean = run_on(
@@ -110,7 +32,7 @@ def test_rows_before_every_window_are_not_read(impl):
         subtree_end=TokenTree.chain(8).subtree_end, window=5, impl=impl,
     )  # fmt: skip
     expected = run_on(PLACES[impl], clean, query, key, value, 0.25)
-    key[:, :, :untouched] = value[:, :, :untouched] = NAN
+    key[:, :, :untouched] = value[:, :, :untouched] = torch.nan
     assert torch.equal(run_on(PLACES[impl], clean, query, key, value, 0.25), expected)
 
 

@@ -7,14 +7,8 @@ from tiny_models import tiny_llama
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import (
     ConfidenceCriteria,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
 )
 
-from heavypath.kernels.commit import State, commit
-from heavypath.kernels.nodes import Nodes, Verified
-from heavypath.kernels.ordering import heavy_path_order
 from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.device_tree import device_tree
 from heavypath.speculative.decoding.drafting import root_alone
@@ -34,76 +28,18 @@ def by_transformers(model, prompt, **settings):
     return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :]
 
 
-def begun(prompt, lengths, new_tokens, stops, vocab_size):
-    """Sequences with these prompts, that count the tokens of their texts."""
-    batch = len(prompt)
-    state = Sequences.room_for(
-        batch, new_tokens=new_tokens, stops=len(stops), vocab_size=vocab_size, count_slots=1, device=prompt.device
-    )
-    ids = torch.arange(batch)
-    state.begin(prompt, lengths, new_tokens=new_tokens, stops=stops, sequence_ids=ids, seed=0)
-    return state
-
-
 def test_a_penalty_counts_the_prompt_and_the_path_and_counts_a_token_once():
     """After the root 2 and its child 0: tokens 1, 2 of the text, at the child also 0; token 3 is another branch's."""
     shape = device_tree(TokenTree([-1, 0, 0]), 1, torch.device("cpu"))
     prompt, length = torch.tensor([[1, 1, 2]]), torch.tensor([3])
-    sequences = begun(prompt, length, 4, torch.tensor([4]), 5)
+    sequences = Sequences.room_for(1, new_tokens=4, stops=1, vocab_size=5, count_slots=1, device=prompt.device)
+    options = {"new_tokens": 4, "stops": torch.tensor([4]), "sequence_ids": torch.tensor([0]), "seed": 0}
+    sequences.begin(prompt, length, **options)
     drafted = root_alone(sequences, torch.zeros(1, 1), shape)._replace(tokens=torch.tensor([[2, 0, 3]]))
     logits = torch.tensor([4.0, 4.0, -4.0, 4.0, 4.0]).expand(1, 3, 5).clone()
     out = Processing(2.0, 1)(logits, drafted, sequences)
     nothing = -torch.inf
     assert out[0].tolist() == [[4, 2, -8, 4, nothing], [2, 2, -8, 4, 4], [4, 2, -8, 2, 4]]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_every_node_has_the_logits_that_transformers_processors_make_of_its_text(seed):
-    generator = torch.Generator().manual_seed(seed)
-    batch, nodes, vocab, least, penalty = 3, 9, 12, 6, (1.4, 0.7)[seed % 2]
-    above = (torch.rand(batch, nodes - 1, generator=generator) * torch.arange(1, nodes)).long()  # a node before it
-    parents = torch.cat([torch.full((batch, 1), -1), above], 1)
-    order = heavy_path_order(parents, torch.arange(nodes).expand_as(parents))
-    tokens = torch.randint(0, vocab, (batch, nodes), generator=generator)
-    tokens[:, -1] = -1  # absent
-    prompt, lengths = torch.randint(0, vocab, (batch, 5), generator=generator), torch.tensor([5, 1, 3])
-    stops = torch.tensor([2, 7])
-    sequences = begun(prompt, lengths, 10, stops, vocab)
-    texts = [prompt[b, : lengths[b]].tolist() for b in range(3)]
-    for _ in range(1 + seed % 3):  # commits of up to two tokens of each
-        drafts = torch.randint(0, vocab, (batch, 2), generator=generator)
-        length = torch.randint(0, 2, (batch,), generator=generator)
-        path = torch.stack([torch.zeros_like(length), length.where(length > 0, -1)], 1)
-        after = torch.tensor([3, 4, 5])  # no end-of-sequence token
-        drafts = drafts.where(drafts != 2, 3).where(drafts != 7, 4)
-        tree = Nodes(drafts, torch.tensor([-1, 0]), torch.tensor([0, 0]))
-        state = State(sequences.numbers, sequences.output, sequences.stops, sequences.seen, sequences.counts)
-        commit(state, tree, torch.tensor([0, 1]), Verified(path, length, after), 1)
-        for b in range(3):
-            texts[b] += [*drafts[b, 1 : 1 + length[b]].tolist(), int(after[b])]
-    assert sequences.produced.tolist() == [len(text) - int(size) for text, size in zip(texts, lengths, strict=True)]
-    tokens[:, 0] = sequences.root
-    depths = torch.zeros_like(parents)
-    for i in range(1, nodes):
-        depths[:, i] = depths.gather(1, order.parents[:, i : i + 1])[:, 0] + 1
-    alone = root_alone(sequences, torch.zeros(batch, 1), device_tree(TokenTree([-1]), 0, prompt.device))
-    drafted = alone._replace(tokens=tokens, parents=order.parents, depths=depths, subtree_end=order.subtree_end)
-
-    logits = torch.randn(batch, nodes, vocab, generator=generator)
-    expected = logits.clone()
-    for b in range(batch):
-        processors = LogitsProcessorList([
-            RepetitionPenaltyLogitsProcessor(penalty),
-            MinNewTokensLengthLogitsProcessor(int(lengths[b]), least, stops),
-        ])  # fmt: skip
-        for node in range(nodes - 1):
-            path, i = [], node
-            while i > 0:
-                path, i = [int(tokens[b, i]), *path], int(order.parents[b, i])
-            expected[b, node] = processors(torch.tensor([texts[b] + path]), logits[b, node : node + 1])[0]
-    out = Processing(penalty, least)(logits, drafted, sequences)
-    assert torch.equal(out[:, :-1], expected[:, :-1])
-    assert (out == -torch.inf).any()
 
 
 class Watching(StoppingCriteria):

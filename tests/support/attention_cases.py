@@ -10,8 +10,8 @@ from heavypath.speculative.trees.tree import TokenTree
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def oracle(query, key, value, lengths, mask, scale=None, softcap=None, window=None, first_row=None):
-    """[B, Hq, Q, D] in fp64; mask bool [B, Q, N]. Rows that see nothing are zero."""
+def oracle(query, key, value, lengths, mask, scale=None, softcap=None, window=None, first_row=None, depths=None):
+    """[B, Hq, Q, D] in fp64; mask bool [B, Q, N]; depths [N], where not all nodes ask. What sees nothing is zero."""
     queries, head_dim = query.shape[2:]
     nodes, group = mask.shape[-1], query.shape[1] // key.shape[1]
     outs = []
@@ -20,9 +20,11 @@ def oracle(query, key, value, lengths, mask, scale=None, softcap=None, window=No
         if first_row is not None:
             visible[:, : first_row[b]] = False
         if window is not None:
-            depths = mask[b].sum(-1) - 1
-            position = torch.cat([torch.arange(length, device=mask.device), length + depths])
-            visible &= (length + depths)[:, None] - position < window
+            own = mask[b].sum(-1) - 1
+            position = torch.cat(
+                [torch.arange(length, device=mask.device), length + (own if depths is None else depths)]
+            )
+            visible &= (length + own)[:, None] - position < window
         rows = visible.any(0)  # what nobody sees may hold anything
         keys, values = (x[b, :, : length + nodes][:, rows].double().repeat_interleave(group, 0) for x in (key, value))
         scores = query[b].double() @ keys.mT * (head_dim**-0.5 if scale is None else scale)
