@@ -169,7 +169,8 @@ def test_a_decoder_goes_with_its_last_reference(kind, graphs, as_on_a_gpu):
 
 @pytest.mark.parametrize(("batch", "new"), [(1, 3), pytest.param(3, 6, marks=pytest.mark.slow)])
 def test_after_warming_up_nothing_is_captured_or_allocated(batch, new, as_on_a_gpu, monkeypatch):
-    pair, options = (small_llama(1), small_llama(2)), {"temperature": 0.8, "eos_token_id": 2}
+    draft = Bigrams(torch.randn(7, 7)) if batch == 1 else small_llama(2)
+    pair, options = (small_llama(1), draft), {"temperature": 0.8, "eos_token_id": 2}
     expected = SpeculativeDecoder(*pair, tree_size=2).generate(PROMPTS[:batch], new, **options)
     as_on_a_gpu()
     decoder = SpeculativeDecoder(*pair, tree_size=2)

@@ -18,7 +18,6 @@ from heavypath.speculative.models.joined import Joining
 from heavypath.speculative.models.llama import LlamaForward
 
 PROMPT = torch.tensor([[3, 1, 4, 1]])
-GROUPS = [("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))]
 
 
 @pytest.fixture(autouse=True)
@@ -81,17 +80,6 @@ def test_parameters_stay_the_same_objects_with_their_values_and_versions(name, f
     assert LlamaForward(model).state() == state, "a cache of an earlier text still serves"
 
 
-def test_products_are_those_of_the_layers():
-    model = sharpened(MODELS["qwen2"]())
-    forward = LlamaForward(model)
-    hidden = torch.randn(5, 64)
-    for layer, own in zip(forward._layers, model.model.layers, strict=True):
-        for product, (part, names) in zip((layer.project, layer.gate_and_up), GROUPS, strict=True):
-            assert isinstance(product, joined._JoinedProducts)
-            for ours, name in zip(product(hidden), names, strict=True):
-                torch.testing.assert_close(ours, own.get_submodule(part).get_submodule(name)(hidden))
-
-
 def test_no_more_than_a_layers_weights_are_there_twice(monkeypatch):
     """Counted at each allocation of a joined tensor, when the layer's own weights are still there."""
     model = tiny_llama(1, layers=4, hidden_size=64, intermediate_size=96)
@@ -114,17 +102,15 @@ def test_no_more_than_a_layers_weights_are_there_twice(monkeypatch):
 def test_what_is_written_into_a_weight_is_seen():
     model = tiny_llama(1)
     decoder = SpeculativeDecoder(model, None, "autoregressive")
-    before = text(decoder, model)
+    before, target = text(decoder, model), decoder._target
     optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
     model(PROMPT, labels=PROMPT).loss.backward()
     optimizer.step()
-    target = decoder._target
     assert not torch.equal(text(decoder, model), before)
-    assert decoder._target is target, "values may change at any time"
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight.neg_()
     text(decoder, model)
-    assert decoder._target is target
+    assert decoder._target is target, "values may change at any time"
 
 
 CHANGES = {
@@ -158,16 +144,14 @@ def test_decoders_share_what_is_joined(without_collector):
     model, draft = tiny_llama(1), tiny_llama(2)
     own = storages(model)
     one = SpeculativeDecoder(model, draft)
-    joined_now = storages(model)
-    places = [each.data_ptr() for each in model.parameters()]
+    together, places = storages(model), [each.data_ptr() for each in model.parameters()]
     other = SpeculativeDecoder(model, EarlyExit(1), "chain")
+    for decoder in (one, other):
+        text(decoder, model)
+        assert decoder._target.is_current()
     assert [each.data_ptr() for each in model.parameters()] == places
-    text(one, model)
-    text(other, model)
-    assert one._target.is_current()
-    assert other._target.is_current()
-    del one
-    assert storages(model) == joined_now
+    del one, decoder
+    assert storages(model) == together
     text(other, model)
     del other
     assert storages(model) == own
@@ -224,9 +208,8 @@ def test_what_others_use_is_not_moved():
 def test_on_a_cpu_nothing_is_joined(monkeypatch):
     monkeypatch.undo()
     model = tiny_llama(1)
-    places = [each.data_ptr() for each in model.parameters()]
-    decoder = SpeculativeDecoder(model, None, "autoregressive")
-    assert [each.data_ptr() for each in model.parameters()] == places
+    own, decoder = storages(model), SpeculativeDecoder(model, None, "autoregressive")
+    assert storages(model) == own
     del decoder
 
 

@@ -201,17 +201,6 @@ def test_trying_a_model_leaves_no_trace():
     assert not any(parameter.is_inference() or parameter.grad is not None for parameter in model.parameters())
 
 
-def test_another_attention_is_noticed(llama):
-    model = tiny("granite")
-    decoder = SpeculativeDecoder(model, llama, tree_size=5)
-    for attention in ("eager", "heavypath", "sdpa"):
-        model.set_attn_implementation(attention)
-        assert_same_text(model, decoder.generate(PROMPTS, 10, attention_mask=PADDING).sequences, greedy(model, 10))
-    model.config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match="'flex_attention', which takes no tree"):
-        decoder.generate(PROMPTS, 4)
-
-
 def test_an_early_exit_needs_a_model_of_known_layers():
     with pytest.raises(ValueError, match=r"an early exit needs a target of type llama, .*; got 'granite'"):
         SpeculativeDecoder(tiny("granite"), EarlyExit(1))
