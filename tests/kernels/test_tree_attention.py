@@ -71,13 +71,24 @@ def solved(problem, dtype, impl):
 RANDOMISED = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-def check_random(impl, problem):
+def check_in_fp32(impl, problem):
     out, exact, *_ = solved(problem, torch.float32, impl)
     torch.testing.assert_close(out.double(), exact, atol=2e-4, rtol=0)
 
 
-test_random_problems = IMPLS(given(problem=problems())(settings(RANDOMISED, max_examples=5)(check_random)))
-test_many_random_problems = slow(IMPLS(given(problem=problems())(settings(RANDOMISED, max_examples=60)(check_random))))
+@IMPLS
+@given(problem=problems())
+@settings(RANDOMISED, max_examples=5)
+def test_random_problems(impl, problem):
+    check_in_fp32(impl, problem)
+
+
+@slow
+@IMPLS
+@given(problem=problems())
+@settings(RANDOMISED, max_examples=60)
+def test_many_random_problems(impl, problem):
+    check_in_fp32(impl, problem)
 
 
 @IMPLS
