@@ -74,7 +74,10 @@ AREAS = {
     ),
     "compaction": Area(
         ("kernels/cache_compaction.py",),
-        ("tests/kernels/test_cache_compaction.py", "tests/kernels/test_adversary.py"),
+        (
+            "tests/kernels/test_cache_compaction.py", "tests/kernels/test_adversary.py",
+            "tests/mutants/test_mutations.py",
+        ),
     ),
     "step": Area(
         tuple(f"speculative/decoding/{name}.py" for name in ("step", "drafted", "drafting", "noise_rows", "sequences")),
