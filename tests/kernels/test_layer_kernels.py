@@ -37,7 +37,9 @@ def check(ours, plain, exact):
     assert error <= 2 * allowed + small, (error, allowed)
 
 
-def check_norm(rows, columns, dtype):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 40), (17, 512), (2, 4097)])
+def test_a_norm_behind_a_sum_is_that_of_transformers(rows, columns, dtype):
     hidden, added = torch.randn(2, rows, columns, dtype=torch.float64).to(dtype)
     hidden = 30 * hidden
     module = LlamaRMSNorm(columns, 1e-5).to(dtype)
@@ -55,12 +57,6 @@ def check_norm(rows, columns, dtype):
     assert total.data_ptr() == hidden.data_ptr() or DEVICE == "cuda"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 40), (17, 512), (2, 4097)])
-def test_a_norm_behind_a_sum_is_that_of_transformers(rows, columns, dtype):
-    check_norm(rows, columns, dtype)
-
-
 def test_a_norm_of_zeros_and_of_an_infinite_row():
     hidden = torch.tensor([[0.0, 0.0], [torch.inf, 1.0], [3.0, 4.0]], device=DEVICE)
     _, normed = add_rms_norm(hidden, None, Norm(torch.ones(2, device=DEVICE), 0.5), impl="triton")
@@ -69,7 +65,9 @@ def test_a_norm_of_zeros_and_of_an_infinite_row():
     torch.testing.assert_close(normed[2].cpu(), torch.tensor([3.0, 4.0]) / 13**0.5)  # (9 + 16) / 2 + 0.5
 
 
-def check_gate(rows, columns, dtype):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 96), (2, 1030)])
+def test_gate_and_up_of_one_product_are_multiplied_as_by_transformers(rows, columns, dtype):
     joined = (4 * torch.randn(rows, 2 * columns)).to(dtype)
     joined[0, 0] = -200  # whose exp overflows
     gate, up = joined.split(columns, 1)
@@ -78,12 +76,6 @@ def check_gate(rows, columns, dtype):
     exact = gate.double() / (1 + (-gate.double()).exp()) * up.double()
     check(ours, mlp.act_fn(gate) * up, exact)
     assert torch.equal(silu_product(gate, up, impl="torch"), mlp.act_fn(gate) * up)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 96), (2, 1030)])
-def test_gate_and_up_of_one_product_are_multiplied_as_by_transformers(rows, columns, dtype):
-    check_gate(rows, columns, dtype)
 
 
 def states_of(batch, nodes, heads, kv_heads, head_dim, dtype):
@@ -100,7 +92,11 @@ def signed(sin):
     return torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
 
-def check_rotary(shape, normed, dtype):
+# Batch, nodes, heads, heads of keys, head size.
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 2), (2, 3, 6, 2, 24), (3, 5, 3, 1, 128)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotary_and_cache_rows_are_those_of_transformers(shape, normed, dtype):
     batch, nodes, _, kv_heads, head_dim = shape
     (query, key, value), cos, sin = states_of(*shape, dtype)
     modules = [LlamaRMSNorm(head_dim, 1e-6).to(dtype) for _ in range(2)]
@@ -148,20 +144,12 @@ def check_rotary(shape, normed, dtype):
         assert int(part.isfinite().sum()) == int(cache.isfinite().sum()) == batch * nodes * kv_heads * head_dim
 
 
-# Batch, nodes, heads, heads of keys, head size.
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 2), (2, 3, 6, 2, 24), (1, 9, 4, 4, 64), (3, 5, 3, 1, 128)])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [False, True])
-def test_rotary_and_cache_rows_are_those_of_transformers(shape, normed, dtype):
-    check_rotary(shape, normed, dtype)
-
-
 def test_layers_are_right_in_any_schedule(adversary):
     for columns in (40, 512):
-        check_norm(3, columns, torch.bfloat16)
-    check_gate(2, 1030, torch.bfloat16)
+        test_a_norm_behind_a_sum_is_that_of_transformers(3, columns, torch.bfloat16)
+    test_gate_and_up_of_one_product_are_multiplied_as_by_transformers(2, 1030, torch.bfloat16)
     for normed in (False, True):
-        check_rotary((2, 3, 6, 2, 24), normed, torch.bfloat16)
+        test_rotary_and_cache_rows_are_those_of_transformers((2, 3, 6, 2, 24), normed, torch.bfloat16)
     adversary.met("_rms_norm_kernel", "_gated_kernel", "_rotary_kernel")
 
 

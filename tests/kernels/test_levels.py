@@ -70,8 +70,10 @@ def test_nodes_of_one_text_are_told_by_the_first_of_them(impl):
     assert trees.texts.tolist() == [[0, 1, 1, 3, 4, 4, 6]]
 
 
-def check_levels(case, impl):
-    """An implementation places and feeds random nodes as the references do; odd cases have more nodes than a warp."""
+@pytest.mark.parametrize("impl", ["triton", NATIVE])
+@pytest.mark.parametrize("case", range(6))
+def test_nodes_are_placed_and_fed_as_by_the_references(case, impl):
+    """Odd cases have more nodes than a warp."""
     generator = torch.Generator().manual_seed(case)
 
     def random(most, *shape):
@@ -101,13 +103,7 @@ def check_levels(case, impl):
         assert torch.equal(one.cpu(), other)
 
 
-@pytest.mark.parametrize("impl", ["triton", NATIVE])
-@pytest.mark.parametrize("case", range(6))
-def test_nodes_are_placed_and_fed_as_by_the_references(case, impl):
-    check_levels(case, impl)
-
-
 @pytest.mark.parametrize("case", [0, 1])
 def test_nodes_are_placed_in_any_schedule(case, adversary):
-    check_levels(2 * adversary.seed + case, "triton")
+    test_nodes_are_placed_and_fed_as_by_the_references(2 * adversary.seed + case, "triton")
     adversary.met("_first_kernel", "_place_kernel", "_alike_kernel")

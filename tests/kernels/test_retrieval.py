@@ -101,7 +101,8 @@ def test_retrieval_finds_what_dictionaries_find(impl, corpus, texts, branch, lon
             rows, fed = rows[:, -1:] + 1, torch.full((batch, 1), branch[depth], device=DEVICE)
 
 
-def check_many(impl):
+@pytest.mark.parametrize("impl", IMPLS)
+def test_of_many_occurrences_some_are_taken_evenly(impl):
     """Token 0 occurs 3,000 times, sorted by what is before it; one in three each is followed by 1, 2 and 3."""
     kept = sorted_on_device([[before, 0, after] for before in range(4) for after in (1, 2, 3)] * 250, 3)
     keys = torch.full((1, 2, 1, 3), -1, device=DEVICE)
@@ -114,13 +115,9 @@ def check_many(impl):
     assert law == pytest.approx(exact, abs=0.02)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_of_many_occurrences_some_are_taken_evenly(impl):
-    check_many(impl)
-
-
-def check_same(seed, length):
-    """Both implementations give the same numbers for texts of two lengths."""
+@pytest.mark.parametrize(("seed", "length"), [(3, 300)])
+def test_both_implementations_give_the_same_numbers(seed, length):
+    """Of texts of two lengths, the first of which the kernel reads in two blocks."""
     torch.manual_seed(seed)
     kept = sorted_on_device([torch.randint(0, 3, (3000,)).tolist()], 8)
     text = torch.randint(0, 3, (2, length + 1), device=DEVICE)
@@ -142,14 +139,9 @@ def check_same(seed, length):
         assert torch.allclose(ours.double(), theirs.double(), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("length", [300])  # two blocks of the kernel
-def test_both_implementations_give_the_same_numbers(length):
-    check_same(3, length)
-
-
 def test_followers_are_right_in_any_schedule(adversary):
-    check_same(adversary.seed, 60)
-    check_many("triton")
+    test_both_implementations_give_the_same_numbers(adversary.seed, 60)
+    test_of_many_occurrences_some_are_taken_evenly("triton")
     adversary.met("_append_kernel", "_followers_kernel")
 
 
@@ -196,16 +188,17 @@ def test_a_file_is_what_was_saved(demo_pair, tmp_path):
 
 
 def test_files_of_something_else_are_refused(demo_pair, tmp_path):
-    other, words = tmp_path / "other.safetensors", tmp_path / "words"
-    save_file({"weight": torch.zeros(2)}, other, {"format": "heavypath retrieval 0"})
-    with pytest.raises(ValueError, match=r"'heavypath retrieval 1', .* got 'heavypath retrieval 0'; make it anew"):
-        Retrieval.load(other)
-    save_file({"weight": torch.zeros(2)}, other)
-    with pytest.raises(ValueError, match="got 'one of something else'"):
-        Retrieval.load(other)
-    words.write_text("no safetensors")
+    other = tmp_path / "other.safetensors"
+    for metadata, message in (
+        ({"format": "heavypath retrieval 0"}, r"'heavypath retrieval 1', .* got 'heavypath retrieval 0'; make it anew"),
+        (None, "got 'one of something else'"),
+    ):
+        save_file({"weight": torch.zeros(2)}, other, metadata)
+        with pytest.raises(ValueError, match=message):
+            Retrieval.load(other)
+    other.write_text("no safetensors")
     with pytest.raises(ValueError, match=r"must be a file that Retrieval.save wrote"):
-        Retrieval.load(words)
+        Retrieval.load(other)
     with pytest.raises(FileNotFoundError):
         Retrieval.load(tmp_path / "none")
     retrieval = Retrieval(["import os\n"], demo_pair.tokenizer)
