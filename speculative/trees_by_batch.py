@@ -128,6 +128,8 @@ class ProfileTrees:
         return self._shapes[key]
 
     def _tree(self, filters: Filters, batch: int) -> TokenTree | Growth:
+        if self._draft is None:
+            return TokenTree([-1])  # plain decoding drafts nothing, whatever the profile knows
         if (filters, batch) not in self._trees:
             tree = top(self._profile.tree_for(self._method, filters, batch), most_levels(self._draft))
             self._trees[filters, batch] = tree

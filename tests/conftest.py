@@ -1,7 +1,13 @@
-"""Shared fixtures. Without a GPU the kernels run in Triton's interpreter, which must be chosen before they are read."""
+"""Shared fixtures, and how the tests are run: long files first, and none of the default ones takes long.
 
+Without a GPU the kernels run in Triton's interpreter, which must be chosen before they are read.
+"""
+
+import json
 import math
 import os
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +18,66 @@ if not torch.cuda.is_available():
 
 pytest_plugins = ["command_line", "played_steps"]  # whose fixtures several folders use
 
+DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file; `make durations` writes it
+LONGEST = 3  # seconds of a processor that a test of the default run may take
+SELDOM = ("slow", "integration", "gpu", "benchmark")  # marks of what is no such test
+
 
 def pytest_addoption(parser):
     parser.addoption(
         "--adversary", type=int, metavar="SEED", help="run kernels under tests/support/adversary.py with this seed"
     )
+    parser.addoption("--durations-file", type=Path, metavar="FILE", help="write the seconds of each test file there")
+    parser.addoption(
+        "--rows", choices=("pairs", "triples", "today"), default="pairs",
+        help="rows of the conformance suite: of all pairs, of all triples, or drawn at random anew each day",
+    )  # fmt: skip
+
+
+def pytest_configure(config):
+    if config.getoption("--durations-file") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(config.getoption("--durations-file")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Long files come first, so that no process is left alone with one at the end."""
+    seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    items.sort(key=lambda item: -seconds.get(item.nodeid.split("::")[0], 0.0))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A test of the default run fails if it takes long: of this process, and of those that it waited for."""
+    before = os.times()
+    result = yield
+    taken = sum(os.times()[:4]) - sum(before[:4])
+    if taken > LONGEST and not any(item.get_closest_marker(mark) for mark in SELDOM) and is_default(item.config):
+        pytest.fail(f"it took {taken:.1f} s of a processor, and a test of the default run may take {LONGEST}: make it "
+                    "shorter, or mark it slow and leave a shorter one", pytrace=False)  # fmt: skip
+    return result
+
+
+def is_default(config):
+    """Whether nothing makes tests slower than `make test` has them: a GPU that is played, the adversary, coverage."""
+    slower = any(config.pluginmanager.hasplugin(name) for name in ("stand_in_gpu", "_cov"))
+    return not slower and config.getoption("--adversary") is None
+
+
+class Durations:
+    """Adds up how long the tests of each file take."""
+
+    def __init__(self, path):
+        self.path, self.seconds = path, defaultdict(float)
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid.split("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self):
+        known = json.loads(self.path.read_text()) if self.path.exists() else {}
+        there = {name: seconds for name, seconds in known.items() if Path(name).exists()}
+        there |= {name: round(seconds, 1) for name, seconds in self.seconds.items() if seconds >= 0.05}
+        self.path.write_text(json.dumps(dict(sorted(there.items())), indent=1) + "\n")
 
 
 @pytest.fixture(autouse=True)

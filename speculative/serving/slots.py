@@ -66,12 +66,17 @@ class Member:
 
 
 def serving_plan(plan: StepPlan) -> StepPlan:
-    """The plan for sequences that are sampled each in its own way, of one for temperature 1 without filters."""
+    """The plan for sequences that are sampled each in its own way, of one for temperature 1 without filters.
+
+    Children are not drawn uniformly where a draft's support is used up: a request's processors may leave tokens out on
+    purpose, all of them after the end of a text, and there a node must stay absent.
+    """
     likeliest = plan.rules.drawing_filters.temperature == 0
     drawing = Filters(temperature=0.0) if likeliest else Filters()
     rules = replace(
-        plan.rules, target_filters=Filters(), draft_filters=Filters(), drawing_filters=drawing, by_sequence=True
-    )
+        plan.rules, target_filters=Filters(), draft_filters=Filters(), drawing_filters=drawing, by_sequence=True,
+        fill=False,
+    )  # fmt: skip
     return replace(plan, rules=rules)
 
 

@@ -1,0 +1,100 @@
+"""Every pair of options decodes right: rows of a covering array, each against transformers, itself and its law."""
+
+from datetime import date
+
+import pytest
+from conformance_parts import BATCHES, Case
+from conformance_rows import TOYS, at_random, covering, name_of
+from conformance_texts import by_transformers, greedy_gaps, law_of, sampled, texts
+
+from heavypath.speculative import METHODS, goodness_of_fit
+
+TIE = 1e-4  # logits closer than this may swap between two exact programs in float32
+TIES = {"float32": TIE, "bfloat16": 0.3, "float16": 0.05}
+
+
+def pytest_generate_tests(metafunc):
+    """Rows by the option --rows; those whose steps the interpreter runs as graphs take long."""
+    if "row" not in metafunc.fixturenames:
+        return
+    which = metafunc.config.getoption("--rows")
+    rows = at_random(300, date.today().toordinal()) if which == "today" else covering(3 if which == "triples" else 2)
+    rows = [row for row in rows if row["way"] != "ranks"]
+    if metafunc.function is test_the_joint_law_of_four_tokens:
+        rows = [row for row in rows if row["target"] in TOYS and METHODS[row["method"]].is_lossless]
+    slow = {True: [pytest.mark.slow], False: []}
+    metafunc.parametrize("row", [
+        pytest.param(row, id=name_of(row), marks=slow[metafunc.function is test_texts and row["way"] == "graph"])
+        for row in rows
+    ])  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def enter(request, monkeypatch):
+    """A function that makes the surroundings of a row's way."""
+
+    def entered(row):
+        if row["way"] == "reference":
+            for place in ("kernels.implementation", "speculative.models.linear"):
+                monkeypatch.setattr(f"heavypath.{place}.library", lambda: None)
+        if row["way"] == "graph":
+            request.getfixturevalue("as_on_a_gpu")()
+
+    return entered
+
+
+def test_texts(row, enter, folder):
+    check_texts(row, enter, folder)
+
+
+def check_texts(row, enter, folder):
+    case, everyone = Case(row, folder), range(len(BATCHES[row["batch"]]))
+    plain = texts(case, case.decoder(), way="compiled", past=False)
+    enter(row)
+    decoder = case.decoder(**({"cuda_graphs": True} if row["way"] == "graph" else {}))
+    found = texts(case, decoder)
+    assert texts(case, decoder) == found  # under the same seed
+    if row["temperature"] == 0:
+        for place in everyone:
+            assert float(greedy_gaps(case, place, found[place]).max()) < TIES[row["dtype"]]
+    if row["dtype"] != "float32":
+        return
+    if row["temperature"] == 0:
+        assert found == [by_transformers(case, place) for place in everyone]
+    if comparable(row):
+        assert found == plain
+    if row["method"] == "ersd" and row["verifier"] != "own":
+        assert found == texts(case, case.plain_decoder(), way="compiled", past=False)
+    if not follows_batch(row) and len(everyone) > 1 and row["way"] not in ("custom_generate", "graph"):
+        assert found == [texts(case, decoder, only=place)[0] for place in everyone]
+
+
+def test_the_joint_law_of_four_tokens(row, enter, folder):
+    check_law(row, enter, folder)
+
+
+def check_law(row, enter, folder):
+    case = Case(row | {"way": "reference" if row["way"] == "reference" else "compiled"}, folder)
+    enter(case.row)
+    fit = goodness_of_fit(sampled(case, case.decoder()), law_of(case))
+    assert fit.is_lossless(), str(fit)
+
+
+def follows_batch(row):
+    """Whether a sampled text is another sample of the same law in another batch.
+
+    By a profile it is. So it is where one sequence has processors and another none: then a penalty is told to the
+    draft, and alone it is not.
+    """
+    told = row["processors"] == "by sequence" and row["rule"] != "none"
+    return (row["tree"] in ("by batch", "replanned") or told) and row["temperature"] > 0 and row["method"] != "ersd"
+
+
+def comparable(row):
+    """Whether a text is that of plain `generate`: a service samples by its own noise, but for races."""
+    return row["way"] != "served" or (row["method"] in ("ersd", "autoregressive") and row["verifier"] != "own")

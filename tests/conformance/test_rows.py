@@ -1,0 +1,30 @@
+"""The covering array holds all pairs of values that go together, and no row that does not."""
+
+from itertools import combinations
+
+from conformance_rows import AXES, at_random, covering, fits, name_of
+
+
+def pairs_of(rows):
+    return {pair for row in rows for pair in combinations(row.items(), 2)}
+
+
+def test_rows_hold_every_pair_that_some_row_can_hold():
+    """Rows at random find pairs that can be: none of theirs is missing."""
+    missing = pairs_of(at_random(60, seed=1)) - pairs_of(covering())
+    assert not missing
+    every = sum(len(one) * len(other) for one, other in combinations(AXES.values(), 2))
+    assert 0.9 * every < len(pairs_of(covering())) < every
+
+
+def test_no_row_has_values_that_do_not_go_together_and_each_has_a_name_of_its_own():
+    rows = covering()
+    assert all(fits(row) and [*row] == [*AXES] for row in rows)
+    assert len({name_of(row) for row in rows}) == len(rows)
+
+
+def test_a_value_that_nothing_refuses_meets_every_other_one():
+    others = {(axis, value) for axis in AXES if axis != "batch" for value in AXES[axis]}
+    for value in AXES["batch"]:
+        assert {pair[0] if pair[1][0] == "batch" else pair[1]
+                for pair in pairs_of(covering()) if ("batch", value) in pair} == others  # fmt: skip
