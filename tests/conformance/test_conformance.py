@@ -18,7 +18,13 @@ def pytest_generate_tests(metafunc):
     if "row" not in metafunc.fixturenames:
         return
     which = metafunc.config.getoption("--rows")
-    rows = at_random(300, date.today().toordinal()) if which == "today" else covering(3 if which == "triples" else 2)
+    rows = (
+        at_random(300, date.today().toordinal())
+        if which == "today"
+        else covering(3)
+        if which == "triples"
+        else covering()
+    )
     rows = [row for row in rows if row["way"] != "ranks"]
     if metafunc.function is test_the_joint_law_of_four_tokens:
         rows = [row for row in rows if row["target"] in TOYS and METHODS[row["method"]].is_lossless]
