@@ -58,15 +58,21 @@ def planted(tmp_path):
     return code + hashlib.sha256(code).digest(), mark
 
 
-def of_another_user(monkeypatch, *paths):
-    """Have these files and folders belong to somebody else."""
-    real, taken = os.fstat, {os.stat(path).st_ino for path in paths}
+def give_away(path, how, monkeypatch):
+    """Let somebody else write a file or a folder: by its mode, as a link, or as its owner."""
+    if how == "link":
+        path.rename(path.parent.parent / "elsewhere")
+        path.symlink_to(path.parent.parent / "elsewhere")
+    elif how == "owner":
+        real, taken = os.fstat, os.stat(path).st_ino
 
-    def fstat(file):
-        facts = real(file)
-        return os.stat_result((*facts[:4], 65534, *facts[5:])) if facts.st_ino in taken else facts
+        def fstat(file):
+            facts = real(file)
+            return os.stat_result((*facts[:4], 65534, *facts[5:])) if facts.st_ino == taken else facts
 
-    monkeypatch.setattr(os, "fstat", fstat)
+        monkeypatch.setattr(os, "fstat", fstat)
+    else:
+        path.chmod(how)
 
 
 def test_it_is_compiled_once_and_found_again(cache, caplog):
@@ -80,32 +86,20 @@ def test_it_is_compiled_once_and_found_again(cache, caplog):
     assert cache.suffix == ".so"
 
 
-def test_a_library_that_somebody_else_could_write_is_not_loaded(cache, planted, monkeypatch, caplog):
+@pytest.mark.parametrize("how", [0o777, 0o1777, 0o775, 0o720, "link", "owner"])
+def test_a_folder_that_somebody_else_could_write_is_neither_read_nor_written(how, cache, planted, monkeypatch, caplog):
     code, mark = planted
-    folder = cache.parent
-    elsewhere = folder.parent / "elsewhere"
     put(cache, code)
-    for mode in (0o777, 0o1777, 0o775, 0o720, "link", "owner"):
-        with monkeypatch.context() as context:
-            if mode == "link":
-                folder.chmod(0o700)
-                folder.rename(elsewhere)
-                folder.symlink_to(elsewhere)
-            elif mode == "owner":
-                folder.unlink()
-                elsewhere.rename(folder)
-                of_another_user(context, folder)
-            else:
-                folder.chmod(mode)
-            caplog.clear()
-            assert load() == 1, mode
-        assert not mark.exists(), mode
-        assert cache.read_bytes() == code, "nothing is put into what is not safe"
-        assert "compiled for this process alone" in caplog.text
-        assert "heavypath'" in caplog.text
-        assert "set XDG_CACHE_HOME" in caplog.text
-    folder.chmod(0o700)
-    assert load() == 2, "it would have run"
+    with monkeypatch.context() as context:
+        give_away(cache.parent, how, context)
+        assert load() == 1
+    assert not mark.exists()
+    assert cache.read_bytes() == code, "nothing is put into what is not safe"
+    for said in ("compiled for this process alone", "heavypath'", "set XDG_CACHE_HOME"):
+        assert said in caplog.text
+    if how != "link":
+        cache.parent.chmod(0o700)
+        assert load() == 2, "it would have run"
 
 
 @pytest.mark.parametrize("how", [0o666, 0o620, "link", "owner"])
@@ -113,13 +107,7 @@ def test_a_file_that_somebody_else_could_write_is_compiled_anew(how, cache, plan
     code, mark = planted
     put(cache, code)
     with monkeypatch.context() as context:
-        if how == "link":
-            cache.rename(cache.parent.parent / "there")
-            cache.symlink_to(cache.parent.parent / "there")
-        elif how == "owner":
-            of_another_user(context, cache)
-        else:
-            cache.chmod(how)
+        give_away(cache, how, context)
         assert load() == 1
     assert not mark.exists()
     assert f"{cache} is compiled anew" in caplog.text
