@@ -1,33 +1,23 @@
-"""The loop that kernel_verification.py holds verify_tree against: what it emits follows the target's law."""
-
-import importlib
-from pathlib import Path
+"""The loop that kernel_verification.py holds verify_tree against follows the target's law."""
 
 import pytest
 import torch
+from bench_scripts import script
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
 
 from heavypath.kernels.noise import Stream, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
 
-BENCH = Path(__file__).parents[2] / "bench"
-VOCABULARY, TEMPERATURE, TEXTS = 5, 0.6, 4000
+VOCABULARY, TEMPERATURE, TEXTS = 5, 0.6, 1000
 CHILDREN = [[1, 4, 2], [5, 3], [6], [], [], [], []]  # of each node, in draw order
 
 
-@pytest.fixture(scope="module")
-def bench():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCH)
-        yield importlib.import_module("kernel_verification")
-
-
-@pytest.mark.parametrize(
-    "lazy", [pytest.param(False, id="loop"), pytest.param(True, id="lazy loop", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("method", ["without_replacement", "with_replacement", "kseq", "held", "race", "target_sample",
-                                    "traversal", "held_traversal"])  # fmt: skip
-def test_two_tokens_of_the_loop_follow_the_targets_law(bench, method, lazy):
+@pytest.mark.parametrize(("method", "lazy"), [
+    ("without_replacement", True), ("with_replacement", False), ("kseq", True), ("held", False), ("race", True),
+    ("target_sample", False), ("traversal", True), ("held_traversal", False), ("traversal", False), ("held", True),
+])  # fmt: skip
+def test_two_tokens_of_the_loop_follow_the_targets_law(method, lazy):
+    bench = script("kernel_verification")
     # Row 0 of each table is the distribution after the root, row 1 + v the one after token v.
     target = torch.randn(1 + VOCABULARY, VOCABULARY)
     draft = target + 2 * torch.randn(1 + VOCABULARY, VOCABULARY)
@@ -55,54 +45,14 @@ def test_two_tokens_of_the_loop_follow_the_targets_law(bench, method, lazy):
     assert chi_square_p_value(joint_counts(torch.tensor(texts), VOCABULARY), joint.flatten()) > SIGNIFICANCE
 
 
-def test_the_greedy_loop_walks_along_the_arg_max(bench):
+def test_the_greedy_loop_walks_along_the_arg_max_and_the_benchmarks_tree_is_wide_at_the_root():
+    bench, tokens = script("kernel_verification"), torch.tensor([0, 1, 0, 2])
     logits = torch.tensor([[0.0, 1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 0]])
-    children, tokens = [[2, 1], [3], [], []], torch.tensor([0, 1, 0, 2])
     for lazy in (False, True):
         options = {"method": "greedy", "temperature": 1.0, "lazy": lazy}
-        assert bench.loop_verify(children, tokens, logits, None, **options) == ([1, 3], 1)
-
-
-def test_the_tree_of_the_benchmark_is_wide_at_the_root_and_narrow_below(bench):
+        assert bench.loop_verify([[2, 1], [3], [], []], tokens, logits, None, **options) == ([1, 3], 1)
     tree = bench.wide_tree(64)
     fanout = torch.bincount(tree.parents[1:], minlength=64)
-    assert len(tree) == 64
-    assert int(fanout[0]) == 8
+    assert (len(tree), int(fanout[0])) == (64, 8)
     assert sorted(set(fanout[1:].tolist())) == [0, 1, 2]
     assert torch.equal(tree.subtree_end, tree.reordered("heavy_path")[0].subtree_end)
-
-
-@pytest.fixture(scope="module")
-def predictions():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCH)
-        yield importlib.import_module("predict_verification")
-
-
-def test_a_first_pass_reads_every_row_once(predictions):
-    shape = predictions.Shape("without_replacement", 64, 20, 7, 128_256)
-    assert predictions.first_pass(shape)["bytes"] == pytest.approx(84 * 128_256 * 2 / 4.3e6)  # 5.0 us at 4.3 TB/s
-    assert predictions.most_passes("without_replacement", 8) == 7  # none for the first child
-    assert predictions.most_passes("kseq", 1) == 0
-    assert [predictions.most_passes("held", children) for children in (1, 2, 8)] == [0, 2, 8]
-
-
-def test_a_pass_of_one_program_takes_its_chunks_in_turn(predictions):
-    shape = predictions.Shape("without_replacement", 64, 20, 7, 128_256)
-    alone, shared = (predictions.shared_pass(shape, workers=workers) for workers in (1, None))
-    assert alone["chunk"] == pytest.approx(63 * shared["chunk"] + 62 * 0.3)
-    assert {part: us for part, us in alone.items() if part != "chunk"}.items() <= shared.items()
-
-
-def test_the_worst_root_takes_60_microseconds_and_k_seq_twice_that(predictions):
-    for method, most in (("without_replacement", 60), ("kseq", 120)):
-        passes = predictions.most_passes(method, 8)
-        assert predictions.decide(predictions.Shape(method, 64, 20, passes, 128_256)) <= most
-
-
-def test_chains_of_traversal_wait_for_the_elder_siblings_on_their_way_alone(predictions):
-    """A tree of 64 nodes takes at most 65 us; a launch for each level, with the most passes of each, would take 141."""
-    tree, chain = (shape for shape in predictions.SHAPES if shape.method == "traversal" and shape.vocabulary == 32_000)
-    assert predictions.decide(chain) < predictions.decide(tree) < 65
-    longer = predictions.decide(tree._replace(chains=tree.chains + 1)) - predictions.decide(tree)
-    assert longer == pytest.approx(sum(predictions.beginning(tree).values()))

@@ -1,105 +1,63 @@
-"""The papers' tables: their cells, and one of them by hand."""
+"""The papers' tables: their cells, one of them by hand, and the standard errors that they have over prompts."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
+import math
+from types import SimpleNamespace
 
 import pytest
+import torch
+from bench_scripts import BENCH, script
 from tiny_models import tiny_llama
 
-from heavypath.speculative import SpeculativeDecoder, TokenTree
+from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.demo import DemoPair
 
-BENCH = Path(__file__).parents[2] / "bench"
+
+def stats(tokens, steps):
+    return SimpleNamespace(tokens_of=torch.tensor(tokens), steps_of=torch.tensor(steps))
 
 
-@pytest.fixture(scope="module")
-def papers():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(BENCH), *sys.path])
-        yield importlib.import_module("papers")
+def test_tokens_per_forward_and_gains_with_their_errors_by_hand():
+    """15 tokens in 6 steps; without one prompt 2 or 3, each 0.5 from their mean: sqrt(1 / 2 (0.25 + 0.25))."""
+    batches = script("batches")
+    assert batches.tokens_per_forward(stats([9, 6], [3, 3])) == pytest.approx((2.5, 0.5))
+    # The same prompts twice: a prompt's seeds are one unit.
+    assert batches.tokens_per_forward(stats([4, 5, 2, 4], [1, 2, 1, 2]), seeds=2) == pytest.approx((2.5, 0.5))
+    found = batches.tokens_per_forward(stats([3, 1, 4, 4], [1, 1, 1, 1]))
+    assert found == pytest.approx((3, 2**0.5 / 2)), "the usual standard error of a mean"
+    assert math.isnan(batches.tokens_per_forward(stats([9], [3]))[1]), "of one prompt there is none"
+    # Half as many tokens again after each prompt: the gain is 50%, and sure.
+    assert batches.gain(stats([9, 6], [3, 3]), stats([6, 4], [3, 3])) == pytest.approx((0.5, 0))
+    assert batches.gain(stats([9, 6], [3, 3]), stats([6, 6], [3, 3])) == pytest.approx((0.25, 0.25))
 
 
-@pytest.fixture(scope="module")
-def shown(papers):
-    return sys.modules["papers_shown"]
+def test_a_batch_has_each_prompt_as_often_as_there_are_seeds():
+    texts = script("batches").batch_of([torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6, 0, 2]])], 2)
+    assert texts.mask.sum(1).tolist() == [3, 3, 5, 5]
+    assert texts.tokens[texts.mask > 0].tolist() == 2 * [1, 2, 3] + 2 * [4, 5, 6, 0, 2]
 
 
-def shape_of(cell):
-    """Nodes and levels of a cell's tree."""
-    options = cell.options
-    if "tree_size" in options:
-        return options["tree_size"], options["max_depth"]
-    tree = TokenTree.from_branching(options["branching"]) if "branching" in options else options["tree"]
-    return len(tree), tree.depth
+def test_trees_have_the_nodes_and_levels_of_their_groups_and_the_decoder_takes_them():
+    """And DySpec's are the same by the paper's values, the draft's probabilities, and by the decoder's default."""
+    pair, labels, grown = (tiny_llama(1), tiny_llama(2)), {"rsd-1": set(), "rsd-2": set()}, {}
+    for name, table in script("papers").TABLES.items():
+        for cell in table(0.6):
+            options, size = dict(cell.options), int(cell.group.split()[0]) if name in labels else 0
+            tree = SpeculativeDecoder(*pair, cell.method, **options).tree
+            if name in labels:
+                labels[name].add((size, cell.label))
+                assert len(tree) - 1 <= size if name == "rsd-2" else tree.depth == size
+            if cell.method == "dyspec":
+                values = options.pop("confidence", "default")
+                grown.setdefault(values, []).append(str((name, options, cell.sampling)))
+    assert grown["draft"] == grown["default"]
+    assert len(labels["rsd-2"]) == 5 * 8
+    assert {(4, "SpecTr (7, 4)"), (2, "RSD-C [2, 1]"), (5, "RSD-C [12, 1, 1, 1, 1]")} <= labels["rsd-1"]
 
 
-def test_a_budgets_trees_have_at_most_so_many_nodes_below_the_root(papers):
-    cells = [*papers.rsd_2(0.6)]
-    assert all(shape_of(cell)[0] - 1 <= int(cell.group.split()[0]) for cell in cells)
-    assert len(cells) == 5 * 8
-
-
-def test_drafts_of_one_length_have_so_many_levels(papers):
-    cells = [*papers.rsd_1(0.6)]
-    assert all(shape_of(cell)[1] == int(cell.group.split()[0]) or cell.label == "RSD-C [2, 1]" for cell in cells)
-    labels = {(cell.group, cell.label) for cell in cells}
-    assert ("4 levels", "SpecTr (7, 4)") in labels
-    assert ("2 levels", "RSD-C [2, 1]") in labels
-    assert ("5 levels", "RSD-C [12, 1, 1, 1, 1]") in labels
-
-
-@pytest.mark.parametrize("table", ["rsd_1", "rsd_2", "robustness", "specinfer", "dyspec", "large"])
-def test_the_decoder_takes_every_cell(papers, table):
-    pair = tiny_llama(1), tiny_llama(2)
-    for cell in getattr(papers, table)(0.6):
-        SpeculativeDecoder(*pair, cell.method, **cell.options)
-
-
-@pytest.mark.parametrize("table", ["dyspec", "large"])
-def test_dyspec_stands_there_as_published_and_as_it_is_here(papers, table):
-    """The same trees by the paper's values, the draft's probabilities, and by the decoder's default."""
-    found = {}
-    for cell in getattr(papers, table)(0.6):
-        if cell.method == "dyspec":
-            options = dict(cell.options)
-            values = options.pop("confidence", "default")
-            name = cell.group if table == "dyspec" else cell.label
-            found.setdefault((name, values), []).append((options, dict(cell.sampling)))
-    assert [*found] == [("dyspec as published", "draft"), ("dyspec, measured confidence", "default")]
-    assert len({str(cells) for cells in found.values()}) == 1
-
-
-def test_a_cells_figures_by_hand(papers):
-    """The target drafts for itself: every token is accepted, and a chain of two gives three a step."""
-    target = tiny_llama(1)
-    cell = papers.Cell("", "", "chain", {"tree": TokenTree.chain(2)}, {"temperature": 0.0})
-    texts = papers.batch_of([target.dummy_inputs["input_ids"][:1] % 7] * 2)
-    found = papers.measure(DemoPair(target, target, None), cell, texts, tokens=9, timed=1, seed=0)
-    assert [*found.efficiency] == ["own", "held", "traversal", "held_traversal"]
-    assert all(each == (3, 0) for each in found.efficiency.values())
-    assert found.mbsu == 1  # 3 / (1 + 2): the draft is as large as the target
-    assert (found.nodes, found.levels) == (3, 2)
-    assert found.drafted == found.accepted == [2] * 6  # three steps of each text
-    assert found.tokens_per_second > 0
-
-
-def test_a_busy_machine_gives_tokens_per_forward_without_times(papers, tmp_path, monkeypatch, capsys):
-    cell = papers.Cell("", "a chain", "chain", {"tree": TokenTree.chain(2)}, {"temperature": 0.6})
-    monkeypatch.setitem(papers.TABLES, "rsd-1", lambda temperature: iter([cell]))
-    options = ["--prompts", "2", "--tokens", "4", "--timed", "0"]
-    papers.main(["rsd-1", *options, "--json", str(tmp_path / "papers.json")])
-    (row,) = json.loads((tmp_path / "papers.json").read_text())["rsd-1"]
-    assert row["tokens_per_second"] is None
-    assert row["tokens"]["own"] > 1
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "a chain" in line]
-    assert line.split()[-1] == "-"
-
-
-def test_each_verifier_has_its_own_column(papers, monkeypatch):
-    """One that never accepts gives a token a step, and the others three."""
-    asked = []
+def test_a_cells_figures_by_hand_with_a_column_for_each_verifier(monkeypatch):
+    """The target drafts for itself, a chain of two gives three tokens a step; and one verifier never accepts."""
+    papers, target, asked = script("papers"), tiny_llama(1), []
 
     def decoder(target, draft, method, *, verifier, **options):
         asked.append((method, verifier))
@@ -108,38 +66,21 @@ def test_each_verifier_has_its_own_column(papers, monkeypatch):
         return SpeculativeDecoder(target, draft, "chain", **options)
 
     monkeypatch.setattr(papers, "SpeculativeDecoder", decoder)
-    target = tiny_llama(1)
-    cell = papers.Cell("", "", "rsd-s", {"tree": TokenTree.chain(2)}, {"temperature": 0.0})
-    texts = papers.batch_of([target.dummy_inputs["input_ids"][:1] % 7])
+    texts = papers.batch_of([target.dummy_inputs["input_ids"][:1] % 7] * 2)
+    cell = papers.Cell("", "", "rsd-s", {"tree_size": 3}, {"temperature": 0.0})
     found = papers.measure(DemoPair(target, target, None), cell, texts, tokens=9, timed=1, seed=0)
     assert asked == [("rsd-s", "rejection"), ("rsd-s", "held"), ("rsd-s", "traversal")]  # held traversal is refused
-    assert {name: each.value for name, each in found.efficiency.items()} == {"own": 3, "held": 1, "traversal": 3}
+    assert found.efficiency == {"own": (3, 0), "held": (1, 0), "traversal": (3, 0)}
+    assert found.mbsu == 1  # 3 / (1 + 2): the draft is as large as the target
+    assert (found.nodes, found.levels) == (3, 2)
+    assert found.drafted == found.accepted == [2] * 6  # three steps of each text
+    assert found.tokens_per_second > 0
 
 
-def test_the_script_writes_a_table_and_draws_it(papers, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    options = {"tree_size": 8, "threshold": 0.01}
-    cells = [papers.Cell("small", f"threshold {each}", "dyspec", options, {"temperature": 0.6}) for each in (0.01, 0.1)]
-    monkeypatch.setitem(papers.TABLES, "dyspec", lambda temperature: iter(cells))
-    path = tmp_path / "new" / "papers.json"
-    papers.main(["dyspec", "--miniature", "--json", str(path), "--plot", str(tmp_path)])
-    rows = json.loads(path.read_text())["dyspec"]
-    assert [row["label"] for row in rows] == ["threshold 0.01", "threshold 0.1"]
-    assert all(sum(row["accepted"]) <= sum(row["drafted"]) for row in rows)
-    assert all([*row["tokens"]] == ["own", "held", "traversal"] for row in rows)
-    assert "threshold 0.01" in capsys.readouterr().out
-    assert (tmp_path / "papers-dyspec.png").exists()
-
-
-@pytest.mark.parametrize("wrong", [["rsd-3"], ["--prompts", "1"], ["--tokens", "0"], ["--timed", "-1"]])
-def test_what_cannot_be_measured_is_refused(papers, wrong, capsys):
-    with pytest.raises(SystemExit):
-        papers.main(wrong)
-    assert "error: " in capsys.readouterr().err
-
-
-def test_what_is_measured_is_kept_when_the_script_is_stopped(papers, tmp_path, monkeypatch, capsys):
-    measure, left = papers.measure, [2]
+def test_what_is_measured_is_kept_when_the_script_is_stopped(tmp_path, monkeypatch, capsys):
+    """On a busy machine, too, where --timed 0 gives tokens per forward without times."""
+    papers, left = script("papers"), [2]
+    measure, path = papers.measure, tmp_path / "new" / "papers.json"
 
     def stopped(*args, **options):
         left[0] -= 1
@@ -148,13 +89,22 @@ def test_what_is_measured_is_kept_when_the_script_is_stopped(papers, tmp_path, m
         return measure(*args, **options)
 
     monkeypatch.setattr(papers, "measure", stopped)
-    papers.main(["rsd-1", "rsd-2", "--miniature", "--json", str(tmp_path / "papers.json")])
-    written = json.loads((tmp_path / "papers.json").read_text())
-    assert [row["label"] for row in written["rsd-1"]] == ["SD", "SpecTr (2, 2)"]
+    papers.main(["dyspec", "rsd-2", "--prompts", "2", "--tokens", "3", "--timed", "0", "--json", str(path)])
+    written = json.loads(path.read_text())
+    assert [row["label"] for row in written["dyspec"]] == ["threshold 0.1", "threshold 0.03"]
+    assert all(sum(row["accepted"]) <= sum(row["drafted"]) for row in written["dyspec"])
+    assert {row["tokens_per_second"] for row in written["dyspec"]} == {None}
     assert "rsd-2" not in written
     printed = capsys.readouterr().out
-    assert "SpecTr (2, 2)" in printed
+    assert [line.split()[-1] for line in printed.splitlines() if "threshold 0.03" in line] == ["-"]
     assert "stopped before the end" in printed
+
+
+def test_what_cannot_be_measured_is_refused(capsys):
+    for wrong in (["rsd-3"], ["--prompts", "1"], ["--tokens", "0"], ["--timed", "-1"]):
+        with pytest.raises(SystemExit):
+            script("papers").main(wrong)
+        assert "error: " in capsys.readouterr().err
 
 
 def row(group, label, method="sequoia", **tokens):
@@ -164,20 +114,26 @@ def row(group, label, method="sequoia", **tokens):
     }  # fmt: skip
 
 
-def test_a_table_in_markdown(shown, tmp_path, capsys):
+def lines_of(markdown):
+    split = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown.splitlines() if line[:1] == "|"]
+    return [cells for cells in split if set("".join(cells)) - set("-: ")]
+
+
+def test_a_table_in_markdown(tmp_path, capsys):
     """A winner is bold where it is above all others of its group by two errors, 2 sqrt(2) / 8 = 0.354."""
     rows = [row("2 levels", "SD", own=2.0, held=2.0), row("2 levels", "RSD-C [2, 1]", own=1.625, held=2.34)]
-    rows.append(row("3 levels", "SpecTr (2, 3)", own=1.0))
+    rows += [row("3 levels", "SpecTr (2, 3)", own=1.0)]
     (tmp_path / "papers.json").write_text(json.dumps({"environment": {}, "rsd-1": rows}))
-    shown.main([str(tmp_path / "papers.json")])
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+    script("papers_shown").main([str(tmp_path / "papers.json")])
+    lines = lines_of(capsys.readouterr().out)
     assert lines[0] == ["", "", "nodes", "levels", "own", "held", "traversal", "held traversal", "MBSU", "tokens/s"]
-    assert lines[2] == ["2 levels", "SD", "3", "2", "**2.00 ± 0.12**", "2.00 ± 0.12", "-", "-", "1.50", "50"]
-    assert lines[3] == ["", "RSD-C [2, 1]", "3", "2", "1.62 ± 0.12", "2.34 ± 0.12", "-", "-", "1.50", "50"]
-    assert lines[4][:5] == ["3 levels", "SpecTr (2, 3)", "3", "2", "1.00 ± 0.12"], "nothing to be compared with"
+    assert lines[1] == ["2 levels", "SD", "3", "2", "**2.00 ± 0.12**", "2.00 ± 0.12", "-", "-", "1.50", "50"]
+    assert lines[2] == ["", "RSD-C [2, 1]", "3", "2", "1.62 ± 0.12", "2.34 ± 0.12", "-", "-", "1.50", "50"]
+    assert lines[3][:5] == ["3 levels", "SpecTr (2, 3)", "3", "2", "1.00 ± 0.12"], "nothing to be compared with"
 
 
-def test_no_winner_is_bold_whose_lead_over_any_other_is_within_the_noise(shown):
+def test_no_winner_is_bold_whose_lead_over_any_other_is_within_the_noise():
+    shown = script("papers_shown")
     first, second, third = (row("", each, own=value) for each, value in (("a", 3.0), ("b", 2.5), ("c", 2.4)))
     assert shown.is_more(first, second, "own")
     assert not shown.is_more(second, third, "own")
@@ -188,25 +144,9 @@ def test_no_winner_is_bold_whose_lead_over_any_other_is_within_the_noise(shown):
     assert shown.best_of([first, row("", "d", held=1.0)], "own") is None, "the only one"
 
 
-def test_the_readmes_tables_are_those_of_the_file_of_results(shown, capsys):
+def test_the_readmes_tables_are_those_of_the_file_of_results(capsys):
     """Figure by figure, bold ones included."""
-    shown.main([str(BENCH / "results" / "papers-cpu.json")])
-
-    def lines(text):
-        split = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
-        return [cells for cells in split if set("".join(cells)) - set("-: ")]
-
+    script("papers_shown").main([str(BENCH / "results" / "papers-cpu.json")])
     readme = (BENCH / "README.md").read_text(encoding="utf-8")
     section = readme.split("\n## The papers' comparisons\n")[1].split("\n## ")[0]
-    assert lines(section) == lines(capsys.readouterr().out)
-
-
-def test_every_table_that_has_a_figure_is_drawn_from_its_first_row_on(papers, shown, tmp_path):
-    pytest.importorskip("matplotlib")
-    results = {
-        name: [row(cell.group, cell.label, cell.method, own=2.0, held_traversal=2.5) | dict(cell.sampling)]
-        for name in shown.FIGURES
-        for cell in list(papers.TABLES[name](0.6))[:1]
-    }
-    shown.draw(results, tmp_path)
-    assert {path.name for path in tmp_path.glob("*.png")} == {f"papers-{name}.png" for name in shown.FIGURES}
+    assert lines_of(section) == lines_of(capsys.readouterr().out)

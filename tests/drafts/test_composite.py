@@ -1,15 +1,13 @@
 """Drafts made of drafts: their logits are those of their parts over the whole text."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from drafted_cases import assert_a_later_turn_drafts_the_same, drafted_nodes, law_of, said_by, small_draft, steps_of
+from drafted_cases import assert_drafts_as_said, assert_later_turns_agree, small_draft, steps_of
 from head_cases import head_of
 from medusa_checkpoints import heads_of
 from own_drafts import Bigrams
 from retrieval_cases import TEXTS
-from tiny_models import assert_same_text, tiny_llama, transformers_greedy
+from tiny_models import tiny_llama, transformers_greedy
 
 from heavypath.speculative import (
     Cascade,
@@ -20,9 +18,7 @@ from heavypath.speculative import (
     Retrieval,
     SpeculativeDecoder,
     calibrate,
-    load_demo_head,
 )
-from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts import parts_of
 from heavypath.speculative.drafts.lookahead import LookaheadCache
 from heavypath.speculative.profile import describe, draft_parameter_count
@@ -52,16 +48,6 @@ def composites(target, tmp_path_factory):
     }
 
 
-def expected_of(draft, target, text, path):
-    """Of a mixture the weighted mean of its parts, or of those that propose anything."""
-    if isinstance(draft, Cascade):
-        return said_by(draft, target, text, path)
-    weights, probs = draft.weights or [0.9, 0.05, 0.05], torch.zeros(7)
-    for part, weight in zip(draft.drafts, weights, strict=True):
-        probs += weight * said_by(part, target, text, path)
-    return probs / probs.sum().clamp(min=1e-30)
-
-
 @pytest.mark.parametrize(("name", "method"), [
     ("model above lookup", "sequoia"), ("model above lookup", "chain"), ("model above model", "sequoia"),
     ("head above lookup", "dyspec"), ("medusa above lookup", "sequoia"), ("lookup above head", "sequoia"),
@@ -71,17 +57,13 @@ def expected_of(draft, target, text, path):
 ])  # fmt: skip
 def test_what_is_drafted_is_what_the_parts_say_of_the_whole_text(name, method, target, composites):
     draft, depth = composites[name], None if method == "chain" else 3
-    out, nodes = drafted_nodes(SpeculativeDecoder(target, draft, method, tree_size=7, max_depth=depth), 14)
-    for node in nodes:
-        expected = expected_of(draft, target, node.text, node.path)
-        torch.testing.assert_close(law_of(node.logits), expected, atol=3e-4, rtol=1e-3)
-    assert max(len(node.path) for node in nodes) > 0, "there were only roots"
-    assert out.stats.tokens_per_step > 1.05, "nothing is shown of rows behind accepted nodes"
+    decoder = SpeculativeDecoder(target, draft, method, tree_size=7, max_depth=depth)
+    assert_drafts_as_said(decoder, draft, 14)
 
 
 @pytest.mark.parametrize("name", ["model above lookup", "three", "head beside model beside lookup"])
 def test_a_later_turn_drafts_the_same_with_and_without_what_is_cached(name, target, composites):
-    assert_a_later_turn_drafts_the_same(SpeculativeDecoder(target, composites[name], "sequoia", tree_size=8))
+    assert_later_turns_agree(SpeculativeDecoder(target, composites[name], "sequoia", tree_size=8))
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -127,7 +109,7 @@ def test_calibration_asks_each_part_at_its_own_depth(target):
     """The target drafts two levels for itself, which are all accepted, and what proposes nothing drafts the rest."""
     profile = calibrate(
         target, Cascade([target, Bigrams(torch.full((7, 7), -torch.inf))], levels=[2, 2]),
-        prompts=[PROMPT[0]], temperatures=[1.0], tokens=24, sequences=4, sizes=(1, 4), limit=2, batch_sizes=[1],
+        prompts=[PROMPT[0]], temperatures=[1.0], tokens=24, sequences=4, sizes=(1, 4), limit=60, batch_sizes=[1],
     )  # fmt: skip
     for entry in profile.acceptance:
         if entry.kind.verification == "without_replacement":
@@ -158,21 +140,3 @@ def test_two_heads_and_foreign_vocabularies_are_refused(target, composites):
         SpeculativeDecoder(target, Mixture([Lookahead(), Lookahead()]))
     with pytest.raises(TypeError, match="draft must be"):
         SpeculativeDecoder(target, Mixture([PromptLookup(), "gpt2"]))
-
-
-@pytest.mark.slow
-def test_greedy_text_of_the_shipped_target_is_that_of_transformers_with_every_draft(demo_pair, tmp_path):
-    """Of 20 prompts, 128 new tokens each."""
-    target, small, tokenizer = demo_pair
-    head, retrieval = load_demo_head(target), Retrieval([Path(__file__)], tokenizer)
-    drafts = [
-        head, heads_of(target, tmp_path, owns=False, scale=0.1)[0], Lookahead(), retrieval, PromptLookup(),
-        EarlyExit([0, 7]), Mixture([head, retrieval]), Cascade([small, Lookahead()], levels=[2, 4]),
-    ]  # fmt: skip
-    decoders = [SpeculativeDecoder(target, draft, m, tree_size=12) for draft in drafts for m in ("sequoia", "dyspec")]
-    for prompt in demo_prompts()[:20]:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        expected = transformers_greedy(target, ids, 128)
-        for decoder in decoders:
-            out = decoder.generate(ids, max_new_tokens=128, temperature=0.0, eos_token_id=None)
-            assert_same_text(target, out.sequences, expected)

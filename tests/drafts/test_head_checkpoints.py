@@ -1,53 +1,82 @@
-"""Heads as published: every layout and variant has the logits of the formulas, and what does not fit is refused."""
+"""Heads as published: every layout and variant has the logits of the formulas, however its config.json says it.
+
+Many of the cases are named after what others got wrong when they loaded heads.
+"""
 
 import json
-import re
 
 import huggingface_hub.constants
 import pytest
 import torch
-from harmful_files import Harmful
-from head_checkpoints import (
-    VOCAB,
-    as_speculators,
-    driven,
-    official,
-    oracle,
-    settings,
-    tiny_target,
-    variant,
-    write,
-)
+from head_checkpoints import VOCAB, as_speculators, driven, official, oracle, settings, tiny_target, variant, write
+from medusa_checkpoints import published
+from medusa_checkpoints import write as write_medusa
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from heavypath.speculative import PromptLookup, load_draft
+from heavypath.speculative import MedusaHeads, PromptLookup, load_draft, new_head
 from heavypath.speculative.drafts.heads import files
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head, save_head
-from heavypath.speculative.drafts.heads.config import HeadConfig
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.loading import load_pair
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
-FULL = {"drafted": VOCAB}
-OFFICIAL = {
-    "eagle-1": {"generation": 1},
-    "eagle-1 with the bias of fc": {"generation": 1, "biases": ("fc",)},
-    "eagle-1 of Qwen2": {"generation": 1, "biases": ("fc", *ATTENTION)},
-    "eagle-1 of two layers": {"generation": 1, "layers": 2},
-    "eagle-1 with the target's embedding": {"generation": 1, "own_embedding": False},
-    "eagle-1 with an lm_head": {"generation": 1, "own_lm_head": True},
-    "eagle-3": {},
-    "eagle-3 with an embedding": {"own_embedding": True},
-    "eagle-3 of all tokens": FULL,
-    "eagle-3 with the target's lm_head": {**FULL, "own_lm_head": False},
-    "eagle-3 of another width": {"width": 12, "heads": 3, "kv_heads": 1, "head_dim": 4, "own_embedding": True},
-    "eagle-3 with biases": {"biases": ("fc", *ATTENTION, "o_proj", "gate_proj", "up_proj", "down_proj")},
-    "eagle-3 with norms of queries and keys": {"head_norms": True},
-    "eagle-3 of three layers": {"layers": 3},
-    "eagle-3 with another rotary base": {"theta": 1e6},
-}
+FIRST, FULL = {"generation": 1}, {"drafted": VOCAB}
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+BIASED = {"attention_bias": True, "qkv_bias": True, "bias": True, "mlp_bias": True}
+NO_THETA = {"rope_theta": None}
+OFFICIAL = {  # what the head is, and what its config.json says besides
+    "eagle-1": (FIRST, {}),
+    "eagle-1 with the bias of fc": (FIRST | {"biases": ("fc",)}, {"bias": False}),
+    "eagle-1 of Qwen2": (FIRST | {"biases": ("fc", *ATTENTION)}, {}),
+    "eagle-1 of two layers": (FIRST | {"layers": 2}, {"num_hidden_layers": 32}),
+    "eagle-1 with the target's embedding": (FIRST | {"own_embedding": False}, {}),
+    "eagle-1 with an lm_head": (FIRST | {"own_lm_head": True}, {}),
+    "eagle-1 without the biases of its config": (FIRST, BIASED),
+    "eagle-3": ({}, {}),
+    "eagle-3 with an embedding": ({"own_embedding": True}, {"tie_word_embeddings": True}),
+    "eagle-3 of all tokens": (FULL, {}),
+    "eagle-3 with all of its own": (FULL | {"own_embedding": True}, {"tie_word_embeddings": True}),
+    "eagle-3 with the target's lm_head": (FULL | {"own_lm_head": False}, {}),
+    "eagle-3 of another width": (
+        {"width": 12, "heads": 3, "kv_heads": 1, "head_dim": 4, "own_embedding": True}, {},
+    ),
+    "eagle-3 with biases": ({"biases": ("fc", *ATTENTION, "o_proj", "gate_proj", "up_proj", "down_proj")}, {}),
+    "eagle-3 with other biases than its config has": ({"biases": ATTENTION}, dict.fromkeys(BIASED, False)),
+    "eagle-3 without the biases of its config": ({}, BIASED),
+    "eagle-3 with norms of queries and keys": ({"head_norms": True}, {}),
+    "eagle-3 of three layers": ({"layers": 3}, {}),
+    "eagle-3 of fewer layers than its config has": ({}, {"num_hidden_layers": 5}),
+    "norm_output of SpecForge means a norm before lm_head": ({}, {"norm_output": True}),
+    "eagle-3.1 by fc_norm": ({"tap_norms": True, "feeds_back_normed": True}, {"norm_output": True}),
+    "eagle-3.1 by norm_before_fc": ({"norm_before_fc": True, "feeds_back_normed": True}, {"norm_output": True}),
+    "norms before fc without norm_output": ({"tap_norms": True}, {}),
+    "norm_before_residual": ({"norm_before_residual": True}, {"norm_before_residual": True}),
+    "layer ids from 1 are outputs": ({"taps": (2, 4, 5)}, {LAYER_IDS: (1, 3, 4)}),
+    "layer ids from 2 are inputs": ({"taps": (2, 4, 5)}, {LAYER_IDS: (2, 4, 5)}),
+    "layer ids from 3 are inputs": ({"taps": (3, 5, 7)}, {LAYER_IDS: (3, 5, 7)}),
+    "layer ids from 0 are inputs": ({"taps": (0, 3, 6)}, {LAYER_IDS: (0, 3, 6)}),
+    "layer ids of eagle_config": ({"taps": (2, 4, 5)}, {"eagle_config": {LAYER_IDS: (1, 3, 4)}}),
+    "no layer ids in eagle_config": ({}, {"eagle_config": {LAYER_IDS: None}}),
+    "five layers are read": ({"taps": (2, 3, 4, 5, 6)}, {LAYER_IDS: (2, 3, 4, 5, 6)}),
+    "own taps, 1 not shifted": (
+        {"taps": (1, 3, 4), "feeds_back_normed": True}, {"heavypath": {"taps": (1, 3, 4), "feeds_back_normed": True}},
+    ),
+    "own taps, the last after the final norm": ({"taps": (2, 5, 8)}, {"heavypath": {"taps": (2, 5, 8)}}),
+    "rope_theta": ({"theta": 1e6}, {}),
+    "rope_theta in rope_parameters": (
+        {"theta": 12345.0}, NO_THETA | {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}},
+    ),
+    "rope_theta in rope_scaling": (
+        {"theta": 12345.0}, NO_THETA | {"rope_scaling": {"type": "default", "rope_theta": 12345.0}},
+    ),
+    "rope_scaling of images": (
+        {"theta": 12345.0}, {"rope_theta": 12345.0, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+    ),
+    "no rope_theta": ({"theta": 10000.0}, NO_THETA),
+    "no rope_theta in rope_scaling": ({"theta": 10000.0}, NO_THETA | {"rope_scaling": {"rope_type": "default"}}),
+}  # fmt: skip
 VLLM = {
     "speculators": {},
     "speculators, norm before residual": {"norm_before_residual": True},
@@ -55,6 +84,7 @@ VLLM = {
     "speculators of Qwen3": {"head_norms": True, "norm_before_residual": True, "theta": 1e6},
     "speculators of two layers": {"layers": 2},
     "speculators, other layers": {"taps": (3, 5, 7)},
+    "speculators, fed back normed": {"feeds_back_normed": True},
     "speculators, eagle-3.1 by norm before fc": {"norm_before_fc": True, "feeds_back_normed": True},
     "speculators, eagle-3.1": {"tap_norms": True, "feeds_back_normed": True},
     "speculators, eagle-1": {"generation": 1, "own_embedding": False},
@@ -65,6 +95,12 @@ VLLM = {
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()
+
+
+def saved(folder, options=(), **given):
+    """A checkpoint in the official layout; its kind and tensors."""
+    kind = variant(**dict(options))
+    return write(folder, settings(kind, **given), official(kind)), kind, official(kind)
 
 
 def assert_same(head, kind, tensors, target):
@@ -88,11 +124,11 @@ def assert_returns(head, target, folder):
     torch.testing.assert_close(driven(again, target), driven(head, target), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", OFFICIAL.values(), ids=OFFICIAL)
-def test_official_heads_have_the_logits_of_the_formulas(options, target, tmp_path):
-    kind = variant(**options)
-    tensors = official(kind)
-    head = load_head(write(tmp_path / "theirs", settings(kind), tensors), target)
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_official_heads_have_the_logits_of_the_formulas(name, target, tmp_path):
+    options, given = OFFICIAL[name]
+    folder, kind, tensors = saved(tmp_path / "theirs", options, **given)
+    head = load_head(folder, target)
     assert_same(head, kind, tensors, target)
     assert_returns(head, target, tmp_path / "ours")
 
@@ -107,68 +143,113 @@ def test_heads_of_speculators_have_the_logits_of_the_formulas(options, target, t
     assert_returns(head, target, tmp_path / "ours")
 
 
-@pytest.mark.parametrize("options", [{"tap_norms": True}, {"norm_before_fc": True}], ids=["fc_norm", "norm_before_fc"])
-def test_heads_of_eagle_3_1_in_the_official_layout(options, target, tmp_path):
-    kind = variant(**options, feeds_back_normed=True)
-    tensors = official(kind)
-    head = load_head(write(tmp_path, settings(kind, norm_output=True), tensors), target)
-    assert head.config.feeds_back_normed
-    assert_same(head, kind, tensors, target)
+def test_the_formulas_of_variants_with_the_same_tensors_differ(target):
+    plain, tensors = oracle(variant(), official(variant()), target), official(variant())
+    others = {"feeds_back_normed": True}, {"norm_before_residual": True}, {"theta": 5e5}, {"taps": (1, 3, 4)}
+    for options in others:
+        assert (oracle(variant(**options), tensors, target) - plain).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("how", files.WEIGHTS)
-@pytest.mark.parametrize("options", [{"generation": 1}, {}], ids=["eagle-1", "eagle-3"])
-def test_weights_are_read_from_any_file_whole_or_in_pieces(how, options, target, tmp_path):
-    kind = variant(**options)
-    tensors = official(kind)
-    assert_same(load_head(write(tmp_path, settings(kind), tensors, how), target), kind, tensors, target)
-    assert is_head(tmp_path)
+def test_weights_are_read_from_any_file_whole_or_in_pieces(how, target, tmp_path):
+    kind = variant(generation=3 if "safetensors" in how else 1)
+    folder = write(tmp_path, settings(kind), official(kind), how)
+    assert_same(load_head(folder, target), kind, official(kind), target)
+    assert is_head(folder)
 
 
-def test_names_may_have_the_prefix_of_a_model(target, tmp_path):
-    kind = variant()
-    tensors = official(kind)
+def test_names_may_have_the_prefix_of_a_model_and_safetensors_are_preferred_to_pickles(target, tmp_path):
+    kind, tensors = variant(), official(variant())
+    write(tmp_path, settings(kind), {"fc.weight": torch.zeros(1)}, "pytorch_model.bin")
     prefixed = {name if name in ("d2t", "t2d") else f"model.{name}": tensor for name, tensor in tensors.items()}
     assert_same(load_head(write(tmp_path, settings(kind), prefixed), target), kind, tensors, target)
 
 
-def test_safetensors_are_preferred_to_pickles(target, tmp_path):
-    kind = variant()
-    tensors = official(kind)
-    write(tmp_path, settings(kind), {"fc.weight": torch.zeros(1)}, "pytorch_model.bin")
-    assert_same(load_head(write(tmp_path, settings(kind), tensors), target), kind, tensors, target)
+@pytest.mark.parametrize("options", [{}, FIRST], ids=["eagle-3", "eagle-1"])
+def test_positions_may_be_shifted_all_alike_but_the_root_is_not_one_too_far(options, target, tmp_path):
+    folder, kind, tensors = saved(tmp_path, options)
+    head = load_head(folder, target)
+    ours, entries = driven(head, target), 10
+    torch.testing.assert_close(driven(head, target, positions=range(1, entries + 3)), ours, rtol=0, atol=1e-5)
+    torch.testing.assert_close(oracle(kind, tensors, target, first_position=1), ours, rtol=0, atol=1e-5)
+    too_far = driven(head, target, positions=[*range(entries), entries + 1, entries + 2])
+    assert (too_far - ours)[-2:].abs().max() > 1e-3
 
 
-def test_pickles_that_hold_more_than_tensors_are_refused(target, tmp_path, capsys):
-    kind = variant(generation=1)
-    with pytest.raises(ValueError, match=r"cannot read the weights in .*pytorch_model\.bin"):
-        load_head(write(tmp_path, settings(kind), {"fc.weight": Harmful()}, "pytorch_model.bin"), target)
-    with pytest.raises(ValueError, match=r"'state' in .* is a dict; expected tensors by name"):
-        load_head(write(tmp_path, settings(kind), {"state": {}}, "pytorch_model.bin"), target)
-    assert "ran" not in capsys.readouterr().out
+def test_scaled_rotary_settings_are_taken(target, tmp_path, caplog):
+    plain = load_head(saved(tmp_path / "plain")[0], target).rotary_emb.inv_freq
+    linear = saved(tmp_path / "linear", rope_scaling={"type": "linear", "factor": 4.0})[0]
+    assert torch.equal(load_head(linear, target).rotary_emb.inv_freq, plain / 4)
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3["original_max_position_embeddings"] = 8192
+    head = load_head(saved(tmp_path / "llama3", rope_scaling=llama3)[0], target)
+    assert not torch.equal(head.rotary_emb.inv_freq, plain)
+    assert not caplog.records, "transformers has nothing to warn of"
+    save_head(head, tmp_path / "saved")
+    assert load_head(tmp_path / "saved", target).config == head.config
 
 
-def test_an_index_names_files_of_its_own_folder_alone(target, tmp_path):
-    kind = variant()
-    folder = write(tmp_path / "head", settings(kind), official(kind))
-    (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"fc.weight": "../elsewhere.safetensors"}}')
-    with pytest.raises(ValueError, match=r"index\.json' names '\.\./elsewhere.*', expected files of its own folder"):
-        load_head(folder, target)
+def test_an_lm_head_that_was_left_out_is_the_embedding_that_it_is_tied_to(target, tmp_path):
+    kind = variant(**FULL, own_embedding=True, own_lm_head=False)
+    folder, _, tensors = saved(tmp_path, vars(kind), tie_word_embeddings=True)
+    tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
+    assert_same(load_head(folder, target), kind, tensors, target)
+
+
+@pytest.mark.parametrize(("drafted", "d2t", "t2d"), [
+    (VOCAB // 2, torch.arange(VOCAB // 2), torch.arange(VOCAB) % 2 == 0),  # which look like ids, but t2d confirms them
+    (24, torch.zeros(24, dtype=torch.int32), torch.arange(VOCAB) < 24),
+    (VOCAB, torch.zeros(VOCAB).long(), torch.ones(VOCAB).bool()),
+])  # fmt: skip
+def test_offsets_of_tokens_are_taken_as_they_are(drafted, d2t, t2d, target, tmp_path):
+    kind = variant(drafted=drafted)
+    tensors = official(kind) | {"d2t": d2t, "t2d": t2d}
+    head = load_head(write(tmp_path, settings(kind), tensors), target)
+    assert_same(head, kind, tensors | {"d2t": d2t.long()}, target)
+
+
+def test_a_head_is_known_by_its_tensors_or_its_config(target, tmp_path):
+    config, tensors = settings(variant(generation=1)), official(variant(generation=1))
+    assert "eagle" not in json.dumps(config).lower()
+    assert is_head(write(tmp_path / "a", config, tensors))
+    without_fc = {name: tensor for name, tensor in official(variant()).items() if name != "fc.weight"}
+    assert is_head(write(tmp_path / "b", settings(variant()), without_fc))
+    assert not is_head(write(tmp_path / "c", config | {"architectures": ["Eagle2_5_VL"]}, without_fc))
+    target.save_pretrained(tmp_path / "model")
+    assert not is_head(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"fc\.weight, .* is missing; .* AutoModelForCausalLM"):
+        load_head(tmp_path / "model", target)
+
+
+def test_a_head_may_be_saved_where_it_came_from(target, tmp_path):
+    folder, kind, tensors = saved(tmp_path, FIRST)
+    head = load_head(folder, target)
+    save_head(head, folder)
+    assert_same(head, kind, tensors, target)
+    assert [*sorted(path.name for path in folder.iterdir())] == ["config.json", "model.safetensors"]
+
+
+def test_a_head_has_the_targets_dtype_but_its_rotary_table_does_not(target, tmp_path):
+    folder, *_ = saved(tmp_path)
+    for wanted, given in ((torch.float32, None), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)):
+        head = load_head(folder, target, dtype=given)
+        assert {parameter.dtype for parameter in head.parameters()} == {wanted}
+        assert head.d2t.dtype == torch.long
+        assert head.rotary_emb.inv_freq.dtype == torch.float32
+    assert load_head(folder, tiny_target().to(torch.bfloat16)).fc.weight.dtype == torch.bfloat16
+    assert load_head(folder, target, device="cpu").fc.weight.device.type == "cpu"
 
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
     """A name of a head in a cache as the hub's client keeps it, without a network."""
-    kind = variant()
     repository = tmp_path / "models--somebody--head"
-    for revision in ("1" * 40, "2" * 40):
+    for name, revision in (("main", "1" * 40), ("second", "2" * 40)):
         snapshot = repository / "snapshots" / revision
         snapshot.mkdir(parents=True)
-        write(snapshot, settings(kind, rms_norm_eps=1e-5 * int(revision[0])), official(kind))
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("1" * 40)
-    (repository / "refs" / "second").write_text("2" * 40)
+        saved(snapshot, rms_norm_eps=1e-5 * int(revision[0]))
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / name).write_text(revision)
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.setattr(huggingface_hub.constants, name, str(tmp_path), raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -177,9 +258,8 @@ def cached(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("local_files_only", [False, True])
 def test_a_name_is_looked_up_in_the_cache_without_a_network(cached, local_files_only, target):
-    kind = variant()
     head = load_head(cached, target, local_files_only=local_files_only)
-    assert_same(head, kind, official(kind), target)
+    assert_same(head, variant(), official(variant()), target)
     assert is_head(cached)
     assert load_head(cached, target, revision="second").config.rms_norm_eps == 2e-5
     with pytest.raises(FileNotFoundError, match="'somebody/else' is neither a folder with a config"):
@@ -188,7 +268,7 @@ def test_a_name_is_looked_up_in_the_cache_without_a_network(cached, local_files_
 
 
 def test_nothing_is_fetched_but_config_and_weights(target, tmp_path, monkeypatch):
-    folder, asked = write(tmp_path, settings(variant()), official(variant())), []
+    folder, asked = saved(tmp_path)[0], []
 
     def fetched(name, file, *, revision, local_files_only):
         asked.append((name, file, revision, local_files_only))
@@ -199,47 +279,8 @@ def test_nothing_is_fetched_but_config_and_weights(target, tmp_path, monkeypatch
     assert asked == [("somebody/head", file, "v2", False) for file in ("config.json", "model.safetensors")]
 
 
-def test_a_folder_without_files_is_refused(target, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"is neither a folder with a config\.json"):
-        load_head(tmp_path, target)
-    (tmp_path / "config.json").write_text(json.dumps(settings(variant())))
-    with pytest.raises(FileNotFoundError, match=r"no weights of .* expected one of model\.safetensors, "):
-        load_head(tmp_path, target)
-    (tmp_path / "config.json").write_text("[")
-    write(tmp_path / "x", {}, official(variant()))
-    (tmp_path / "x" / "config.json").write_text("[")
-    with pytest.raises(ValueError, match="cannot read"):
-        load_head(tmp_path / "x", target)
-
-
-def test_a_whole_model_is_no_head(target, tmp_path):
-    target.save_pretrained(tmp_path)
-    assert not is_head(tmp_path)
-    with pytest.raises(ValueError, match=r"fc\.weight, .* is missing; .* AutoModelForCausalLM"):
-        load_head(tmp_path, target)
-
-
-def test_a_head_is_known_by_its_tensors_or_its_config(tmp_path):
-    config, tensors = settings(variant(generation=1)), official(variant(generation=1))
-    assert "eagle" not in json.dumps(config).lower()
-    assert is_head(write(tmp_path / "a", config, tensors))
-    without_fc = {name: tensor for name, tensor in official(variant()).items() if name != "fc.weight"}
-    assert is_head(write(tmp_path / "b", settings(variant()), without_fc))
-    assert not is_head(write(tmp_path / "c", config | {"architectures": ["Eagle2_5_VL"]}, without_fc))
-
-
-def test_a_head_may_be_saved_where_it_came_from(target, tmp_path):
-    kind = variant(generation=1)
-    head = load_head(write(tmp_path, settings(kind), official(kind)), target)
-    save_head(head, tmp_path)
-    assert_same(head, kind, official(kind), target)
-    assert [*sorted(path.name for path in tmp_path.iterdir())] == ["config.json", "model.safetensors"]
-
-
 def test_load_draft_takes_heads_and_models_by_one_argument(target, tmp_path):
-    kind = variant()
-    head = load_draft(write(tmp_path / "head", settings(kind), official(kind)), target)
-    assert isinstance(head, EagleHead)
+    assert isinstance(load_draft(saved(tmp_path / "head")[0], target), EagleHead)
     target.save_pretrained(tmp_path / "model")
     model = load_draft(str(tmp_path / "model"), target)
     assert torch.equal(model.lm_head.weight, target.lm_head.weight)
@@ -248,112 +289,20 @@ def test_load_draft_takes_heads_and_models_by_one_argument(target, tmp_path):
         load_draft("nothing", target)
 
 
-def test_a_pair_may_be_a_model_and_a_head(demo_pair, tmp_path):
-    target = demo_pair.target
-    config = HeadConfig(
-        generation=3,
-        hidden_size=24,
-        target_hidden_size=target.config.hidden_size,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        vocab_size=target.config.vocab_size,
-        draft_vocab_size=target.config.vocab_size,
-        taps=(2, target.config.num_hidden_layers),
-        owns_embedding=True,
-        owns_lm_head=True,
-    )
-    save_head(EagleHead(config), tmp_path / "head")
-    assert load_pair(None, str(tmp_path / "head")).draft.config == config
+@pytest.mark.parametrize("kind", [EagleHead, MedusaHeads])
+def test_a_pair_may_be_a_model_and_a_head(kind, demo_pair, tmp_path):
+    target, folder = demo_pair.target, tmp_path / "head"
+    if kind is EagleHead:
+        save_head(new_head(target), folder)
+    else:
+        write_medusa(folder, published(target, owns=False))
+    assert isinstance(load_pair(None, str(folder)).draft, kind)
     target.save_pretrained(tmp_path / "target")
     demo_pair.tokenizer.save_pretrained(tmp_path / "target")
-    pair = load_pair(str(tmp_path / "target"), str(tmp_path / "head"))
-    assert pair.draft.config == config
-    assert load_draft(tmp_path / "head", pair).config == config
+    pair = load_pair(str(tmp_path / "target"), str(folder))
+    assert isinstance(pair.draft, kind)
+    assert isinstance(load_draft(folder, pair), kind)
     other = Tokenizer(WordLevel({"one": 0, "two": 1}, unk_token="one"))
-    PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(tmp_path / "head")
+    PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(folder)
     with pytest.raises(ValueError, match="target and draft must share one vocabulary"):
-        load_draft(tmp_path / "head", pair)
-
-
-def test_a_head_has_the_targets_dtype_but_its_rotary_table_does_not(target, tmp_path):
-    folder = write(tmp_path, settings(variant()), official(variant()))
-    for wanted, given in ((torch.float32, None), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)):
-        head = load_head(folder, target, dtype=given)
-        assert {parameter.dtype for parameter in head.parameters()} == {wanted}
-        assert head.d2t.dtype == torch.long
-        assert head.rotary_emb.inv_freq.dtype == torch.float32
-    assert load_head(folder, tiny_target().to(torch.bfloat16)).fc.weight.dtype == torch.bfloat16
-    assert load_head(folder, target, device="cpu").fc.weight.device.type == "cpu"
-
-
-def refused(folder, target, config, tensors, *expected):
-    """The message of the error, which must have all that is expected."""
-    with pytest.raises(ValueError, match="cannot draft for this target") as caught:
-        load_head(write(folder, config, tensors), target)
-    for part in expected:
-        assert re.search(part, str(caught.value)), caught.value
-
-
-@pytest.mark.parametrize("kind", [variant(), variant(generation=1)], ids=["eagle-3", "eagle-1"])
-def test_every_tensor_that_is_missing_is_named(kind, target, tmp_path):
-    tensors = official(kind)
-    for name in tensors.keys() - {"t2d", "embed_tokens.weight"}:
-        some = {other: tensor for other, tensor in tensors.items() if other != name}
-        refused(tmp_path, target, settings(kind), some, re.escape(name.replace("midlayer.", "layers.0.")), "missing")
-
-
-@pytest.mark.parametrize("kind", [variant(), variant(generation=1)], ids=["eagle-3", "eagle-1"])
-def test_every_tensor_of_another_shape_is_named_with_both_shapes(kind, target, tmp_path):
-    tensors = official(kind)
-    for name in tensors.keys() - {"fc.weight", "d2t", "t2d"}:
-        if name.endswith(("q_proj.weight", "gate_proj.weight", "lm_head.weight")):
-            continue  # of these the sizes are taken
-        wider = tensors | {name: torch.zeros(tensors[name].shape[0] + 1, *tensors[name].shape[1:])}
-        shapes = (re.escape(str([*tensor.shape])) for tensor in (wider[name], tensors[name]))
-        refused(tmp_path, target, settings(kind), wider, re.escape(name.replace("midlayer.", "layers.0.")), *shapes)
-
-
-def test_tensors_that_are_not_known_are_named(target, tmp_path):
-    config, tensors = settings(variant()), official(variant())
-    more = {"mask_hidden": torch.zeros(1), "layers.0.self_attn.sinks": torch.zeros(4)}
-    refused(tmp_path, target, config, tensors | more, "2 tensors are not known: layers.0.self_attn.sinks, mask_hidden")
-    twice = {"layers.0.hidden_norm.weight": torch.ones(16)}
-    refused(tmp_path, target, config, tensors | twice, "has 'layers.0.hidden_norm.weight' twice, once as")
-    more = {"layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
-    load_head(write(tmp_path, config, tensors | more), target)
-    refused(tmp_path, target, config, tensors | {"fc.weight": torch.zeros(16, 48, dtype=torch.int8)}, "fc.*int8")
-
-
-def test_a_target_of_another_width_is_refused(tmp_path):
-    wide = tiny_target(width=24)
-    kind = variant(own_embedding=True)
-    expected = (
-        r"fc\.weight has shape \[16, 48\], expected \[16, 72\]",
-        "states 2, 4, 5 of width 24",
-        "give the target",
-    )
-    refused(tmp_path, wide, settings(kind), official(kind), *expected)
-    missing = ("missing: embed_tokens.weight", "of width 24 and 40 tokens, for a head of width 16 and 24 tokens")
-    refused(tmp_path, wide, settings(variant()), official(variant()), *missing)
-    kind = variant(generation=1)
-    refused(tmp_path, wide, settings(kind), official(kind), r"fc\.weight has shape \[16, 32\], expected \[16, 40\]")
-
-
-def test_a_target_of_another_vocabulary_is_refused(tmp_path):
-    more, fewer = tiny_target(vocab=60), tiny_target(vocab=20)
-    for other in (more, fewer):
-        kind = variant(generation=1)
-        expected = rf"embed_tokens.weight has shape \[40, 16\], expected \[{other.vocab_size}, 16\].*give the target"
-        refused(tmp_path, other, settings(kind), official(kind), expected)
-        kind = variant(**FULL)
-        expected = rf"lm_head.weight has shape \[40, 16\], expected \[{other.vocab_size}, 16\].*give the target"
-        refused(tmp_path, other, settings(kind, vocab_size=other.vocab_size), official(kind), expected)
-        kind = variant()
-        expected = rf"t2d has shape \[40\], expected \[{other.vocab_size}\]"
-        refused(tmp_path, other, settings(kind, vocab_size=other.vocab_size), official(kind), expected)
-        tensors = official(kind)
-        tensors.pop("t2d")
-        refused(tmp_path / "other", other, settings(kind), tensors, "vocab_size 40, expected the target's")
-    refused(tmp_path / "other", fewer, settings(kind, vocab_size=20), tensors, "d2t.*expected 24 different ones")
+        load_draft(folder, pair)

@@ -4,20 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from drafted_cases import nodes_of
 from families import tiny
 from rope_cases import DYNAMIC, LIMIT, LONGROPE
-from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
-from tiny_models import exact_law, tiny_llama, transformers_greedy
+from tiny_models import tiny_llama, transformers_greedy
 
-from heavypath.kernels.filtering import Filters
-from heavypath.speculative import (
-    Lookahead,
-    PromptLookup,
-    SpeculativeDecoder,
-    TokenTree,
-    calibrate,
-    load_draft,
-)
+from heavypath.speculative import Lookahead, PromptLookup, SpeculativeDecoder, TokenTree, calibrate, load_draft
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.drafts import LookaheadDraft
 from heavypath.speculative.profile import describe, draft_parameter_count
@@ -87,18 +79,6 @@ class OfLists:
         return law
 
 
-def check_law(oracle, drafted, slot):
-    """Of all nodes of a static tree that have children, and are there."""
-    parents = drafted.parents.tolist()
-    for node in {*parents} - {-1}:
-        path, at = [], node
-        while at > 0:
-            path.insert(0, int(drafted.tokens[slot, at]))
-            at = parents[at]
-        if all(token >= 0 for token in path):
-            assert drafted.logits[slot, node].exp().tolist() == pytest.approx(oracle.law(path), abs=1e-6)
-
-
 @pytest.mark.parametrize(("options", "method", "shape", "temperature"), [
     (Lookahead(4, 3, 9), "chain", {"tree_size": 4}, 0.0),
     (Lookahead(3, 4, 100), "sequoia", {"tree": TokenTree.from_branching([2, 2, 1])}, 0.7),
@@ -117,14 +97,14 @@ def test_windows_and_pools_are_those_of_lists(options, method, shape, temperatur
         state = workspace.state
         for slot, member in enumerate(state.member[:slots].tolist()):
             oracle = oracles[member]
-            first, last = int(before[3, slot]), int(state.produced[slot])
-            if int(before[4, slot]) <= 0 or levels == 0:
+            length, first, left = before[2:5, slot].tolist()
+            if left <= 0 or levels == 0:
                 continue
-            assert len(oracle.text) == int(before[2, slot]) + 1
-            if stepped.drafted.parents.dim() == 1:
-                check_law(oracle, stepped.drafted, slot)
+            assert len(oracle.text) == length + 1
+            for node in nodes_of(oracle.text, stepped.drafted, slot, left):
+                assert node.logits.exp().tolist() == pytest.approx(oracle.law(node.path), abs=1e-6)
             accepted = int(stepped.verified.length[slot])
-            oracle.step(accepted, state.output[member, first:last].tolist())
+            oracle.step(accepted, state.output[member, first : state.produced[slot]].tolist())
             moves.add(accepted)
             window, pool = workspace.draft_cache.window[slot], workspace.draft_cache.pool[slot]
             kept = [[token if token >= 0 else None for token in level] for level in window.T.tolist()]
@@ -161,48 +141,32 @@ def test_a_window_by_hand():
     assert cache.window.tolist() == [[[5, 8], [6, 9], [-1, -1]]]
 
 
-def test_a_window_is_left_behind_where_more_is_accepted_than_it_has_columns():
+def test_a_window_ends_where_more_is_accepted_than_it_has_columns_and_with_its_text():
     draft = LookaheadDraft(Lookahead(2, 3, 4), 10, torch.device("cpu"))
     cache = draft.new_cache(3, 20)
+    new = cache.window.clone(), cache.pool.clone()
     cache.window.copy_(torch.tensor([[0, 4], [2, 5]]))
     extra = draft.extra_nodes(cache, torch.tensor([1, 1, 1]), torch.tensor([7, 7, 7]))
     extra.read(torch.zeros(3, 3, 10), torch.tensor([2, 1, 9]))
     assert cache.window.tolist() == [[[-1, -1], [-1, -1]], [[5, 0], [-1, -1]], [[-1, -1], [-1, -1]]]
-
-
-def test_a_cache_forgets_former_texts():
-    cache = LookaheadDraft(Lookahead(2, 3, 4), 10, torch.device("cpu")).new_cache(3, 20)
-    new = cache.window.clone(), cache.pool.clone()
-    cache.window.fill_(7)
-    cache.pool.fill_(7)
     cache.first(2).begin(torch.tensor([3, 5]))
     assert all(torch.equal(kept[:2], was[:2]) for kept, was in zip((cache.window, cache.pool), new, strict=True))
 
 
 def test_greedy_text_takes_fewer_steps_than_with_prompt_lookup():
     target = tiny_llama(1, 50, initializer_range=0.2)
-    prompts = torch.randint(50, (4, 6), generator=torch.Generator().manual_seed(1))
-    expected = transformers_greedy(target, prompts, 40)
-    steps = []
+    prompts, steps = torch.randint(50, (4, 6), generator=torch.Generator().manual_seed(1)), []
     for draft in (Lookahead(6, 4, 200), PromptLookup()):
         out = SpeculativeDecoder(target, draft, "sequoia", tree_size=6).generate(prompts, 40)
-        assert torch.equal(out.sequences, expected)
+        assert torch.equal(out.sequences, transformers_greedy(target, prompts, 40))
         steps.append(int(out.stats.steps_of.sum()))
     assert steps[0] < 0.9 * steps[1]
-
-
-def test_the_joint_law_of_tokens_drafted_from_the_n_grams_of_steps_before_is_the_targets():
-    target, prompt = tiny_llama(1), torch.tensor([3, 1, 4, 3, 1])
-    decoder = SpeculativeDecoder(target, Lookahead(2, 3, 8), "sequoia", tree_size=3)
-    out = decoder.generate(prompt.expand(5_000, -1), max_new_tokens=4, temperature=0.9, seed=4)
-    assert out.stats.acceptance_by_depth[0] > 0
-    law = exact_law(target, prompt, Filters(0.9), 4).view(49, 49).sum(0)  # of the last two
-    assert chi_square_p_value(joint_counts(out.sequences[:, 7:], 7), law) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize(("kind", "ropes", "length", "new"), [
     ("gemma2", {}, 30, 24), ("gpt_oss", {}, 30, 24),  # windows of 32 tokens hold for guesses, too
     ("gpt2", {}, 52, 12),  # guesses lie after the last position, 63
+    ("gpt2", {}, 1, 1), ("gpt2", {}, 1, 2),  # a text of one token may get one more
     ("llama", LONGROPE, 6, LIMIT - 6), ("phi3", LONGROPE, 6, LIMIT - 6), ("llama", DYNAMIC, 6, 26),  # no longer a text
 ])  # fmt: skip
 def test_guesses_after_the_text_do_not_change_it(kind, ropes, length, new):
@@ -212,30 +176,14 @@ def test_guesses_after_the_text_do_not_change_it(kind, ropes, length, new):
     assert torch.equal(out.sequences, transformers_greedy(target, prompt, new))
 
 
-def test_a_text_of_one_token_may_get_one_more():
-    target, prompt = tiny_llama(1), torch.tensor([[5]])
-    decoder = SpeculativeDecoder(target, Lookahead(), "sequoia", tree_size=4)
-    for new in (1, 2, 9):
-        assert torch.equal(decoder.generate(prompt, new).sequences, transformers_greedy(target, prompt, new))
-
-
-def test_it_is_known_by_its_name_and_its_settings():
+def test_it_is_known_by_its_name_and_its_settings_and_has_no_acceptance_token_by_token():
     target = tiny_llama(1)
     assert load_draft("lookahead", target) == Lookahead()
     assert describe(Lookahead(5, 4, 9)) == "Lookahead(window=5, ngram=4, pool=9)"
     assert draft_parameter_count(Lookahead(), target) == 0
-
-
-def test_its_acceptance_is_not_counted_token_by_token():
-    with pytest.raises(
-        ValueError, match="the n-grams of a lookahead come of a decoder's steps; give the decoder a tree"
-    ):
-        calibrate(tiny_llama(1), Lookahead(2))
-
-
-@pytest.mark.parametrize("wrong", [{"window": 0}, {"ngram": 2}, {"pool": 0}])
-def test_other_sizes_are_refused(wrong):
-    given = {"window": 5, "ngram": 4, "pool": 3} | wrong
-    message = f"window >= 1, ngram >= 3 and pool >= 1, got {given['window']}, {given['ngram']} and {given['pool']}"
-    with pytest.raises(ValueError, match=message):
-        Lookahead(**given)
+    with pytest.raises(ValueError, match="the n-grams of a lookahead come of a decoder's steps; give the decoder a tr"):
+        calibrate(target, Lookahead(2))
+    for wrong in ((0, 4, 3), (5, 2, 3), (5, 4, 0)):
+        message = "window >= 1, ngram >= 3 and pool >= 1, got {}, {} and {}".format(*wrong)
+        with pytest.raises(ValueError, match=message):
+            Lookahead(*wrong)

@@ -8,10 +8,9 @@ from harmful_files import Harmful
 from head_checkpoints import tiny_target
 from medusa_checkpoints import LAYOUTS, oracle, published, write
 
-from heavypath.speculative import MedusaHeads, load_draft
+from heavypath.speculative import load_draft
 from heavypath.speculative.drafts.heads.checkpoint import is_head
 from heavypath.speculative.drafts.medusa.checkpoint import WEIGHTS, is_medusa, load_medusa
-from heavypath.speculative.loading import load_pair
 
 TEXT = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 
@@ -32,11 +31,15 @@ def assert_same(heads, tensors, target):
 
 
 @pytest.mark.parametrize("owns", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("file", WEIGHTS)
-@pytest.mark.parametrize(("heads", "layers"), [(1, 1), (3, 1), (4, 2)])
-def test_both_layouts_have_the_logits_of_the_formula(heads, layers, file, owns, target, tmp_path):
+@pytest.mark.parametrize(("heads", "layers", "file", "config"), [
+    (1, 1, WEIGHTS[0], {}),
+    (3, 1, WEIGHTS[1], {"medusa_num_heads": None}),
+    (3, 2, WEIGHTS[1], {"medusa_num_heads": 2, "medusa_num_layers": 4}),  # the tensors are believed
+    (12, 1, WEIGHTS[0], {}),  # in the order of their numbers
+])  # fmt: skip
+def test_both_layouts_have_the_logits_of_the_formula(heads, layers, file, config, owns, target, tmp_path):
     tensors = published(target, heads, layers, owns)
-    loaded = load_medusa(write(tmp_path, tensors, file), target)
+    loaded = load_medusa(write(tmp_path, tensors, file, **config), target)
     assert (loaded.config.heads, loaded.config.layers, loaded.config.owns_lm_heads) == (heads, layers, owns)
     assert_same(loaded, tensors, target)
 
@@ -44,24 +47,6 @@ def test_both_layouts_have_the_logits_of_the_formula(heads, layers, file, owns, 
 def test_a_head_may_be_an_lm_head_alone(target, tmp_path):
     tensors = published(target, 2, layers=0)
     assert_same(load_medusa(write(tmp_path, tensors), target), tensors, target)
-
-
-@pytest.mark.parametrize("config", [{"medusa_num_heads": 2, "medusa_num_layers": 4}, {"medusa_num_heads": None}])
-def test_heads_and_layers_are_those_of_the_tensors_whatever_the_config_says(config, target, tmp_path):
-    tensors = published(target, heads=3, layers=2)
-    assert_same(load_medusa(write(tmp_path, tensors, **config), target), tensors, target)
-
-
-def test_more_than_ten_heads_are_in_the_order_of_their_numbers(target, tmp_path):
-    tensors = published(target, heads=12)
-    assert_same(load_medusa(write(tmp_path, tensors), target), tensors, target)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_heads_have_the_targets_dtype_unless_another_is_asked_for(dtype, target, tmp_path):
-    folder = write(tmp_path, published(target))
-    assert {weight.dtype for weight in load_medusa(folder, target).parameters()} == {torch.float32}
-    assert {weight.dtype for weight in load_medusa(folder, target, dtype=dtype).parameters()} == {dtype}
 
 
 def test_a_layer_that_all_layers_of_a_head_share_is_loaded_for_each_of_them(target, tmp_path):
@@ -73,6 +58,12 @@ def test_a_layer_that_all_layers_of_a_head_share_is_loaded_for_each_of_them(targ
     assert_same(load_medusa(write(tmp_path, tensors), target), tensors, target)
 
 
+def test_heads_have_the_targets_dtype_unless_another_is_asked_for(target, tmp_path):
+    folder = write(tmp_path, published(target))
+    for wanted, given in ((torch.float32, None), (torch.float16, torch.float16), (torch.float64, torch.float64)):
+        assert {weight.dtype for weight in load_medusa(folder, target, dtype=given).parameters()} == {wanted}
+
+
 def refused(folder, target, tensors, *expected):
     with pytest.raises(ValueError, match="cannot draft for this target") as caught:
         load_medusa(write(folder, tensors), target)
@@ -81,45 +72,30 @@ def refused(folder, target, tensors, *expected):
 
 
 @pytest.mark.parametrize("owns", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_tensor_that_is_missing_is_named(owns, target, tmp_path):
+def test_every_tensor_that_is_missing_or_of_another_shape_is_named(owns, target, tmp_path):
     tensors = published(target, heads=3, layers=2, owns=owns)
-    for name in tensors:
-        some = {other: tensor for other, tensor in tensors.items() if other != name}
-        refused(tmp_path, target, some, rf"1 tensors are missing: {re.escape(name)}; expected those of 3 heads of 2")
-    refused(tmp_path, target, {}, r"0\.0\.linear\.weight, the first layer of the first head, is missing; got nothing")
-
-
-@pytest.mark.parametrize("owns", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_tensor_of_another_shape_is_named_with_both_shapes(owns, target, tmp_path):
-    tensors = published(target, owns=owns)
     for name, tensor in tensors.items():
+        some = {other: found for other, found in tensors.items() if other != name}
+        refused(tmp_path, target, some, rf"1 tensors are missing: {re.escape(name)}; expected those of 3 heads of 2")
         wider = tensors | {name: torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:])}
         shapes = (re.escape(str([*each.shape])) for each in (wider[name], tensor))
         refused(tmp_path, target, wider, re.escape(name), *shapes, "the target that the heads were trained for")
 
 
-def test_heads_of_another_target_are_refused_by_the_shapes(target, tmp_path):
-    refused(
-        tmp_path, tiny_target(vocab=50), published(target), r"0\.1\.weight has shape \[40, 16\], expected \[50, 16\]"
-    )
-    refused(
-        tmp_path, tiny_target(width=24), published(target, owns=False), r"expected \[24, 24\] for a target of width 24"
-    )
-
-
-def test_tensors_that_are_not_known_are_named(target, tmp_path):
+def test_what_is_no_head_for_this_target_is_refused(target, tmp_path):
+    whole = published(target)
     more = {"0.1.bias": torch.zeros(40), "medusa_head.0.0.linear.weight": torch.zeros(16, 16)}
-    refused(tmp_path, target, published(target) | more, r"2 tensors are not known: 0\.1\.bias, medusa_head\.0\.0\.lin")
-    refused(
-        tmp_path, target, {"fc.weight": torch.zeros(16, 32)}, r"0\.0\.linear\.weight, .* is missing; got fc\.weight"
-    )
-    whole = published(target) | {"1.0.linear.weight": torch.zeros(16, 16, dtype=torch.int8)}
-    refused(tmp_path, target, whole, r"1\.0\.linear\.weight is torch\.int8; expected floating point")
-
-
-def test_a_number_that_is_far_off_is_refused_at_once(target, tmp_path):
+    refused(tmp_path, target, whole | more, r"2 tensors are not known: 0\.1\.bias, medusa_head\.0\.0\.lin")
+    refused(tmp_path, target, {}, r"0\.0\.linear\.weight, the first layer of the first head, is missing; got nothing")
+    other = {"fc.weight": torch.zeros(16, 32)}
+    refused(tmp_path, target, other, r"0\.0\.linear\.weight, .* is missing; got fc\.weight")
+    whole_numbers = {"1.0.linear.weight": torch.zeros(16, 16, dtype=torch.int8)}
+    refused(tmp_path, target, whole | whole_numbers, r"1\.0\.linear\.weight is torch\.int8; expected floating point")
     far = {"999999999.0.linear.bias": torch.zeros(16)}
-    refused(tmp_path, target, published(target) | far, "names are of 1000000000 heads of 1 layers, and there are 10")
+    refused(tmp_path, target, whole | far, "names are of 1000000000 heads of 1 layers, and there are 10")
+    refused(tmp_path, tiny_target(vocab=50), whole, r"0\.1\.weight has shape \[40, 16\], expected \[50, 16\]")
+    shared = published(target, owns=False)
+    refused(tmp_path, tiny_target(width=24), shared, r"expected \[24, 24\] for a target of width 24")
 
 
 def test_pickles_that_hold_more_than_tensors_are_refused(target, tmp_path, capsys):
@@ -145,14 +121,3 @@ def test_heads_are_known_by_their_file_also_beside_a_base_that_was_trained_along
     target.save_pretrained(folder)
     assert is_medusa(folder)
     assert_same(load_draft(folder, target), tensors, target)
-
-
-def test_a_pair_may_be_a_model_and_medusa_heads(demo_pair, tmp_path):
-    target = demo_pair.target
-    write(tmp_path / "heads", published(target, owns=False))
-    assert isinstance(load_pair(None, str(tmp_path / "heads")).draft, MedusaHeads)
-    target.save_pretrained(tmp_path / "target")
-    demo_pair.tokenizer.save_pretrained(tmp_path / "target")
-    pair = load_pair(str(tmp_path / "target"), str(tmp_path / "heads"))
-    assert isinstance(pair.draft, MedusaHeads)
-    assert isinstance(load_draft(tmp_path / "heads", pair), MedusaHeads)

@@ -1,74 +1,88 @@
-"""The shipped pair is what its record and its training script say."""
+"""The shipped pair and head are what their records and their training scripts say."""
 
 import json
+from dataclasses import asdict
 
+import pytest
 import torch
 from safetensors import safe_open
 
-from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.demo import FOLDER, demo_prompts
-from heavypath.speculative.demo.train import draft_config, target_config
+from heavypath.speculative.demo.head_training import head_config
+from heavypath.speculative.demo.train import HEAD_PHASES, draft_config, target_config
+from heavypath.speculative.drafts.heads.checkpoint import load_head
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
+from heavypath.speculative.training.learning import measure_agreement
+from heavypath.speculative.training.memory import Parts
+from heavypath.speculative.training.student import student_of_head
+from heavypath.speculative.training.teacher import Teacher
 from heavypath.speculative.trees.acceptance import measure_acceptance
 
-RECORD = json.loads((FOLDER / "record.json").read_text())
+RECORD, OF_HEAD = (json.loads((folder / "record.json").read_text()) for folder in (FOLDER, FOLDER / "head"))
 
 
-def test_the_pair_is_small_and_its_weights_are_safetensors_in_half_precision():
+@pytest.fixture(scope="module")
+def head(demo_pair):
+    return load_head(FOLDER / "head", demo_pair.target)
+
+
+def test_all_is_small_and_its_weights_are_safetensors_in_half_precision():
     files = [path for path in FOLDER.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
     assert sum(path.stat().st_size for path in files) <= 24e6
     assert {path.suffix for path in files} == {".json", ".safetensors"}
-    for name in ("target", "draft"):
+    for name in ("target", "draft", "head"):
         with safe_open(FOLDER / name / "model.safetensors", "pt") as weights:
-            assert {weights.get_tensor(key).dtype for key in weights.keys()} == {torch.float16}  # noqa: SIM118
+            tensors = {key: weights.get_tensor(key) for key in weights.keys()}  # noqa: SIM118
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    official = {"fc.weight", "fc_norm.2.weight", "midlayer.self_attn.q_proj.weight", "norm.weight"}
+    assert official < set(tensors), "a head in the official layout"
+    assert sum(tensor.numel() for tensor in tensors.values()) == OF_HEAD["parameters"]
+    assert {path.name for path in (FOLDER / "head").iterdir()} == {"config.json", "model.safetensors", "record.json"}
 
 
-def test_the_models_have_the_shapes_that_the_script_trains(demo_pair):
+def test_the_models_have_the_shapes_that_the_scripts_train(demo_pair, head):
     for model, config in ((demo_pair.target, target_config()), (demo_pair.draft, draft_config())):
         assert not model.training
         assert model.dtype == torch.float32
         for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):
             assert getattr(model.config, field) == getattr(config, field)
         assert model.config.num_key_value_heads < model.config.num_attention_heads
+    assert head.config == head_config()
+    assert OF_HEAD["training"]["phases"] == json.loads(json.dumps([asdict(phase) for phase in HEAD_PHASES]))
 
 
-def test_the_tokenizer_gives_back_any_text(demo_pair):
-    for text in (*demo_prompts(), "déjà vu 🌲\n\tif x:\r\n        pass", ""):
-        ids = demo_pair.tokenizer(text).input_ids
-        assert demo_pair.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
-        assert max(ids, default=0) < len(demo_pair.tokenizer) == demo_pair.target.config.vocab_size
-
-
-def test_texts_of_different_lengths_are_padded_on_the_left(demo_pair):
-    batch = demo_pair.tokenizer(["def f(x):", "x"], return_tensors="pt", padding=True)
-    assert batch.attention_mask[1].tolist() == [0] * (batch.input_ids.shape[1] - 1) + [1]
-    out = SpeculativeDecoder(demo_pair.target, demo_pair.draft).generate(**batch, max_new_tokens=8)
-    alone = SpeculativeDecoder(demo_pair.target, demo_pair.draft).generate(batch.input_ids[1:, -1:], max_new_tokens=8)
-    assert out.sequences[1, -8:].tolist() == alone.sequences[0, -8:].tolist()
-
-
-def test_prompts_are_different_and_have_the_promised_length(demo_pair):
-    prompts = demo_prompts()
+def test_the_tokenizer_gives_back_any_text_and_pads_on_the_left(demo_pair):
+    tokenizer, prompts = demo_pair.tokenizer, demo_prompts()
+    for text in (*prompts, "déjà vu 🌲\n\tif x:\r\n        pass", ""):
+        ids = tokenizer(text).input_ids
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+        assert max(ids, default=0) < len(tokenizer) == demo_pair.target.config.vocab_size
+    mask = tokenizer(["def f(x):", "x"], return_tensors="pt", padding=True).attention_mask
+    assert mask[1].tolist() == [0] * (mask.shape[1] - 1) + [1]
     assert len(set(prompts)) == len(prompts) >= 20
-    assert all(30 <= len(demo_pair.tokenizer(prompt).input_ids) <= 80 for prompt in prompts)
+    assert all(30 <= len(tokenizer(prompt).input_ids) <= 80 for prompt in prompts)
 
 
-def test_the_draft_fits_the_target_on_held_out_text():
-    assert RECORD["overlap_at_temperature_1"] >= 0.58
+def test_records_say_that_drafts_fit_the_target_and_the_head_better_than_the_model():
+    overlap, of_head = RECORD["overlap_at_temperature_1"], OF_HEAD["overlap_at_temperature_1"]
+    assert overlap >= 0.58
+    assert of_head == sorted(of_head, reverse=True)
+    assert of_head[0] >= 0.68
+    assert of_head[4] >= max(0.6, overlap)
     assert RECORD["loss"]["target"]["held_out"] < RECORD["loss"]["draft"]["held_out"]
-
-
-def test_default_acceptance_is_the_recorded_one_at_temperature_0_6():
     assert list(DEFAULT_ACCEPTANCE) == RECORD["acceptance"]["0.6"]["unconditional"]
 
 
-def test_recorded_acceptance_is_about_that_of_the_prompts(demo_pair):
-    """The prompts are held-out text too, though a small part of it."""
+def test_what_is_recorded_is_about_what_the_prompts_have(demo_pair, head):
+    """They are held-out text too, though a small part of it."""
     target, draft, tokenizer = demo_pair
-    total, positions = torch.zeros(8, dtype=torch.float64), 0
+    student, teacher, parts = student_of_head(head, target), Teacher(target, head.config.taps), Parts(2, "", print)
+    acceptance, overlaps, positions = torch.zeros(8, dtype=torch.float64), torch.zeros(5), 0
     for prompt in demo_prompts():
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        total += ids.numel() * measure_acceptance(target, draft, ids, temperature=1.0)
+        acceptance += ids.numel() * measure_acceptance(target, draft, ids, temperature=1.0)
+        overlaps += ids.numel() * measure_agreement(student, teacher, ids, 5, parts)[0]
         positions += ids.numel()
     recorded = torch.tensor(RECORD["acceptance"]["1.0"]["unconditional"], dtype=torch.float64)
-    assert (total / positions - recorded).abs().max() < 0.08
+    assert (acceptance / positions - recorded).abs().max() < 0.08
+    assert (overlaps / positions - torch.tensor(OF_HEAD["overlap_at_temperature_1"])).abs().max() < 0.08

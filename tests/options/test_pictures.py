@@ -1,26 +1,16 @@
 """The pictures of the READMEs: they are drawings of their own, and show what the package computes."""
 
-import importlib
 import shutil
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from bench_scripts import script
 
 from heavypath.speculative.trees.tree import TokenTree
 
-BENCH = Path(__file__).parents[2] / "bench"
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.fixture(scope="module")
-def modules():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCH)
-        names = ("pictures", "picture_order", "picture_ranks", "picture_step", "picture_trace", "common")
-        yield {name: importlib.import_module(name) for name in names}
 
 
 def drawn(module, path):
@@ -31,9 +21,9 @@ def drawn(module, path):
     return size, [text.text for text in root.iter(f"{SVG}text")], path.read_text()
 
 
-def test_the_picture_of_orders_counts_the_blocks_of_one_tree(modules, tmp_path):
-    _, texts, file = drawn(modules["picture_order"], tmp_path / "order.svg")
-    tree = modules["common"].random_tree(96)
+def test_the_picture_of_orders_counts_the_blocks_of_one_tree(tmp_path):
+    _, texts, file = drawn(script("picture_order"), tmp_path / "order.svg")
+    tree = script("common").random_tree(96)
     heavy = tree.reordered("heavy_path")[0]
     assert f"{tree.occupied_blocks(8)} of 78 blocks" in texts
     assert f"{heavy.occupied_blocks(8)} of 78 blocks" in texts
@@ -41,9 +31,9 @@ def test_the_picture_of_orders_counts_the_blocks_of_one_tree(modules, tmp_path):
     assert "http" not in file.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_the_picture_of_ranks_shows_the_trees_that_are_simulated(modules, tmp_path):
-    (width, height), texts, _ = drawn(modules["picture_ranks"], tmp_path / "ranks.svg")
-    ranks = modules["picture_ranks"]
+def test_the_picture_of_ranks_shows_the_trees_that_are_simulated(tmp_path):
+    (width, height), texts, _ = drawn(script("picture_ranks"), tmp_path / "ranks.svg")
+    ranks = script("picture_ranks")
     for draft in ranks.DRAFTS:
         assert f"drafted for by {draft}" in texts
         gains = [ranks.simulated(draft, count).best.gain for count in ranks.RANKS]
@@ -54,16 +44,16 @@ def test_the_picture_of_ranks_shows_the_trees_that_are_simulated(modules, tmp_pa
     assert ranks.height_of(1) < height
 
 
-def test_runs_and_heavy_paths_by_hand(modules):
-    order = modules["picture_order"]
+def test_runs_and_heavy_paths_by_hand():
+    order = script("picture_order")
     assert order.runs(torch.tensor([True, True, False, True])) == [(0, 2), (3, 4)]
     assert order.runs(torch.tensor([False, True])) == [(1, 2)]
     # Node 2 has the larger subtree, though node 1 comes first.
     assert order.heavy_path(TokenTree([-1, 0, 0, 2, 3])) == [0, 2, 3, 4]
 
 
-def test_the_picture_of_a_step_has_its_tokens_and_keeps_within_its_cards(modules, tmp_path):
-    picture = modules["picture_step"]
+def test_the_picture_of_a_step_has_its_tokens_and_keeps_within_its_cards(tmp_path):
+    picture = script("picture_step")
     step = next(picture.steps_worth_showing())
     assert step.fates[step.path[1]] == "accepted"
     size, texts, file = drawn(picture, tmp_path / "step.svg")
@@ -77,12 +67,12 @@ def test_the_picture_of_a_step_has_its_tokens_and_keeps_within_its_cards(modules
     assert len(file) < 40_000
 
 
-def test_without_chromium_the_command_says_what_is_missing(modules, monkeypatch, tmp_path):
+def test_without_chromium_the_command_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match="trace: the picture of a trace needs Chromium"):
-        modules["pictures"].main(["--plot", str(tmp_path), "--only", "trace"])
+        script("pictures").main(["--plot", str(tmp_path), "--only", "trace"])
     with pytest.raises(SystemExit):
-        modules["pictures"].main(["--plot", str(tmp_path / "no-such-folder")])
+        script("pictures").main(["--plot", str(tmp_path / "no-such-folder")])
 
 
 @pytest.mark.slow
@@ -90,9 +80,9 @@ def test_without_chromium_the_command_says_what_is_missing(modules, monkeypatch,
     not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
     reason="no Chromium on the path",
 )
-def test_the_page_of_a_trace_is_cropped_to_what_is_drawn(modules, tmp_path, capsys):
+def test_the_page_of_a_trace_is_cropped_to_what_is_drawn(tmp_path, capsys):
     image = pytest.importorskip("PIL.Image")
-    modules["pictures"].main(["--plot", str(tmp_path), "--only", "trace"])
+    script("pictures").main(["--plot", str(tmp_path), "--only", "trace"])
     path = tmp_path / "pictures-trace.png"
     assert capsys.readouterr().out == f"{path}\n"
     assert path.stat().st_size < 200_000

@@ -8,7 +8,7 @@ from tiny_models import tiny_llama
 from torch import Tensor
 
 from heavypath.kernels.commit import StateField
-from heavypath.speculative import Cascade, MedusaHeads, PromptLookup
+from heavypath.speculative import Cascade, MedusaHeads, Merge, Mixture, PromptLookup
 
 PROMPTS = [torch.tensor([3, 1, 4, 1, 5, 2]), torch.tensor([2, 6, 5])]
 
@@ -42,6 +42,18 @@ def drafted_nodes(decoder, new_tokens, prompts=PROMPTS):
     return out, nodes
 
 
+def assert_drafts_as_said(decoder, draft, new_tokens, prompts=PROMPTS, atol=3e-4):
+    """What passes over the whole text say, at each node, over steps that accept some. Returns the nodes."""
+    out, nodes = drafted_nodes(decoder, new_tokens, prompts)
+    for node in nodes:
+        own = draft.drafts[node.first % len(draft.drafts)] if isinstance(draft, Merge) else draft
+        said = said_by(own, decoder.target, node.text, node.path)
+        torch.testing.assert_close(law_of(node.logits), said, atol=atol, rtol=1e-3)
+    assert max(len(node.path) for node in nodes) > 0, "there were only roots"
+    assert out.stats.tokens_per_step > 1.05, "nothing is shown of rows behind accepted nodes"
+    return nodes
+
+
 def nodes_of(text, drafted, slot, most):
     """Each distribution of a sequence's tree once, of those above the last level that fits."""
     parents, ranks = (each if each.dim() == 1 else each[slot] for each in (drafted.parents, drafted.ranks))
@@ -73,7 +85,7 @@ def steps_of(decoder, *arguments, **options):
         decoder.runner.run = run
 
 
-def assert_a_later_turn_drafts_the_same(decoder, *, unread=12):
+def assert_later_turns_agree(decoder, *, unread=12):
     """With and without what is cached of the turn before; all but `unread` tokens of it are taken from there."""
     first = decoder.generate(torch.tensor([[3, 1, 4, 1, 5, 2, 2]]), max_new_tokens=30, temperature=1.0)
     cache = first.cache
@@ -95,9 +107,11 @@ def said_by(draft, target, text, path):
     if isinstance(draft, Cascade):
         ends = torch.tensor(draft.levels).cumsum(0)[:-1]
         return said_by(draft.drafts[int((ends <= len(path)).sum())], target, text, path)
+    if isinstance(draft, Mixture):  # the weighted mean of its parts, or of those that propose anything
+        parts = torch.stack([said_by(part, target, text, path) for part in draft.drafts], 1)
+        return normalised(parts @ torch.tensor(draft.weights or [0.9, 0.05, 0.05]))
     if isinstance(draft, PromptLookup):
-        probs = torch.tensor(followed(text.tolist(), whole.tolist(), draft, 7))
-        return probs / probs.sum().clamp(min=1e-30)
+        return normalised(torch.tensor(followed(text.tolist(), whole.tolist(), draft, 7)))
     if isinstance(draft, MedusaHeads):  # all of them speak of the feature before the root
         states = target(text[None], output_hidden_states=True).hidden_states[-1][0]
         before = states[-2:-1] if len(text) > 1 else torch.zeros_like(states)
@@ -110,7 +124,11 @@ def said_by(draft, target, text, path):
 
 def law_of(logits):
     """Probabilities; zeros of logits that propose nothing."""
-    return logits.softmax(-1) if logits.max() > -torch.inf else torch.zeros_like(logits)
+    return normalised((logits - logits.max().clamp(min=-1e30)).exp())
+
+
+def normalised(probs):
+    return probs / probs.sum().clamp(min=1e-30)
 
 
 def followed(text, context, options, vocab):

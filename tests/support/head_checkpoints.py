@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import torch
 from safetensors.torch import save_file
+from tiny_models import tiny_llama
 from torch.nn.functional import scaled_dot_product_attention, silu
-from transformers import LlamaConfig, LlamaForCausalLM
 
 LAYERS, WIDTH, VOCAB = 8, 16, 40
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -19,17 +19,8 @@ DRAFTED = [8, 9]  # two levels below the root
 
 
 def tiny_target(width=WIDTH, vocab=VOCAB, layers=LAYERS):
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        rope_theta=5e5,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
+    shape = {"hidden_size": width, "num_key_value_heads": 2, "intermediate_size": 32}
+    return tiny_llama(7, vocab, layers, **shape, rope_theta=5e5, initializer_range=0.2)
 
 
 def variant(**options):
