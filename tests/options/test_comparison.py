@@ -2,32 +2,28 @@
 
 import io
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from profile_cases import greedy_counts, profile_of
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import tiny_llama
 
-from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree, calibrate
+from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree
 from heavypath.speculative.comparison import ASSISTED, PLAIN, Row, as_table, compare, headline
 from heavypath.speculative.examples.own_verifier import sample_the_target
+from heavypath.speculative.profile import describe
 from heavypath.speculative.prompts import read_prompts
 from heavypath.speculative.ratio_plot import plot_ratios
 
 PROMPTS = [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5, 9, 2]])]
 
 
-def tiny_llama(seed):
-    torch.manual_seed(seed)
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(**shape, vocab_size=11, max_position_embeddings=64, bos_token_id=None, eos_token_id=None)
-    return LlamaForCausalLM(config).eval()
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pair():
-    return tiny_llama(0), tiny_llama(1)
+    return [tiny_llama(seed, vocab_size=11, layers=1, num_key_value_heads=2) for seed in (0, 1)]
 
 
 def verdicts(rows):
@@ -55,20 +51,13 @@ def test_plain_decoding_takes_one_forward_per_token_and_is_the_reference(pair):
     assert all(row.ratio_range[0] <= row.ratio <= row.ratio_range[1] for row in rows)
 
 
-def test_a_perfect_draft_emits_a_chain_and_one_more_for_each_forward(pair):
-    rows = compare(pair[0], pair[0], PROMPTS, methods=["chain"], max_new_tokens=9, tree_size=5)
-    assert rows[-1].tokens_per_forward == 9 / 2  # twice 4 and the bonus token, less 1
-
-
-def test_another_token_counts_as_a_difference(pair, monkeypatch):
-    last_token_changed(monkeypatch, lambda token: (token + 1) % 11)
-    row = compare(*pair, PROMPTS, methods=["sequoia"], max_new_tokens=8)[-1]
+def test_another_token_counts_as_a_difference_and_one_of_the_same_logit_as_a_tie(monkeypatch):
+    target, draft = (tiny_llama(seed, vocab_size=11, layers=1) for seed in (0, 1))
+    with monkeypatch.context() as patched:
+        last_token_changed(patched, lambda token: (token + 1) % 11)
+        row = compare(target, draft, PROMPTS, methods=["sequoia"], max_new_tokens=8)[-1]
     assert row.text == "differs"
     assert row.logit_gap > 1e-4
-
-
-def test_a_token_of_the_same_logit_counts_as_a_tie(pair, monkeypatch):
-    target, draft = pair
     target.lm_head.weight.data[1::2] = target.lm_head.weight[0:10:2]  # tokens 2i and 2i + 1 tie
     last_token_changed(monkeypatch, lambda token: torch.where(token < 10, token ^ 1, token))
     row = compare(target, draft, PROMPTS, methods=["sequoia"], max_new_tokens=8)[-1]
@@ -84,21 +73,6 @@ def test_sampled_races_are_held_to_the_plain_text_and_the_rest_to_no_text(pair, 
     steps = iter(range(100))
     last_token_changed(monkeypatch, lambda token: (token + next(steps)) % 11)
     assert verdicts(compare(*pair, PROMPTS, **options))["ersd"] == "differs"
-    with pytest.raises(ValueError, match="compared with 'autoregressive'; add it"):
-        compare(*pair, PROMPTS, methods=["ersd"], temperature=1.0)
-
-
-def test_no_prompts_are_refused(pair):
-    with pytest.raises(ValueError, match="at least one prompt, got none"):
-        compare(*pair, [])
-
-
-def test_the_table_fits_80_columns(pair):
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(as_table(compare(*pair, PROMPTS, max_new_tokens=2)))
-    lines = console.export_text().splitlines()
-    assert any(line.split()[:2] == ["transformers", "generate"] for line in lines)
-    assert not any("…" in line for line in lines)
 
 
 def test_several_drafts_are_combined_with_each_method_and_ready_decoders_are_taken_as_they_are(pair):
@@ -115,28 +89,25 @@ def test_several_drafts_are_combined_with_each_method_and_ready_decoders_are_tak
     assert rows["chain, same"].tokens_per_forward == 9 / 2  # twice 4 and the bonus token, less 1
 
 
-@pytest.mark.usefixtures("any_noise")
 def test_shapes_and_profiles_are_those_of_the_decoders(pair, tmp_path):
     target, draft = pair
     options = {"methods": ["sequoia"], "max_new_tokens": 12}
     four = compare(target, target, PROMPTS, tree=TokenTree.chain(3), **options)[-1]
     assert four.tokens_per_forward == 4  # 3 drafted and a bonus token
-    calibrate(target, draft, temperatures=[0.0], sizes=(1, 2, 3), batch_sizes=[1], tokens=4, sequences=2, limit=2).save(
-        tmp_path / "profile"
-    )
+    profile = profile_of(greedy_counts([[600, 200]], [1000]))
+    replace(profile, verifier=None, target=describe(target), draft=describe(draft)).save(tmp_path / "profile")
     assert compare(target, draft, PROMPTS, profile=tmp_path / "profile", **options)[-1].text == "equal"
     with pytest.raises(ValueError, match="a profile says what trees to take"):
         compare(target, draft, PROMPTS, profile=tmp_path / "profile", tree_size=3, **options)
     lookup = compare(target, PromptLookup(), PROMPTS, **options)
     assert [row.method for row in lookup] == [PLAIN, "sequoia"]  # assisted generation needs a model
-    with pytest.raises(ValueError, match="an early exit must leave"):
-        compare(target, EarlyExit(1), PROMPTS, **options)
     alone = compare(target, None, PROMPTS, methods=["autoregressive"], max_new_tokens=4)
     assert [row.method for row in alone] == [PLAIN, "autoregressive"]
 
 
 def test_prompts_may_be_texts_files_and_tokens(demo_pair, tmp_path):
-    target, draft, tokenizer = demo_pair
+    target, draft = (tiny_llama(seed, vocab_size=1024, layers=1) for seed in (0, 1))
+    tokenizer = demo_pair.tokenizer
     (tmp_path / "two.txt").write_text("import os\n\ndef read(self):\n")
     (tmp_path / "three.jsonl").write_text('"class A:\\n    pass"\n{"prompt": "x = 1", "id": 7}\n\n"y"\n')
     prompts = ["import re", tmp_path / "two.txt", tokenizer("a = 2", return_tensors="pt").input_ids]
@@ -151,6 +122,7 @@ def test_prompts_may_be_texts_files_and_tokens(demo_pair, tmp_path):
 
 
 @pytest.mark.parametrize(("prompts", "error", "message"), [
+    ([], ValueError, "at least one prompt, got none"),
     (["text"], ValueError, "prompts that are texts need the tokenizer"),
     ([torch.tensor([1, 2])], ValueError, r"a prompt must be a LongTensor \[1, T\], got torch.int64 \[2\]"),
     ([torch.ones(1, 2)], ValueError, r"a prompt must be a LongTensor \[1, T\], got torch.float32"),
@@ -173,14 +145,15 @@ def test_files_that_hold_no_prompts_are_refused(name, content, message, tmp_path
         read_prompts(tmp_path / name)
 
 
-def test_decoders_that_cannot_be_compared_are_refused(pair):
-    target, draft = pair
-    with pytest.raises(ValueError, match="two ways to decode are called 'autoregressive'"):
-        compare(target, {"d": draft, "autoregressive": SpeculativeDecoder(target, draft)}, PROMPTS)
-    with pytest.raises(ValueError, match="the decoder 'mine' decodes another target"):
-        compare(target, {"mine": SpeculativeDecoder(draft, target)}, PROMPTS)
-    with pytest.raises(ValueError, match=r"'ersd' \(mine\) is compared with 'autoregressive'; add it"):
-        compare(target, {"mine": SpeculativeDecoder(target, draft, "ersd")}, PROMPTS, temperature=1.0)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda target, draft: {"d": draft, "chain, d": SpeculativeDecoder(target, draft)}, "ways .* called 'chain, d'"),
+    (lambda target, draft: {"mine": SpeculativeDecoder(draft, target)}, "the decoder 'mine' decodes another target"),
+    (lambda target, draft: {"mine": SpeculativeDecoder(target, draft, "ersd")}, r"'ersd' \(mine\) is compared with"),
+    (lambda target, draft: EarlyExit(1), "an early exit must leave"),
+])  # fmt: skip
+def test_decoders_that_cannot_be_compared_are_refused(make, message, pair):
+    with pytest.raises(ValueError, match=message):
+        compare(pair[0], make(*pair), PROMPTS, methods=["chain"], temperature=1.0, max_new_tokens=8)
 
 
 def test_the_law_of_an_own_verifier_is_not_claimed(pair):
@@ -221,6 +194,14 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
 
 def row(method, *ratios, text="same law"):
     return Row(method, 1.0, 100.0, sorted(ratios)[len(ratios) // 2], (min(ratios), max(ratios)), text, ratios=ratios)
+
+
+def test_the_table_fits_80_columns():
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(as_table([row(PLAIN, 1), row("naive-distinct, held_traversal", 2, 99), row(ASSISTED, 100)]))
+    lines = console.export_text().splitlines()
+    assert any(line.split()[:2] == ["transformers", "generate"] for line in lines)
+    assert not any("…" in line for line in lines)
 
 
 def test_the_headline_says_what_the_fastest_gains_over_transformers_and_over_plain_decoding():

@@ -4,6 +4,8 @@ import json
 import random
 import re
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ WRITTEN = {"1e400": "1e400", "-1e400": "-1e400", "NaN": "NaN", "deep": "[" * 500
            "longest": "9" * 5000}  # fmt: skip
 VALUES = ("x", "", "0", "../x", "\0", [], [1], [[1]], [None], {}, {"a": 1}, None, True, False, 0, 1, 3, -1, -0.5, 1.5,
           1e308, 2**31, 2**63, -(2**63), *({"written": name} for name in WRITTEN))  # fmt: skip
-FEW = 250  # of the mutations of a file; all of them are slow
+FEW = 100  # of the mutations of a file; all of them are slow
 
 
 def places(value, path=()):
@@ -84,28 +86,11 @@ def mutations(original, how_many):
     yield from (as_text(changed(original, path, change)) for path, change in every)
 
 
-def sweep(original, how_many, put_text, use, named):
-    """Use each mutation; how many were taken and refused. named: what the message must have."""
-    taken = refused = 0
-    for text in mutations(original, how_many):
-        put_text(text)
-        try:
-            use()
-            taken += 1
-        except Exception as error:
-            if not isinstance(error, ValueError | FileNotFoundError) or str(named) not in str(error):
-                raise AssertionError(f"{error!r} for {text[:3000]}") from error
-            refused += 1
-    assert taken
-    assert refused
-
-
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()
 
 
-EXTENTS = [FEW, pytest.param(None, marks=pytest.mark.slow)]
 HEADS = {
     "official": (settings(variant(), heavypath={"taps": [2, 4, 5], "feeds_back_normed": False},
                           tie_word_embeddings=False, rope_scaling={"type": "linear", "factor": 2.0},
@@ -119,69 +104,122 @@ HEADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how_many", EXTENTS)
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_heads_config(kind, how_many, target, tmp_path):
+# For each file: its JSON, a function that writes another text in its place, and one that uses the file.
+
+
+def config_of_a_head(kind, target, folder):
     config, tensors = HEADS[kind]
-    write(tmp_path, config, tensors)
+    write(folder, config, tensors)
     known = set()
 
     def use():
-        is_head(tmp_path)
-        head = load_head(tmp_path, target)
+        is_head(folder)
+        head = load_head(folder, target)
         if repr(head.config) not in known:
             known.add(repr(head.config))
             assert driven(head, target).shape[0] == len(TEXT) + 1
 
-    how_many = how_many and how_many // 2
-    sweep(config, how_many, lambda text: (tmp_path / "config.json").write_text(text, "utf-8"), use, tmp_path)
+    return config, lambda text: (folder / "config.json").write_text(text, "utf-8"), use
 
 
-@pytest.mark.parametrize("how_many", EXTENTS)
-def test_an_index(how_many, target, tmp_path):
-    folder = write(tmp_path, settings(variant()), official(variant()), INDEX)
-    original = json.loads((folder / INDEX).read_text())
+def index(target, folder):
+    write(folder, settings(variant()), official(variant()), INDEX)
     inside = {str(path) for path in folder.glob("*.safetensors")}
 
     def use():
-        where = {place.path for place in places_of_folder(folder).values()}
-        assert where <= inside
+        assert {place.path for place in places_of_folder(folder).values()} <= inside
         load_head(folder, target)
 
-    sweep(original, how_many, lambda text: (folder / INDEX).write_text(text, "utf-8"), use, folder)
+    original = json.loads((folder / INDEX).read_text())
+    return original, lambda text: (folder / INDEX).write_text(text, "utf-8"), use
 
 
-def header_of(path):
-    """The header of a safetensors file, and all behind it."""
+def header_of_safetensors(kind, target, folder):
+    if kind == "head":
+        path, load = write(folder, *HEADS["official"]) / "model.safetensors", load_head
+    else:
+        path, load = folder / "medusa_lm_head.safetensors", load_medusa
+        write_medusa(folder, published(target), path.name)
     content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + length]), content[8 + length :]
+    begin = 8 + int.from_bytes(content[:8], "little")
 
-
-def writes_header(path, behind):
     def put_text(text):
         header = text.encode()
-        path.write_bytes(len(header).to_bytes(8, "little") + header + behind)
-
-    return put_text
-
-
-@pytest.mark.parametrize("how_many", EXTENTS)
-@pytest.mark.parametrize("kind", ["head", "medusa"])
-def test_a_header_of_safetensors(kind, how_many, target, tmp_path):
-    if kind == "head":
-        path, load = write(tmp_path, *HEADS["official"]) / "model.safetensors", load_head
-    else:
-        name, load = "medusa_lm_head.safetensors", load_medusa
-        path = write_medusa(tmp_path, published(target), name) / name
-    header, behind = header_of(path)
+        path.write_bytes(len(header).to_bytes(8, "little") + header + content[begin:])
 
     def use():
         for place in places_in(path).values():
             assert 8 < place.begin <= place.end <= path.stat().st_size
-        load(tmp_path, target)
+        load(folder, target)
 
-    sweep(header, how_many, writes_header(path, behind), use, tmp_path)
+    return json.loads(content[8:begin]), put_text, use
+
+
+def profile(target, folder):
+    first = replace(
+        counts([[700, 100], [600, 80]]), moments=[[100.0, 60.0, 40.0, 70.0, 45.0], [60.0, 10.0, 3.0, 12.0, 4.0]]
+    )
+    race = Kind("gumbel", "race", independent_sequences=True)
+    path, known = folder / "profile.json", set()
+    profile_of(first, greedy_counts([[80, 10]], [100]), counts([[80, 10]], 100, 1.0, race)).save(path)
+
+    def use():
+        loaded = Profile.load(path)
+        ways = product(("sequoia", "chain", "dyspec", "rsd-c", "ersd"), (0.0, 1.0), (1, 3))
+        for method, heat, batch in ways if repr(loaded) not in known else ():
+            if any(entry.kind == loaded.row(method).kind(heat) for entry in loaded.acceptance):
+                planned = loaded.plan(method, Filters(heat), batch)
+                assert planned.plan.speedup > 0
+                assert loaded.speedup_error(planned, batch) >= 0
+                assert loaded.limit(method, planned, batch).without_that > 0
+                assert loaded.mbsu(planned.plan) > 0
+                assert loaded.tree_for(method, Filters(heat), batch)
+        known.add(repr(loaded))
+
+    return json.loads(path.read_text()), lambda text: path.write_text(text, "utf-8"), use
+
+
+def line_of_a_trace(line, pair, folder):
+    path, ids = folder / "trace", pair.tokenizer("def read", return_tensors="pt").input_ids
+    decoder = SpeculativeDecoder(pair.target, pair.draft, "sequoia", tree_size=6)
+    decoder.generate(ids, 6, temperature=0.8, trace=path, tokenizer=pair.tokenizer)
+    lines = path.read_text().split("\n")
+    assert len(lines) > 3
+
+    def put_text(text):
+        path.write_text("\n".join([*lines[:line], text, *lines[line + 1 :]]), "utf-8")
+
+    return json.loads(lines[line]), put_text, lambda: trace_page(*read_trace(path))
+
+
+FILES = {
+    **{f"config of {kind}": partial(config_of_a_head, kind) for kind in HEADS},
+    "index": partial(index),
+    **{f"header of {kind}": partial(header_of_safetensors, kind) for kind in ("head", "medusa")},
+    "profile": partial(profile),
+    **{f"line {line} of a trace": partial(line_of_a_trace, line) for line in range(3)},
+}
+
+
+@pytest.mark.parametrize("how_many", [FEW, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("file", FILES.values(), ids=FILES)
+def test_a_file_with_any_one_value_another_works_or_is_refused_with_its_name(
+    file, how_many, target, demo_pair, tmp_path
+):
+    models = demo_pair if file.func is line_of_a_trace else target
+    original, put_text, use = file(models, tmp_path)
+    taken = refused = 0
+    for text in mutations(original, how_many):
+        put_text(text)
+        try:
+            use()
+            taken += 1
+        except Exception as error:
+            if not isinstance(error, ValueError | FileNotFoundError) or str(tmp_path) not in str(error):
+                raise AssertionError(f"{error!r} for {text[:3000]}") from error
+            refused += 1
+    assert taken
+    assert refused
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100, -1, -100])
@@ -195,83 +233,31 @@ def test_a_file_of_weights_that_is_cut_off(length, target, tmp_path):
             use(path)
 
 
-STRANGE = {
-    "a number": {"fc.weight": torch.tensor(1.0)},
-    "nothing": {"d2t": torch.zeros(0, dtype=torch.long)},
-    "complex": {"d2t": torch.zeros(24, dtype=torch.complex64)},
-    "a far layer": {"layers.999999999.mlp.up_proj.weight": torch.zeros(24, 16)},
-    "a longer number": {"layers." + "9" * 5000 + ".mlp.up_proj.weight": torch.zeros(24, 16)},
-    "a far layer, a scalar": {"layers.7.mlp.up_proj.weight": torch.tensor(1.0)},
-}
+STRANGE = [
+    {"fc.weight": torch.tensor(1.0)},
+    {"d2t": torch.zeros(0, dtype=torch.long)},
+    {"d2t": torch.zeros(24, dtype=torch.complex64)},
+    {"layers.999999999.mlp.up_proj.weight": torch.zeros(24, 16)},
+    {"layers." + "9" * 5000 + ".mlp.up_proj.weight": torch.zeros(24, 16)},
+    {"layers.7.mlp.up_proj.weight": torch.tensor(1.0)},
+]
+STRANGE_MEDUSA = [
+    {"999999999.0.weight": torch.zeros(40, 16)},
+    {"9" * 5000 + ".0.weight": torch.zeros(40, 16)},
+    {"0.0.linear.weight": torch.tensor(1.0)},
+    {7: torch.zeros(40, 16)},
+    {"0.0.linear.bias": torch.zeros(16).to_sparse()},
+    {"0.0.linear.bias": torch.zeros(16, device="meta")},
+]
 
 
-@pytest.mark.parametrize("more", STRANGE.values(), ids=STRANGE)
-def test_strange_tensors_of_a_head_are_refused_at_once(more, target, tmp_path):
+def test_strange_tensors_are_refused_at_once(target, tmp_path):
     config, tensors = HEADS["official"]
-    write(tmp_path, config, tensors | more)
-    with pytest.raises(ValueError, match=r"head|in '") as caught:
-        load_head(tmp_path, target)
-    assert str(tmp_path) in str(caught.value)
-
-
-@pytest.mark.parametrize("more", [
-    {"999999999.0.weight": torch.zeros(40, 16)}, {"0.0.linear.weight": torch.tensor(1.0)},
-    {"9" * 5000 + ".0.weight": torch.zeros(40, 16)}, {7: torch.zeros(40, 16)},
-    {"0.0.linear.bias": torch.zeros(16).to_sparse()}, {"0.0.linear.bias": torch.zeros(16, device="meta")},
-])  # fmt: skip
-def test_strange_tensors_of_medusa_heads_are_refused_at_once(more, target, tmp_path):
-    for tensors in (published(target) | more, more):
-        write_medusa(tmp_path, tensors)
-        with pytest.raises(ValueError, match=r"eads|in '") as caught:
-            load_medusa(tmp_path, target)
+    cases = [(load_head, partial(write, tmp_path, config, tensors | more)) for more in STRANGE]
+    for more in STRANGE_MEDUSA:
+        cases += [(load_medusa, partial(write_medusa, tmp_path, each)) for each in (published(target) | more, more)]
+    for load, put in cases:
+        put()
+        with pytest.raises(ValueError, match=r"head|Head|in '") as caught:
+            load(tmp_path, target)
         assert str(tmp_path) in str(caught.value)
-
-
-@pytest.mark.parametrize("how_many", EXTENTS)
-def test_a_profile(how_many, tmp_path):
-    first = replace(
-        counts([[700, 100], [600, 80]]),
-        moments=[[100.0, 60.0, 40.0, 70.0, 45.0], [60.0, 10.0, 3.0, 12.0, 4.0]],
-    )
-    race = Kind("gumbel", "race", independent_sequences=True)
-    profile = profile_of(first, greedy_counts([[80, 10]], [100]), counts([[80, 10]], 100, 1.0, race))
-    path = tmp_path / "profile.json"
-    profile.save(path)
-    ways = [
-        (method, Filters(heat)) for method in ("sequoia", "chain", "dyspec", "rsd-c", "ersd") for heat in (0.0, 1.0)
-    ]
-    known = set()
-
-    def use():
-        loaded = Profile.load(path)
-        if repr(loaded) in known:
-            return
-        known.add(repr(loaded))
-        for method, filters in ways:
-            if not any(entry.kind == loaded.row(method).kind(filters.temperature) for entry in loaded.acceptance):
-                continue
-            for batch in (1, 3):
-                planned = loaded.plan(method, filters, batch)
-                assert planned.plan.speedup > 0
-                assert loaded.speedup_error(planned, batch) >= 0
-                assert loaded.limit(method, planned, batch).without_that > 0
-                assert loaded.mbsu(planned.plan) > 0
-                assert loaded.tree_for(method, filters, batch)
-
-    sweep(json.loads(path.read_text()), how_many, lambda text: path.write_text(text, "utf-8"), use, path)
-
-
-@pytest.mark.parametrize("how_many", EXTENTS)
-@pytest.mark.parametrize("line", [0, 1, 2])
-def test_a_trace(line, how_many, demo_pair, tmp_path):
-    path = tmp_path / "trace"
-    decoder = SpeculativeDecoder(*demo_pair[:2], "sequoia", tree_size=6)
-    ids = demo_pair[2]("def read", return_tensors="pt").input_ids
-    decoder.generate(ids, 6, temperature=0.8, trace=path, tokenizer=demo_pair[2])
-    lines = path.read_text().split("\n")
-    assert len(lines) > 3
-
-    def put_text(text):
-        path.write_text("\n".join([*lines[:line], text, *lines[line + 1 :]]), "utf-8")
-
-    sweep(json.loads(lines[line]), how_many, put_text, lambda: trace_page(*read_trace(path)), path)

@@ -3,12 +3,10 @@
 import json
 import math
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from heavypath.speculative import load_demo_pair
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.costs.hardware import DEVICES, PCIE_4, Hardware
 from heavypath.speculative.costs.roofline import Work
@@ -33,15 +31,15 @@ def streamed(**other):
     return Setting(PLAIN, TARGET, **{"memory": 400.0, **other})
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes_have_the_parameters_that_their_models_are_known_for(name):
-    shape = SHAPES[name]
-    assert shape.weights + shape.embedding == pytest.approx(1e9 * PUBLISHED[name], rel=0.005)
-    assert shape.nbytes == 2 * shape.weights
+def test_shapes_have_the_parameters_that_their_models_are_known_for():
+    assert {*PUBLISHED} == {*SHAPES}
+    for name, shape in SHAPES.items():
+        assert shape.weights + shape.embedding == pytest.approx(1e9 * PUBLISHED[name], rel=0.005)
+        assert shape.nbytes == 2 * shape.weights
 
 
-def test_the_shape_of_a_folder_is_that_of_the_model_in_it(tmp_path):
-    target = load_demo_pair()[0]
+def test_the_shape_of_a_folder_is_that_of_the_model_in_it(demo_pair, tmp_path):
+    target = demo_pair.target
     target.config.save_pretrained(tmp_path)
     shape, work = shape_of(str(tmp_path)), Work.of(LlamaForward(target))
     assert (shape.weights, shape.nbytes, shape.layers) == (work.weights, work.weight_bytes, work.layers)
@@ -61,11 +59,8 @@ def test_a_pass_reads_what_there_is_no_room_for_and_the_longer_of_reading_and_co
     assert streamed(ahead=False).step(nodes, 0) == pytest.approx(1600 + math.hypot(1800, 200) + SMALL)
     assert streamed(memory=None).streamed == 1000, "of a device of 1000 bytes"
     assert streamed(memory=3000.0).streamed == 0
-
-
-def test_what_the_draft_takes_of_the_device_is_read_by_the_target():
-    setting = Setting(PLAIN, TARGET, replace(DRAFT, embedding=5))
-    assert setting.streamed == 2000 - (1000 - 20 - 10)
+    beside = Setting(PLAIN, TARGET, replace(DRAFT, embedding=5))
+    assert beside.streamed == 2000 - (1000 - 20 - 10), "the draft takes of the device"
     assert Setting(PLAIN, replace(TARGET, embedding=100), memory=400.0).streamed == 2000 - (400 - 200)
 
 
@@ -84,21 +79,19 @@ def test_drafting_is_hidden_as_far_as_layers_have_places():
     assert slow.step(50, 3) == pytest.approx(1600 + slow.device(50) + slow.drafting(50, 3))
 
 
-@pytest.mark.parametrize("name", DEVICES)
-def test_trees_are_free_up_to_as_many_nodes_as_the_formula_says(name):
-    setting = Setting(DEVICES[name], SHAPES["llama-2-70b"], memory=4e9)
-    nodes = setting.free_nodes
-    assert setting.device(round(nodes)) == pytest.approx(setting.reading, rel=0.01)
-    assert setting.step(round(0.9 * nodes), 0) == setting.step(1, 0)
-    assert setting.step(round(2 * nodes), 0) > 1.9 * setting.step(1, 0)
-    hardware, share = setting.hardware, setting.streamed / setting.target.nbytes
-    assert nodes == pytest.approx(setting.target.itemsize / 2 * hardware.computes / hardware.brings * share, rel=0.01)
-
-
-def test_the_figures_of_the_docstring_are_those_of_its_formula():
-    ada, llama = DEVICES["rtx-4090"], SHAPES["llama-2-70b"]
-    assert Setting(ada, llama, memory=0.0).free_nodes == pytest.approx(3700, rel=0.01)
-    assert Setting(ada, llama, memory=1e12).free_nodes == pytest.approx(115, rel=0.01)
+def test_trees_are_free_up_to_as_many_nodes_as_the_formula_says():
+    llama = SHAPES["llama-2-70b"]
+    for hardware in DEVICES.values():
+        setting = Setting(hardware, llama, memory=4e9)
+        nodes = setting.free_nodes
+        assert setting.device(round(nodes)) == pytest.approx(setting.reading, rel=0.01)
+        assert setting.step(round(0.9 * nodes), 0) == setting.step(1, 0)
+        assert setting.step(round(2 * nodes), 0) > 1.9 * setting.step(1, 0)
+        share = setting.streamed / llama.nbytes
+        assert nodes == pytest.approx(llama.itemsize / 2 * hardware.computes / hardware.brings * share, rel=0.01)
+    # The figures of the docstring:
+    assert Setting(DEVICES["rtx-4090"], llama, memory=0.0).free_nodes == pytest.approx(3700, rel=0.01)
+    assert Setting(DEVICES["rtx-4090"], llama, memory=1e12).free_nodes == pytest.approx(115, rel=0.01)
     assert Setting(DEVICES["cpu"], replace(llama, itemsize=4), memory=0.0).free_nodes == pytest.approx(240, rel=0.01)
 
 
@@ -124,22 +117,24 @@ def test_measured_plain_decoding_says_how_fast_the_link_is(ahead):
 
 def test_the_best_tree_is_that_of_all_trees():
     """By every size and depth, with what drafting hides left out of choosing."""
-    setting, sizes = streamed(draft=replace(DRAFT, weights=900)), (1, 2, 3, 5, 8, 13, 400)
-    found = simulate(setting, [0.5, 0.2, 0.1], sizes)
-    best = {}
-    for size in sizes:
-        for depth in range(min(size, 12)):
-            if sum(3**level for level in range(depth + 1)) >= size:
-                tree = greedy_tree([0.5, 0.2, 0.1], size, depth)
-                seconds = max(setting.reading, setting.device(size)) + setting.drafting(size, tree.depth)
-                tokens = expected_tokens(tree, [0.5, 0.2, 0.1])
-                best[size] = max(best.get(size, (0.0, 0)), (tokens / seconds, -tree.depth))
+    rates, sizes = [0.5, 0.2, 0.1], (1, 2, 3, 5, 8, 13, 400)
+    setting = streamed(draft=replace(DRAFT, weights=900))
+    found = simulate(setting, rates, sizes)
     assert [len(row.tree) for row in found.rows] == [*sizes]
-    assert {len(row.tree): row.tree.depth for row in found.rows} == {size: -depth for size, (_, depth) in best.items()}
     assert found.best.gain == max(row.gain for row in found.rows)
-    for row in found.rows:
-        assert row.gain == pytest.approx(row.tokens * found.plain / setting.step(len(row.tree), row.tree.depth))
-    assert [row.gain for row in found.rows if len(row.tree) == 1] == [1.0]
+    assert found.rows[0].gain == 1
+    for row, size in zip(found.rows, sizes, strict=True):
+        possible = [depth for depth in range(min(size, 12)) if (3 ** (depth + 1) - 1) // 2 >= size]
+        trees = [greedy_tree(rates, size, depth) for depth in possible]
+        best = max(
+            trees,
+            key=lambda tree: (
+                expected_tokens(tree, rates)
+                / (max(setting.reading, setting.device(len(tree))) + setting.drafting(len(tree), tree.depth))
+            ),
+        )
+        assert row.tree.depth == best.depth
+        assert row.gain == pytest.approx(row.tokens * found.plain / setting.step(size, best.depth))
 
 
 @pytest.mark.parametrize(("change", "limit"), [
@@ -203,14 +198,24 @@ def test_the_papers_rows_follow_from_their_own_constants(monkeypatch, capsys):
         assert "39" in text.split("52 of 54")[1][:250], "what a division has, beside it"
 
 
-def test_the_command_says_what_trees_bring_and_what_limits_them(capsys):
+@pytest.fixture
+def simulated(capsys):
+    """What the command says of each setting."""
+
+    def simulated(*options):
+        assert main(["simulate", *options, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["settings"]
+
+    return simulated
+
+
+def test_the_command_says_what_trees_bring_and_what_limits_them(capsys, simulated):
     assert main(["simulate", "--nodes", "1,64,256"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "llama-2-70b drafted for by llama-2-7b, on rtx-4090" in text
     assert "limited by acceptance" in text
     assert "Up to N* = 3,430 nodes a tree costs as much as a token" in text
-    assert main(["simulate", "--device", "a100-40gb", "--ranks", "1,8,64", "--json"]) == 0
-    one, eight, many = json.loads(capsys.readouterr().out)["settings"]
+    one, eight, many = simulated("--device", "a100-40gb", "--ranks", "1,8,64")
     assert [one["ranks"], eight["ranks"], many["ranks"]] == [1, 8, 64]
     assert one["streamed_bytes"] > 1e11
     assert eight["streamed_bytes"] == 0
@@ -218,35 +223,20 @@ def test_the_command_says_what_trees_bring_and_what_limits_them(capsys):
     assert one["best"]["nodes"] > eight["best"]["nodes"]
     assert many["limit"] == "telling"
     gains = [row["speedup"] for row in one["rows"]]
-    assert all(low <= high for low, high in pairwise(gains))
+    assert gains == sorted(gains)
 
 
-def test_the_commands_figures_can_be_ones_own(capsys):
-    options = [
-        "--device",
-        "cpu",
-        "--link",
-        "4",
-        "--target",
-        "llama-2-7b",
-        "--draft",
-        "tinyllama-1.1b",
-        "--memory",
-        "3G",
-    ]
-    assert main(["simulate", *options, "--acceptance", "0.7,0.1", "--nodes", "1,32", "--one-by-one", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["settings"]
-    setting = Setting(
-        replace(DEVICES["cpu"], link=4e9), SHAPES["llama-2-7b"], SHAPES["tinyllama-1.1b"], 3e9, ahead=False
-    )
+def test_the_commands_figures_can_be_ones_own(simulated):
+    options = "--device cpu --link 4 --target llama-2-7b --draft tinyllama-1.1b --memory 3G --acceptance 0.7,0.1"
+    (found,) = simulated(*options.split(), "--nodes", "1,32", "--one-by-one")
+    hardware = replace(DEVICES["cpu"], link=4e9)
+    setting = Setting(hardware, SHAPES["llama-2-7b"], SHAPES["tinyllama-1.1b"], 3e9, ahead=False)
     expected = simulate(setting, [0.7, 0.1], (1, 32))
     assert found["plain_seconds"] == pytest.approx(expected.plain)
     assert found["best"]["speedup"] == pytest.approx(expected.best.gain)
-    assert main(["simulate", "--link", "10", "--nodes", "1", "--json"]) == 0
-    (known,) = json.loads(capsys.readouterr().out)["settings"]
+    (known,) = simulated("--link", "10", "--nodes", "1")
     assert known["plain_seconds"] == pytest.approx(known["streamed_bytes"] / 10e9), "all of what is given is reached"
-    assert main(["simulate", "--device", "cpu", "--bits", "4", "--nodes", "1", "--json"]) == 0
-    (quarter,) = json.loads(capsys.readouterr().out)["settings"]
+    (quarter,) = simulated("--device", "cpu", "--bits", "4", "--nodes", "1")
     room = 16e9 - SHAPES["llama-2-7b"].nbytes - 2 * SHAPES["llama-2-7b"].embedding
     four = SHAPES["llama-2-70b"].stored_in(4)
     assert quarter["streamed_bytes"] == pytest.approx(four.nbytes - (room - four.embedding / 2))

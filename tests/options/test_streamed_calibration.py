@@ -3,9 +3,11 @@
 import json
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+from profile_cases import greedy_counts, profile_of
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import SpeculativeDecoder, calibrate, calibration
@@ -15,7 +17,7 @@ from heavypath.speculative.cli.app import main
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.drafts import as_draft
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.profile import STREAMED, MeasuredAcceptance, Profile, describe
+from heavypath.speculative.profile import STREAMED, Profile, describe
 from heavypath.speculative.streaming.file import WeightFile
 from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.streaming.load import load_streamed
@@ -67,14 +69,14 @@ def test_ways_counted_in_the_same_passes_count_what_they_count_alone(demo_pair):
 
 
 @pytest.mark.usefixtures("any_noise")
-def test_a_streamed_target_is_calibrated_in_few_passes_to_trees_of_a_hundred_nodes(demo_pair, slow, tmp_path):
+def test_a_streamed_target_is_calibrated_in_few_passes_to_trees_of_a_hundred_nodes(demo_pair, slow):
     target, passes = slow
     lines: list[str] = []
     profile = calibrate(
         target, demo_pair[1], temperatures=(0.0,), sizes=(1, 8, 64, 128), tokens=10, sequences=8, limit=4.0,
         on_progress=lines.append,
     )  # fmt: skip
-    assert len(passes) <= 80, f"{len(passes)} passes"
+    assert len(passes) <= 80
     assert any(line.startswith("a pass takes 0.") for line in lines)
     assert any("acceptance, token 9 of up to 10" in line for line in lines)
     costs = profile.costs.at(1)
@@ -82,15 +84,7 @@ def test_a_streamed_target_is_calibrated_in_few_passes_to_trees_of_a_hundred_nod
     assert costs.step[1] >= 0.8 * SECONDS
     assert costs.step[64] <= 2 * costs.step[1], "flat, but for other work on the machine"
     assert profile.environment[STREAMED] == pytest.approx(36, abs=1)
-    tree = profile.plan("sequoia", Filters(0.0)).plan.tree
-    assert len(tree) >= 16
-    profile.save(tmp_path / "profile.json")
-    decoder = SpeculativeDecoder(target, demo_pair[1], profile=tmp_path / "profile.json")
-    out = decoder.generate(torch.tensor([[5, 6, 7]]), 6, eos_token_id=None)
-    plain = SpeculativeDecoder(demo_pair[0], None, "autoregressive").generate(
-        torch.tensor([[5, 6, 7]]), 6, eos_token_id=None
-    )
-    assert torch.equal(out.sequences, plain.sequences)
+    assert len(profile.plan("sequoia", Filters(0.0)).plan.tree) >= 16
 
 
 def test_a_visit_takes_no_passes_but_those_of_its_steps(demo_pair, slow):
@@ -105,16 +99,13 @@ def test_a_visit_takes_no_passes_but_those_of_its_steps(demo_pair, slow):
     assert timed.level > 0
 
 
-def test_a_limit_in_which_nothing_can_be_counted_is_refused_before_anything_is(demo_pair, slow):
+def test_a_limit_is_eighty_passes_or_refused_before_anything_is_counted_if_that_is_too_little(
+    demo_pair, slow, monkeypatch
+):
     target, passes = slow
-    with pytest.raises(
-        ValueError, match=r"takes 0\.\d+ s, so that acceptance cannot be counted in 0\.5 s; give a limit"
-    ):
+    with pytest.raises(ValueError, match=r"0\.\d+ s, so that acceptance cannot be counted in 0\.5 s; give a limit"):
         calibrate(target, demo_pair[1], limit=0.5)
     assert len(passes) <= 3
-
-
-def test_without_a_limit_it_takes_as_long_as_eighty_passes(demo_pair, slow, monkeypatch):
     monkeypatch.setattr(calibration, "LIMIT", 1.0)
 
     def say(line):
@@ -122,7 +113,7 @@ def test_without_a_limit_it_takes_as_long_as_eighty_passes(demo_pair, slow, monk
             raise InterruptedError(found[1], found[2])
 
     with pytest.raises(InterruptedError) as stopped:
-        calibrate(slow[0], demo_pair[1], on_progress=say)
+        calibrate(target, demo_pair[1], on_progress=say)
     seconds, limit = map(float, stopped.value.args)
     assert limit == pytest.approx(80 * seconds, rel=0.15)
     assert seconds >= 0.8 * SECONDS
@@ -130,17 +121,16 @@ def test_without_a_limit_it_takes_as_long_as_eighty_passes(demo_pair, slow, monk
 
 def test_a_profile_of_another_memory_is_refused(demo_pair, slow):
     costs = CostsByBatch({1: Costs({1: 1.0, 64: 1.1}, 0.01)})
-    entry = MeasuredAcceptance("top_k", "greedy", None, Filters(0.0), [[60, 20], [40, 10]], [100, 60], [[0.0] * 5] * 2)
-    facts = {"dtype": "float32", "device_type": "cpu"}
-
-    target, draft = map(describe, demo_pair[:2])
-    measured = Profile(target, draft, 1, 1, facts | {STREAMED: 36}, costs, (entry,))
-    assert len(SpeculativeDecoder(slow[0], demo_pair[1], "top-k", profile=measured).tree_for(Filters(0.0))) > 1
-    with pytest.raises(ValueError, match="of which a pass reads 36 MB, got one that reads 0 MB"):
-        SpeculativeDecoder(demo_pair[0], demo_pair[1], "top-k", profile=measured)
-    in_memory = Profile(target, draft, 1, 1, facts, costs, (entry,))
-    with pytest.raises(ValueError, match="of which a pass reads 0 MB, got one that reads 36 MB"):
-        SpeculativeDecoder(slow[0], demo_pair[1], "top-k", profile=in_memory)
+    facts, entry = {"dtype": "float32", "device_type": "cpu"}, greedy_counts([[60, 20], [40, 10]], [100, 60])
+    in_memory = Profile(*map(describe, demo_pair[:2]), 1, 1, facts, costs, (entry,))
+    streamed = replace(in_memory, environment=facts | {STREAMED: 36})
+    assert len(SpeculativeDecoder(slow[0], demo_pair[1], "top-k", profile=streamed).tree_for(Filters(0.0))) > 1
+    for target, profile, message in (
+        (demo_pair[0], streamed, "of which a pass reads 36 MB, got one that reads 0 MB"),
+        (slow[0], in_memory, "of which a pass reads 0 MB, got one that reads 36 MB"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SpeculativeDecoder(target, demo_pair[1], "top-k", profile=profile)
 
 
 @pytest.mark.usefixtures("any_noise")
@@ -166,14 +156,11 @@ def test_the_command_calibrates_within_a_memory_and_generate_takes_the_profile(
     assert json.loads(capsys.readouterr().out)["stats"]["new_tokens"] == 4
     assert main(["simulate", "--profile", str(out), "--nodes", "1,8", "--json"]) == 0
     rates = Profile.load(out).plan("sequoia", Filters(0.0)).acceptance.rates()
-    tree = json.loads(capsys.readouterr().out)["settings"][0]["rows"][1]
-    assert tree["tokens"] == pytest.approx(best_tokens(rates, tree["nodes"], tree["depth"]))
+    found = json.loads(capsys.readouterr().out)["settings"][0]["rows"][1]
+    best = sequoia_tree(rates, found["nodes"], found["depth"])
+    assert found["tokens"] == pytest.approx(expected_tokens(best, rates))
     assert main(["plan", str(out)]) == 0
     assert "times as fast as plain decoding, limited by" in " ".join(capsys.readouterr().out.split())
-
-
-def best_tokens(rates, nodes, depth):
-    return expected_tokens(sequoia_tree(rates, nodes, depth), rates)
 
 
 @pytest.mark.parametrize(("step", "level", "limit", "free"), [
@@ -182,11 +169,8 @@ def best_tokens(rates, nodes, depth):
     ({1: 1.0, 16: 1.0, 64: 1.0}, 1e-4, "acceptance", 64),
 ])  # fmt: skip
 def test_a_plan_says_what_limits_it(step, level, limit, free):
-    entry = MeasuredAcceptance(
-        "top_k", "greedy", None, Filters(0.0), [[600_000, 200_000]] * 6, [1_000_000] * 6, [[0.0] * 5] * 2
-    )
-    environment = {"dtype": "float32", "device_type": "cpu"}
-    profile = Profile("a", "b", 1, 1, environment, CostsByBatch({1: Costs(step, level)}), (entry,))
+    entry = greedy_counts([[600_000, 200_000]] * 6, [1_000_000] * 6)
+    profile = profile_of(entry, step=step, level=level)
     planned = profile.plan("top-k", Filters(0.0))
     found = profile.limit("top-k", planned)
     assert (found.limited_by, found.free_nodes) == (limit, pytest.approx(free, abs=1))
@@ -195,6 +179,6 @@ def test_a_plan_says_what_limits_it(step, level, limit, free):
         cost = planned.plan.expected_tokens / planned.plan.speedup
         assert found.without_that == pytest.approx((planned.plan.tree.depth + 1) / cost)
     else:
-        freed = Costs(dict.fromkeys(step, 1.0), level) if limit == "compute" else Costs(step, 0.0)
-        other = Profile("a", "b", 1, 1, environment, CostsByBatch({1: freed}), (entry,))
+        freed = {"step": dict.fromkeys(step, 1.0)} if limit == "compute" else {"level": 0.0}
+        other = profile_of(entry, **{"step": step, "level": level} | freed)
         assert found.without_that == pytest.approx(other.plan("top-k", Filters(0.0)).plan.speedup)

@@ -22,7 +22,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from accelerate import disk_offload
-from families import tiny
 from gpu_hardware import H100
 from in_time import PATIENCE, in_time
 from safetensors.torch import load_file, save_file
@@ -39,7 +38,6 @@ from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.costs.streamed import streamed_bytes, streamed_costs
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.loading import load_pair
-from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.ranks.agreement import agreement_of
 from heavypath.speculative.streaming.file import BLOCK, WeightFile
@@ -165,41 +163,16 @@ def test_a_model_that_transformers_offloaded_is_streamed_by_the_decoder(folder, 
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_other_architectures_are_streamed_by_transformers_own_forward_pass(kind, tmp_path):
-    """Mixtral's experts lie otherwise in its files than in the model."""
-    model = tiny(kind, num_hidden_layers=5, n_layer=5)
-    model.save_pretrained(tmp_path / "model")
-    resident = sum(one.nbytes for one in model.parameters()) // 2 + 60_000
-    streamed = load_streamed(tmp_path / "model", resident, offload_folder=tmp_path / "converted")
-    assert len(stream_of(streamed).resident) < stream_of(streamed).layers == 5
-    decoders = [SpeculativeDecoder(each, PromptLookup(), tree_size=6) for each in (model, streamed)]
-    assert isinstance(decoders[1]._target, TransformersForward)
-    texts = [each.generate(torch.arange(10)[None], NEW, temperature=1.0) for each in decoders]
-    assert torch.equal(*(text.sequences for text in texts))
-
-
-class QuantisedLinear(nn.Module):
-    """A linear layer of whole numbers of eight bits."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.weight = nn.Parameter((50 * linear.weight.detach()).to(torch.int8), requires_grad=False)
-
-    def forward(self, hidden):
-        return nn.functional.linear(hidden, self.weight.to(hidden.dtype) / 50)
-
-
-def test_quantised_linear_layers_that_accelerate_offloads_are_streamed(tmp_path):
+def test_whole_numbers_of_eight_bits_that_accelerate_offloads_are_streamed(tmp_path):
     models = [tiny_llama(1, layers=4) for _ in range(2)]
-    for model in models:
-        for layer in model.model.layers:
-            layer.mlp.down_proj = QuantisedLinear(layer.mlp.down_proj)
+    kept = torch.arange(-100, 100, dtype=torch.int8)
+    for layer in models[1].model.layers:
+        layer.mlp.kept = nn.Parameter(kept.clone(), requires_grad=False)
     disk_offload(models[1], tmp_path)
     decoders = [SpeculativeDecoder(model, PromptLookup(), tree_size=4) for model in models]
     texts = [decoder.generate(torch.arange(5)[None], NEW, temperature=1.0).sequences for decoder in decoders]
     assert torch.equal(*texts)
-    assert stream_of(models[1]).tensors(3)["model.layers.3.mlp.down_proj.weight"].dtype == torch.int8
+    assert torch.equal(stream_of(models[1]).tensors(3)["model.layers.3.mlp.kept"], kept)
 
 
 # Costs, and the trees that follow from them
@@ -245,8 +218,8 @@ def test_statistics_say_what_was_read_and_what_was_waited_for(demo_pair, model, 
     stats = decoder.generate(ids, 8).stats
     passing = (stats.steps + 1) * 6
     assert abs(stats.streaming.bytes_read / 3.6e6 - passing) < passing / 2
-    assert 0.3 < stats.waiting_share <= 1
-    assert stats.streaming.waiting < stats.total_seconds
+    assert 0 < stats.streaming.waiting < stats.total_seconds
+    assert stats.waiting_share == pytest.approx(stats.streaming.waiting / stats.total_seconds)
     assert SpeculativeDecoder(demo_pair[0], demo_pair[1]).generate(ids, 4).stats.streaming is None
 
 
@@ -572,12 +545,11 @@ def test_layers_that_an_interrupted_pass_never_released_do_not_stop_their_thread
 def test_threads_may_decode_by_one_stream_and_transformers_beside_them(demo_pair, model, ids, text_of, expected):
     on_read(model, spoil)
     plain = demo_pair[0].generate(ids, **GREEDY)
-    for draft in (None, EarlyExit(2)):
-        decode, generate = partial(text_of, model, draft), partial(model.generate, ids, **GREEDY)
-        texts = in_time(decode, decode, generate, generate)
-        for text, right in zip(texts, [expected, expected, plain, plain], strict=True):
-            assert not isinstance(text, BaseException), text
-            assert torch.equal(text, right)
+    decode, generate = partial(text_of, model), partial(model.generate, ids, **GREEDY)
+    texts = in_time(decode, partial(text_of, model, EarlyExit(2)), generate, generate)
+    for text, right in zip(texts, [expected, expected, plain, plain], strict=True):
+        assert not isinstance(text, BaseException), text
+        assert torch.equal(text, right)
 
 
 def test_a_stream_that_is_closed_while_somebody_decodes_raises_an_error_there(model, text_of):

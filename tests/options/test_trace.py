@@ -2,37 +2,24 @@
 
 import json
 import re
-from functools import partial
-from itertools import pairwise
-from math import log
+from itertools import pairwise, product
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from bisection import bisected
 from tiny_models import tiny_llama
 from tree_cases import trees
-from verification_laws import acceptance_and_weights
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.noise import Stream, coins, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import Rule, verify_tree
-from heavypath.kernels.verifying.k_seq import k_seq
 from heavypath.kernels.verifying.rule import WHOLE_TREE
-from heavypath.speculative import METHODS, PromptLookup, SpeculativeDecoder, TokenTree
+from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
 from heavypath.speculative.output import trace
 from heavypath.speculative.output.page import trace_page
-from heavypath.speculative.output.reasons import (
-    FATES,
-    WITH_COINS,
-    Reasons,
-    VerifiedTree,
-    VerifyOptions,
-    _chain,
-    _k_seq,
-    explain,
-)
+from heavypath.speculative.output.reasons import FATES, WITH_COINS, Reasons, VerifiedTree, VerifyOptions, explain
 from heavypath.speculative.output.trace import read_trace, token_text
 
 SAMPLING = {"temperature": 0.8, "top_k": 5, "seed": 3}
@@ -78,87 +65,80 @@ def test_two_children_without_replacement_by_hand(wanted, fates, path):
     assert reasons.target == [None, pytest.approx(0.3), pytest.approx(0.5)]
 
 
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("filters", [Filters(), Filters(0.5), Filters(top_k=2), Filters(temperature=0.0)])
-def test_thresholds_are_the_coins_at_which_the_verifier_changes_its_mind(filters, replacement):
-    """Found by bisecting the coins of the reference that decides at one node."""
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(6):
-        target = torch.randn(6, generator=generator).double().softmax(-1)
-        draft = 2 * torch.randn(6, generator=generator)
-        drawn = torch.stack([torch.randperm(6, generator=generator)[:4] for _ in range(3)])
-        if replacement:
-            drawn[:, 2] = drawn[:, 0]
-        expected, _ = acceptance_and_weights(target, draft, filters, drawn, replacement)
-        log_draft = filtered_logprobs(draft, filters).numpy() if filters.temperature > 0 else None
-        for children, row in zip(drawn.tolist(), expected.tolist(), strict=True):
-            thresholds = _chain(target.log().numpy(), log_draft, children, replacement)
-            reached = thresholds.index(1.0) + 1 if 1.0 in thresholds else 4  # what always is accepted ends the chain
-            assert [threshold or 0 for threshold in thresholds[:reached]] == pytest.approx(row[:reached], abs=1e-9)
+class Case(NamedTuple):
+    """A drawn and verified tree of one sequence, and what is said of it; contexts: the tokens down to each node."""
 
+    fields: VerifiedTree
+    path: list[int]
+    next_token: int
+    reasons: Reasons
+    seed: int
+    contexts: list[tuple[int, ...]]
 
-def test_k_seqs_thresholds_are_the_coins_at_which_it_changes_its_mind():
-    def accepted(logs: list[np.ndarray], drawn: np.ndarray, coins: np.ndarray) -> np.ndarray:
-        return k_seq(*logs, drawn, coins)[0] >= 0
+    def nodes(self):
+        """Each present node but the root, with what is said of it: node, fate, coin, threshold."""
+        said = zip(self.reasons.fates, self.reasons.coins, self.reasons.thresholds, strict=True)
+        return [(node, *one) for node, one in enumerate(said) if node and self.fields.tokens[node] >= 0]
 
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(12):
-        target, draft = (torch.randn(8, generator=generator).double().log_softmax(-1) for _ in range(2))
-        draft[7] = -torch.inf
-        children = [int(token) for token in torch.randint(8, (4,), generator=generator)]
-        logs = [(side / log(2)).numpy()[None] for side in (target, draft)]
-        accepts = partial(accepted, logs, np.array([children]))
-        for place, expected in enumerate(_k_seq(target.numpy(), draft.numpy(), children)):
-            sure = accepts(np.ones((1, 4)))[0]
-            assert sure or bisected(accepts, 1, 4, place)[0] == pytest.approx(expected or 0, abs=1e-6)
+    def check(self, seen):
+        """What holds for every verifier; adds the fates to `seen`."""
+        contexts, reasons, tokens, parents = self.contexts, self.reasons, *map(torch.Tensor.tolist, self.fields[:2])
+        seen |= {*reasons.fates}
+        assert [contexts[node] for node in reasons.chosen] == [contexts[node] for node in self.path]
+        for node in range(1, len(tokens)):
+            assert (reasons.fates[node] == "absent") == (tokens[node] < 0)
+            assert (reasons.fates[node] == "accepted") == (node in self.path)
+        ends = contexts[self.path[-1]]
+        below = any(tokens[node] >= 0 and contexts[parents[node]] == ends for node in range(1, len(tokens)))
+        assert reasons.kind == ("recovered" if below else "bonus")
+
+    def tossed(self, node, parent):
+        """The coin of a child, drawn anew."""
+        return coins(self.seed, self.fields.noise_rows[[parent]].numpy(), self.fields.ranks[[node]].numpy())[0]
 
 
 def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab_size=6):
-    """Drawn and verified trees: what explain takes, and what it must explain."""
     target_filters = Filters(0.0 if method == "greedy" else 0.7)
     draft_filters = Filters(draft_temperature, top_k)
     rule = Rule.of_draws(method, replacement)
     options = VerifyOptions(method, target_filters, draft_filters, seed=0, replacement=rule.replacement)
     shapes = {"k-ary": TokenTree.k_ary(3, 3), "heavy": TokenTree.k_ary(2, 4).reordered("heavy_path")[0]}
-    for name, tree in (trees(14) | shapes).items():
-        nodes = len(tree)
-        if nodes == 1 or tree.branching > vocab_size:
-            continue
-        for seed in range(4):
-            generator = torch.Generator().manual_seed(seed)
-            target, draft = (1.5 * torch.randn(2, nodes, vocab_size, generator=generator) for _ in range(2))
-            draft += target / 2
-            rows = torch.arange(2 * nodes).view(2, nodes) + 1000 * seed
-            tokens = torch.zeros(2, nodes, dtype=torch.long)
-            context = {}
-            for node in range(nodes):
-                children = (tree.parents == node).nonzero()[:, 0]
-                if replacement:  # equal siblings have equal contexts, hence equal distributions
-                    for sequence in range(2):
-                        walk, above = [sequence], node
-                        while above > 0:
-                            walk.append(int(tokens[sequence, above]))
-                            above = int(tree.parents[above])
-                        first = context.setdefault(tuple(walk), node)
-                        target[sequence, node], draft[sequence, node] = target[sequence, first], draft[sequence, first]
-                if len(children):
-                    drawn = gumbel_topk(
-                        draft[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=rows[:, node],
-                        replacement=replacement, uniform_fill=not replacement,
-                    )  # fmt: skip
-                    tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
-            tokens[1, nodes - 1] = -1  # absent
-            verified = verify_tree(
-                tokens, tree.parents, target, draft, **rule._asdict(), ranks=tree.ranks, seed=seed, rows=rows,
-                **target_filters._asdict(), **{f"draft_{key}": value for key, value in draft_filters._asdict().items()},
-            )  # fmt: skip
+    shapes = [tree for tree in (trees(14) | shapes).values() if len(tree) > 1 and tree.branching <= vocab_size]
+    for tree, seed in product(shapes, range(4)):
+        nodes, parents = len(tree), tree.parents.tolist()
+        generator = torch.Generator().manual_seed(seed)
+        target, draft = (1.5 * torch.randn(2, nodes, vocab_size, generator=generator) for _ in range(2))
+        draft += target / 2
+        rows = torch.arange(2 * nodes).view(2, nodes) + 1000 * seed
+        tokens = torch.zeros(2, nodes, dtype=torch.long)
+        contexts, first = ([[()] * nodes for _ in range(2)], {})
+        for node in range(nodes):
             for sequence in range(2):
-                fields = VerifiedTree(
-                    tokens[sequence], tree.parents, tree.ranks, rows[sequence], target[sequence], draft[sequence]
-                )
-                path, next_token = verified.path[sequence], int(verified.next_token[sequence])
-                reasons = explain(fields, options._replace(seed=seed), path, next_token)
-                yield name, fields, [node for node in path.tolist() if node >= 0], next_token, reasons, seed
+                if node:
+                    above = contexts[sequence][parents[node]]
+                    contexts[sequence][node] = (*above, int(tokens[sequence, node]))
+                if replacement:  # equal siblings have equal contexts, hence equal distributions
+                    same = first.setdefault((sequence, contexts[sequence][node]), node)
+                    target[sequence, node], draft[sequence, node] = target[sequence, same], draft[sequence, same]
+            children = (tree.parents == node).nonzero()[:, 0]
+            if len(children):
+                drawn = gumbel_topk(
+                    draft[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=rows[:, node],
+                    replacement=replacement, uniform_fill=not replacement,
+                )  # fmt: skip
+                tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
+        tokens[1, nodes - 1] = -1  # absent
+        contexts[1][nodes - 1] = (*contexts[1][nodes - 1][:-1], -1)
+        verified = verify_tree(
+            tokens, tree.parents, target, draft, **rule._asdict(), ranks=tree.ranks, seed=seed, rows=rows,
+            **target_filters._asdict(), **{f"draft_{key}": value for key, value in draft_filters._asdict().items()},
+        )  # fmt: skip
+        for one in range(2):
+            fields = VerifiedTree(tokens[one], tree.parents, tree.ranks, rows[one], target[one], draft[one])
+            path, next_token = verified.path[one], int(verified.next_token[one])
+            reasons = explain(fields, options._replace(seed=seed), path, next_token)
+            path = [node for node in path.tolist() if node >= 0]
+            yield Case(fields, path, next_token, reasons, seed, contexts[one])
 
 
 INDEPENDENT = ("with_replacement", "kseq")  # take children that were drawn with replacement
@@ -172,53 +152,38 @@ CASES += [("with_replacement", True, 0.9, 2), ("target_sample", True, 0.9, None)
 @pytest.mark.parametrize(("method", "replacement", "draft_temperature", "top_k"), CASES)
 def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_temperature, top_k):
     """Every fate is checked for what it claims, with coins and winners tossed and drawn anew."""
-    seen = set()
-    for name, (tokens, parents, ranks, rows, target, _, _), path, next_token, reasons, seed in verified_cases(
-        method, replacement, draft_temperature, top_k
-    ):
-        token, parent, rank = tokens.tolist(), parents.tolist(), ranks.tolist()
-        contexts = [()]
-        for node in range(1, len(token)):
-            contexts.append((*contexts[parent[node]], token[node]))
+    seen, shared = set(), method == "held" and draft_temperature > 0
+    for case in verified_cases(method, replacement, draft_temperature, top_k):
+        case.check(seen)
+        contexts, path, reasons = case.contexts, case.path, case.reasons
+        parent, rank = case.fields.parents.tolist(), case.fields.ranks.tolist()
         reached = {contexts[node] for node in path}
-        shared = method == "held" and draft_temperature > 0
-        assert len(reasons.chosen) == len(path)
-        assert [contexts[node] for node in reasons.chosen] == [contexts[node] for node in path], name
-        for node in range(1, len(token)):
-            fate, coin, threshold = reasons.fates[node], reasons.coins[node], reasons.thresholds[node]
-            seen.add(fate)
-            assert (fate == "absent") == (token[node] < 0)
-            if token[node] < 0:
-                continue
-            assert (fate == "parent") == (contexts[parent[node]] not in reached)
-            assert (fate == "accepted") == (node in path)
-            order = (rank[node], node)
+        for node, fate, coin, threshold in case.nodes():
+            above, order = contexts[parent[node]], (rank[node], node)
+            siblings = [one for one, *_ in case.nodes() if contexts[parent[one]] == above]
+            assert (fate == "parent") == (above not in reached)
             if coin is not None and threshold is not None:
-                siblings = [one for one in range(1, len(token)) if contexts[parent[one]] == contexts[parent[node]]]
-                before = sorted((rank[one], one) for one in siblings if token[one] >= 0 and (rank[one], one) < order)
+                before = sorted((rank[one], one) for one in siblings if (rank[one], one) < order)
                 tosser = before[0][1] if shared and before else node
                 begin = max((reasons.thresholds[one] or 0 for _, one in before), default=0) if shared else 0
-                assert coin == coins(seed, rows[[parent[tosser]]].numpy(), ranks[[tosser]].numpy())[0]
-                assert (begin <= coin < threshold) == (node in reasons.chosen), (name, node, coin, threshold)
-            rivals = [one for one in reasons.chosen[1:] if contexts[parent[one]] == contexts[parent[node]]]
+                assert coin == case.tossed(tosser, parent[tosser])
+                assert (begin <= coin < threshold) == (node in reasons.chosen), (node, coin, threshold)
+            rivals = [one for one in reasons.chosen[1:] if one in siblings]
             if fate in ("elder", "beyond", "rejected") or (fate == "skipped" and not shared):
                 assert method in WITH_COINS
                 assert fate != ("elder" if shared else "beyond")
                 assert all((fate in ("elder", "beyond")) == ((rank[one], one) < order) for one in rivals)
                 assert rivals or fate in ("rejected", "skipped")
-            if fate == "rejected":
-                assert coin is not None
-            if fate == "equal":
-                assert contexts[node] in reached
+            assert fate != "rejected" or coin is not None
+            assert fate != "equal" or contexts[node] in reached
             if fate == "other":
-                depth = len(contexts[parent[node]])
-                winner = token[path[depth + 1]] if depth + 1 < len(path) else next_token
-                assert token[node] != winner
-                assert winner == chosen_token(method, target[path[depth]], rows[path[depth]], seed)
-        below = [one for one in range(1, len(token)) if token[one] >= 0 and contexts[parent[one]] == contexts[path[-1]]]
-        assert reasons.kind == ("recovered" if below else "bonus")
+                at = path[len(above)]
+                winner = contexts[path[len(above) + 1]][-1] if len(above) + 1 < len(path) else case.next_token
+                assert contexts[node][-1] != winner
+                law, row = case.fields.target_logits[at], case.fields.noise_rows[at]
+                assert winner == chosen_token(method, law, row, case.seed)
     expected = {"accepted", "parent", "absent"} | ({"rejected", "elder"} if method in WITH_COINS else {"other"})
-    if method == "held" and draft_temperature > 0:
+    if shared:
         expected = expected - {"elder"} | {"beyond"}
     assert expected <= seen
     assert ("equal" in seen) == replacement
@@ -230,37 +195,27 @@ def test_reasons_agree_with_what_verify_tree_decided(method, replacement, draft_
     [(False, 0.9, None), (True, 0.9, None), (False, 0.9, 2), (False, 0.0, None)],
 )
 def test_reasons_of_traversal_agree_with_what_verify_tree_decided(method, replacement, draft_temperature, top_k):
-    """Nodes before the accepted one in post-order were met and have coins; those behind it were not tried."""
+    """Nodes before the accepted one in post-order were met and have coins; those after it were not tried."""
     seen = set()
-    for name, (tokens, parents, ranks, rows, _, _, _), path, _, reasons, seed in verified_cases(
-        method, replacement, draft_temperature, top_k
-    ):
-        token, parent, rank = tokens.tolist(), parents.tolist(), ranks.tolist()
-        texts, places = [()], [()]
-        for node in range(1, len(token)):
-            texts.append((*texts[parent[node]], token[node]))
+    for case in verified_cases(method, replacement, draft_temperature, top_k):
+        case.check(seen)
+        parent, rank, last = case.fields.parents.tolist(), case.fields.ranks.tolist(), case.reasons.chosen[-1]
+        places = [()]
+        for node in range(1, len(parent)):
             places.append((*places[parent[node]], (rank[node], node)))
-        assert [texts[node] for node in reasons.chosen] == [texts[node] for node in path], name
-        behind = [*places[reasons.chosen[-1]], (len(token), 0)]  # in post-order a node comes behind all that it begins
-        for node in range(1, len(token)):
-            fate, coin, threshold = reasons.fates[node], reasons.coins[node], reasons.thresholds[node]
-            seen.add(fate)
-            assert (fate == "absent") == (token[node] < 0)
-            assert (fate == "accepted") == (node in path)
+        after = [(*place, (len(parent), 0)) for place in places]  # in post-order a node comes after all that it begins
+        for node, fate, coin, threshold in case.nodes():
             assert (coin is None) == (threshold is None)
             if coin is not None:
-                assert coin == coins(seed, rows[[parent[node]]].numpy(), ranks[[node]].numpy())[0]
-                assert (coin < threshold) == (fate in ("accepted", "equal")) == (node == reasons.chosen[-1]), name
+                assert coin == case.tossed(node, parent[node])
+                assert (coin < threshold) == (fate in ("accepted", "equal")) == (node == last)
             if fate == "rejected":
                 assert coin is not None
-                if not replacement:
-                    assert [*places[node], (len(token), 0)] < behind
+                assert replacement or after[node] < after[last]
             if fate == "elder":
-                assert texts[parent[node]] == texts[path[-1]][: len(texts[parent[node]])]
-                if not replacement:
-                    assert [*places[node], (len(token), 0)] > behind
-        below = [node for node in range(1, len(token)) if token[node] >= 0 and texts[parent[node]] == texts[path[-1]]]
-        assert reasons.kind == ("recovered" if below else "bonus")
+                above = case.contexts[parent[node]]
+                assert above == case.contexts[case.path[-1]][: len(above)]
+                assert replacement or after[node] > after[last]
     assert {"accepted", "parent", "absent", "rejected", "elder"} <= seen
     assert ("equal" in seen) == replacement
 
@@ -373,16 +328,6 @@ def test_pieces_are_the_text_and_texts_those_of_every_token(demo_pair, tmp_path)
     assert token_text(tokenizer, tokenizer(" the").input_ids[0]) == " the"
 
 
-def test_prompt_lookup_has_absent_nodes_and_steps_without_drafts(tiny_pair, tmp_path):
-    decoder = SpeculativeDecoder(tiny_pair[0], PromptLookup(), "chain", tree_size=4)
-    decoder.generate(PROMPTS[1:2], 25, trace=tmp_path / "trace", **SAMPLING)
-    header, steps = read_trace(tmp_path / "trace")
-    assert header["draft"] == {"name": "prompt lookup"}
-    fates = {fate for step in steps for fate in step["fates"]}
-    assert {"absent", "root"} <= fates
-    assert {step["kind"] for step in steps} >= {"plain"}
-
-
 def test_without_a_trace_nothing_of_it_runs(tiny_pair, monkeypatch):
     def never(*arguments, **options):
         raise AssertionError
@@ -420,9 +365,6 @@ def test_a_line_that_was_cut_off_is_left_out_and_no_other_file_is_taken(tiny_pai
         file.write_text(content)
         with pytest.raises(ValueError, match=message):
             read_trace(file)
-
-
-def test_a_place_where_no_trace_can_be_is_refused_before_any_work(tiny_pair, tmp_path):
     decoder = SpeculativeDecoder(*tiny_pair)
     with pytest.raises(TypeError, match="trace must be the path of a file, got int"):
         decoder.generate(PROMPTS[1:2], 8, trace=3)  # pyright: ignore[reportArgumentType]
