@@ -98,10 +98,6 @@ MULTIMODAL = {
         "vision_config": SEES | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "patch_size": 14},
         "image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57,
     },
-    "llava": {
-        "text_config": TEXT | {"model_type": "llama"}, "vision_config": SQUARE | {"model_type": "clip_vision_model"},
-        "image_token_id": 60, "image_seq_length": 4,
-    },
 }  # fmt: skip
 
 

@@ -1,12 +1,9 @@
 """Trees that change while a text is decoded: the choice by hand, the law of the text, and what drafts must be told."""
 
-from collections import defaultdict
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
-import verification_oracle as oracle
 from head_cases import head_of
 from played_steps import PADDING, PROMPTS, Tape
 from profile_cases import KINDS, counts, greedy_counts, profile_of
@@ -119,30 +116,6 @@ def test_greedy_text_is_the_targets_own_while_trees_change(method):
     step, tree = out.stats.replans[0]
     assert step == Replanner.every
     assert tree in str(out.stats)
-
-
-def law_of_text(language, choose, length, context=(), past=()):
-    """The law of the next tokens where choose(past) says what a step draws; past: how many tokens each step emitted."""
-    law = defaultdict(Fraction)
-    if length <= 0:
-        return {(): Fraction(1)}
-    for tree, probability in oracle.drawn(language, choose(past), context):
-        for (path, token), chance in oracle.rejection(language, tree, context, False).items():
-            emitted = (*(tree.tokens[node] for node in path), token)
-            rest = law_of_text(language, choose, length - len(emitted), (*context, *emitted), (*past, len(emitted)))
-            for end, later in rest.items():
-                law[(*emitted, *end)[:length]] += probability * chance * later
-    return {text: chance for text, chance in law.items() if chance}
-
-
-def test_the_law_is_the_targets_whatever_the_past_decides():
-    language = oracle.Language(3, seed=4, zeros=0.1)
-    shapes = {1: [-1, 0, 0], 2: [-1, 0, 1], 3: [-1, 0]}
-
-    def by_the_past(past):
-        return oracle.static(shapes[past[-1]] if past else [-1, 0, 1])
-
-    assert law_of_text(language, by_the_past, 3) == oracle.target_law(language, (), 3)
 
 
 class Schedule:

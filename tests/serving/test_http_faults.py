@@ -222,16 +222,6 @@ def is_refused(base):
     return False
 
 
-def test_what_is_not_done_within_the_grace_is_cancelled(tokenizer, caplog):
-    service = Service(endless)
-    with running(service, tokenizer, grace=0) as base:
-        connection = open_stream(base, STREAM)
-        eventually(lambda: service.completions and service.completions[0].tokens)
-    eventually(lambda: service.outcomes == ["cancelled"])
-    connection.close()
-    service.close()
-
-
 def test_addresses_of_this_machine_alone_are_known():
     assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "192.168.0.2", "example.org")))

@@ -28,6 +28,7 @@ from heavypath.speculative import (
     PromptLookup,
     SpeculativeDecoder,
 )
+from heavypath.speculative.drafts import models_of
 from heavypath.speculative.serving import Closed, QueueFull
 
 
@@ -153,7 +154,7 @@ def test_cancelled_and_late_requests_end_wherever_they_are(decoder):
             running = service.submit([1, 2, 3], 100, temperature=0.0, eos_token_id=None)
             assert entered.wait(30)
             waiting = service.submit([1, 2], 100)
-            late = service.submit([1, 2], 100, deadline=0.01)
+            late = service.submit([1, 2, 3, 4], 100, deadline=0.01)
             last = service.submit([1, 2], 4, temperature=0.0, eos_token_id=None)
             running.cancel()
             waiting.cancel()
@@ -309,6 +310,18 @@ def test_memory_is_taken_at_the_beginning_and_given_back(decoder):
     assert not hasattr(service._slots, "_workspace")
 
 
+def test_there_is_no_more_room_than_the_models_have_positions(decoder, monkeypatch):
+    """So a chat without a length is answered by every model, and no memory is taken that nobody could use."""
+    for limited in (decoder._target, *models_of(decoder._draft)):
+        with monkeypatch.context() as patch:
+            patch.setattr(limited, "max_positions", 96)
+            with decoder.serve(slots=1, max_tokens=2048) as service:
+                assert service.limits.max_tokens == 96
+                assert len(service.submit([1], 95, eos_token_id=None).result(60).tokens) == 95
+                with pytest.raises(ValueError, match="96"):
+                    service.submit([1], 96)
+
+
 def test_a_prompt_holds_up_others_for_one_piece_at_most(decoder):
     """While a prompt of 40 tokens goes in, in pieces of 4, the one that runs has a step between any two of them."""
     events = []
@@ -336,17 +349,19 @@ def test_a_prompt_holds_up_others_for_one_piece_at_most(decoder):
     assert all("piece" not in pair or "step" in pair for pair in itertools.pairwise(events))
 
 
-def test_steps_done_by_rote_bring_the_same_texts(as_on_a_gpu):
-    """On a played GPU: the host is a step late, and a slot is taken again while it is."""
-    target = shorter_llama(1, layers=1, num_attention_heads=1)
-    decoder = SpeculativeDecoder(target, PromptLookup(), "ersd", tree_size=2)
+@pytest.mark.parametrize(("method", "slots"), [("autoregressive", 1), pytest.param("ersd", 2, marks=pytest.mark.slow)])
+def test_steps_done_by_rote_bring_the_same_texts(method, slots, as_on_a_gpu):
+    """On a played GPU: the host is a step late, and slots are taken again while it is."""
+    target, draft = (shorter_llama(seed, layers=1, num_attention_heads=1) for seed in (1, 2))
+    pair, tree = ((target, draft), {"tree_size": 3}) if method == "ersd" else ((target,), {})
     wanted = [
         ([1, 2, 1], {"max_new_tokens": 3, "temperature": 0.9, "top_p": 0.9}, 4),
         ([5, 2], {"max_new_tokens": 3, "temperature": 0.0, "eos_token_id": [0, 2, 3]}, 0),
-    ]
-    expected = [alone(decoder, *each) for each in wanted]
+        ([4], {"max_new_tokens": 2, "temperature": 0.7, "top_k": 3}, 5),
+    ][: slots + 1]
+    expected = [alone(SpeculativeDecoder(*pair, method=method, **tree), *each) for each in wanted]
     as_on_a_gpu()
-    decoder = SpeculativeDecoder(target, PromptLookup(), "ersd", tree_size=2)
-    with decoder.serve(slots=1, max_tokens=8, prefill_tokens=2) as service:
+    decoder = SpeculativeDecoder(*pair, method=method, **tree)
+    with decoder.serve(slots=slots, max_tokens=8, prefill_tokens=2) as service:
         assert served(service, wanted) == expected
     assert Tape.replays >= 2
