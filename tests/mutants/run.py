@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -36,7 +37,7 @@ LIBRARIES = (
 class Area(NamedTuple):
     """Files of the package, and the tests that are to find mutants of their functions.
 
-    native: whether the tests run compiled code where there is some, and not the references that are changed
+    native: whether the tests first run compiled code where there is some, or the references; then the other way
     """
 
     files: tuple[str, ...]
@@ -66,7 +67,10 @@ AREAS = {
     ),
     "attention": Area(
         ("kernels/tree_attention.py", "kernels/attention/*.py"),
-        tuple(f"tests/kernels/test_{name}.py" for name in ("tree_attention", "windows", "sharing", "adversary")),
+        tuple(
+            f"tests/kernels/test_{name}.py"
+            for name in ("tree_attention", "windows", "sharing", "launches", "adversary")
+        ),
     ),
     "commit": Area(
         ("kernels/commit.py",),
@@ -98,30 +102,32 @@ def main() -> int:
         plugin.load()
     checkout = (given.checkout or ROOT).resolve()
     wanted = only(given.only) if given.only else None
-    work, start = [], time.monotonic()
+    work, start = {}, time.monotonic()
     for name in given.area or AREAS:
-        area = AREAS[name]
-        several = [pair for pair in of_files(area.files, given.most) if wanted is None or pair[0].key in wanted]
-        if several:
-            runner = Runner(
-                ROOT, links(ROOT), checkout, jobs=given.jobs, most_seconds=given.most_seconds,
-                environment={} if area.native else {"HEAVYPATH_NATIVE": "0"},
-            )  # fmt: skip
-            work.append((name, area, runner, several))
-    left = sum(len(several) for *_, several in work)
+        several = of_files(AREAS[name].files, given.most)
+        work[name] = [(mutant, source) for mutant, source in several if wanted is None or mutant.key in wanted]
+    left = sum(map(len, work.values()))
     print(f"{left} mutants")
     done: list[tuple[Mutant, Result]] = []
     measured: dict[tuple[str, bool], list[Measured]] = {}  # tests of files that several areas have
-    for name, area, runner, several in work:
+    for name, several in work.items():
+        area, already = AREAS[name], len(done)
+        if not several:
+            continue
+        first, second = (
+            Runner(
+                ROOT, links(ROOT), checkout, jobs=given.jobs, most_seconds=given.most_seconds,
+                environment={} if native else {"HEAVYPATH_NATIVE": "0"},
+            )
+            for native in (area.native, not area.native)
+        )  # fmt: skip
         print(f"{name}: {len(several)} mutants; which tests reach their functions?", flush=True)
         files = test_files(area, checkout)
-        for file, tests in runner.measured([file for file in files if (file, area.native) not in measured]):
+        for file, tests in first.measured([file for file in files if (file, area.native) not in measured]):
             measured[file, area.native] = tests
-            seconds = sum(test.seconds for test in tests)
-            print(f"{name}: {file}, {len(tests)} tests, {seconds:.0f} s", flush=True)
-        tests = [test for file in files for test in measured[file, area.native]]
-        since, already = time.monotonic(), len(done)
-        for mutant, result in runner.results(several, tests):
+            print(f"{name}: {file}, {len(tests)} tests, {sum(test.seconds for test in tests):.0f} s", flush=True)
+        tests, since = [test for file in files for test in measured[file, area.native]], time.monotonic()
+        for mutant, result in outcomes(first, second, several, tests):
             done.append((mutant, result))
             left -= 1
             minutes = (time.monotonic() - since) / (len(done) - already) * left / 60
@@ -129,6 +135,19 @@ def main() -> int:
             if given.json:
                 given.json.write_text(json.dumps([kept(*each) for each in done], indent=1) + "\n")
     return summary(done, (time.monotonic() - start) / 60, strict=checkout == ROOT)
+
+
+def outcomes(
+    first: Runner, second: Runner, several: list[tuple[Mutant, str]], tests: list[Measured]
+) -> Iterator[tuple[Mutant, Result]]:
+    """What becomes of mutants in one runner, and of those that survive there in another."""
+    sources, survived = dict(several), []
+    for mutant, result in first.results(several, tests):
+        if result.found_by or not result.tests:
+            yield mutant, result
+        else:
+            survived.append((mutant, sources[mutant]))
+    yield from second.results(survived, tests)
 
 
 def arguments() -> argparse.Namespace:

@@ -175,7 +175,8 @@ class _Changes:
                 yield "constant", self.start(node), self.end(node), str(not node.value)
             case ast.Constant(value=int() | float()):
                 for value in (node.value + 1, node.value - 1):
-                    yield "constant", self.start(node), self.end(node), f"({value})" if value < 0 else str(value)
+                    if value != node.value:  # as with 1e20
+                        yield "constant", self.start(node), self.end(node), f"({value})" if value < 0 else str(value)
             case ast.Name(ctx=ast.Load()) if node.id in NAMES:
                 yield "name", self.start(node), self.end(node), NAMES[node.id]
             case ast.Attribute() if node.attr in NAMES:
