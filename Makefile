@@ -13,15 +13,10 @@ CONSTRAINTS ?=
 WORKERS ?= 2
 TESTS ?=
 
-# What depends on the versions of other packages: how it is installed, the kernels in Triton's interpreter, the drop-in,
-# the models' forward passes, generation against that of transformers, and the command line; and a kernel compiled.
-VERSION_TESTS := $(addprefix tests/, integration/test_packaging.py kernels/test_noise.py kernels/test_filtering.py kernels/test_commit.py \
-	kernels/test_cache_compaction.py core/test_huggingface.py core/test_transformers_forward.py core/test_changed_models.py options/test_custom_generate.py cli/test_cli.py \
-	drafts/test_head_checkpoints.py drafts/test_heads.py::test_a_target_by_transformers_own_forward_pass \
-	drafts/test_heads.py::test_greedy_text_is_the_targets_own \
-	core/test_decoder.py::test_greedy_text_is_that_of_transformers_generate \
-	core/test_decoder.py::test_decoding_through_the_kernel integration/test_compile_report.py::test_a_tree_of_one_node_compiles \
-	serving/test_http.py options/test_grammar.py options/test_tensor_parallel.py options/test_streaming.py)
+# What depends on the versions of other packages: kernels in Triton's interpreter, the drop-in, generation against that of
+# transformers, with custom_generate and in every pair of options, and the server.
+VERSION_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py core/test_huggingface.py \
+	options/test_custom_generate.py serving/test_http.py conformance/test_conformance.py)
 
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made-with-$(notdir $(PYTHON))
@@ -36,21 +31,26 @@ GPU_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py
 	unusable_prompts_are_refused_in_one_line unusable_models_are_refused_in_one_line) \
 	core/test_decoder.py::test_statistics_add_up)
 
-.PHONY: help setup demo test test-all test-as-on-a-gpu gpu-miniature test-oldest test-libraries check report record pictures clean requirements
+.PHONY: help setup demo test integration nightly mutants durations test-as-on-a-gpu gpu-miniature test-oldest test-libraries \
+	check report record pictures clean requirements
 
 help:
 	@echo "The first target also makes .venv and installs torch there, which takes some minutes."
 	@echo "make demo         decode real prompts with the shipped pair, then compare all methods"
-	@echo "make test         run the tests (about 10 minutes on two cores; TESTS=tests/core/test_tree.py runs some of them)"
-	@echo "make test-all     run the slow tests, too (several times as long)"
+	@echo "make test         run the tests (about 4 minutes on two cores; TESTS=tests/core/test_tree.py runs some of them)"
+	@echo "make integration  run the tests that start processes or install something, and some with the oldest versions"
+	@echo "make check        run ruff and pyright"
+	@echo "make report       say what changed kernels compile to for three generations of GPUs, and fail on spills"
+	@echo "make nightly      run everything else, which takes hours: slow tests, every triple of options, mutants, races,"
+	@echo "                  a GPU that is played, all of bench/gpu.sh in miniature, other libraries. Its parts:"
+	@echo "make mutants      change the functions that decide the text, and see whether a test finds it"
 	@echo "make test-as-on-a-gpu  run the tests that look for a GPU as on a machine that has one, which is played; of those"
 	@echo "                  of the command line and the decoder a part"
 	@echo "make gpu-miniature     run all that bench/gpu.sh runs on a GPU, in miniature"
 	@echo "make test-oldest  run the tests that depend on versions, with the oldest versions allowed"
 	@echo "make test-libraries  run the tests of models that other libraries quantise, which it installs"
-	@echo "make check        run ruff and pyright"
-	@echo "make report       say what the kernels compile to for three generations of GPUs, and fail on spills"
-	@echo "make record       the same, and keep the figures in bench/results/compile_report.json"
+	@echo "make durations    write how long each test file takes into tests/durations.json"
+	@echo "make record       write what all kernels compile to into bench/results/compile_report.json"
 	@echo "make pictures     draw the pictures of the READMEs again; one of them needs Chromium"
 	@echo "make clean        remove what was built and installed here"
 
@@ -58,17 +58,40 @@ demo: setup
 	$(BIN)/heavypath demo
 
 # The tests are many small operations: more threads would only wait for each other.
-test test-all: export OMP_NUM_THREADS ?= 1
+test integration durations slow triples today races mutants: export OMP_NUM_THREADS ?= 1
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(TESTS)
+	$(PYTEST) $(TESTS)
 
-test-all: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m "" $(TESTS)
+integration: setup
+	$(PYTEST) -m "integration and not slow" $(TESTS)
+	$(MAKE) test-oldest
+
+durations: setup
+	$(PYTEST) --durations-file tests/durations.json
+
+# Every part runs, whatever became of those before it.
+nightly: setup
+	@failed=; for part in slow triples today races mutants test-as-on-a-gpu gpu-miniature test-libraries; do \
+		$(MAKE) $$part || failed="$$failed $$part"; done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+.PHONY: slow triples today races
+slow: setup
+	$(PYTEST) -m slow
+
+triples today: setup
+	$(PYTEST) -m "" --rows $@ tests/conformance
+
+races: setup
+	for seed in 1 2 3; do $(PYTEST) --adversary $$seed tests/kernels || exit 1; done
+
+mutants: setup
+	$(BIN)/python tests/mutants/run.py --jobs $(WORKERS)
 
 test-as-on-a-gpu: setup
-	PYTHONPATH=tests/support $(BIN)/python -m pytest -p stand_in_gpu --numprocesses $(WORKERS) -m "not gpu and not slow" \
-		$(or $(TESTS),$(GPU_TESTS))
+	PYTHONPATH=tests/support $(BIN)/python -m pytest -p stand_in_gpu --numprocesses $(WORKERS) \
+		-m "not gpu and not slow and not integration" $(or $(TESTS),$(GPU_TESTS))
 
 gpu-miniature: setup
 	bash bench/gpu.sh build/gpu-miniature all $(abspath $(BIN)/python)

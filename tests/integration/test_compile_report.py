@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 BENCH = Path(__file__).parents[2] / "bench"
 FUSED = """
 import re, sys

@@ -19,6 +19,8 @@ from heavypath.speculative.comparison import ASSISTED, PLAIN
 from heavypath.speculative.demo import FOLDER, demo_prompts
 from heavypath.speculative.examples.own_method import weigh_the_last
 
+pytestmark = pytest.mark.integration
+
 SCRIPTS = sorted(path for path in Path(examples.__file__).parent.glob("*.py") if path.name != "__init__.py")
 MODULE = "heavypath.speculative.examples"
 PYTHONS_OWN = {"__name__", "__doc__", "__file__", "__init__", "__call__"}

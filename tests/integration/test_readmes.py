@@ -15,6 +15,8 @@ from heavypath.speculative.cli import distil, planning
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.methods import LOSSLESS_FOR, REJECTION, VERIFIERS
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 RESEARCH = ROOT / "speculative" / "RESEARCH.md"
 READMES = [*(ROOT / folder / "README.md" for folder in (".", "speculative", "kernels", "bench")), RESEARCH]

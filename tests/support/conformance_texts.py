@@ -157,19 +157,22 @@ def law_of(case):
             ended = (contexts[:, len(prompt) :] == EOS).any(1)
             step[ended, EOS] = 1.0
             there &= ~ended
-        logits = processors(contexts[there], target(contexts[there]).logits[:, -1].float())
-        step[there] = filtered_logprobs(logits, filters).exp().double()
+        if there.any():
+            logits = processors(contexts[there], target(contexts[there]).logits[:, -1].float())
+            step[there] = filtered_logprobs(logits, filters).exp().double()
         law = (law[:, None] * step).flatten()
-        contexts = torch.cat(
-            [contexts.repeat_interleave(vocab, 0), torch.arange(vocab).repeat(len(contexts))[:, None]], 1
-        )
+        new = torch.arange(vocab).repeat(len(contexts))[:, None]
+        contexts = torch.cat([contexts.repeat_interleave(vocab, 0), new], 1)
     return law.view([vocab] * LENGTH)
 
 
 def sampled(case, decoder):
     """Texts LongTensor[N, 4] of the first prompt; fewer where each of them takes long."""
     asked = case.row["grammar"] or case.row["processors"] != "none" or case.row["draft"] == "lookahead"
-    slow = case.row["draft"] in ("lookup", "mixture", "merge", "cascade") or case.row["target"] == "toy gpt2"
+    slow = (
+        case.row["draft"] in ("lookup", "retrieval", "mixture", "merge", "cascade") or case.row["target"] == "toy gpt2"
+    )
+    slow = slow or case.row["way"] == "reference" or case.row["tree"] == "deep"
     prompt, sequences = torch.tensor(PROMPTS[case.members[0]]), 800 if asked else 4_000 if slow else 20_000
     out = decoder.generate(
         prompt.expand(sequences, -1), LENGTH, temperature=case.row["temperature"], **case.sampling, seed=SEED,
