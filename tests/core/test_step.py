@@ -77,7 +77,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("method", "draft", "shape", "sampling", "batch", "new"),
     [(*case, 1 + (case[1] is None), 4) for case in QUICK]
-    + [pytest.param(*case, 3, 8, marks=pytest.mark.slow) for case in CASES],
+    + [pytest.param(*case, 3, 6, marks=pytest.mark.slow) for case in CASES],
 )
 def test_steps_done_by_rote_write_the_same_text(method, draft, shape, sampling, batch, new, as_on_a_gpu, tmp_path):
     """In as many steps, of which those of a second generation know nothing of the first."""
