@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import tiny_llama
+from transformers import LlamaForCausalLM
 
 from heavypath.speculative.demo.head_training import TapRows, head_config
 from heavypath.speculative.drafts.heads.eagle import EagleHead
@@ -21,17 +22,8 @@ def tiny_head(seed: int, **variant: Any) -> EagleHead:
 
 
 def tiny_target() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
+    changes = {"tie_word_embeddings": True, "initializer_range": 0.3, "max_position_embeddings": 2048}
+    return tiny_llama(0, VOCABULARY, 3, **changes, num_key_value_heads=2).requires_grad_(False)
 
 
 def random_rows(seed: int, count: int = 2, length: int = LENGTH) -> TapRows:
