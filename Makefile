@@ -15,7 +15,7 @@ TESTS ?=
 
 # What depends on the versions of other packages: kernels in Triton's interpreter, the drop-in, generation against that of
 # transformers, with custom_generate and in every pair of options, and the server.
-VERSION_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py core/test_huggingface.py \
+VERSION_TESTS := $(addprefix tests/, kernels/test_noise.py kernels/test_commit.py core/test_huggingface.py \
 	options/test_custom_generate.py serving/test_http.py conformance/test_conformance.py)
 
 BIN := $(VENV)/bin
