@@ -51,7 +51,8 @@ def inputs(batch, heads, kv_heads, nodes, rows, head_dim, dtype=torch.float32, s
 def masks(tree_or_trees):
     """The ways to say what the nodes of one tree for all, or of a tree for each sequence, see."""
     if isinstance(tree_or_trees, TokenTree):
-        ends, mask = tree_or_trees.subtree_end.to(DEVICE), tree_or_trees.mask().to(DEVICE)
+        mask = tree_or_trees.mask().to(DEVICE)
+        ends = tree_or_trees.subtree_end.to(DEVICE) if tree_or_trees.is_depth_first else mask.new_empty(0)
     else:
         ends = torch.stack([tree.subtree_end for tree in tree_or_trees]).to(DEVICE)
         mask = torch.stack([tree.mask() for tree in tree_or_trees]).to(DEVICE)
