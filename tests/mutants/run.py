@@ -62,14 +62,15 @@ AREAS = {
         (
             "tests/kernels/test_sampling.py", "tests/kernels/test_filter*.py", "tests/kernels/test_noise.py",
             "tests/kernels/test_sequence_scores.py", "tests/kernels/test_levels.py", "tests/kernels/test_slots.py",
-            "tests/kernels/test_adversary.py", "tests/mutants/test_mutations.py", "tests/core/test_growing.py",
+            "tests/kernels/test_adversary.py", "tests/mutants/test_mutations.py",
+            "tests/mutants/test_survivors.py", "tests/core/test_growing.py",
         ),
     ),
     "attention": Area(
         ("kernels/tree_attention.py", "kernels/attention/*.py"),
-        tuple(
-            f"tests/kernels/test_{name}.py"
-            for name in ("tree_attention", "windows", "sharing", "launches", "adversary")
+        (
+            "tests/kernels/test_tree_attention.py", "tests/kernels/test_windows.py", "tests/kernels/test_sharing.py",
+            "tests/kernels/test_launches.py", "tests/kernels/test_adversary.py", "tests/mutants/test_survivors.py",
         ),
     ),
     "commit": Area(
