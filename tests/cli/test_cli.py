@@ -16,10 +16,7 @@ import pytest
 import torch
 import transformers
 from command_line import WORDS, assert_refused, save_llama
-from transformers import (
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heavypath.speculative import LOSSLESS_METHODS, load_demo_pair
 from heavypath.speculative.cli import app as cli_app

@@ -16,9 +16,9 @@ from heavypath.speculative.trees.tree import TokenTree
 
 TARGET = torch.tensor([0.05, 0.5, 0.15, 0.3], dtype=torch.float64)
 DRAFT = torch.tensor([0.4, 0.25, 0.3, 0.05], dtype=torch.float64)
-DRAWS = 200_000
+DRAWS = 100_000
 MARGIN = 5.1 * 0.5 / DRAWS**0.5  # a mean of DRAWS values in [0, 1] is further off less than once in a million
-RANDOMISED = settings(deadline=None, derandomize=True, database=None)
+RANDOMISED = settings(deadline=None, derandomize=True, database=None, max_examples=40)
 GEOMETRIC = [0.6 * 0.4**child for child in range(40)]
 
 weights = st.floats(1e-6, 1)
@@ -38,9 +38,7 @@ def pairs_of_laws(draw, zeros=True):
     return [law / law.sum() for law in laws]
 
 
-def trees(nodes):
-    """Every tree, as parents; several of one shape."""
-    return [TokenTree([-1, *parents]) for parents in product(*(range(node) for node in range(1, nodes)))]
+ALL_OF_FIVE = [TokenTree([-1, *parents]) for parents in product(*(range(node) for node in range(1, 5)))]
 
 
 @pytest.mark.parametrize(("depth", "nodes"), [(1, 1), (2, 3), (3, 7), (10, 1023)])
@@ -76,25 +74,18 @@ def test_no_tree_yields_more_than_its_nodes_or_than_an_endless_one():
     assert bounds.tree_bounds([0.0], 5).least == 1
 
 
-ALL_OF_SIX = trees(6)
-
-
-@RANDOMISED
-@given(acceptances)
-def test_no_tree_of_six_nodes_exceeds_a_bound(acceptance):
-    limit = min(bounds.tree_bounds(acceptance, 6))
-    assert max(expected_tokens(tree, acceptance) for tree in ALL_OF_SIX) <= limit + 1e-9
-
-
 @RANDOMISED
 @given(acceptances, st.integers(1, 300))
 @example([1 / 7] * 7, 57)
 @example([0.999, 0.0005], 300)
-def test_the_best_tree_exceeds_no_bound(acceptance, size):
+def test_no_tree_exceeds_a_bound(acceptance, size):
+    """The best of so many nodes, and all of five."""
     limits = bounds.tree_bounds(acceptance, size)
     best = expected_tokens(greedy_tree(acceptance, size), acceptance)
     assert all(best <= limit + 1e-9 for limit in limits)
     assert limits.least == min(limits) == getattr(limits, limits.tightest) <= size
+    limit = min(bounds.tree_bounds(acceptance, 5))
+    assert max(expected_tokens(tree, acceptance) for tree in ALL_OF_FIVE) <= limit + 1e-9
 
 
 @pytest.mark.parametrize("acceptance", [GEOMETRIC, [0.5, 0.25, 0.15, 0.1]])
@@ -109,15 +100,13 @@ def test_the_best_tree_grows_as_the_slope_says_and_stays_near_the_bound(acceptan
     assert abs(gaps[-1] - gaps[0]) < 0.1  # these bounds are off by a constant, not by a factor
 
 
-def test_by_hand_a_race_reaches_the_least_that_it_may():
+def test_races_and_their_bounds_by_hand():
     # Token 0 is first in both where E(0) is the smallest of three.
     target, draft = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.5, 0.0, 0.5])
     assert float(bounds.overlap(target, draft)) == pytest.approx(1 / 2)
     assert float(bounds.race_acceptance(target, draft)) == pytest.approx(1 / 3)
     assert float(bounds.race_acceptance_bound(target, draft)) == pytest.approx(1 / 3)
-
-
-def test_each_of_a_races_two_lower_bounds_is_the_better_one_somewhere():
+    # Each of two lower bounds is the better one somewhere.
     far, near = torch.tensor([0.95, 0.05]), torch.tensor([0.05, 0.95])
     assert float(bounds.race_acceptance(far, near)) == pytest.approx(0.1)
     assert float(bounds.race_acceptance_bound(far, near)) == pytest.approx(0.095)  # ERSD's; 0.1 / 1.9 by the other
@@ -141,14 +130,6 @@ def test_a_race_is_the_double_sum_and_lies_between_its_bounds(laws):
         assert exact == pytest.approx(float(bounds.overlap(target, draft)), abs=1e-9)
 
 
-def test_rows_are_independent():
-    targets, drafts = torch.stack([TARGET, DRAFT]), torch.stack([DRAFT, DRAFT])
-    assert bounds.race_acceptance(targets, drafts)[1] == pytest.approx(1)
-    assert bounds.race_acceptance(targets, drafts)[0] == bounds.race_acceptance(TARGET, DRAFT)
-    assert bounds.race_index_cdf(targets, drafts, 3).shape == (2, 3)
-    assert [bits.shape for bits in bounds.entropy_bounds(targets, drafts)] == [(2,)] * 3
-
-
 def test_the_packages_own_noise_races_as_often():
     noise = gumbel_noise(3, Stream.DRAFT, torch.arange(DRAWS), len(TARGET))
     winner = (TARGET.log() + noise).argmax(1)
@@ -165,7 +146,7 @@ def test_the_packages_own_noise_races_as_often():
 def test_arrivals_drawn_one_by_one_follow_the_law_of_the_index():
     """A Poisson process of marks from the draft: the target's token is the mark of least time / w."""
     generator = torch.Generator().manual_seed(1)
-    draws, arrivals = 40_000, 220  # none of 40,000 takes so many: w is at most 6, and the least time / w exponential
+    draws, arrivals = 20_000, 220  # none of them takes so many: w is at most 6, and the least time / w exponential
     times = torch.rand(draws, arrivals, generator=generator, dtype=torch.float64).log().neg().cumsum(1)
     marks = torch.multinomial(DRAFT, draws * arrivals, replacement=True, generator=generator).view(draws, arrivals)
     index = (times / (TARGET / DRAFT)[marks]).argmin(1)
@@ -194,31 +175,6 @@ def test_the_entropy_of_the_index_term_by_term():
     far = [torch.tensor([0.5, 0.5]), torch.tensor([0.999, 0.001])]  # hundreds of arrivals, beyond the single terms
     law = bounds.race_index_cdf(*far, 30_000).diff(prepend=torch.zeros(1))
     assert float(bounds.race_index_entropy(*far)) == pytest.approx(float(bounds.entropy_bits(law)), abs=1e-4)
-
-
-@RANDOMISED
-@given(pairs_of_laws(zeros=False))
-def test_greedy_rejection_of_independent_draws_carries_the_divergence_too(laws):
-    """Multi-step speculative sampling stops at draw k with probability F(l_k) - F(l_{k+1}), l_{k+1} = l_k + F(l_k)."""
-    target, draft = laws
-    left, multiplier, entropy = 1.0, 0.0, 0.0
-    for _ in range(2000):
-        multiplier += left
-        after = float((target - multiplier * draft).clamp_min(0).sum())
-        entropy -= (left - after) * math.log2(left - after) if left > after else 0
-        left = after
-    if left < 1e-9:
-        assert entropy >= float(bounds.entropy_bounds(target, draft).lower) - 1e-5
-
-
-def test_the_place_among_distinct_children_may_carry_less_than_the_divergence():
-    target, draft = torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([0.999, 0.001], dtype=torch.float64)
-    first = float(bounds.race_acceptance(target, draft))
-    assert first == pytest.approx(0.001)
-    place = bounds.entropy_bits(torch.tensor([first, 1 - first]))  # the second of two is the other
-    limits = bounds.entropy_bounds(target, draft)
-    assert float(place) < 0.02 < 9.9 < float(limits.lower)
-    assert float(bounds.race_index_entropy(target, draft)) > float(limits.lower)
 
 
 def test_what_the_draft_never_draws_never_arrives():

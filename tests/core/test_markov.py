@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 import torch
-from mutations import mutated
 from planning_cases import every_tree, random_rates, yielded
 from tiny_models import tiny_llama
 
@@ -13,7 +12,6 @@ from heavypath.speculative import METHODS, TokenTree, expected_tokens, greedy_tr
 from heavypath.speculative.calibration import Extent, Way, walk
 from heavypath.speculative.drafts import as_draft
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.trees import markov
 from heavypath.speculative.trees.markov import falling, markov_acceptance, markov_table
 
 CHILDREN = 3
@@ -28,7 +26,7 @@ def test_expected_tokens_by_hand():
     assert expected_tokens(second, acceptance) == pytest.approx(1 + 0.9 + 0.4 * (0.9 + 0.9 * 0.1 + 0.05))
 
 
-def check_expectation(module) -> None:
+def test_whole_levels_are_powers_of_the_matrix():
     """Whole levels of a full tree are powers of the matrix of ranks."""
     for seed, depth in product(range(3), range(4)):
         table = random_rates(CHILDREN + 1, CHILDREN, seed=seed, falling=True)
@@ -37,27 +35,19 @@ def check_expectation(module) -> None:
             expected += float(level.sum())
             level = level @ table[1:]
         tree = TokenTree.k_ary(CHILDREN, depth) if depth else TokenTree([-1])
-        assert expected_tokens(tree, module.markov_acceptance(table)) == pytest.approx(expected, abs=1e-9)
+        assert expected_tokens(tree, markov_acceptance(table)) == pytest.approx(expected, abs=1e-9)
 
 
-def check_trees(module) -> None:
+def test_greedy_trees_are_the_best_of_all_trees():
     tables = [random_rates(7, 6, seed=seed, falling=True) for seed in range(4)]
     tables.append(torch.zeros(7, 6))
     tables[-1][:, :2] = torch.tensor([[0.5, 0.4], [0.1, 0.0], [0.9, 0.05]] + [[0.0, 0.0]] * 4)
     for table, size in product(tables, (2, 4, 7)):
-        acceptance, rows = module.markov_acceptance(table), table.tolist()
+        acceptance, rows = markov_acceptance(table), table.tolist()
         worth = [
             yielded(tree, lambda path, rows=rows: rows[0 if path == () else path[-1] + 1]) for tree in every_tree(size)
         ]
         assert expected_tokens(greedy_tree(acceptance, size), acceptance) == pytest.approx(max(worth), abs=1e-9)
-
-
-def test_whole_levels_are_powers_of_the_matrix():
-    check_expectation(markov)
-
-
-def test_greedy_trees_are_the_best_of_all_trees():
-    check_trees(markov)
 
 
 def test_subtrees_differ_by_the_rank_of_their_root():
@@ -77,7 +67,7 @@ def test_counting_by_hand():
     assert torch.allclose(drawn, expected.double())
 
 
-def check_counting(module) -> None:
+def test_a_markov_chain_of_ranks_is_counted():
     """Short texts whose ranks are a Markov chain."""
     generator = torch.Generator().manual_seed(1)
     table = torch.tensor([[0.5, 0.2, 0.1], [0.7, 0.1, 0.05], [0.4, 0.3, 0.1], [0.3, 0.3, 0.2]]).double()
@@ -86,11 +76,7 @@ def check_counting(module) -> None:
     for _ in range(4):
         state = outcome[state].multinomial(1, generator=generator)[:, 0]
         ranks.append(state - 1)
-    assert torch.allclose(module.markov_table(torch.stack(ranks, 1).to(torch.int16), 3, prior=0), table, atol=0.03)
-
-
-def test_a_markov_chain_of_ranks_is_counted():
-    check_counting(markov)
+    assert torch.allclose(markov_table(torch.stack(ranks, 1).to(torch.int16), 3, prior=0), table, atol=0.03)
 
 
 def test_rates_fall_as_little_as_they_must():
@@ -133,35 +119,6 @@ def test_calibration_notes_the_ranks_that_it_counts():
     assert torch.equal(reached, counts.reached)
     table = markov_table(ranks, children)
     assert len(greedy_tree(markov_acceptance(table), 16)) == 16
-
-
-MUTATIONS = {
-    "the root's row is the first child's": (
-        check_expectation, "rows[1 + path[-1] if path else 0]", "rows[1 + path[-1] if path else 1]"
-    ),
-    "the first child has the root's row": (
-        check_expectation, "rows[1 + path[-1] if path else 0]", "rows[path[-1] if path else 0]"
-    ),
-    "the row is the root's child's": (
-        check_trees, "rows[1 + path[-1] if path else 0]", "rows[1 + path[0] if path else 0]"
-    ),
-    "children are counted by the token itself": (
-        check_counting, "ranks[:, :-1]], 1)", "ranks[:, 1:]], 1)"
-    ),
-    "texts go on in one another": (
-        check_counting, "torch.full_like(ranks[:, :1], -1)", "ranks[:, -1:]"
-    ),
-    "only accepted children count as nodes": (
-        check_counting, "counted[:, 1:], counted.sum(1, keepdim=True)", "counted[:, 1:], counted[:, 1:].sum(1, True)"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_bug_is_found(name):
-    check, original, replacement = MUTATIONS[name]
-    with pytest.raises((AssertionError, ValueError)):
-        check(mutated(markov, original, replacement))
 
 
 @pytest.mark.parametrize(("call", "message"), [

@@ -21,8 +21,7 @@ def tiny_pair():
     return tiny_llama(1), tiny_llama(2, layers=1)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", ["top-k", "naive-distinct", "eagle-2"])
+@pytest.mark.parametrize(("method", "temperature"), [("top-k", 0.8), ("eagle-2", 0.8), ("naive-distinct", 0.0)])
 def test_the_examples_verifier_gives_the_text_of_the_built_in_one(method, temperature, tiny_pair):
     options = {"max_new_tokens": 24, "temperature": temperature, "seed": 6}
     prompts = torch.tensor([[3, 1, 4], [2, 2, 5]])
@@ -35,7 +34,7 @@ def test_the_examples_verifier_gives_the_text_of_the_built_in_one(method, temper
     assert own.stats.tokens_per_step > 1.1
 
 
-@pytest.mark.parametrize("method", ["sequoia", "specinfer", "spectr", "dyspec"])
+@pytest.mark.parametrize("method", ["sequoia", "spectr", "dyspec"])
 def test_a_verifier_gets_all_that_the_methods_own_one_needs(method, tiny_pair):
     """The built-in rule, handed in from outside: logits of both models, filters, noise and the depth."""
     row = METHODS[method]
@@ -47,11 +46,11 @@ def test_a_verifier_gets_all_that_the_methods_own_one_needs(method, tiny_pair):
     assert torch.equal(own.generate(PROMPT[None], **options).sequences, expected.sequences)
 
 
-@pytest.mark.parametrize("method", ["ersd", "sequoia", "naive", "autoregressive"])
+@pytest.mark.parametrize("method", ["ersd", "autoregressive"])
 def test_a_lossless_verifier_of_ones_own_keeps_the_law_over_any_methods_trees(method, tiny_pair):
     """ersd's own noise is keyed by position, and would come again in the next step: an own verifier gets fresh rows."""
     decoder = SpeculativeDecoder(*tiny_pair, method, verifier=sample_the_target)
-    out = decoder.generate(PROMPT.expand(12_000, -1), max_new_tokens=3, temperature=1.0, seed=4)
+    out = decoder.generate(PROMPT.expand(6_000, -1), max_new_tokens=3, temperature=1.0, seed=4)
     law = exact_law(tiny_pair[0], PROMPT, Filters(), 3)
     assert chi_square_p_value(joint_counts(out.sequences[:, 3:], 7), law) > SIGNIFICANCE
     greedy = transformers_greedy(tiny_pair[0], PROMPT[None], 20)
@@ -113,21 +112,18 @@ def test_what_a_verifier_returns_is_checked(verifier, error, message, tiny_pair)
 
 
 def test_a_profile_is_refused_because_it_measured_another_verification(tiny_pair):
-    profile = Profile.__new__(Profile)
-    with pytest.raises(
-        ValueError, match=r"a profile measures the method's own verification; .* give tree or tree_size"
-    ):
-        SpeculativeDecoder(*tiny_pair, profile=profile, verifier=sample_the_target)
+    message = r"a profile measures the method's own verification; .* give tree or tree_size"
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder(*tiny_pair, profile=Profile.__new__(Profile), verifier=sample_the_target)
 
 
-@pytest.mark.parametrize("method", ["sequoia", "naive"])
-def test_a_trace_says_that_an_own_verifier_gives_no_reasons(method, tiny_pair, tmp_path):
-    decoder = SpeculativeDecoder(*tiny_pair, method, tree_size=8, verifier=sample_the_target)
+def test_a_trace_says_that_an_own_verifier_gives_no_reasons(tiny_pair, tmp_path):
+    decoder = SpeculativeDecoder(*tiny_pair, "naive", tree_size=8, verifier=sample_the_target)
     decoder.generate(PROMPT[None], 30, temperature=0.8, trace=tmp_path / "trace")
     header, steps = read_trace(tmp_path / "trace")
     assert header["verify"] == "own"
-    fates = [fate for step in steps for fate in step["fates"]]
-    assert {"root", "accepted", "refused", "parent"} <= set(fates) <= {
+    fates = {fate for step in steps for fate in step["fates"]}
+    assert {"root", "accepted", "refused", "parent"} <= fates <= {
         "root", "accepted", "refused", "parent", "absent", "equal",
     }  # fmt: skip
     assert all(step["chosen"] == step["path"] for step in steps)

@@ -5,21 +5,20 @@ that need no GPU (test_device_order.py).
 """
 
 import gc
-import threading
 
 import pytest
 import torch
+from gpu_cases import MINIATURE, assert_alike, prompts, pytestmark, size  # noqa: F401, the mark
 from head_cases import head_of
+from in_time import in_time
 from tiny_models import tiny_llama
 from transformers import AutoModelForCausalLM
 
-from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, load_streamed
+from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, load_demo_pair, load_streamed
 from heavypath.speculative.streaming.layer_weights import stream_of
 
-GPU = torch.cuda.is_available()
-MINIATURE = GPU and torch.cuda.get_device_name() == "a GPU that is only played"
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")]
-NEW, TREE = (3, 3) if MINIATURE else (48, 24)
+NEW, TREE = size((48, 24), (3, 3))
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +27,6 @@ def pair():
     if MINIATURE:
         models = [tiny_llama(seed, layers=layers, hidden_size=32, vocab_size=50) for seed, layers in ((1, 6), (2, 1))]
         return [model.cuda() for model in models]
-    from heavypath.speculative import load_demo_pair
-
     return load_demo_pair(device="cuda")[:2]
 
 
@@ -59,7 +56,7 @@ def shared(pair, folder):
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(7, 49, (2, 9), generator=torch.Generator().manual_seed(0)).cuda()
+    return prompts(2, 9)
 
 
 def text_of(target, draft, ids, method="ersd", temperature=0.6, **options):
@@ -68,11 +65,6 @@ def text_of(target, draft, ids, method="ersd", temperature=0.6, **options):
     out = decoder.generate(ids, NEW, temperature=temperature, seed=3, eos_token_id=None)
     assert not decoder.runner.cuda_graphs or len(decoder.runner.idle.graphs) > 0
     return out
-
-
-def assert_alike(one, other):
-    assert torch.equal(one.sequences, other.sequences)
-    assert torch.equal(one.stats.accepted, other.stats.accepted)
 
 
 @pytest.mark.parametrize(
@@ -124,35 +116,29 @@ def test_a_model_that_transformers_spread_over_gpu_host_and_disk_is_streamed(pai
 
 
 def test_transformers_generate_goes_through_the_same_stream(pair, shared, ids):
-    options = {"max_new_tokens": NEW, "do_sample": False}
     before = stream_of(shared).counts()
-    texts = [each.generate(ids, **options) for each in (pair[0], shared)]
-    assert torch.equal(*texts)
+    expected = pair[0].generate(ids, **GREEDY)
+    assert torch.equal(shared.generate(ids, **GREEDY), expected)
     assert stream_of(shared).counts().since(before).bytes_read > 0
     decoder = SpeculativeDecoder(shared, pair[1], tree_size=TREE)
-    assert torch.equal(shared.generate(ids, custom_generate=decoder, **options), texts[0])
+    assert torch.equal(shared.generate(ids, custom_generate=decoder, **GREEDY), expected)
 
 
+@pytest.mark.skipif(MINIATURE, reason="the interpreter gets products of 16 bits wrong")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_streamed_as_they_are(pair, ids, dtype, tmp_path):
-    if MINIATURE:
-        pytest.skip("the interpreter gets products of 16 bits wrong")
     model, draft = (AutoModelForCausalLM.from_pretrained(one.name_or_path, dtype=dtype).cuda() for one in pair)
     model.save_pretrained(tmp_path)
     passing = load_streamed(tmp_path, bytes_of_layers(model, 3), device="cuda")
     assert passing.dtype == dtype
-    options = {"max_new_tokens": NEW, "do_sample": False}
-    assert torch.equal(*(each.generate(ids, **options) for each in (model, passing)))
+    assert torch.equal(*(each.generate(ids, **GREEDY) for each in (model, passing)))
     assert_alike(*(text_of(passing, draft, ids, cuda_graphs=graphs) for graphs in (True, False)))
 
 
 def test_a_head_drafts_from_hidden_states_of_a_streamed_target(pair, shared, ids):
-    target = pair[0]
-    last = target.config.num_hidden_layers
-    head = head_of(target, taps=(0, last // 2, last), head_dim=16).cuda()
-    texts = [text_of(each, head, ids[:1], "sequoia") for each in (target, shared)]
-    assert_alike(*texts)
-    assert texts[1].stats.streaming.untimed > 0, "steps were graphs"
+    last = pair[0].config.num_hidden_layers
+    head = head_of(pair[0], taps=(0, last // 2, last), head_dim=16).cuda()
+    assert_alike(*(text_of(target, head, ids[:1], "sequoia") for target in (pair[0], shared)))
 
 
 def test_an_early_exit_drafts_by_layers_that_stay(pair, folder, ids):
@@ -162,28 +148,22 @@ def test_an_early_exit_drafts_by_layers_that_stay(pair, folder, ids):
         SpeculativeDecoder(model, EarlyExit(3))
 
 
+@pytest.mark.skipif(MINIATURE, reason="threads take minutes where a GPU is played")
 def test_decoders_on_streams_of_their_own_and_transformers_take_turns(pair, shared, ids):
-    if MINIATURE:
-        pytest.skip("threads take minutes where a GPU is played")
-    expected = text_of(pair[0], pair[1], ids).sequences
-    plain = pair[0].generate(ids, max_new_tokens=NEW, do_sample=False)
-    found = {}
+    expected, plain = text_of(pair[0], pair[1], ids).sequences, pair[0].generate(ids, **GREEDY)
 
-    def decode(number):
+    def decode():
         with torch.cuda.stream(torch.cuda.Stream()):
-            for turn in range(3):
-                text = text_of(shared, pair[1], ids).sequences if number < 2 else shared.generate(
-                    ids, max_new_tokens=NEW, do_sample=False)  # fmt: skip
-                found[number, turn] = text.cpu()
+            return [text_of(shared, pair[1], ids).sequences.cpu() for _ in range(3)]
 
-    threads = [threading.Thread(target=decode, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert len(found) == 9
-    for (number, _), text in found.items():
-        assert torch.equal(text, (expected if number < 2 else plain).cpu())
+    def generate():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return [shared.generate(ids, **GREEDY).cpu() for _ in range(3)]
+
+    found = in_time(decode, decode, generate, seconds=120)
+    for texts, right in zip(found, (expected, expected, plain), strict=True):
+        assert isinstance(texts, list), texts
+        assert all(torch.equal(text, right.cpu()) for text in texts)
 
 
 def test_many_texts_in_a_row_are_right(pair, shared, ids):

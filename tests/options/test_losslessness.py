@@ -14,59 +14,50 @@ SEQUENCES, VOCABULARY = 25_000, 5
 PLAIN = Filters()
 COOL, HOT = Filters(temperature=0.7), Filters(temperature=1.4)
 
-# name: (verification, tree, target filters, draft filters, replacement, uniform fill)
-SETTINGS = {
-    "one child": ("without_replacement", TokenTree.chain(2), PLAIN, PLAIN, False, False),
-    "no draft": ("without_replacement", TokenTree([-1]), PLAIN, PLAIN, False, False),
-    "two children": ("without_replacement", TokenTree.k_ary(2, 2), PLAIN, PLAIN, False, False),
-    "ragged tree": ("without_replacement", TokenTree([-1, 0, 1, 1, 0, 4, 0]), PLAIN, PLAIN, False, False),
-    "siblings out of index order": (
-        "without_replacement", TokenTree([-1, 0, 1, 1, 0, 4], [0, 1, 0, 1, 0, 0]), PLAIN, PLAIN, False, False,
-    ),
-    "other draft temperature": ("without_replacement", TokenTree.k_ary(2, 2), COOL, HOT, False, False),
-    "filtered target": ("without_replacement", TokenTree.k_ary(2, 2), Filters(1.2, 3, 0.8), PLAIN, False, False),
-    "truncated draft": ("without_replacement", TokenTree.k_ary(3, 2), PLAIN, Filters(top_k=2), False, False),
-    "truncated draft, filled": ("without_replacement", TokenTree.k_ary(3, 2), PLAIN, Filters(top_k=1), False, True),
-    "draft's top-k as point masses": ("without_replacement", TokenTree.k_ary(2, 2), PLAIN, Filters(0.0), False, False),
-    "independent draws": ("with_replacement", TokenTree.k_ary(2, 2), PLAIN, PLAIN, True, False),
-    "a leaf's equal sibling has children": ("with_replacement", TokenTree([-1, 0, 0, 2]), PLAIN, PLAIN, True, False),
-    "independent draws, ragged": ("with_replacement", TokenTree([-1, 0, 0, 2, 0, 4, 4]), PLAIN, HOT, True, False),
-    "filled by other filters": (
-        "without_replacement", TokenTree.k_ary(3, 2), Filters(0.8, top_k=2), Filters(top_p=0.5), False, True,
-    ),
-    "min-p on both sides": (
-        "without_replacement", TokenTree.k_ary(2, 2), Filters(min_p=0.2), Filters(min_p=0.05), False, False,
-    ),
-    "independent sequences": ("with_replacement", TokenTree.independent(3, 2), COOL, HOT, True, False),
-    "held siblings": ("held", TokenTree.k_ary(2, 2), PLAIN, PLAIN, False, False),
-    "held siblings, truncated draft, filled": ("held", TokenTree.k_ary(3, 2), PLAIN, Filters(top_k=1), False, True),
-    "held siblings, filtered, out of index order": (
-        "held", TokenTree([-1, 0, 0, 0, 1, 1], [0, 2, 0, 1, 1, 0]), Filters(1.2, 3, 0.8), HOT, False, False,
-    ),
-    "held siblings, draft's top-k as point masses": ("held", TokenTree.k_ary(2, 2), PLAIN, Filters(0.0), False, False),
-    "held siblings, independent": ("held", TokenTree.independent(3, 2), COOL, HOT, True, False),
-    "held siblings, an equal sibling has children": ("held", TokenTree([-1, 0, 0, 2, 2]), PLAIN, PLAIN, True, False),
-    "race": ("race", TokenTree.k_ary(2, 2), PLAIN, PLAIN, False, False),
-    "race, other draft temperature": ("race", TokenTree.k_ary(2, 2), COOL, HOT, False, False),
-    "spectr": ("kseq", TokenTree.independent(3, 2), PLAIN, PLAIN, True, False),
-    "spectr, filtered": ("kseq", TokenTree.k_ary(2, 2), COOL, HOT, True, False),
-    "naive": ("target_sample", TokenTree.k_ary(2, 2), PLAIN, PLAIN, True, False),
-    "naive, a leaf's equal sibling has children": ("target_sample", TokenTree([-1, 0, 0, 2]), COOL, HOT, True, False),
-    "naive, distinct siblings": ("target_sample", TokenTree.k_ary(2, 2), PLAIN, PLAIN, False, False),
-    "top-k": ("target_sample", TokenTree.k_ary(2, 2), COOL, Filters(0.0), False, False),
-}  # fmt: skip
+BINARY, TERNARY = TokenTree.k_ary(2, 2), TokenTree.k_ary(3, 2)
+EQUAL, SEQUENCES_OF_2 = TokenTree([-1, 0, 0, 2]), TokenTree.independent(3, 2)
+DIFFERENT = {"target_filters": COOL, "draft_filters": HOT}
+INDEPENDENT, POINTS = {"replacement": True}, {"draft_filters": Filters(0.0)}  # the draft's top-k as point masses
+TRUNCATED = {"draft_filters": Filters(top_k=1), "uniform_fill": True}
+WITHOUT, WITH = "without_replacement", "with_replacement"
+SETTINGS = {  # verification, tree, and options of `decode`
+    "one child": (WITHOUT, TokenTree.chain(2), {}),
+    "no draft": (WITHOUT, TokenTree([-1]), {}),
+    "ragged tree": (WITHOUT, TokenTree([-1, 0, 1, 1, 0, 4, 0]), {}),
+    "siblings out of index order": (WITHOUT, TokenTree([-1, 0, 1, 1, 0, 4], [0, 1, 0, 1, 0, 0]), {}),
+    "other draft temperature": (WITHOUT, BINARY, DIFFERENT),
+    "filtered target": (WITHOUT, BINARY, {"target_filters": Filters(1.2, 3, 0.8)}),
+    "truncated draft": (WITHOUT, TERNARY, {"draft_filters": Filters(top_k=2)}),
+    "truncated draft, filled": (WITHOUT, TERNARY, TRUNCATED),
+    "truncated on both sides, filled": (WITHOUT, TERNARY, TRUNCATED | {"target_filters": Filters(0.8, top_k=2)}),
+    "top-p draft": (WITHOUT, BINARY, {"target_filters": COOL, "draft_filters": Filters(top_p=0.5)}),
+    "min-p": (WITHOUT, BINARY, {"target_filters": Filters(min_p=0.2), "draft_filters": Filters(min_p=0.05)}),
+    "points": (WITHOUT, BINARY, POINTS),
+    "a leaf's equal sibling has children": (WITH, EQUAL, INDEPENDENT),
+    "independent draws, ragged": (WITH, TokenTree([-1, 0, 0, 2, 0, 4, 4]), INDEPENDENT | {"draft_filters": HOT}),
+    "independent sequences": (WITH, SEQUENCES_OF_2, INDEPENDENT | DIFFERENT),
+    "held": ("held", BINARY, {}),
+    "held, truncated draft, filled": ("held", TERNARY, TRUNCATED),
+    "held, out of index order": ("held", TokenTree([-1, 0, 0, 0, 1, 1], [0, 2, 0, 1, 1, 0]), DIFFERENT),
+    "held, points": ("held", BINARY, POINTS),
+    "held, independent": ("held", SEQUENCES_OF_2, INDEPENDENT | DIFFERENT),
+    "held, an equal sibling has children": ("held", TokenTree([-1, 0, 0, 2, 2]), INDEPENDENT),
+    "race": ("race", BINARY, DIFFERENT),
+    "spectr": ("kseq", SEQUENCES_OF_2, INDEPENDENT),
+    "spectr, filtered": ("kseq", BINARY, INDEPENDENT | DIFFERENT),
+    "naive": ("target_sample", EQUAL, INDEPENDENT | DIFFERENT),
+    "naive, distinct siblings": ("target_sample", BINARY, {}),
+    "top-k": ("target_sample", BINARY, POINTS | {"target_filters": COOL}),
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_law_of_three_tokens_over_steps_is_the_targets(name):
-    method, tree, target_filters, draft_filters, replacement, fill = SETTINGS[name]
+    method, tree, options = SETTINGS[name]
     language = ToyLanguage(VOCABULARY, seed=6)
-    text = decode(
-        language, tree, method=method, sequences=SEQUENCES, target_filters=target_filters, draft_filters=draft_filters,
-        replacement=replacement, uniform_fill=fill, seed=7,
-    )  # fmt: skip
-    counts = joint_counts(text, VOCABULARY)
-    assert chi_square_p_value(counts, language.law(target_filters)) > SIGNIFICANCE
+    text = decode(language, tree, method=method, sequences=SEQUENCES, seed=7, **options)
+    law = language.law(options.get("target_filters", PLAIN))
+    assert chi_square_p_value(joint_counts(text, VOCABULARY), law) > SIGNIFICANCE
 
 
 def test_a_race_writes_the_same_text_with_any_draft_and_any_tree():

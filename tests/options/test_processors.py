@@ -13,13 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import logits_process as theirs
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import (
-    Cascade,
-    EarlyExit,
-    Merge,
-    Mixture,
-    SpeculativeDecoder,
-)
+from heavypath.speculative import Cascade, EarlyExit, Merge, Mixture, SpeculativeDecoder
 from heavypath.speculative.processors.texts import BatchProcessors, drafted_paths
 
 IDS = torch.tensor([[3, 1, 4, 1, 6, 2]])
@@ -74,38 +68,6 @@ def test_greedy_text_under_ten_of_transformers_classes_is_that_of_transformers()
         assert torch.equal(out.sequences, expected), name
         changed += not torch.equal(expected, plain)
     assert changed > 7, "the processors change the texts"
-
-
-def order_matters(width):
-    return [
-        theirs.SequenceBiasLogitsProcessor({(2,): 4.0, (1, 3): -6.0}),
-        theirs.RepetitionPenaltyLogitsProcessor(1.5),
-        odd_behind_even,
-        theirs.NoRepeatNGramLogitsProcessor(3),
-        theirs.MinNewTokensLengthLogitsProcessor(width, 6, EOS),
-    ]
-
-
-@pytest.mark.parametrize("method", ["sequoia", "dyspec", "specinfer"])
-def test_a_batch_with_processors_reads_as_each_prompt_in_transformers(method, tiny_pair):
-    """Each sequence has its own, and one has none; they end at different times and take each other's slots."""
-    inputs = left_padded(PROMPTS)
-    width = inputs["input_ids"].shape[1]
-    lists = [order_matters(width), [odd_behind_even], None, LogitsProcessorList([by_last_two(3)])]
-    out = SpeculativeDecoder(*tiny_pair, method).generate(
-        **inputs, max_new_tokens=20, eos_token_id=EOS, pad_token_id=0, logits_processor=lists
-    )
-    ends = set()
-    for number, own in enumerate(lists):
-        alone = {name: each[number : number + 1] for name, each in inputs.items()}
-        expected = tiny_pair[0].generate(
-            **alone, max_new_tokens=20, do_sample=False, eos_token_id=EOS, pad_token_id=0,
-            logits_processor=LogitsProcessorList(own or []),
-        )[0]  # fmt: skip
-        ends.add(len(expected))
-        row = out.sequences[number].tolist()
-        assert row == expected.tolist() + [0] * (len(row) - len(expected))
-    assert len(ends) > 1
 
 
 TOLD = {

@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -510,6 +511,7 @@ def test_a_pass_that_is_interrupted_before_its_release_leaves_nothing_held(
     assert torch.equal(text, expected)
 
 
+@pytest.mark.skipif(sys.gettrace() is not None, reason="Ctrl-C may leave the lock of what records coverage held")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_ctrl_c_at_any_time_leaves_the_next_text_right(model, decoder_of, text_of, expected, seed):
     decoder = decoder_of(model)

@@ -5,31 +5,17 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from families import tiny
 from rank_cases import llama
 from rank_processes import on_ranks, start, wait
-from rank_work import (
-    METHODS,
-    PADDING,
-    PROMPTS,
-    architectures,
-    custom_generate,
-    decode,
-    die,
-    divergences,
-    load,
-    one_rank_decides,
-    refusals,
-    texts,
-)
+from rank_work import OPTIONS, PROMPTS, architectures, every_check, load, texts
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heavypath.speculative import EarlyExit, SpeculativeDecoder, load_demo_pair
+from heavypath.speculative import EarlyExit, SpeculativeDecoder
 from heavypath.speculative.decoding.drafted import Drafted
 from heavypath.speculative.ranks.agreement import Agreement, digest, row_digests
 
@@ -53,150 +39,90 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def alone(folder):
-    """What one process decodes."""
-    target, draft = load(folder, "target"), load(folder, "draft")
-    return {
-        "whole": texts(target, draft),
-        "split": texts(target, draft, METHODS[-3:]),
-        "exit": texts(target, EarlyExit(1), METHODS[-3:]),
-    }
+class Group(NamedTuple):
+    """Processes that have done every check, of which rank 1 was killed then."""
+
+    checks: list[dict]  # of each rank
+    processes: list
+    seconds: float  # from then on until all had ended
+    said: list[str]  # by those that were not killed
 
 
-def every_check(folder, trials):
-    """All that two ranks do in the default tests, in one pair of processes: imports take most of the time."""
-    found = {
-        "decode": decode(folder, METHODS),
-        "refusals": refusals(folder),
-        "custom": custom_generate(folder),
-        "decides": one_rank_decides(folder),
-        "divergences": divergences(folder, trials),
-    }
-    torch.save(found, Path(folder, f"checks-{dist.get_rank()}"))
-    dist.barrier()
-    die(folder)
-
-
-@pytest.fixture(scope="module")
-def pair(folder):
-    """A pair of processes that have done every check, and of which one was killed then."""
-    return ended(start(2, every_check, folder, 14), folder)
-
-
-def ended(processes, folder):
-    """The processes when all have ended, the seconds since rank 1 was to be killed, and what the others said."""
-    ready = Path(folder, "ready-1")
+@pytest.fixture(scope="module", params=[
+    pytest.param(2, marks=pytest.mark.integration), *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))
+])  # fmt: skip
+def group(folder, request):
+    count, ready = request.param, folder / "ready-1"
+    ready.unlink(missing_ok=True)
+    processes = start(count, every_check, folder, 100 if count == 3 else 14)
     while not ready.exists() and any(process.is_alive() for process in processes):
         time.sleep(0.05)
     begin = time.monotonic()
     wait(processes, 60)
     seconds = time.monotonic() - begin
-    results = [Path(folder, f"result-{rank}") for rank in range(len(processes))]
-    return processes, seconds, {each.name: torch.load(each, weights_only=False) for each in results if each.exists()}
+    said = [torch.load(one, weights_only=False) for one in sorted(folder.glob("result-*"))]
+    assert ready.exists(), said
+    checks = [torch.load(folder / f"checks-{rank}", weights_only=False) for rank in range(count)]
+    return Group(checks, processes, seconds, said)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(pair, folder):
-    found = [Path(folder, f"checks-{rank}") for rank in range(2)]
-    assert all(each.exists() for each in found), pair[2]
-    return [torch.load(each, weights_only=False) for each in found]
+def test_texts_are_those_of_one_process_and_logits_the_same_bits_on_all_ranks(group, folder):
+    target, draft = load(folder, "target"), load(folder, "draft")
+    alone = texts(target, {"whole": draft, "split": draft, "exit": EarlyExit(1)})
+    (first, forward), *others = (checks["decode"] for checks in group.checks)
+    assert forward == ("LlamaForward", 2 * 12 // len(group.checks)), "each rank has its own heads"
+    for case, (sequences, _, logits) in alone.items():
+        assert torch.equal(first[case][0], sequences), case
+        torch.testing.assert_close(first[case][2], logits, atol=1e-4, rtol=1e-4)
+        for other, _ in others:
+            assert other[case][1] == first[case][1], f"logits of {case} are not the same bits on all ranks"
+            assert torch.equal(other[case][0], sequences)
 
 
-def assert_as_alone(ranks, alone):
-    for kind, expected in alone.items():
-        for case, (sequences, _, logits) in expected.items():
-            first = ranks[0][kind][case]
-            assert torch.equal(first[0], sequences), (kind, case)
-            torch.testing.assert_close(first[2], logits, atol=1e-4, rtol=1e-4)
-            for other in ranks[1:]:
-                assert other[kind][case][1] == first[1], f"logits of {kind}, {case} are not the same bits on all ranks"
-                assert torch.equal(other[kind][case][0], sequences)
-
-
-def test_texts_are_those_of_one_process_and_logits_the_same_bits_on_all_ranks(two_ranks, alone):
-    assert_as_alone([found["decode"] for found in two_ranks], alone)
-
-
-def test_a_rank_runs_its_own_heads_by_our_own_pass(two_ranks):
-    assert all(found["decode"]["forward"] == ("LlamaForward", 2 * 6) for found in two_ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [3, 4])
-def test_texts_of_more_ranks_are_those_of_one_process(count, folder, alone):
-    assert_as_alone(on_ranks(count, decode, folder), alone)
-
-
-def test_heads_that_cannot_be_shared_are_refused_by_their_number(two_ranks):
-    for found in two_ranks:
-        said = found["refusals"]["heads"]
-        assert "target has 5 key heads, which cannot be split over 2 ranks; start 5" in said
-
-
-def test_a_service_is_refused_over_ranks(two_ranks):
-    assert all("serve runs in one process" in found["refusals"]["serve"] for found in two_ranks)
-
-
-def test_a_target_split_by_fsdp_runs_by_transformers_own_forward_pass(two_ranks, alone, folder):
+def test_what_ranks_cannot_do_is_refused_and_fsdp_runs_by_transformers_own_pass(group, folder):
     decoder = SpeculativeDecoder(load(folder, "target"), load(folder, "draft"), "sequoia")
-    expected = decoder.generate(PROMPTS, 10, 0.6, seed=7, attention_mask=PADDING, eos_token_id=None).sequences
-    for found in two_ranks:
-        assert torch.equal(found["refusals"]["fsdp"], expected)
-        assert found["refusals"]["ranks of fsdp"] == 2
+    expected, count = decoder.generate(PROMPTS, 10, 0.6, **OPTIONS).sequences, len(group.checks)
+    for found in (checks["refusals"] for checks in group.checks):
+        assert f"target has 5 key heads, which cannot be split over {count} ranks; start 5" in found["heads"]
+        assert "serve runs in one process" in found["serve"]
+        assert torch.equal(found["fsdp"], expected)
+        assert found["ranks of fsdp"] == count
 
 
-def test_rank_0_draws_the_seed_that_transformers_generate_was_not_given(two_ranks):
-    (first, second), others = two_ranks[0]["custom"], two_ranks[1]["custom"]
-    assert torch.equal(first, others[0])
-    assert torch.equal(second, others[1])
+def test_rank_0_draws_the_seed_that_transformers_generate_was_not_given(group):
+    first, second = group.checks[0]["custom"]
     assert not torch.equal(first, second)
+    for checks in group.checks:
+        assert torch.equal(checks["custom"][0], first)
+        assert torch.equal(checks["custom"][1], second)
 
 
-def test_rank_0_alone_is_asked_whether_a_text_ends(two_ranks):
-    first, second = (found["decides"] for found in two_ranks)
-    assert first["stopped"] == second["stopped"]
+def test_rank_0_alone_is_asked_whether_a_text_ends_and_streams_and_writes_the_trace(group):
+    first, *others = (checks["decides"] for checks in group.checks)
     assert len(first["stopped"]) == 3
-    assert first["asked"] > 0 == second["asked"]
-
-
-def test_rank_0_alone_streams_and_writes_the_trace(two_ranks):
-    first, second = (found["decides"] for found in two_ranks)
+    assert first["asked"] > 0
     assert first["streamed"][6:] == [*first["stopped"], "end"]
-    assert second["streamed"] == []
     assert first["traced"]
-    assert not second["traced"]
+    for other in others:
+        assert other["stopped"] == first["stopped"]
+        assert (other["asked"], other["streamed"], other["traced"]) == (0, [], False)
 
 
-def test_a_streamer_that_fails_on_rank_0_ends_all_ranks_after_the_same_step(two_ranks):
-    (kind, said, steps), (other, told, other_steps) = (found["decides"]["streamer"] for found in two_ranks)
-    assert (kind, said) == ("OSError", "nobody reads")
-    assert (other, told) == ("RankFailedError", "rank 0 has raised OSError: nobody reads")
-    assert steps == other_steps == 3  # it fails after the second step, and says so in the third
+def test_what_fails_on_one_rank_ends_all_ranks_after_the_same_step_and_the_decoder_goes_on(group):
+    for rank, found in enumerate(checks["decides"] for checks in group.checks):
+        told = ("RankFailedError", "rank 0 has raised OSError: nobody reads") if rank else ("OSError", "nobody reads")
+        assert found["streamer"] == (*told, 3)  # it fails after the second step, and says so in the third
+        assert (found["ctrl-c"][0], found["ctrl-c"][2]) == ("KeyboardInterrupt", 3)  # it comes within the second step
+        assert found["after all"]
 
 
-def test_ctrl_c_on_one_rank_ends_all_ranks_after_the_same_step(two_ranks):
-    for found in two_ranks:
-        kind, _, steps = found["decides"]["ctrl-c"]
-        assert (kind, steps) == ("KeyboardInterrupt", 3)  # it comes within the second step
-
-
-def test_a_decoder_goes_on_behind_what_ended_a_text(two_ranks):
-    assert all(found["decides"]["after all"] for found in two_ranks)
-
-
-def assert_found(results, trials):
+def test_ranks_that_differ_are_found_in_the_same_step_and_named(group):
     expected = {
-        "another seed": "seed",
-        "noise": "draft",
-        "draft": "draft",
-        "growth": "draft",
-        "logits": "target logits",
-        "verdict": "verdict",
-        "weight": "target weight model.layers.1.input_layernorm.weight",
-    }
+        "another seed": "seed", "noise": "draft", "draft": "draft", "growth": "draft", "logits": "target logits",
+        "verdict": "verdict", "weight": "target weight model.layers.1.input_layernorm.weight",
+    }  # fmt: skip
+    results = [checks["divergences"] for checks in group.checks]
     assert all(result == results[0] for result in results), "ranks do not say the same"
-    assert len(results[0]) == trials
     for kind, guilty, step, said in results[0]:
         assert said is not None, f"{kind} on rank {guilty} in step {step} was not found"
         rank, what, message, steps = said
@@ -205,64 +131,37 @@ def assert_found(results, trials):
         assert f"rank {guilty} has another {what}" in message
 
 
-def test_ranks_that_differ_are_found_in_the_same_step_and_named(two_ranks):
-    assert_found([found["divergences"] for found in two_ranks], 14)
-
-
-@pytest.mark.slow
-def test_a_hundred_of_a_hundred_divergences_are_found(folder):
-    assert_found(on_ranks(3, divergences, folder, 100), 100)
-
-
-def assert_ended(processes, seconds, said):
-    assert seconds < 30
-    assert processes[1].exitcode == -9
-    assert len(said) == len(processes) - 1
-    assert all("RuntimeError" in one and "Connection" in one for one in said.values()), said
-
-
-def test_a_rank_that_is_killed_ends_the_other(pair):
-    processes, seconds, said = pair
-    assert_ended(processes, seconds, said)
-
-
-@pytest.mark.slow
-def test_a_rank_of_three_that_is_killed_ends_the_others(folder, tmp_path):
-    for name in ("target", "draft"):
-        tmp_path.joinpath(name).symlink_to(folder / name)
-    processes, seconds, said = ended(start(3, die, tmp_path), tmp_path)
-    assert_ended(processes, seconds, said)
+def test_a_rank_that_is_killed_ends_the_others(group):
+    assert group.seconds < 30
+    assert group.processes[1].exitcode == -9
+    assert len(group.said) == len(group.processes) - 1
+    assert all("RuntimeError" in one and "Connection" in one for one in group.said), group.said
 
 
 @pytest.mark.slow
 def test_architectures_that_transformers_splits_have_the_texts_of_one_process(tmp_path):
-    draft = tiny("llama")
+    draft, expected = tiny("llama"), {}
     draft.save_pretrained(tmp_path / "llama")
-    expected = {}
     for kind in KINDS:
         model = tiny(kind)
         model.save_pretrained(tmp_path / kind)
-        decoder = SpeculativeDecoder(model, draft, "dyspec")
-        options = {"attention_mask": PADDING[:2], "seed": 2}
-        expected[kind] = [decoder.generate(PROMPTS[:2], 12, each, **options).sequences for each in (0.0, 0.8)]
+        expected[kind] = SpeculativeDecoder(model, draft, "dyspec").generate(PROMPTS, 12, 0.8, **OPTIONS).sequences
     for found in on_ranks(2, architectures, tmp_path, KINDS):
         for kind, (forward, sequences) in found.items():
             assert forward == "TransformersForward"
-            assert all(map(torch.equal, sequences, expected[kind])), kind
+            assert torch.equal(sequences, expected[kind]), kind
 
 
 @pytest.mark.slow
-def test_the_command_prints_one_text_under_torchrun(folder, tmp_path):
-    tokenizer = load_demo_pair()[2]
-    config = LlamaConfig(**{**llama(1).config.to_dict(), "vocab_size": len(tokenizer)})
+def test_the_command_prints_one_text_under_torchrun(demo_pair, tmp_path):
+    config = LlamaConfig(**{**llama(1).config.to_dict(), "vocab_size": len(demo_pair.tokenizer)})
     torch.manual_seed(4)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    demo_pair.tokenizer.save_pretrained(tmp_path)
     command = ["-m", "heavypath.speculative", "generate", "-", "--target", str(tmp_path), "--draft", "prompt-lookup"]
     command += ["--max-new-tokens", "12", "--temperature", "0.7", "--json"]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     answers = []
-    for before in ([], torchrun):
+    for before in ([], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]):
         done = subprocess.run(
             [sys.executable, *before, *command],
             input="import os\n", capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import sys
-from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 
@@ -78,83 +77,20 @@ def test_shapes_by_hand(theory):
     assert shapes["batch"] == {2: 1.5}  # acceptance is known of two children, and size 4 has three
     # Two tokens, then three children, of which the third is never accepted: 1 + 0.5 + 0.25 (1 + 0.5 + 0.25).
     assert shapes["<1, 1, 3, 1, ...>"] == {8: 1 + 0.5 + 0.25 * 1.75}
-
-
-def test_specinfers_tree_is_the_papers(theory):
-    tree = theory.specinfer_tree(21)
-    assert tree == TokenTree.from_branching([1, 1, 3, 1, 1, 1, 1, 1])
-    assert len(tree) == 21
-    assert [len(theory.specinfer_tree(size)) for size in (6, 8, 9, 64)] == [6, 6, 9, 63]
-
-
-def test_marginals_by_hand(theory):
-    """From 2 to 4 nodes is a doubling, from 4 to 16 are two."""
-    assert theory.marginals({2: 1.5, 4: 2.0, 16: 3.0}) == {4: 0.5, 16: 0.5}
-    assert theory.marginals({2: 1.5}) == {}
-
-
-def test_a_batch_brings_what_its_children_are_accepted(theory):
+    assert theory.marginals({2: 1.5, 4: 2.0, 16: 3.0}) == {4: 0.5, 16: 0.5}  # one doubling, and two
     assert theory.growth([0.5, 0.25, 0.1], [2, 4])["batch"] == {2: 1.5, 4: pytest.approx(1.85)}
 
 
 def test_sequences_saturate_and_trees_do_not(theory):
-    law = [0.6 * 0.4**child for child in range(30)]
-    sizes = [64, 128, 256, 512]
+    law, sizes = [0.6 * 0.4**child for child in range(30)], [64, 128, 256, 512]
     shapes, limits = theory.growth(law, [16, *sizes]), theory.limits(law, 31, sizes)
-    assert shapes["k sequences"][512] < 1 + sum(law) / (1 - law[0])
     steps = [shapes["best tree"][2 * size] - shapes["best tree"][size] for size in sizes[:-1]]
-    slope = limits["slope"][2 * 64] - limits["slope"][64]
-    assert steps == pytest.approx([slope] * 3, rel=0.05)
+    assert steps == pytest.approx([limits["slope"][128] - limits["slope"][64]] * 3, rel=0.05)
     for name, cap in theory.caps(law).items():
         assert max(shapes[name].values()) < cap + 1e-9, name
-    for name in ("chain", "<1, 1, 3, 1, ...>"):  # endless already
-        assert shapes[name][512] == pytest.approx(theory.caps(law)[name]), name
-    assert all(gain < 0.05 for name in theory.caps(law) for gain in [theory.marginals(shapes[name]).get(512, 0)])
+        assert theory.marginals(shapes[name]).get(512, 0) < 0.05, name
     for name in ("paper", "leaves", "merged", "renewal", "moments"):
         assert all(limits[name][size] > shapes["best tree"][size] for size in sizes), name
-    assert all(limits["leaves"][size] <= limits["paper"][size] for size in sizes)
-
-
-def test_decoded_trees_have_the_sizes_asked_for(theory):
-    curves = theory.decoding_trees([0.5, 0.25, 0.1], [0.4, 0.3, 0.2], 16)
-    assert [len(tree) for _, tree, _ in curves["best tree"]] == [2, 4, 8, 16]
-    assert [method for method, *_ in curves["best tree, race"]] == ["ersd"] * 4
-    assert [(tree.depth, expected) for _, tree, expected in curves["chain"]][:2] == [(1, 1.5), (3, 1.875)]
-    assert len(curves["k sequences"]) == 1
-
-
-def test_tokens_per_step_have_the_error_of_a_ratio(theory, monkeypatch):
-    """Two prompts, each a group: 9 tokens in 3 steps and 6 in 3."""
-
-    @dataclass
-    class Generation:
-        new_tokens: int
-        steps: int
-
-        @property
-        def stats(self):
-            return self
-
-    class Decoder:
-        def __init__(self, target, draft, method, *, tree, verifier):
-            assert (method, verifier) == ("ersd", None)
-
-        def generate(self, *, max_new_tokens, temperature, seed, eos_token_id):
-            return {5: Generation(9, 3), 6: Generation(6, 3)}[seed]
-
-    class Pair:
-        target = draft = None
-
-        @staticmethod
-        def tokenizer(texts, **_):
-            assert len(texts) == 1
-            return {}
-
-    monkeypatch.setattr(theory, "SpeculativeDecoder", Decoder)
-    options = {"new_tokens": 9, "temperature": 0.6, "seed": 5}
-    decoded = theory.decode(Pair, "ersd", TokenTree.chain(3), ["a", "b"], **options)
-    # 15 tokens in 6 steps; the groups are 1.5 above and below what 3 steps yield: sqrt(2 (1.5^2 + 1.5^2)) / 6.
-    assert decoded == pytest.approx((2.5, 0.5))
 
 
 def test_acceptance_by_draft_probability_by_hand(theory, laws):
@@ -169,14 +105,6 @@ def test_acceptance_by_draft_probability_by_hand(theory, laws):
     assert (low["share"], high["share"]) == pytest.approx((0.35, 0.65))
 
 
-def test_a_tree_is_put_in_the_order_a_queue_grows_it(theory):
-    # Nodes 1, 2 and 3 of the binary tree in depth-first order have 0.6, 0.36 and 0.18; 4 to 6 have 0.3, 0.18 and 0.09.
-    inserted = theory.insertion_order(TokenTree.k_ary(2, 2), [0.6, 0.3])
-    assert inserted.parents.tolist() == [-1, 0, 1, 0, 1, 3, 3]
-    assert inserted.ranks.tolist() == [0, 0, 0, 1, 1, 0, 1]
-    assert inserted.reordered("depth_first")[0] == TokenTree.k_ary(2, 2)
-
-
 def test_blocks_by_hand(theory, figures):
     assert theory.tree_blocks(TokenTree.chain(63)) == {"insertion": 3, "depth_first": 3, "heavy_path": 3}
     assert [figures.prefix_blocks(*shape) for shape in ((32, 32), (33, 65), (64, 0))] == [1, 6, 0]
@@ -184,12 +112,6 @@ def test_blocks_by_hand(theory, figures):
     # the root's block and their own.
     twins = TokenTree([-1, 0, 0, *range(1, 125)])
     assert theory.tree_blocks(twins) == {"insertion": 10, "depth_first": 8, "heavy_path": 8}
-
-
-def test_races_and_their_bound_by_hand(theory, laws):
-    result = theory.races(laws(([0.5, 0.5, 0.0], [0.5, 0.0, 0.5]), ([1.0, 0.0, 0.0], [1.0, 0.0, 0.0])), 1)
-    assert result["points"] == {"overlap": [0.5], "race": pytest.approx([1 / 3]), "bound": pytest.approx([1 / 3])}
-    assert result["mean"] == {"overlap": 0.75, "race": pytest.approx(2 / 3), "bound": pytest.approx(2 / 3)}
 
 
 def test_entropies_by_hand(theory, laws):
@@ -201,28 +123,26 @@ def test_entropies_by_hand(theory, laws):
     assert result["divergence"][0] < result["index"][0] < result["finer"][0] < result["upper"][0]
 
 
-def test_labels_are_moved_apart(figures):
-    assert figures.spaced([0.1, 0.5, 0.9], 0.2) == [0.1, 0.5, 0.9]
-    assert figures.spaced([0.5, 0.5], 0.2) == pytest.approx([0.4, 0.6])
-    assert figures.spaced([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6], abs=1e-3)
-
-
-def test_the_command_prints_its_tables_and_draws_its_figures(theory, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    from matplotlib import image
-
-    theory.main([*COMMAND, "--json", str(tmp_path / "theory.json"), "--plot", str(tmp_path)])
+def test_the_command_prints_its_tables(theory, tmp_path, capsys):
+    theory.main([*COMMAND, "--json", str(tmp_path / "theory.json")])
     printed = capsys.readouterr().out
     written = json.loads((tmp_path / "theory.json").read_text())
     assert f"{written['growth']['shapes']['best tree']['8']:.2f}" in printed
     assert f"{written['races']['1.0']['mean']['race']:.3f}" in printed
     assert [row["nodes"] for row in written["decoding"]["chain"]] == [2]
     assert written["environment"]["prompts"] == 2
+
+
+@pytest.mark.slow
+def test_the_command_draws_its_figures(theory, tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib import image
+
+    theory.main([*COMMAND, "--plot", str(tmp_path)])
     pictures = sorted(tmp_path.glob("*.png"))
     assert len(pictures) == 6
     for path in pictures:
         picture = image.imread(path)[..., :3]
-        assert min(picture.shape[:2]) > 300
         assert (picture.max(-1) - picture.min(-1) > 0.3).mean() > 0.0005, path.name  # colour
 
 

@@ -4,10 +4,7 @@ import torch
 from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative import (
-    METHODS,
-    Profile,
-)
+from heavypath.speculative import METHODS, Profile
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.methods import Kind
 from heavypath.speculative.profile import MeasuredAcceptance

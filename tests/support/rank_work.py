@@ -20,6 +20,7 @@ from heavypath.speculative.ranks.group import RankFailedError
 METHODS = ("autoregressive", "chain", "specinfer", "sequoia", "dyspec", "ersd")
 PROMPTS = torch.tensor([[5, 9, 8, 7, 33, 2], [0, 0, 4, 4, 17, 60], [0, 11, 12, 13, 14, 15]])
 PADDING = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+OPTIONS = {"seed": 7, "attention_mask": PADDING, "eos_token_id": None}
 TREE = TokenTree.from_branching([2, 2, 1])
 
 
@@ -53,31 +54,25 @@ class Watching:
         return stepped
 
 
-def texts(target, draft, methods=METHODS, new_tokens=10):
-    """For each method, temperature and batch: the new tokens, digests of the logits of each step, and the first's."""
+def texts(target, drafts):
+    """For each draft and some methods: the tokens, digests of the logits of each step, and the first step's logits."""
     found = {}
-    for method in methods:
-        for temperature in (0.0, 0.6):
-            for batch in (1, 3):
-                decoder = SpeculativeDecoder(target, draft if method != "autoregressive" else None, method)
-                watching = Watching(decoder)
-                out = decoder.generate(
-                    PROMPTS[:batch], new_tokens, temperature, seed=7, attention_mask=PADDING[:batch], eos_token_id=None
-                )
-                digests = [hashlib.sha256(logits.numpy().tobytes()).hexdigest() for logits in watching.logits]
-                found[method, temperature, batch] = out.sequences, digests, watching.logits[0]
+    for name, draft in drafts.items():
+        for method in ("sequoia", "dyspec", "ersd"):
+            decoder = SpeculativeDecoder(target, draft, method)
+            watching = Watching(decoder)
+            out = decoder.generate(PROMPTS, 10, 0.6, **OPTIONS)
+            digests = [hashlib.sha256(logits.numpy().tobytes()).hexdigest() for logits in watching.logits]
+            found[name, method] = out.sequences, digests, watching.logits[0]
     return found
 
 
-def decode(folder, methods=METHODS):
-    """All methods, with a draft that each rank has whole; with a split draft and an early exit some."""
+def decode(folder):
+    """Texts with a draft that each rank has whole, with one that is split, and with an early exit; and our own pass."""
     target, draft = split_target(folder), load(folder, "draft")
-    found = {"whole": texts(target, draft, methods)}
-    found["split"] = texts(target, split_target(folder, "draft"), methods[-3:])
-    found["exit"] = texts(target, EarlyExit(1), methods[-3:])
+    found = texts(target, {"whole": draft, "split": split_target(folder, "draft"), "exit": EarlyExit(1)})
     decoder = SpeculativeDecoder(target, None, "autoregressive")
-    found["forward"] = type(decoder._target).__name__, decoder._target.new_cache(1, 1).keys.shape[1]
-    return found
+    return found, (type(decoder._target).__name__, decoder._target.new_cache(1, 1).keys.shape[1])
 
 
 def refusals(folder):
@@ -91,12 +86,10 @@ def refusals(folder):
             make()
         except ValueError as error:
             found[name] = str(error)
-    target = load(folder, "target", fsdp_size=dist.get_world_size())
-    draft = load(folder, "draft")
-    for _ in range(2):  # FSDP leaves weights gathered behind a pass
+    target, draft = load(folder, "target", fsdp_size=dist.get_world_size()), load(folder, "draft")
+    for _ in range(2):  # FSDP leaves weights gathered after a pass
         decoder = SpeculativeDecoder(target, draft, "sequoia")
-        options = {"seed": 7, "attention_mask": PADDING, "eos_token_id": None}
-        found["fsdp"] = decoder.generate(PROMPTS, 10, 0.6, **options).sequences
+        found["fsdp"] = decoder.generate(PROMPTS, 10, 0.6, **OPTIONS).sequences
     found["ranks of fsdp"] = decoder._target.ranks.count
     return found
 
@@ -137,35 +130,29 @@ class _Streamer:
 
 
 def one_rank_decides(folder):
-    """Stopping criteria, streamers, traces, Ctrl-C on another rank than 0; and how the decoder goes on behind them."""
+    """Stopping criteria, streamers, traces, Ctrl-C on another rank than 0; and how the decoder goes on after them."""
     decoder = SpeculativeDecoder(split_target(folder), load(folder, "draft"), "sequoia", tree=TREE)
-    prompt, found = PROMPTS[:1], {}
-    usual = decoder.generate(prompt, 12, eos_token_id=None).sequences
+    runner, options = decoder.runner, {"input_ids": PROMPTS[:1], "max_new_tokens": 12, "eos_token_id": None}
+    usual = decoder.generate(**options).sequences
     criterion, streamer = _OnOneRank(), _Streamer()
     trace = Path(folder, f"trace-{dist.get_rank()}")
-    out = decoder.generate(prompt, 12, eos_token_id=None, stopping_criteria=[criterion], streamer=streamer, trace=trace)
-    found["stopped"], found["asked"], found["streamed"] = (
-        out.sequences[0, 6:].tolist(),
-        criterion.asked,
-        streamer.tokens,
-    )
-    found["traced"] = trace.exists()
+    out = decoder.generate(**options, stopping_criteria=[criterion], streamer=streamer, trace=trace)
+    found = {"stopped": out.sequences[0, 6:].tolist(), "asked": criterion.asked}
+    found |= {"streamed": streamer.tokens, "traced": trace.exists()}
+
+    def interrupt(step, workspace):
+        if step == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without
-    for name, wish in {"streamer": lambda: None, "ctrl-c": lambda: os.kill(os.getpid(), signal.SIGINT)}.items():
-
-        def before(step, workspace, name=name, wish=wish):
-            if name == "ctrl-c" and step == 2 and dist.get_rank() == 1:
-                wish()
-
-        runner = decoder.runner
+    for name, before, fails in (("streamer", lambda *given: None, 2), ("ctrl-c", interrupt, 1 << 30)):
         watching = Watching(decoder, before)
-        streamer = _Streamer(fails=2 if name == "streamer" else 1 << 30)
         try:
-            decoder.generate(prompt, 12, eos_token_id=None, streamer=streamer)
+            decoder.generate(**options, streamer=_Streamer(fails))
         except (OSError, RankFailedError, KeyboardInterrupt) as error:
             found[name] = type(error).__name__, str(error), len(watching.logits)
         decoder.runner = runner
-    found["after all"] = torch.equal(decoder.generate(prompt, 12, eos_token_id=None).sequences, usual)
+    found["after all"] = torch.equal(decoder.generate(**options).sequences, usual)
     return found
 
 
@@ -239,7 +226,16 @@ def architectures(folder, kinds):
     draft, found = load(folder, "llama"), {}
     for kind in kinds:
         decoder = SpeculativeDecoder(split_target(folder, kind), draft, "dyspec")
-        options = {"attention_mask": PADDING[:2], "seed": 2}
-        every = [decoder.generate(PROMPTS[:2], 12, temperature, **options) for temperature in (0.0, 0.8)]
-        found[kind] = type(decoder._target).__name__, [out.sequences for out in every]
+        found[kind] = type(decoder._target).__name__, decoder.generate(PROMPTS, 12, 0.8, **OPTIONS).sequences
     return found
+
+
+def every_check(folder, trials):
+    """All that ranks do in the tests, in one group of processes: imports take most of the time. Then one is killed."""
+    found = {
+        "decode": decode(folder), "refusals": refusals(folder), "custom": custom_generate(folder),
+        "decides": one_rank_decides(folder), "divergences": divergences(folder, trials),
+    }  # fmt: skip
+    torch.save(found, Path(folder, f"checks-{dist.get_rank()}"))
+    dist.barrier()
+    die(folder)

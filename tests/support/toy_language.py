@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from verification_cases import draft_options
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.sampling import gumbel_topk
@@ -78,24 +79,16 @@ def decode(
                 replacement=replacement, uniform_fill=uniform_fill,
             )  # fmt: skip
             tokens[:, children] = drawn.tokens[:, ranks[children]]
-        # A draft filter of None would mean the target's.
-        temperature, top_k, top_p, min_p = draft_filters
-        off = Filters(temperature, top_k or 0, top_p or 1.0, min_p or 0.0)
         verified = verify_tree(
             tokens, parents, language.target[tokens.clamp(min=0)], draft_logits,
             **Rule.of_draws(method, replacement)._asdict(), ranks=ranks,
-            **target_filters._asdict(), **{f"draft_{name}": value for name, value in off._asdict().items()},
+            **target_filters._asdict(), **draft_options(draft_filters),
             seed=seed, rows=rows,
         )  # fmt: skip
-        accepted = tokens.gather(1, verified.path.clamp(min=0))
-        for place in range(1, verified.path.shape[1] + 1):
-            inside = written + place < text.shape[1]
-            token = torch.where(
-                verified.length >= place,
-                accepted[:, min(place, accepted.shape[1] - 1)],
-                torch.where(verified.length + 1 == place, verified.next_token, -1),
-            )
-            put = inside & (token >= 0)
-            text[sequence[put], written[put] + place] = token[put]
+        new = torch.cat([tokens.gather(1, verified.path.clamp(min=0))[:, 1:], torch.zeros_like(root)[:, None]], 1)
+        new = new.scatter(1, verified.length[:, None], verified.next_token[:, None])
+        for place in range(new.shape[1]):
+            put = (verified.length >= place) & (written + 1 + place < text.shape[1])
+            text[sequence[put], written[put] + 1 + place] = new[put, place]
         written = (written + verified.length + 1).clamp(max=length)
     return text[:, 1 : length + 1]

@@ -5,13 +5,11 @@ import random
 from itertools import pairwise
 
 import torch
+from verification_cases import Compared, random_filters, random_tree
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.nodes import Verified
 from heavypath.kernels.typical.acceptance import Typical, accept_typical
-from heavypath.speculative import TokenTree
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 USUAL = Typical()
 
 
@@ -35,8 +33,10 @@ def brute_force(tokens, parents, log_p, limits, max_depth):
     return max(found)[3]
 
 
-class Problem:
+class Problem(Compared):
     """Trees of random tokens, some of them equal among siblings, and logits after their nodes."""
+
+    function, tensors = accept_typical, ("tokens", "parents", "target")
 
     def __init__(
         self, tree, vocab_size=5, batch=2, dtype=torch.float32, absent=0.0, filters=Filters(), limits=USUAL, seed=0
@@ -48,24 +48,13 @@ class Problem:
         likely = logits[:, tree.parents.clamp(min=0)].softmax(-1).flatten(0, 1)
         self.tokens = torch.multinomial(likely, 1, generator=generator).view(batch, nodes)
         self.tokens[:, 1:][torch.rand(batch, nodes - 1, generator=generator) < absent] = -1
-        self.parents, self.tree, self.filters, self.limits, self.seed = tree.parents, tree, filters, limits, seed
-        self.rows = torch.arange(batch * nodes).view(batch, nodes) + (seed << 33)
-
-    def accepted(self, impl, **changes):
-        given = {"rows": self.rows, "seed": self.seed} | self.filters._asdict() | self.limits._asdict() | changes
-        tensors = (self.tokens, self.parents, self.target)
-        if impl == "triton":
-            tensors = tuple(tensor.to(DEVICE) for tensor in tensors)
-            given = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-        return Verified(*(field.cpu() for field in accept_typical(*tensors, impl=impl, **given)))
-
-    def agrees(self, **changes):
-        pairs = zip(self.accepted("triton", **changes), self.accepted("torch", **changes), strict=True)
-        return all(torch.equal(kernel, reference) for kernel, reference in pairs)
+        self.parents, self.tree, self.filters, self.limits = tree.parents, tree, filters, limits
+        rows = torch.arange(batch * nodes).view(batch, nodes) + (seed << 33)
+        self.options = {"rows": rows, "seed": seed} | filters._asdict() | limits._asdict()
 
     def check(self, impl):
         """Its paths are those of the search."""
-        out = self.accepted(impl)
+        out = self.verified(impl)
         for b, tokens in enumerate(self.tokens.tolist()):
             log_p = filtered_logprobs(self.target[b].float(), self.filters)
             path = brute_force(tokens, self.parents.tolist(), log_p, self.limits, self.tree.depth)
@@ -76,16 +65,9 @@ class Problem:
 def random_problem(seed, filtered=0.3):
     """Small, and any: tree, vocabulary, filters, limits, dtype and absent nodes. filtered: how often a filter is on."""
     chosen = random.Random(seed)
-    off = [chosen.random() >= filtered for _ in range(3)]
-    filters = Filters(
-        chosen.choice([0.3, 1.0, 1.7]),
-        None if off[0] else chosen.randint(1, 5),
-        None if off[1] else chosen.uniform(0.2, 0.99),
-        None if off[2] else chosen.uniform(0, 0.3),
-    )
     return Problem(
-        TokenTree([-1, *(chosen.randrange(node) for node in range(1, chosen.randint(1, 12)))]),
-        vocab_size=chosen.choice([1, 2, 3, 5, 40]), batch=chosen.choice([1, 2, 3]),
+        random_tree(chosen, 1, 12), vocab_size=chosen.choice([1, 2, 3, 5, 40]), batch=chosen.choice([1, 2, 3]),
         dtype=chosen.choice([torch.float32, torch.float16, torch.bfloat16]), absent=chosen.choice([0.0, 0.2]),
-        filters=filters, limits=Typical(chosen.choice([0.0, 0.09, 0.5]), chosen.choice([0.0, 0.3, 1.0])), seed=seed,
+        filters=random_filters(chosen, often=filtered), seed=seed,
+        limits=Typical(chosen.choice([0.0, 0.09, 0.5]), chosen.choice([0.0, 0.3, 1.0])),
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Helpers of tests/kernels/test_verification_kernel.py and its neighbours."""
+"""Trees with logits and noise, for a kernel and its reference: those of verify_tree. Its neighbours have others."""
 
-import importlib.util
-import inspect
 import random
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,52 @@ TREES = {
 }
 
 
-class Problem:
+class Compared:
+    """A case for both implementations of a function of the tensors so named, with the options `options`."""
+
+    function: ClassVar[Callable[..., Verified]] = verify_tree
+    tensors: ClassVar[tuple[str, ...]] = ("tokens", "parents", "target", "draft")
+    options: dict[str, Any]
+
+    def verified(self, impl: str, **changes) -> Verified:
+        given = [getattr(self, name) for name in self.tensors], self.options | changes
+        if impl == "triton":
+            there = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in given[1].items()}
+            given = [tensor.to(DEVICE) for tensor in given[0]], there
+        return Verified(*(field.cpu() for field in type(self).function(*given[0], impl=impl, **given[1])))
+
+    def agrees(self, **changes) -> bool:
+        return all(map(torch.equal, self.verified("triton", **changes), self.verified("torch", **changes)))
+
+
+def draft_options(filters: Filters) -> dict[str, float]:
+    """These as verify_tree takes them, where None would mean the target's."""
+    temperature, top_k, top_p, min_p = filters
+    off = Filters(temperature, top_k or 0, top_p or 1.0, min_p or 0.0)
+    return {f"draft_{name}": value for name, value in off._asdict().items()}
+
+
+def random_filters(chosen: random.Random, temperatures: tuple[float, ...] = (0.3, 1.0, 1.7), often=0.2) -> Filters:
+    """often: how often each filter is on"""
+    on = [chosen.random() < often for _ in range(3)]
+    return Filters(
+        chosen.choice(temperatures),
+        chosen.randint(1, 5) if on[0] else None,
+        chosen.uniform(0.2, 0.99) if on[1] else None,
+        chosen.uniform(0, 0.3) if on[2] else None,
+    )
+
+
+def random_tree(chosen: random.Random, least: int, most: int) -> TokenTree:
+    """Of `least` to `most` nodes, with siblings in any order."""
+    parents = [-1, *(chosen.randrange(node) for node in range(1, chosen.randint(least, most)))]
+    ranks, order = [0] * len(parents), chosen.sample(range(1, len(parents)), len(parents) - 1)
+    for place, node in enumerate(order):
+        ranks[node] = sum(parents[other] == parents[node] for other in order[:place])
+    return TokenTree(parents, ranks)
+
+
+class Problem(Compared):
     """Trees drawn from a Markov language, each node's children with that node's row of noise."""
 
     def __init__(
@@ -68,59 +113,21 @@ class Problem:
             else:
                 self.draft[:, node] = torch.nan  # leaves' rows are never read
         self.tokens[:, 1:][torch.rand(batch, nodes - 1, generator=generator) < absent] = -1
-        temperature, top_k, top_p, min_p = draft_filters
-        off = Filters(temperature, top_k or 0, top_p or 1.0, min_p or 0.0)  # None would mean the target's
         greedy = Filters(temperature=0.0)
         self.options = {
-            "method": method, "ranks": tree.ranks, "seed": seed, "replacement": method in EITHER_DRAW and replacement,
-            **(greedy if method == "greedy" else target_filters)._asdict(),
-            **{f"draft_{name}": value for name, value in off._asdict().items()},
+            "method": method, "ranks": tree.ranks, "rows": self.rows, "seed": seed,
+            "replacement": method in EITHER_DRAW and replacement,
+            **(greedy if method == "greedy" else target_filters)._asdict(), **draft_options(draft_filters),
         }  # fmt: skip
-
-    def verified(self, impl: str, **changes) -> Verified:
-        given = {"rows": self.rows} | self.options | changes
-        tensors = (self.tokens, self.parents, self.target, self.draft)
-        if impl == "triton":
-            tensors = tuple(tensor.to(DEVICE) for tensor in tensors)
-            given = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in given.items()}
-        return Verified(*(field.cpu() for field in verify_tree(*tensors, impl=impl, **given)))
-
-    def agrees(self, **changes) -> bool:
-        pairs = zip(self.verified("triton", **changes), self.verified("torch", **changes), strict=True)
-        return all(torch.equal(kernel, reference) for kernel, reference in pairs)
 
 
 def random_problem(method: str, seed: int) -> Problem:
     """Small, and any: the tree, draw order, distributions' distance, filters of both, dtype and absent nodes."""
     chosen = random.Random(f"{method} {seed}")
-
-    def filters(*temperatures: float) -> Filters:
-        top_k, top_p, min_p = chosen.randint(1, 5), chosen.uniform(0.2, 0.99), chosen.uniform(0, 0.3)
-        off = [chosen.random() < 0.8 for _ in range(3)]
-        return Filters(
-            chosen.choice(temperatures), None if off[0] else top_k, None if off[1] else top_p, None if off[2] else min_p
-        )
-
-    parents = [-1, *(chosen.randrange(node) for node in range(1, chosen.randint(1, 8)))]
-    ranks, order = [0] * len(parents), chosen.sample(range(1, len(parents)), len(parents) - 1)
-    for place, node in enumerate(order):
-        ranks[node] = sum(parents[other] == parents[node] for other in order[:place])
     return Problem(
-        TokenTree(parents, ranks), method,
-        filters(0.3, 1.0, 1.7), filters(*[0.0] * (method != "kseq"), 0.5, 1.0, 1.3),
+        random_tree(chosen, 1, 8), method,
+        random_filters(chosen), random_filters(chosen, ((0.0,) if method != "kseq" else ()) + (0.5, 1.0, 1.3)),
         vocab_size=chosen.choice([1, 2, 3, 5, 8, 40]), batch=chosen.choice([1, 1, 2]),
         dtype=chosen.choice([torch.float32, torch.float16, torch.bfloat16]), absent=chosen.choice([0.0, 0.2]),
         noise=chosen.choice([0.0, 0.3, 1.0, 3.0]), seed=seed,
     )  # fmt: skip
-
-
-def mutant(tmp_path, module, original: str, replacement: str, name: str):
-    """A copy of a module; Triton reads the source of its functions from a file."""
-    source = inspect.getsource(module)
-    assert original in source, f"{original!r} is not in the source: update the mutation"
-    path = tmp_path / f"{name}.py"
-    path.write_text(source.replace(original, replacement))
-    spec = importlib.util.spec_from_file_location(name, path)
-    copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
-    return copy
