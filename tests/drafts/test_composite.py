@@ -105,6 +105,7 @@ def test_a_composite_of_composites_and_of_an_own_draft(target):
 
 
 @pytest.mark.usefixtures("any_noise")
+@pytest.mark.slow
 def test_calibration_asks_each_part_at_its_own_depth(target):
     """The target drafts two levels for itself, which are all accepted, and what proposes nothing drafts the rest."""
     profile = calibrate(

@@ -45,7 +45,7 @@ def logits_with_ties(vocab_size, sequences, nodes=2):
 @IMPLS
 @pytest.mark.parametrize("vocab_size", [1, 7, 999, 4097])
 def test_scores_are_to_the_bit_those_of_each_sequences_own_filters(impl, vocab_size):
-    filters_of, settings = of_sequences(impl, fewer=vocab_size != 7)
+    filters_of, settings = of_sequences(impl, fewer=impl == "triton" or vocab_size != 7)
     logits = logits_with_ties(vocab_size, len(filters_of))
     found = scores_by(impl, logits, settings).numpy()
     for own, filters, scores in zip(logits.numpy(), filters_of, found, strict=True):
