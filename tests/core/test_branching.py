@@ -26,18 +26,16 @@ def every_tree(children, depth, size):
                 yield TokenTree.from_branching(vector)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 14, 40])
 @pytest.mark.parametrize("acceptance", [[0.5, 0.3, 0.1], [0.9, 0.05], [0.2, 0.2, 0.2, 0.2], BY_DEPTH])
-def test_the_best_vectors_tree_is_found(size, acceptance):
+def test_the_best_vectors_tree_is_found(acceptance):
     depth = 3 if acceptance is BY_DEPTH else 4
-    tree = branching_tree(acceptance, size, 4)
-    best = max(expected_tokens(each, acceptance) for each in every_tree(len(acceptance[0:4]), depth, size))
-    assert len(tree) <= size
-    assert expected_tokens(tree, acceptance) == pytest.approx(best)
-
-
-def test_of_equally_good_trees_the_one_of_fewest_nodes_is_taken():
-    assert len(branching_tree([0.5, 0.0, 0.0], 9, 2)) == 3  # a chain of two: second children are never accepted
+    for size in (2, 3, 5, 8, 14, 40):
+        tree = branching_tree(acceptance, size, 4)
+        best = max(expected_tokens(each, acceptance) for each in every_tree(len(acceptance[0:4]), depth, size))
+        assert len(tree) <= size
+        assert expected_tokens(tree, acceptance) == pytest.approx(best)
+    # Of equally good trees the one of fewest nodes is taken: a chain of two, where second children are never accepted.
+    assert len(branching_tree([0.5, 0.0, 0.0], 9, 2)) == 3
 
 
 @pytest.mark.parametrize("level", [0.0, 0.05, 0.3])
@@ -72,17 +70,14 @@ def test_rsd_c_takes_a_vector_a_width_or_plans():
     assert expected_tokens(planned, DEFAULT_ACCEPTANCE) > expected_tokens(binary, DEFAULT_ACCEPTANCE)
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        ("rsd-c", {"branching": [2, 2], "tree_size": 9}, "branching says all of the tree's shape; leave out tree_size"),
-        ("rsd-c", {"branching": [2, 2], "width": 3, "max_depth": 1}, "leave out max_depth, width"),
-        ("rsd-c", {"branching": [2, 0]}, r"branching factors must be at least 1, got \[2, 0\]"),
-        ("rsd-c", {"width": 2, "acceptance": [0.5]}, "with acceptance the number of children is planned"),
-        ("rsd-c", {"tree_size": 5, "max_depth": 0}, "max_depth 0"),
-        ("sequoia", {"branching": [2, 2]}, "method 'sequoia' has no option 'branching'"),
-    ],
-)
+@pytest.mark.parametrize(("method", "options", "message"), [
+    ("rsd-c", {"branching": [2, 2], "tree_size": 9}, "branching says all of the tree's shape; leave out tree_size"),
+    ("rsd-c", {"branching": [2, 2], "width": 3, "max_depth": 1}, "leave out max_depth, width"),
+    ("rsd-c", {"branching": [2, 0]}, r"branching factors must be at least 1, got \[2, 0\]"),
+    ("rsd-c", {"width": 2, "acceptance": [0.5]}, "with acceptance the number of children is planned"),
+    ("rsd-c", {"tree_size": 5, "max_depth": 0}, "max_depth 0"),
+    ("sequoia", {"branching": [2, 2]}, "method 'sequoia' has no option 'branching'"),
+])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(method, options, message):
     with pytest.raises(ValueError, match=message):
         SpeculativeDecoder(tiny_llama(1), tiny_llama(2), method, **options)

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 
-Law = tuple[Fraction, ...]  # a probability for each token
 ONE, NONE = Fraction(1), Fraction(0)
+Law = tuple[Fraction, ...]  # a probability for each token
+Context = tuple[int, ...]  # the tokens before
 
 
 class Language:
@@ -37,13 +38,13 @@ class Language:
         self.vocab_size, self.seed, self.zeros, self.most = vocab_size, seed, zeros, most
         self._known: dict[tuple, Law] = {}
 
-    def target(self, context: tuple[int, ...]) -> Law:
+    def target(self, context: Context) -> Law:
         return self._law("target", context)
 
-    def draft(self, context: tuple[int, ...], source: int = 0) -> Law:
+    def draft(self, context: Context, source: int = 0) -> Law:
         return self._law(f"draft {source}" if source else "draft", context)
 
-    def _law(self, side: str, context: tuple[int, ...]) -> Law:
+    def _law(self, side: str, context: Context) -> Law:
         if (side, context) not in self._known:
             chosen = random.Random(f"{self.seed} {side} {context}")
             parts = [
@@ -54,17 +55,17 @@ class Language:
         return self._known[side, context]
 
 
-class Filtered:
+class Filtered(Language):
     """A language whose laws pass through filters; at draft temperature 0 source k is the k-th likeliest token."""
 
     def __init__(self, language: Language, target_filters: Filters, draft_filters: Filters):
         self.language, self.vocab_size = language, language.vocab_size
         self.target_filters, self.draft_filters = target_filters, draft_filters
 
-    def target(self, context: tuple[int, ...]) -> Law:
+    def target(self, context: Context) -> Law:
         return filtered(self.language.target(context), self.target_filters)
 
-    def draft(self, context: tuple[int, ...], source: int = 0) -> Law:
+    def draft(self, context: Context, source: int = 0) -> Law:
         if self.draft_filters.temperature > 0:
             return filtered(self.language.draft(context, source), self.draft_filters)
         law = self.language.draft(context)
@@ -127,11 +128,11 @@ def draw_law(draft: Law, elder: Collection[int]) -> Law:
 
 
 def drawn(
-    language: Language | Filtered,
+    language: Language,
     growth: Growth,
-    context: tuple[int, ...] = (),
-    replacement: bool = False,
-    fill: bool = False,
+    context: Context = (),
+    replacement=False,
+    fill=False,
     sources: Sequence[int] = (),
 ) -> Iterator[tuple[Drawn, Fraction]]:
     """Every tree that is drawn below a context, with its probability.
@@ -174,15 +175,16 @@ class End(NamedTuple):
         return prod((high - low for low, high in self.coins.values()), start=ONE)
 
 
+Verdict = dict[tuple[tuple[int, ...], int], Fraction]  # of paths, root left out, and the tokens after them
+
+
 class Verifier(NamedTuple):
-    """Called, it gives the law of the path and of the token after it: {((node, ...), token): probability}."""
+    """Called, it gives the law of the path and of the token after it."""
 
-    ends: Callable[[Language | Filtered, Drawn, tuple[int, ...], bool], Iterator[End]]
+    ends: Callable[[Language, Drawn, Context, bool], Iterator[End]]
 
-    def __call__(
-        self, language: Language | Filtered, tree: Drawn, context: tuple[int, ...] = (), replacement: bool = False
-    ) -> dict[tuple[tuple[int, ...], int], Fraction]:
-        verdict: dict[tuple[tuple[int, ...], int], Fraction] = defaultdict(Fraction)
+    def __call__(self, language: Language, tree: Drawn, context: Context = (), replacement: bool = False) -> Verdict:
+        verdict: Verdict = defaultdict(Fraction)
         for end in self.ends(language, tree, context, replacement):
             for token, chance in enumerate(end.law):
                 if chance * end.chance:
@@ -191,13 +193,13 @@ class Verifier(NamedTuple):
 
 
 def text_law(
-    language: Language | Filtered,
+    language: Language,
     verifier: Verifier,
     growth: Growth,
     length: int,
     *,
     steps: int = 1,
-    context: tuple[int, ...] = (),
+    context: Context = (),
     **ways,
 ) -> dict[tuple[int, ...], Fraction]:
     """The law of the first `length` tokens: of so many steps, and then of the target alone. ways: as in `drawn`."""
@@ -218,7 +220,7 @@ def text_law(
     return {text: chance for text, chance in law.items() if chance}
 
 
-def target_law(language: Language | Filtered, context: tuple[int, ...], length: int) -> dict[tuple[int, ...], Fraction]:
+def target_law(language: Language, context: Context, length: int) -> dict[tuple[int, ...], Fraction]:
     """The law of the next `length` tokens, by the target alone."""
     law = {}
     for text in product(range(language.vocab_size), repeat=length):
@@ -226,14 +228,13 @@ def target_law(language: Language | Filtered, context: tuple[int, ...], length: 
     return {text: Fraction(chance) for text, chance in law.items() if chance}
 
 
-# A rule for one node: the probability of each child, and the law of the token where none is accepted. Of target law,
-# the law that each child is from, their tokens in draw order, and whether they are independent draws.
-NodeRule = Callable[[Law, Sequence[Law], Sequence[int], bool], tuple[list[Fraction], Law | None]]
+Weights = tuple[list[Fraction], Law | None]  # of each child, and the law of the token where none is accepted
+# A rule for one node: of the target's law, the laws that the children are from, their tokens in draw order, and whether
+# they are independent draws.
+NodeRule = Callable[[Law, Sequence[Law], Sequence[int], bool], Weights]
 
 
-def rejecting(
-    target: Law, drafts: Sequence[Law], tokens: Sequence[int], replacement: bool
-) -> tuple[list[Fraction], Law | None]:
+def rejecting(target: Law, drafts: Sequence[Law], tokens: Sequence[int], replacement: bool) -> Weights:
     """Recursive rejection: P <- norm max(P - Q, 0), and Q without the child, after each rejection."""
     p, reach, weights, elder = target, ONE, [], []
     for draft, token in zip(drafts, tokens, strict=True):
@@ -247,9 +248,7 @@ def rejecting(
     return weights, p if any(p) else None
 
 
-def seeking(
-    target: Law, drafts: Sequence[Law], tokens: Sequence[int], replacement: bool
-) -> tuple[list[Fraction], Law | None]:
+def seeking(target: Law, drafts: Sequence[Law], tokens: Sequence[int], replacement: bool) -> Weights:
     """K-SEQ: C(g) = sum min(P, g Q), A(g) = 1 - (1 - C / g)^K; each of K children by P / (g Q), else the token is drawn
     by P - min(P, g Q) A / C. The least g with C(g) >= A(g), or a little more, which is exact as well.
     """
@@ -298,12 +297,7 @@ class Chain(NamedTuple):
 
 
 def chain(
-    target: Law,
-    drafts: Sequence[Law],
-    tokens: Sequence[int],
-    replacement: bool,
-    weight: Fraction = ONE,
-    held: bool = False,
+    target: Law, drafts: Sequence[Law], tokens: Sequence[int], replacement: bool, weight=ONE, held=False
 ) -> Chain:
     """With w: M = P, c = n = w; and for each child x, drawn from q (Q without its elder, or Q)
 
@@ -336,9 +330,7 @@ def _less(p: Sequence[Fraction], q: Sequence[Fraction]) -> Law:
     return tuple(max(one - other, NONE) for one, other in zip(p, q, strict=True))
 
 
-def holding(
-    target: Law, drafts: Sequence[Law], tokens: Sequence[int], replacement: bool
-) -> tuple[list[Fraction], Law | None]:
+def holding(target: Law, drafts: Sequence[Law], tokens: Sequence[int], replacement: bool) -> Weights:
     """Held siblings: stop with probability n; else for j = k .. 1 accept x_j with probability t_j / (1 - n after j)."""
     found = chain(target, drafts, tokens, replacement, held=True)
     return _held_weights(found), found.recovered
@@ -360,7 +352,7 @@ def top_down(rule: NodeRule, one_coin: bool = False) -> Verifier:
     one_coin: whether the coin of a node's first child decides, by sums of weights; else each child has its own
     """
 
-    def ends(language: Language | Filtered, tree: Drawn, context: tuple[int, ...], replacement: bool) -> Iterator[End]:
+    def ends(language: Language, tree: Drawn, context: Context, replacement: bool) -> Iterator[End]:
         def walk(equals: list[int], path: tuple[int, ...], coins: dict) -> Iterator[End]:
             target, drafts, children, tokens = _node(language, tree, context, equals, path)
             weights, recovered = rule(target, drafts, tokens, replacement)
@@ -388,9 +380,7 @@ def by_law(rule: Callable[[Tensor, Tensor, Tensor], Tensor]) -> NodeRule:
     other. Were they not, `text_law` would find probabilities that do not sum to 1.
     """
 
-    def decide(
-        target: Law, drafts: Sequence[Law], tokens: Sequence[int], replacement: bool
-    ) -> tuple[list[Fraction], Law | None]:
+    def decide(target: Law, drafts: Sequence[Law], tokens: Sequence[int], replacement: bool) -> Weights:
         if not tokens:
             return [], target
         logs = (torch.tensor([[[*map(float, law)]]], dtype=torch.float64).log() for law in (target, drafts[0]))
@@ -403,7 +393,7 @@ def by_law(rule: Callable[[Tensor, Tensor, Tensor], Tensor]) -> NodeRule:
     return decide
 
 
-def _node(language: Language | Filtered, tree: Drawn, context: tuple[int, ...], equals: list[int], path: tuple):
+def _node(language: Language, tree: Drawn, context: Context, equals: list[int], path: tuple):
     """Of nodes with one context: the target's law, and law, number and token of each child that is there. Children
     come by their places among their siblings: the first child of each node, then the second of each, and so on."""
     here = (*context, *(tree.tokens[node] for node in path))
@@ -418,7 +408,7 @@ def _equal(tree: Drawn, children: list[int], child: int) -> list[int]:
 
 
 def _traversal(
-    language: Language | Filtered, tree: Drawn, context: tuple[int, ...], replacement: bool, held: bool = False
+    language: Language, tree: Drawn, context: Context, replacement: bool, held: bool = False
 ) -> Iterator[End]:
     """Accept the first node in post-order (children in draw order, then the node) whose own coin is below m.
 
