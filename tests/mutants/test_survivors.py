@@ -10,11 +10,13 @@ import triton.language as tl
 from attention_cases import DEVICE, inputs, random_tree
 
 from heavypath.kernels.attention.masks import PackedAncestors, pack_ancestors
+from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.noise import Stream, gumbel, gumbel_noise, gumbel_of, log2_below, noise_bits
 from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.trees.growing_kernel import _expm1, _log1p
+from heavypath.kernels.trees.levels import Chosen, Trees, alike
 
 LN2 = math.log(2)
 
@@ -97,3 +99,20 @@ def test_attention_takes_trees_whose_numbers_lie_apart():
     words, *more = pack_ancestors(tree.mask().to(DEVICE))
     packed = PackedAncestors(apart(words), *more)
     assert torch.equal(tree_attention(query, key, value, ancestor_mask=packed, **given), expected)
+
+
+def test_the_first_node_of_a_text_is_an_index():
+    tokens = torch.tensor([[0, 6, 6]], device=DEVICE)
+    trees = Trees(tokens, tokens[:, 0], tokens, tokens[0, :1], tokens[0, :1], torch.zeros_like(tokens))
+    given = Chosen(*(torch.tensor(numbers, device=DEVICE) for numbers in ([1, 2], [0, 0], [1, 1])))
+    assert torch.equal(alike(trees, given, impl="triton"), torch.tensor([[0, 0]], device=DEVICE))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_unchecked_compaction_copies_rows_whose_numbers_lie_apart(apart):
+    """Rows 3 and 4 of a cache [1, 1, 6, 2] come after two rows of a prefix and the root's."""
+    cache = torch.arange(12.0).view(1, 1, 2, 6).mT if apart else torch.arange(12.0).view(1, 1, 6, 2)
+    expected = cache[0, 0, [0, 1, 2, 4, 5, 5]]
+    path, length = torch.tensor([[0, 2, 3]]), torch.tensor([2])
+    compact_unchecked([cache], path=path, length=length, prefix_length=torch.tensor([2]))
+    assert torch.equal(cache[0, 0], expected)

@@ -66,7 +66,7 @@ class Runner:
         *,
         jobs: int = 1,
         environment: dict[str, str] | None = None,
-        most_seconds: float = 60,
+        most_seconds: float = 30,
     ):
         self.root, self.links, self.checkout, self.jobs = root, links, checkout, jobs
         self.environment, self.most_seconds = environment or {}, most_seconds

@@ -22,7 +22,16 @@ BINARY = {
 TOKEN = re.compile(r"not\s+in|is\s+not|and|or|in|is|<<|>>|\*\*|//|[<>=!]=|[-+*/%&|^<>]")
 NAMES = {"min": "max", "minimum": "maximum", "argmin": "argmax", "any": "all", "floor": "ceil", "DRAFT": "TARGET"}
 NAMES |= {other: name for name, other in NAMES.items()}
-SYMMETRIC = {"min", "max", "minimum", "maximum", "isinstance", "logaddexp", "equal"}  # whose arguments may be swapped
+SYMMETRIC = {
+    "min",
+    "max",
+    "minimum",
+    "maximum",
+    "isinstance",
+    "logaddexp",
+    "equal",
+    "add",
+}  # whose arguments may be swapped
 SPEED = {"num_warps", "num_stages", "eviction_policy", "cache_modifier", "enable_fp_fusion", "sem", "strict"}
 SKIPPED = {"annotation", "returns", "decorator_list"}  # of a node
 
