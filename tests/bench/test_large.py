@@ -30,9 +30,8 @@ def test_an_enlarged_model_has_the_small_ones_logits_and_reads_random_numbers_ev
 def test_a_widened_model_computes_the_same(demo_pair):
     ids = demo_pair.tokenizer("def read(self, size=-1):\n    return", return_tensors="pt").input_ids
     for model in demo_pair[:2]:
-        wide, own = script("enlarging").widened(model, 2), model.config
-        shape = wide.config.hidden_size, wide.config.num_key_value_heads
-        assert shape == (2 * own.hidden_size, 2 * own.num_key_value_heads)
+        wide = script("enlarging").widened(model, 2)
+        assert wide.config.num_key_value_heads == 2 * model.config.num_key_value_heads
         torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
 
 

@@ -33,7 +33,6 @@ def test_tokens_per_forward_and_gains_with_their_errors_by_hand():
 
 def test_a_batch_has_each_prompt_as_often_as_there_are_seeds():
     texts = script("batches").batch_of([torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6, 0, 2]])], 2)
-    assert texts.mask.sum(1).tolist() == [3, 3, 5, 5]
     assert texts.tokens[texts.mask > 0].tolist() == 2 * [1, 2, 3] + 2 * [4, 5, 6, 0, 2]
 
 

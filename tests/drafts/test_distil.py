@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from dataclasses import asdict
+from itertools import count
 
 import pytest
 import torch
@@ -16,13 +17,16 @@ from heavypath.speculative import (
     DistilSettings,
     SpeculativeDecoder,
     distil,
+    distillation,
     draft_of_layers,
     load_draft,
     most_frequent,
     new_head,
 )
+from heavypath.speculative.training import own_text
 from heavypath.speculative.training.beginnings import default_taps
 from heavypath.speculative.training.documents import Document
+from heavypath.speculative.training.learning import learn
 
 PROMPT = random_rows(3, 1, 6).tokens.long()
 NONE = torch.zeros(0, dtype=torch.int32)
@@ -69,20 +73,26 @@ def test_a_draft_has_the_targets_dtype_and_exact_rotary_frequencies_and_the_targ
     SpeculativeDecoder(target, head, tree_size=8).generate(PROMPT, max_new_tokens=8)
 
 
-def test_a_training_that_was_interrupted_goes_on_to_the_same_head_with_its_own_settings_alone(tmp_path):
+def test_a_training_that_was_interrupted_goes_on_to_the_same_head_with_its_own_settings_alone(tmp_path, monkeypatch):
+    """By Ctrl-C during step 7, after which there is a checkpoint, as after each third step."""
+    monkeypatch.setattr(own_text, "ROWS_AT_ONCE", 4)
     target, documents, parts = tiny_target(), texts(), tmp_path / "parts"
     settings = DistilSettings(**asdict(TINY) | {"epochs": 2, "checkpoint_steps": 3})
     whole, first, second = tiny_head(1), tiny_head(1), tiny_head(2)
     expected = distil(whole, target, documents, tmp_path / "whole", settings, say=silent)
     assert expected["steps"] >= 10
 
-    def interrupt(line: str) -> None:
-        if line.startswith("held-out overlap after 6 steps"):
-            os.kill(os.getpid(), signal.SIGINT)
+    steps, handler = count(1), signal.getsignal(signal.SIGINT)
 
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        distil(first, target, documents, parts, settings, say=interrupt)
+    def learn_or_stop(*arguments):
+        if next(steps) == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+        return learn(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distillation, "learn", learn_or_stop)
+        with pytest.raises(KeyboardInterrupt):
+            distil(first, target, documents, parts, settings, say=silent)
     assert signal.getsignal(signal.SIGINT) is handler
     assert not (parts / "config.json").exists()
     other = DistilSettings(**asdict(settings) | {"loss": "lk"})

@@ -54,14 +54,6 @@ def test_prompt_lookup_finds_what_a_search_finds(texts, branch, longest, shortes
             logits = draft(Feed(fed, here, here, here - 1, lengths, int(here.max()) + 1, ones), cache)
 
 
-def test_prompt_lookup_drafts_a_repetition():
-    target, prompt = tiny_llama(1), torch.tensor([[1, 2, 3, 4]])
-    decoder = SpeculativeDecoder(target, PromptLookup(), "chain", tree_size=6)
-    out = decoder.generate(prompt, 59)  # greedy text of so small a model repeats itself
-    assert torch.equal(out.sequences, transformers_greedy(target, prompt, 59))
-    assert out.stats.tokens_per_step > 2
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("layers", [2, [0, 2], [1]])
 def test_an_early_exit_is_the_model_of_its_layers_alone(layers):
