@@ -57,8 +57,6 @@ help:
 demo: setup
 	$(BIN)/heavypath demo
 
-# The tests are many small operations: more threads would only wait for each other.
-test integration durations slow triples today races mutants: export OMP_NUM_THREADS ?= 1
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 test: setup

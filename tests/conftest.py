@@ -16,6 +16,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The tests are many small operations: more threads would only wait for each other.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 pytest_plugins = ["command_line", "played_steps"]  # whose fixtures several folders use
 
