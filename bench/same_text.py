@@ -1,13 +1,13 @@
-"""Does a change of the code change a text? Digests of texts by every method, draft and way to decode, under fixed seeds.
+"""Does a change of the code change a text? Digests of texts by every method, draft and way, under fixed seeds.
 
     python bench/same_text.py --json before.json                        # before the change, and
     python bench/same_text.py --json after.json --against before.json   # after it, on the same machine
 
 50 prompts of the shipped pair are decoded at temperature 0, 0.6 and 1, alone and in batches of 8: by all methods with
-the draft model; by four of them with every other draft; by each verifier; with penalties, processors and a grammar; from
-a past; through a stream of weights; by a service; and by transformers' generate. Texts that differ are named, and the
-exit status is then 1. Sums of floats depend on the machine and the versions of its libraries: compare what one of them
-wrote.
+the draft model; by four of them with every other draft; by each verifier; with penalties, processors and a grammar;
+from a past; through a stream of weights; by a service; and by transformers' generate. Texts that differ are named, and
+the exit status is then 1. Sums of floats depend on the machine and the versions of its libraries: compare what one of
+them wrote.
 """
 
 import json
@@ -41,7 +41,6 @@ from heavypath.speculative import (
     load_streamed,
 )
 from heavypath.speculative.demo import FOLDER, DemoPair, demo_prompts
-from heavypath.speculative.methods import VERIFIERS
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 BATCH = 8
@@ -165,8 +164,7 @@ def every_text(pair: DemoPair, prompts: list[str], folder: Path) -> Texts:
     for method in MERGED:
         decoder = make(Merge([draft, PromptLookup()]), method, tree_size=7)
         yield from decoding.together(f"merge {method}", decoder, temperature=0.6)
-    for method, verifier in [(method, word) for method in METHODS for word in METHODS[method].verifiers]:
-        assert verifier in VERIFIERS
+    for method, verifier in [(name, word) for name, row in METHODS.items() for word in row.verifiers]:
         decoder = make(draft, method, tree_size=8, verifier=verifier)
         yield from decoding.alone(f"{method} {verifier}", decoder, few, temperature=0.6, min_p=0.02)
     for method in SOME:

@@ -21,19 +21,18 @@ from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
 from heavypath.speculative.distillation import DistilSettings, distil
-from heavypath.speculative.drafts import (
-    Cascade,
-    Draft,
-    EagleHead,
-    EarlyExit,
-    Feed,
-    Lookahead,
-    MedusaHeads,
-    Merge,
-    Mixture,
-    PromptLookup,
-    Retrieval,
-)
+from heavypath.speculative.drafts.composite import Cascade, Mixture
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.heads import draft as _  # says what an EagleHead drafts with
+from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.lookahead import Lookahead
+from heavypath.speculative.drafts.lookup import PromptLookup
+from heavypath.speculative.drafts.medusa import draft as _  # noqa: F811
+from heavypath.speculative.drafts.medusa.heads import MedusaHeads
+from heavypath.speculative.drafts.merge import Merge
+from heavypath.speculative.drafts.model import EarlyExit
+from heavypath.speculative.drafts.retrieval import Retrieval
 from heavypath.speculative.layer_choice import LayerChoice, choose_layers
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.losslessness.chi_square import detectable_total_variation

@@ -36,8 +36,8 @@ from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
-from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of
-from heavypath.speculative.drafts.kinds import law_count
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
+from heavypath.speculative.drafts.kinds import AnyDraft, as_draft
 from heavypath.speculative.generation_defaults import NOTHING, EosTokens, GivenSettings
 from heavypath.speculative.method_rules import MethodRules
 from heavypath.speculative.methods import check_laws, default_verifier
@@ -165,8 +165,8 @@ class SpeculativeDecoder:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
             self._draft = as_draft(draft, self._target, target)
             check_laws(method, row, self._draft, own_verifier=callable(verifier))
-            models += models_of(self._draft)
-        by_default = default_verifier(method, self._target.device.type, law_count(self._draft))
+            models += self._draft.models
+        by_default = default_verifier(method, self._target.device.type, (self._draft or NO_DRAFT).laws)
         row = self._rules.verified_by(by_default) if verifier is None else row
         if self.profile is not None:
             self.profile.check(target, draft, method, row.verification)
@@ -183,7 +183,9 @@ class SpeculativeDecoder:
         stale = any_rank(self._agreement, not self._target.is_current())
         if stale:
             self._target = forward_of(self.target, "target")
-        stale = any_rank(self._agreement, stale or not all(model.is_current() for model in models_of(self._draft)))
+        stale = any_rank(
+            self._agreement, stale or not all(model.is_current() for model in (self._draft or NO_DRAFT).models)
+        )
         if stale and self._given_draft is not None and self._draft is not None:
             self._draft = as_draft(self._given_draft, self._target, self.target)
 
@@ -361,7 +363,7 @@ class SpeculativeDecoder:
         check_alone("serve", self._target)
         prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
         plan = self._plan(self._request(prompts, GivenSettings(1.0, **NOTHING), max_new_tokens=1))
-        positions = min(model.max_positions for model in (self._target, *models_of(self._draft)))
+        positions = min(model.max_positions for model in (self._target, *(self._draft or NO_DRAFT).models))
         room = min(2048 if max_tokens is None else max_tokens, positions)
         limits = Limits(slots, room, queue, prefill_tokens).check()
         trees = self._trees.for_serving(slots)
@@ -429,7 +431,7 @@ class SpeculativeDecoder:
         settings = given.filled_from(self.target.generation_config, self._target.vocab_size)
         return checked_request(
             self._target,
-            models_of(self._draft),
+            (self._draft or NO_DRAFT).models,
             prompts,
             Ending(
                 max_new_tokens=max_new_tokens,

@@ -6,7 +6,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.rules import OWN, OwnVerifier, Rules, Verifier
-from heavypath.speculative.drafts import Draft, proposes_every_token
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.methods import Method, check_independent, row_of
 
 
@@ -61,7 +61,7 @@ class MethodRules:
             replacement=kind.replacement,
             # A draft without a model that proposes few tokens means it: random ones beside them would be rejected. So
             # would be those that logits processors left out.
-            fill=self.row.fill and proposes_every_token(draft) and not masked,
+            fill=self.row.fill and draft is not None and draft.proposes_every_token and not masked,
             verification=verification,
             target_filters=filters,
             draft_filters=draft_filters,

@@ -13,8 +13,8 @@ from heavypath.kernels.native.sampling import below_infinity
 from heavypath.kernels.nodes import Laws
 from heavypath.kernels.trees.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.drafts.draft import ExtraNodes
 from heavypath.speculative.drafts.feed import Feed
-from heavypath.speculative.drafts.lookahead import ExtraNodes
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.ranks.agreement import row_digests
 

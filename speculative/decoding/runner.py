@@ -20,7 +20,7 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Recorded, Size, Workspace, tree_rows
-from heavypath.speculative.drafts import OwnDraft, leaves_of, models_of
+from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
@@ -178,8 +178,8 @@ class StepRunner:
     def _warn(self, plan: StepPlan, error: RuntimeError) -> None:
         """Say once that steps are not captured, and why. Nothing has run: the same step follows, launch by launch."""
         if not self._warned:
-            names = [type(model.model).__name__ for model in (plan.target, *models_of(plan.draft))]
-            names += [own.name for own in _own_drafts(plan)]
+            names = [type(model.model).__name__ for model in (plan.target, *(plan.draft or NO_DRAFT).models)]
+            names += (plan.draft or NO_DRAFT).foreign
             reason = str(error.__context__ or error).strip().splitlines()[0]
             logger.warning(
                 "a step of %s cannot be captured as a CUDA graph, so its kernels are launched one by one, which is "
@@ -192,7 +192,7 @@ class StepRunner:
 @contextmanager
 def _alone_with_weights(plan: StepPlan) -> Iterator[None]:
     """What a graph is launched in: it overwrites the slots of streamed layers, whoever uses them."""
-    streams = {getattr(model, "stream", None) for model in (plan.target, *models_of(plan.draft))}
+    streams = {getattr(model, "stream", None) for model in (plan.target, *(plan.draft or NO_DRAFT).models)}
     with ExitStack() as turns:
         for stream in streams:
             if isinstance(stream, DeviceStream):
@@ -207,14 +207,8 @@ def _most_visible(plan: StepPlan, workspace: Workspace) -> int:
 
 def _has_foreign_code(plan: StepPlan) -> bool:
     """Whether a step calls modules of transformers as they are, or a user's own draft."""
-    models = plan.target, *models_of(plan.draft)
-    return bool(_own_drafts(plan)) or any(isinstance(model, TransformersForward) for model in models)
-
-
-def _own_drafts(plan: StepPlan) -> list[OwnDraft]:
-    """The user's own drafts among those of a plan."""
-    leaves = [] if plan.draft is None else leaves_of(plan.draft)
-    return [leaf for leaf in leaves if isinstance(leaf, OwnDraft)]
+    models = plan.target, *(plan.draft or NO_DRAFT).models
+    return bool((plan.draft or NO_DRAFT).foreign) or any(isinstance(model, TransformersForward) for model in models)
 
 
 def _no_lap(phase: str) -> None:

@@ -23,8 +23,7 @@ from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.noise_rows import node_rows, race_rows, root_rows
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.drafts.kinds import extra_nodes_of, law_count, taps_of
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.processors.draft import ProcessedDraft
@@ -130,8 +129,11 @@ class Step:
         with self.target.reading_ahead:
             drafted = self._drafted(state, draft_cache, reach, lap, asked)
             lengths, nodes = state.lengths, drafted.tokens.shape[1]
-            # A step that drafts nothing is the last one of all texts, or its draft has no nodes of its own.
-            extra = extra_nodes_of(self.draft, draft_cache, state.root, lengths) if self.depth else None
+            extra = taps = None
+            if self.draft is not None and draft_cache is not None:
+                taps = self.draft.taps(draft_cache)
+                # A step that drafts nothing is the last one of all texts, or its draft has no nodes of its own.
+                extra = self.draft.beside(draft_cache, state.root, lengths) if self.depth else None
             given = given_to_target(drafted, extra, lengths)
             rows = visible_rows + given.tokens.shape[1]
             every = self.target(
@@ -140,7 +142,7 @@ class Step:
                 given.cache_rows,
                 target_cache,
                 TreeMask(prefix_length=lengths, visible_rows=rows, subtree_end=given.subtree_end),
-                taps=taps_of(self.draft, draft_cache),
+                taps=taps,
             )
         raw_logits = logits = every[:, :nodes]
         check_distributions("target", logits, state, drafted.depths)
@@ -214,7 +216,7 @@ def new_step(plan: StepPlan, depth: int) -> Step:
             top.confidence.lines(top.width, plan.target.device)  # now: a capture copies nothing from the host
     else:
         whole = plan.tree if isinstance(plan.tree, TokenTree) else TokenTree([-1])
-        top = device_tree(whole, depth, plan.target.device, law_count(plan.draft))
+        top = device_tree(whole, depth, plan.target.device, (plan.draft or NO_DRAFT).laws)
     return Step(
         target=plan.target,
         draft=plan.draft,

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
-from heavypath.speculative.drafts.kinds import law_count
 from heavypath.speculative.processors.matching import Path
 from heavypath.speculative.processors.texts import StepProcessors
 
 
-class ProcessedDraft:
+class ProcessedDraft(Draft):
     """A draft, for one step, whose logits are processed.
 
     An absent node is given to a draft as a node of token 0. Where token 0 could not have been drawn, nobody is asked
@@ -29,7 +28,7 @@ class ProcessedDraft:
 
     def __init__(self, draft: Draft, step: StepProcessors, lap: Callable[[str], object]):
         self._draft, self._step, self._lap = draft, step, lap
-        self._laws = law_count(draft)  # a Merge gives the logits of each draft, one behind the other
+        self._laws = draft.laws  # a Merge gives the logits of each draft, one behind the other
         self._paths: list[dict[int, Path | None]] = []  # of each sequence, by the numbers of nodes
         self._columns: dict[int, int] = {}  # of nodes of the level above, in its logits
         self._above = torch.empty(0)

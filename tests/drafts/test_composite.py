@@ -19,9 +19,8 @@ from heavypath.speculative import (
     SpeculativeDecoder,
     calibrate,
 )
-from heavypath.speculative.drafts import parts_of
+from heavypath.speculative.drafts.kinds import describe, draft_parameter_count
 from heavypath.speculative.drafts.lookahead import LookaheadCache
-from heavypath.speculative.profile import describe, draft_parameter_count
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -90,7 +89,7 @@ def test_a_lookahead_takes_part_in_the_pass_of_a_composite(method, target):
 
         decoder.runner.run = noting
         assert torch.equal(decoder.generate(prompt, 30).sequences, expected)
-        found = [part for _, part in parts_of(decoder._draft, caches[-1]) if isinstance(part, LookaheadCache)]
+        found = [part for _, part in decoder._draft.parts(caches[-1]) if isinstance(part, LookaheadCache)]
         assert (found[0].pool >= 0).any(), "the pool got no n-grams"
 
 

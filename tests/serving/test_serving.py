@@ -20,7 +20,6 @@ from tiny_models import tiny_llama as shorter_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, Mixture, PromptLookup, SpeculativeDecoder
-from heavypath.speculative.drafts import models_of
 from heavypath.speculative.serving import Closed, QueueFull
 
 
@@ -294,7 +293,7 @@ def test_memory_is_taken_at_the_beginning_and_given_back(decoder):
 
 def test_there_is_no_more_room_than_the_models_have_positions(decoder, monkeypatch):
     """So a chat without a length is answered by every model, and no memory is taken that nobody could use."""
-    for limited in (decoder._target, *models_of(decoder._draft)):
+    for limited in (decoder._target, *decoder._draft.models):
         with monkeypatch.context() as patch:
             patch.setattr(limited, "max_positions", 96)
             with decoder.serve(slots=1, max_tokens=2048) as service:
