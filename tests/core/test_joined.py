@@ -205,14 +205,6 @@ def test_what_others_use_is_not_moved():
     assert Joining(mlp).products([nn.Bilinear(2, 2, 2), nn.Linear(2, 2)]) is None
 
 
-def test_on_a_cpu_nothing_is_joined(monkeypatch):
-    monkeypatch.undo()
-    model = tiny_llama(1)
-    own, decoder = storages(model), SpeculativeDecoder(model, None, "autoregressive")
-    assert storages(model) == own
-    del decoder
-
-
 def test_where_memory_is_short_weights_stay_together(monkeypatch):
     model = tiny_llama(1)
     before = values_of(model)

@@ -94,6 +94,8 @@ def changed(**fields):
     (changed(length=lambda length: length + 1), ValueError, r"then -1; got path \[0, .* in a tree with parents \[-1, "),
     (changed(path=lambda path: torch.tensor([[0, 2, 1]]), length=lambda length: length * 0 + 2), ValueError,
      r"must return paths of 0, then `length` drafted nodes from parent to child, then -1; got path \[0, 2, 1\]"),
+    (changed(path=lambda path: torch.tensor([[0, 9, -1]]), length=lambda length: length * 0 + 1), ValueError,
+     r"got path \[0, 9, -1\] of length 1"),
 ])  # fmt: skip
 def test_what_a_verifier_returns_is_checked(verifier, error, message, tiny_pair):
     decoder = SpeculativeDecoder(*tiny_pair, tree=TokenTree.k_ary(1, 2), verifier=verifier)

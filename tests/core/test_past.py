@@ -151,11 +151,8 @@ def test_sequences_that_ended_early_keep_their_rows(tiny_pair, computed):
 def test_methods_share_a_past(tiny_pair, computed):
     """The target's rows in any case; the draft's where it has some. Where not, it computes all of them."""
     target, draft = tiny_pair
-    decoders = (
-        SpeculativeDecoder(target, None, "autoregressive"),
-        SpeculativeDecoder(target, draft, "sequoia"),
-        SpeculativeDecoder(target, tiny_llama(4, layers=1), "ersd"),
-    )
+    drafts = {"autoregressive": None, "sequoia": draft, "ersd": tiny_llama(4, layers=1)}
+    decoders = [SpeculativeDecoder(target, each, method) for method, each in drafts.items()]
     turn = torch.cat([decoders[0].generate(IDS, 8).sequences, IDS], 1)
     pasts = [maker.generate(IDS, 8).cache for maker in decoders]
     for user in decoders:

@@ -109,11 +109,9 @@ REFUSED = {
     "mpt": (lambda: tiny("mpt", d_model=32, n_heads=4, n_layers=2, max_seq_len=64),
             ValueError, "target of type 'mpt' has ALiBi position biases, which follow from a cache's rows"),
     "bloom": (lambda: tiny("bloom", n_layer=2, n_head=4), ValueError, "'bloom' has ALiBi position biases"),
-    "falcon": (lambda: FalconForCausalLM(FalconConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1,
-                                                             alibi=True)),
+    "falcon": (lambda: FalconForCausalLM(FalconConfig(num_hidden_layers=0, vocab_size=9, alibi=True)),
                ValueError, "'falcon' has ALiBi position biases"),
-    "no limit": (without_limit, ValueError,
-                 "target's config has no max_position_embeddings; set it"),
+    "no limit": (without_limit, ValueError, "target's config has no max_position_embeddings; set it"),
     "no cache": (lambda: tiny("openai-gpt", **GPT), ValueError, r"its layers with keys and values are \[\], exp"),
     "both ways": (lambda: tiny("bert"), ValueError, "'bert' cannot be decoded by trees with attn_implementation="),
 }  # fmt: skip

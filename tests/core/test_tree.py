@@ -37,23 +37,14 @@ def paths(tree: TokenTree) -> list[list[int]]:
     return found
 
 
-def test_a_tree_by_hand():
-    assert HAND.ranks.tolist() == [0, 0, 1, 0, 1, 2]
+def test_a_tree_and_its_orders_by_hand():
     assert HAND.depths.tolist() == [0, 1, 1, 2, 2, 1]
     assert HAND.subtree_end.tolist() == [6, 2, 5, 4, 5, 6]
-    assert HAND.mask().sum(1).tolist() == [1, 2, 2, 3, 3, 2]
     assert str(HAND) == "6 nodes, depth 2\n0\n├─ 1\n├─ 2\n│  ├─ 3\n│  └─ 4\n└─ 5"
-
-
-def test_orders_by_hand():
     tree, permutation = HAND.reordered("heavy_path")
     assert permutation.tolist() == [0, 2, 3, 4, 1, 5]
     assert tree.parents.tolist() == [-1, 0, 1, 1, 0, 0]
     assert tree.ranks.tolist() == [0, 1, 0, 1, 0, 2]
-    tree, permutation = HAND.reordered("breadth_first")
-    assert permutation.tolist() == [0, 1, 2, 5, 3, 4]
-    assert not tree.is_depth_first
-    assert tree.reordered("depth_first")[0] == HAND
 
 
 def test_constructors():
