@@ -9,11 +9,6 @@ from heavypath.speculative import METHODS, EarlyExit, PromptLookup, SpeculativeD
 from heavypath.speculative.demo import demo_prompts
 
 
-@pytest.fixture(scope="module")
-def tiny_pair():
-    return tiny_llama(1), tiny_llama(2, layers=1)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("method", METHODS)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_models import tiny_llama, transformers_greedy
+from tiny_models import transformers_greedy
 
 from heavypath.kernels.verification import Rule, verify_unchecked
 from heavypath.speculative import METHODS, Method, Profile, SpeculativeDecoder, TokenTree, Verified, read_trace
@@ -13,11 +13,6 @@ from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.output.page import trace_page
 
 PROMPT = torch.tensor([3, 1, 4])
-
-
-@pytest.fixture(scope="module")
-def tiny_pair():
-    return tiny_llama(1), tiny_llama(2, layers=1)
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("eagle-2", 0.8), ("naive-distinct", 0.0)])

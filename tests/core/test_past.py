@@ -25,11 +25,6 @@ PROMPTS = torch.tensor([[3, 1, 4, 1, 6, 2], [0, 0, 6, 2, 5, 5], [0, 0, 0, 0, 0, 
 PADDING = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1], [0, 1, 1, 1, 1, 1]])
 
 
-@pytest.fixture(scope="module")
-def tiny_pair():
-    return tiny_llama(1), tiny_llama(2, layers=1)
-
-
 @pytest.fixture
 def computed(monkeypatch):
     """What goes through models' forward passes: for each call the model, its positions, and whether it is a prefill."""

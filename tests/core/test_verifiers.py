@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from profile_cases import profile_of
-from tiny_models import tiny_llama
 
 from heavypath.speculative import LOSSLESS_METHODS, METHODS, SpeculativeDecoder, calibrate
 from heavypath.speculative.calibration import ways_to_draft
@@ -15,11 +14,6 @@ from heavypath.speculative.methods import VERIFIERS, default_verifier, row_of
 
 PROMPT = torch.tensor([3, 1, 4])
 SMALL = {"tokens": 8, "sequences": 4, "sizes": (1, 2, 4), "batch_sizes": [1], "limit": 60}  # for `calibrate`
-
-
-@pytest.fixture(scope="module")
-def tiny_pair():
-    return tiny_llama(1), tiny_llama(2, layers=1)
 
 
 def test_the_methods_of_recursive_rejection_take_all_verifiers_but_held_traversal_where_trees_grow(tiny_pair):
