@@ -68,6 +68,7 @@ def check_texts(row, enter, folder):
     if row["temperature"] == 0:
         for place in everyone:
             assert float(greedy_gaps(case, place, found[place]).max()) < TIES[row["dtype"]]
+    assert row["way"] != "graph" or len(decoder.runner.idle.graphs) > 0
     if row["dtype"] != "float32":
         return
     if row["temperature"] == 0:
