@@ -148,15 +148,12 @@ class _Changes:
         """Without the statement, where the function can run without it."""
         match node:
             case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Break() | ast.Continue():
-                dropped = True
+                yield "drop", self.start(node), self.end(node), "pass"
             case ast.Assign(targets=[ast.Subscript() | ast.Attribute()]):
-                dropped = True
+                yield "drop", self.start(node), self.end(node), "pass"
             case ast.Assign(targets=[ast.Name(id=name)]):
-                dropped = any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node.value))
-            case _:
-                dropped = False
-        if dropped:
-            yield "drop", self.start(node), self.end(node), "pass"
+                if any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node.value)):
+                    yield "drop", self.start(node), self.end(node), "pass"
 
     def expression(self, node: ast.AST) -> Iterator[tuple[str, int, int, str]]:
         match node:
