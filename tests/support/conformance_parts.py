@@ -261,7 +261,7 @@ class Case:
 
     def constraints_of(self, places):
         """Processors, grammars and functions of what may follow, as the decoder takes them for these sequences."""
-        own = {place: self.processors(place) for place in places}
+        own = {place: self.processors(place) for place in {*places}}
         grammars = [grammar_of(self.vocab_size)] if self.row["grammar"] else []
         if self.row["processors"] == "by sequence":
             given = {"logits_processor": [own[place] or None for place in places]} if any(own.values()) else {}

@@ -111,9 +111,10 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def fits(row):
-    """Whether the values of a row, or of a part of one, go together."""
-    return not any(refuses(*(row[axis] for axis in axes)) for axes, refuses in REFUSED if row.keys() >= {*axes})
+def fits(row, new=None):
+    """Whether the values of a row, or of a part of one, go together; those without the axis `new` are known to."""
+    refused = [(axes, refuses) for axes, refuses in REFUSED if new is None or new in axes]
+    return not any(refuses(*(row[axis] for axis in axes)) for axes, refuses in refused if row.keys() >= {*axes})
 
 
 @lru_cache
@@ -157,7 +158,7 @@ def completed(begun, left, strength, generator, tries=100):
         row = dict(begun)
         for axis in ["method", *generator.sample([*AXES], len(AXES))]:  # the method is in most of what does not fit
             if axis not in row:
-                values = [value for value in AXES[axis] if fits(row | {axis: value})]
+                values = [value for value in AXES[axis] if fits(row | {axis: value}, axis)]
                 if not values:
                     break
                 generator.shuffle(values)
