@@ -34,19 +34,16 @@ AXES = {
     "dtype": ("float32", "bfloat16", "float16"),
 }  # fmt: skip
 
-GROWING = tuple(
-    name for name, method in METHODS.items() if method.verifiers and "held_traversal" not in method.verifiers
-)
-GROWING += ("eagle-2",)
+GROWING = {name for name, method in METHODS.items() if method.verifiers and "held_traversal" not in method.verifiers}
+GROWING |= {"eagle-2"}
 LLAMAS = ("toy llama", "llama", "mistral", "qwen3")  # which run on their own modules
 BY_PROFILE = ("profile", "replanned", "by batch")
 
 
 def refused_verifier(method, verifier):
-    words = METHODS[method].verifiers
-    return verifier not in ("default", "own", *words) or (
-        verifier == "own" and method in ("autoregressive", "typical-lossy")
-    )
+    if verifier == "own":
+        return method in ("autoregressive", "typical-lossy")
+    return verifier not in ("default", *METHODS[method].verifiers)
 
 
 def takes_several_laws(method, verifier):
@@ -162,10 +159,9 @@ def completed(begun, left, strength, generator, tries=100):
                 if not values:
                     break
                 generator.shuffle(values)
-                best = attempt < tries // 4  # what brings most may lead nowhere
-                row[axis] = (
-                    max(values, key=lambda value: brings(row, axis, value, left, strength)) if best else values[0]
-                )
+                if attempt < tries // 4:  # what brings most may lead nowhere
+                    values.sort(key=lambda value: -brings(row, axis, value, left, strength))
+                row[axis] = values[0]
         if len(row) == len(AXES):
             return {axis: row[axis] for axis in AXES}
     return None
