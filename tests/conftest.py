@@ -143,3 +143,8 @@ def demo_pair():
     from heavypath.speculative import load_demo_pair
 
     return load_demo_pair()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_pair):
+    return demo_pair.tokenizer

@@ -2,10 +2,10 @@
 
 import ast
 import builtins
+import io
 import json
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -223,10 +223,9 @@ def test_chat_ends_an_answer_at_any_end_of_sequence_token(example, answers, demo
     assert answer == tokenizer.decode(whole[: whole.index(last) + 1]) + "\n"
 
 
-def test_chat_reads_standard_input_until_its_end(tmp_path):
-    command = [sys.executable, "-m", f"{MODULE}.chat", "--max-new-tokens", "8"]
-    done = subprocess.run(command, cwd=tmp_path, input="import os\n", capture_output=True, text=True, check=True)
-    before, answer, after = done.stdout.split("> ")
+def test_chat_reads_standard_input_until_its_end(example, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
+    before, answer, after = example("chat", "--max-new-tokens", 8).split("> ")
     assert (before, after) == ("", "")
     assert answer.strip()
 

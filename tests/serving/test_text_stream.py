@@ -13,11 +13,6 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 TEXT = "def naïve(größe):\n\treturn '日本語 🎉🎉' + größe  # ünïcödé Ω\n"
 
 
-@pytest.fixture
-def tokenizer(demo_pair):
-    return demo_pair.tokenizer
-
-
 def streamed(tokenizer, *texts):
     """The pieces of some texts in turn; each is a prompt and steps of tokens."""
     pieces = []
