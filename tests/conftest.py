@@ -151,3 +151,8 @@ def tiny_pair():
     from tiny_models import tiny_llama
 
     return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_pair):
+    return demo_pair.tokenizer
