@@ -242,18 +242,6 @@ def test_a_processor_that_keeps_state_is_found_out(method, stateful, tiny_pair):
         decoder.generate(torch.tensor([[1, 2]]), 8, logits_processor=[odd_behind_even, stateful()])
 
 
-def no_scores(input_ids, scores):
-    return None
-
-
-def one_row(input_ids, scores):
-    return scores[0]
-
-
-def not_a_number(input_ids, scores):
-    return scores * torch.nan
-
-
 def nothing_left(input_ids, scores):
     return scores.masked_fill(torch.tensor(input_ids.shape[1] == 4), -torch.inf)
 
@@ -272,9 +260,9 @@ SYNTH_ID = theirs.SynthIDTextWatermarkLogitsProcessor(
     ([SYNTH_ID], "SynthIDTextWatermark.* keeps the texts of the calls before.* WatermarkLogitsProcessor does not"),
     ([theirs.EncoderNoRepeatNGramLogitsProcessor(2, torch.ones(1, 4).long())], "EncoderNoRepeatNGram.* leave it out"),
     ([theirs.ClassifierFreeGuidanceLogitsProcessor(2.0)], "ClassifierFreeGuidance.*decode by transformers"),
-    ([no_scores], r"no_scores must return scores \[R, V\] = \[1, 7\] .* got NoneType"),
-    ([one_row], r"one_row must return scores .* got torch.float32 \[7\]"),
-    ([not_a_number], "logits processors not_a_number make NaN or .inf of the draft's logits behind 0 new tokens"),
+    ([lambda ids, scores: None], r"lambda. must return scores \[R, V\] = \[1, 7\] .* got NoneType"),
+    ([lambda ids, scores: scores[0]], r"must return scores .* got torch.float32 \[7\]"),
+    ([lambda ids, scores: scores * torch.nan], "make NaN or .inf of the draft's logits behind 0 new tokens"),
     ([nothing_left], "processors nothing_left leave no token behind the 2 new tokens"),
 ])  # fmt: skip
 def test_what_cannot_be_asked_along_a_tree_is_refused(given, message, tiny_pair):
