@@ -143,3 +143,11 @@ def demo_pair():
     from heavypath.speculative import load_demo_pair
 
     return load_demo_pair()
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    """A target of two layers and a draft of one, with seven tokens."""
+    from tiny_models import tiny_llama
+
+    return tiny_llama(1), tiny_llama(2, layers=1)

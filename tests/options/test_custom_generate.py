@@ -43,11 +43,6 @@ IDS = torch.tensor([[1, 2, 3]])
 
 
 @pytest.fixture(scope="module")
-def tiny_pair():
-    return tiny_llama(1), tiny_llama(2, layers=1)
-
-
-@pytest.fixture(scope="module")
 def decoder(tiny_pair):
     return SpeculativeDecoder(*tiny_pair)
 

@@ -152,11 +152,6 @@ def test_a_rare_token_that_is_common_is_found_though_it_shares_a_cell():
     assert "text" not in str(fit), "of one token they are no news"
 
 
-@pytest.fixture(scope="module")
-def tiny_pair():
-    return tiny_llama(1), tiny_llama(2, layers=1)
-
-
 @pytest.mark.parametrize("of", ["the decoder", "transformers"])
 def test_texts_of_one_prompt_are_lossless(of, tiny_pair):
     decoder, eos = SpeculativeDecoder(*tiny_pair, "sequoia", tree_size=5), 2

@@ -32,11 +32,6 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def tiny_pair():
-    return tiny_llama(1), tiny_llama(2, layers=1)
-
-
-@pytest.fixture(scope="module")
 def letters():
     """A tokenizer of the letters a to e, an end, and one token of two letters."""
     tokens = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4, "<end>": EOS, "ab": 6}

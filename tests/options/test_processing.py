@@ -3,17 +3,11 @@
 import pytest
 import torch
 from texts_with_rules import PROMPTS, left_padded
-from tiny_models import tiny_llama
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import ConfidenceCriteria
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.decoding.processing import Processing
-
-
-@pytest.fixture(scope="module")
-def tiny_pair():
-    return tiny_llama(1), tiny_llama(2, layers=1)
 
 
 class Watching(StoppingCriteria):

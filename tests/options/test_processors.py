@@ -19,11 +19,6 @@ IDS = torch.tensor([[3, 1, 4, 1, 6, 2]])
 USUAL = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 18, "eos_token_id": EOS, "pad_token_id": 0}
 
 
-@pytest.fixture(scope="module")
-def tiny_pair():
-    return tiny_llama(1), tiny_llama(2, layers=1)
-
-
 def by_last_two(seed, strength=3.0, vocab_size=7):
     """A bias on every token that depends on the two tokens before it."""
     biases = strength * torch.randn(vocab_size**3, generator=torch.Generator().manual_seed(seed))
