@@ -21,7 +21,6 @@ from transformers import (
     pipeline,
 )
 from transformers.generation import (
-    ConfidenceCriteria,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
@@ -203,7 +202,6 @@ def test_a_setting_that_differs_from_the_decoders_own_is_a_processor(processors,
     ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
     ({"guidance_scale": 1.5}, "the logits processor UnbatchedClassifierFreeGuidance.* decode without guidance_scale"),
     ({"encoder_no_repeat_ngram_size": 2}, "the logits processor EncoderNoRepeatNGram.* leave it out"),
-    ({"stopping_criteria": [ConfidenceCriteria(0.5)]}, "ConfidenceCriteria needs the scores"),
     ({"stop_strings": "x"}, r"stop_strings need tokenizer=.*functools.partial\(decoder, tokenizer=tokenizer\)"),
     ({"prefix_allowed_tokens_fn": 5}, r"prefix_allowed_tokens_fn is called with \(sequence, its text .* got 5"),
     ({"position_ids": torch.tensor([[4, 5, 6]])}, "position_ids"),
