@@ -37,6 +37,7 @@ from heavypath.speculative.trees_by_batch import BATCHES, TreesByBatch, trees_up
 
 ROOT, CHAIN, STAR, WIDE = TokenTree([-1]), TokenTree.chain(3), TokenTree.k_ary(2, 1), TokenTree([-1, 0, 1, 1, 0])
 IDS = torch.tensor([4, 0, 7])
+FAST = Device(3.35e12, 989e12, 62e12)
 
 
 class AtRandom:
@@ -68,16 +69,15 @@ def continued(decoder, new=24, **options):
     return decoder.generate(PROMPTS, **options)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("kind", ["model", "early exit", "lookup", "head"])
-def test_no_text_is_another_one_for_trees_that_change_at_random(kind, temperature, monkeypatch):
+def test_no_text_is_another_one_for_trees_that_change_at_random(kind, monkeypatch):
     """In a ragged batch that closes up, since texts end at token 6; drafts that can catch up rest at times."""
     target = tiny_llama(1, layers=3)
     draft = {
         "model": tiny_llama(2, layers=1), "early exit": EarlyExit(1), "lookup": PromptLookup(),
         "head": head_of(target, taps=(0, 1)),
     }[kind]  # fmt: skip
-    options = {"temperature": temperature, "eos_token_id": 6}
+    options = {"temperature": 0.9, "eos_token_id": 6}
     decoder = SpeculativeDecoder(target, draft, "ersd")
     trees = [*([ROOT] if kind in ("model", "early exit") else []), TokenTree.chain(1), CHAIN, STAR, WIDE]
     choosers = at_random(monkeypatch, decoder, trees)
@@ -89,7 +89,7 @@ def test_no_text_is_another_one_for_trees_that_change_at_random(kind, temperatur
         assert out.stats.replans
 
 
-@pytest.mark.parametrize("method", ["dyspec", "rsd-s", "eagle-2"])
+@pytest.mark.parametrize("method", ["dyspec", "eagle-2"])
 def test_trees_that_grow_change_with_static_ones_and_the_text_stays(method, monkeypatch):
     target = tiny_llama(1)
     decoder = SpeculativeDecoder(target, tiny_llama(2, layers=1), method)
@@ -147,14 +147,13 @@ def test_a_draft_that_caught_up_has_the_rows_of_a_pass_over_the_whole_text(monke
     assert len(compared) >= 6
 
 
-@pytest.mark.parametrize("rests", ["from the first step on", "at the end"])
-def test_a_cache_of_texts_does_not_claim_rows_of_a_draft_that_rested(rests, monkeypatch):
+@pytest.mark.parametrize("first", [ROOT, CHAIN], ids=["from the first step on", "at the end"])
+def test_a_cache_of_texts_does_not_claim_rows_of_a_draft_that_rested(first, monkeypatch):
     target, draft = tiny_llama(1), tiny_llama(1)  # another model of equal weights
-    first, then = (ROOT, ROOT) if rests == "from the first step on" else (CHAIN, ROOT)
 
     class Once(AtRandom):
         def __call__(self, counts, running):
-            return replace(self.plan, tree=then)
+            return replace(self.plan, tree=ROOT)
 
     with monkeypatch.context() as patch:
         resting = SpeculativeDecoder(target, draft, "ersd")
@@ -172,10 +171,8 @@ def test_trees_follow_the_batch_where_texts_do_not_depend_on_them(demo_pair):
     target, draft, _ = demo_pair
     for method in ("sequoia", "dyspec", "ersd", "typical-lossy"):
         decoder = SpeculativeDecoder(target, draft, method)
-        follows = {
-            temperature: len(decoder.trees_by_batch(Filters(temperature), 64).trees) > 1 for temperature in (0, 1)
-        }
-        assert follows == {0: True, 1: method == "ersd"}
+        follows = [len(decoder.trees_by_batch(Filters(temperature), 64).trees) > 1 for temperature in (0.0, 1.0)]
+        assert follows == [True, method == "ersd"]
         fixed = SpeculativeDecoder(target, draft, method, tree_size=5)
         assert fixed.trees_by_batch(Filters(0.0), 64).trees == (fixed.tree,)
     own = SpeculativeDecoder(target, draft, "sequoia", verifier=lambda *_, **__: None)
@@ -225,9 +222,7 @@ def test_a_batch_that_closes_up_gets_larger_trees_again(demo_pair):
 
 
 def test_a_batch_that_is_decoded_without_drafts_is_not_said_to_have_a_bad_draft(demo_pair, caplog):
-    target, draft, tokenizer = demo_pair
-    prompts = tokenizer(["import os\n"] * 32, return_tensors="pt").input_ids
-    out = SpeculativeDecoder(target, draft).generate(prompts, 3, temperature=0.0, eos_token_id=None)
+    out = SpeculativeDecoder(*demo_pair[:2]).generate(torch.full((32, 3), 7), 3, temperature=0.0, eos_token_id=None)
     assert out.stats.tree == "1 nodes, 0 levels, by costs estimated for 32 sequences"
     assert out.stats.steps == 32 * 3
     assert "does not pay" not in caplog.text
@@ -294,10 +289,9 @@ def test_a_pass_on_a_cpu_reads_its_weights_and_multiplies_what_is_more():
 
 def test_estimated_costs_rise_with_the_batch(demo_pair):
     target, draft = map(LlamaForward, demo_pair[:2])
-    h100 = Device(3.35e12, 989e12, 62e12)
     for costs in (
         [host_costs(target, [draft], batch, (1, 2, 5)) for batch in BATCHES],
-        [estimated_costs(target, [draft], h100, batch, (1, 2, 5)) for batch in BATCHES],
+        [estimated_costs(target, [draft], FAST, batch, (1, 2, 5)) for batch in BATCHES],
     ):
         for less, more in pairwise(costs):
             assert less.level < more.level
@@ -310,8 +304,7 @@ def test_estimated_costs_rise_with_the_batch(demo_pair):
 def test_a_batch_on_a_gpu_costs_what_as_many_tokens_cost():
     """Beside the kernels of a step, rows are rows: of one sequence's nodes or of several sequences."""
     target = LlamaForward(tiny_llama(1))
-    h100 = Device(3.35e12, 989e12, 62e12)
-    alone, batch = (estimated_costs(target, [], h100, *given) for given in ((1, (64,)), (16, (4,))))
+    alone, batch = (estimated_costs(target, [], FAST, *given) for given in ((1, (64,)), (16, (4,))))
     assert batch.step[4] == pytest.approx(alone.step[64])
 
 
@@ -351,10 +344,6 @@ def test_with_a_profile_trees_follow_the_batch_also_where_texts_are_sampled(temp
     found = [int(tree.split()[0]) for tree in [out.stats.tree, *(tree for _, tree in out.stats.replans)]]
     assert found[0] == 1
     assert found == sorted(found)
-    if temperature == 0:
-        plain = SpeculativeDecoder(target, None, "autoregressive")
-        expected = plain.generate(prompts, 40, temperature=0.0, eos_token_id=6, pad_token_id=0)
-        assert torch.equal(out.sequences, expected.sequences)
 
 
 def test_re_planning_takes_the_costs_of_as_many_sequences_as_run():
