@@ -109,8 +109,7 @@ def test_ranks_share_weights_and_tell_each_other_sums_and_logits():
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_measured_plain_decoding_says_how_fast_the_link_is(ahead):
-    setting = streamed(plain=700.0, ahead=ahead)
-    assert setting.step(1, 0) == pytest.approx(700.0)
+    assert streamed(plain=700.0, ahead=ahead).step(1, 0) == pytest.approx(700.0)
     with pytest.raises(ValueError, match="the device alone takes longer"):
         streamed(plain=100.0, ahead=ahead)
 
@@ -174,9 +173,6 @@ def test_the_papers_rows_follow_from_their_own_constants(monkeypatch, capsys):
     far = [(row.device, row.target) for row in rows if abs(row.ratio - 1) > offloading.WITHIN]
     assert len(rows) == 54
     assert far == [("rtx-2080-ti", "llama-2-13b"), ("a100-40gb", "llama-2-70b")]
-    (other,) = [row for row in rows if row.what in offloading.OF_64_ON_ARXIV and row.tree == offloading.SMALL]
-    assert other.tokens * other.seconds < other.setting.step(1, 0), "a published step that is shorter than a token"
-    assert other.ratio == pytest.approx(1.19, abs=0.005)
     for row in rows:
         assert row.setting.step(1, 0) == pytest.approx(row.setting.plain), "the baseline went in"
         assert replace(row, seconds=2 * row.seconds).simulated == row.simulated
@@ -188,7 +184,6 @@ def test_the_papers_rows_follow_from_their_own_constants(monkeypatch, capsys):
     offloading.main([])
     printed = " ".join(capsys.readouterr().out.split())
     assert "Of the papers' rows 52 of 54 within 15%, 4.6% off on average; 39 of 54 within 15%, 10.8% off" in printed
-    assert "Of those of 768 23 of 24 within 15%, 3.9% off on average; 10 of 24 within 15%, 16.8% off" in printed
     for readme in (BENCH / "README.md", BENCH.parent / "README.md"):
         text = readme.read_text(encoding="utf-8")
         assert "52 of 54" in text
