@@ -28,9 +28,8 @@ from heavypath.speculative.profile import describe, draft_parameter_count
 
 TAKING = ("specinfer", "naive", "naive-distinct", "top-k")
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
-TREE = TokenTree(
-    [-1, 0, 1, 1, 3, 0, 5, 0, 7, 0], [0, 0, 0, 1, 0, 1, 0, 2, 0, 3]
-)  # four children, the first of them wide
+# Four children, the first of them wide.
+TREE = TokenTree([-1, 0, 1, 1, 3, 0, 5, 0, 7, 0], [0, 0, 0, 1, 0, 1, 0, 2, 0, 3])
 
 
 @pytest.fixture(scope="module")

@@ -93,8 +93,7 @@ def test_a_draft_equal_to_the_target_is_accepted_at_every_depth():
 
 
 @pytest.mark.parametrize(("method", "tree"), [
-    ("specinfer", TokenTree.independent(3, 3)),
-    ("spectr", TokenTree.independent(3, 3)),
+    ("specinfer", TokenTree.independent(3, 3)), ("spectr", TokenTree.independent(3, 3)),
     ("naive-distinct", TokenTree.k_ary(3, 2)),
     ("naive", TokenTree.k_ary(3, 1)),  # deeper, the children of equal siblings count together
 ])  # fmt: skip
@@ -138,12 +137,6 @@ def test_a_calibration_is_of_use_to_the_decoder(draft, tmp_path, any_noise):
         assert decoder.tree_for(Filters(0.8)) is not None
 
 
-def test_the_target_samples_prompts_of_its_own():
-    prompts = own_prompts(tiny_llama(1), 3, 5, seed=1)
-    assert [len(prompt) for prompt in prompts] == [6, 6, 6]
-    assert len({tuple(prompt.tolist()) for prompt in prompts}) == 3
-
-
 def test_a_limit_in_which_acceptance_cannot_be_counted_is_refused_at_once():
     target, draft = tiny_llama(1), tiny_llama(2, layers=1)
     with pytest.raises(ValueError, match=r"would take about .* give a limit of \d+ s .* idle"):
@@ -163,10 +156,12 @@ def test_texts_are_cut_off_where_the_time_is_over():
         assert 0 < int(counted.reached.sum()) <= 4 * tokens
 
 
-def test_passes_add_up_to_all_texts():
-    target = LlamaForward(tiny_llama(1))
-    draft = as_draft(tiny_llama(2, layers=1), target, None)
-    prompts, lines = [torch.tensor([first, 2]) for first in range(6)], []
+def test_passes_over_the_targets_own_texts_add_up_to_all_texts():
+    model, lines = tiny_llama(1), []
+    target = LlamaForward(model)
+    draft, prompts = as_draft(tiny_llama(2, layers=1), target, None), own_prompts(model, 6, 5, seed=1)
+    assert [len(prompt) for prompt in prompts] == [6] * 6
+    assert len({tuple(prompt.tolist()) for prompt in prompts}) == 6
     wanted = [(way, Filters(0.0)) for way in ways_to_draft(0.0, "cpu")]
     extent, way = Extent(tokens=9, sequences=6), Way(METHODS["sequoia"].kind(0.0), None)
     entries = measure_ways(target, draft, prompts, wanted, extent, 3, math.inf, lines.append)

@@ -31,8 +31,8 @@ SECONDS = 0.04  # that a pass reads, about
 @pytest.fixture(scope="module")
 def folder(demo_pair, tmp_path_factory):
     path = tmp_path_factory.mktemp("target")
-    demo_pair[0].save_pretrained(path)
-    demo_pair[2].save_pretrained(path)
+    for part in (demo_pair.target, demo_pair.tokenizer):
+        part.save_pretrained(path)
     return path
 
 
