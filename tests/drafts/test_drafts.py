@@ -106,13 +106,13 @@ def test_layers_are_left_out_in_the_order_in_which_they_are_missed():
         for index, prompt in enumerate(prompts)
     ]
 
-    def law(model, text):
-        return (model(text[:, :-1]).logits[:, -tokens:] / temperature).softmax(-1)
-
+    @torch.no_grad()
     def overlap(layers):
-        cut = only(target, layers)
-        with torch.no_grad():
-            return sum(float(torch.minimum(law(target, text), law(cut, text)).sum(-1).mean()) for text in texts) / 2
+        models, found = (target, only(target, layers)), []
+        for text in texts:
+            laws = ((model(text[:, :-1]).logits[:, -tokens:] / temperature).softmax(-1) for model in models)
+            found.append(float(torch.minimum(*laws).sum(-1).mean()))
+        return sum(found) / 2
 
     kept, expected = (0, 1, 2, 3), {}
     while len(kept) > 1:

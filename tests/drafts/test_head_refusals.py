@@ -113,16 +113,14 @@ def test_a_target_of_another_width_is_refused(tmp_path):
     refused(tmp_path, wide, FIRST, r"fc\.weight has shape \[16, 32\], expected \[16, 40\]")
 
 
-@pytest.mark.parametrize("vocab", [60, 20])
-def test_a_target_of_another_vocabulary_is_refused(vocab, tmp_path):
-    other = tiny_target(vocab=vocab)
-    shapes = rf"weight has shape \[40, 16\], expected \[{vocab}, 16\].*give the target"
+def test_a_target_of_another_vocabulary_is_refused(tmp_path):
+    other = tiny_target(vocab=20)
+    shapes = r"weight has shape \[40, 16\], expected \[20, 16\].*give the target"
     refused(tmp_path, other, FIRST, f"embed_tokens.{shapes}")
-    refused(tmp_path, other, FULL, f"lm_head.{shapes}", vocab_size=vocab)
-    refused(tmp_path, other, {}, rf"t2d has shape \[40\], expected \[{vocab}\]", vocab_size=vocab)
+    refused(tmp_path, other, FULL, f"lm_head.{shapes}", vocab_size=20)
+    refused(tmp_path, other, {}, r"t2d has shape \[40\], expected \[20\]", vocab_size=20)
     refused(tmp_path, other, {}, "vocab_size 40, expected the target's", without=["t2d"])
-    if vocab < 24:
-        refused(tmp_path, other, {}, "d2t.*expected 24 different ones", without=["t2d"], vocab_size=vocab)
+    refused(tmp_path, other, {}, "d2t.*expected 24 different ones", without=["t2d"], vocab_size=20)
 
 
 def test_pickles_that_hold_more_than_tensors_are_refused(target, tmp_path, capsys):

@@ -127,7 +127,6 @@ def without(*names, **added):
     (without("prefill"), r"got 'Mine', which lacks prefill\(tokens, cache\); a Draft has new_cache\(batch, rows\), "
                          r"prefill\(tokens, cache\), __call__\(feed, cache\)"),
     (without("prefill", pre_fill=Bigrams.prefill), r"lacks prefill\(tokens, cache\) \(it has pre_fill\)"),
-    (without("new_cache", "__call__"), r"lacks new_cache\(batch, rows\) and __call__\(feed, cache\)"),
     (without(prefill=lambda self, tokens: None), r"must be callable as prefill\(tokens, cache\): too many"),
     (lambda logits: Bigrams, r"draft must be an object, got the class Bigrams; give Bigrams\(...\)"),
     (lambda logits: "gpt2", "must be a causal language model of transformers, .* got 'str', which lacks new_cache"),
