@@ -39,6 +39,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from interpreting import patch_once_a_launch
+
+        patch_once_a_launch()
     if config.getoption("--durations-file") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(config.getoption("--durations-file")))
 

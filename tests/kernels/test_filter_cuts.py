@@ -44,8 +44,7 @@ def some_rows(vocab_size: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype", "filters"), [
-    *((37, torch.float16, filters) for filters in FILTERS),
-    *((CHUNK.value + 1, torch.bfloat16, filters) for filters in FILTERS[1::3]),
+    *((37, torch.float16, filters) for filters in FILTERS), (CHUNK.value + 1, torch.bfloat16, FILTERS[7]),
 ], ids=str)  # fmt: skip
 def test_the_cuts_keep_what_the_reference_keeps(vocab_size, dtype, filters):
     logits = some_rows(vocab_size, dtype)[vocab_size > 37 :]
@@ -58,8 +57,7 @@ def test_the_cuts_keep_what_the_reference_keeps(vocab_size, dtype, filters):
 def test_the_cuts_keep_what_the_reference_keeps_of_many_rows(vocab_size, dtype):
     for filters in FILTERS:
         if filters.drop(vocab_size):
-            several = [scale * some_rows(vocab_size, dtype) for scale in (0.03, 1, 1, 8)]
-            logits = torch.cat(several)
+            logits = torch.cat([scale * some_rows(vocab_size, dtype) for scale in (0.03, 1, 1, 8)])
             assert (kept_by(logits, filters) == kept_by_reference(logits, filters)).all(), filters
 
 
@@ -102,14 +100,6 @@ def test_rows_may_lie_apart_and_in_several_trees():
     apart, filters = whole[:, 1:3, :41], Filters(0.9, top_p=0.8)
     for view, copied in zip(filter_cuts(apart, filters), filter_cuts(apart.contiguous(), filters), strict=True):
         assert torch.equal(view, copied)
-
-
-def test_the_kernel_leaves_its_counters_at_zero(monkeypatch):
-    taken, original = [], module.tickets
-    monkeypatch.setattr(module, "tickets", lambda *size: taken.append(original(*size)) or taken[-1])
-    filter_cuts(torch.randn(1, 1, CHUNK.value + 9).to(DEVICE), Filters(0.8, 9, 0.8, 0.1))
-    (counters,) = taken
-    assert not counters.any()
 
 
 @pytest.mark.parametrize("filters", [Filters(top_k=3), Filters(0.8, 9, 0.8, 0.01)], ids=str)

@@ -18,7 +18,7 @@ from heavypath.speculative.streaming.memory import free_memory
 
 pytestmark = needs_compiler
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
-ROWS = (*range(1, 14), 16, 33, 130)
+ROWS = (1, 2, 5, 8, 13, 33, 130)  # more of them: test_native.py
 TYPES = [torch.float32, torch.bfloat16]
 
 
@@ -47,18 +47,13 @@ def test_products_are_those_of_the_modules(biases, dtype, free, monkeypatch):
                 torch.testing.assert_close(found, layer(hidden))
 
 
-def element(layer):
-    with torch.no_grad():
-        layer.weight[5, 9] += 1
-
-
 CHANGES = {
     "a row": lambda layer: layer.weight.data[7].add_(1),
     "a column": lambda layer: layer.weight.data[:, 11].add_(1),
     "everything": lambda layer: layer.weight.data.mul_(2),
     "another tensor": lambda layer: setattr(layer.weight, "data", layer.weight.data + 1),
     "the bias": lambda layer: layer.bias.data[3].fill_(1),
-    "an element": element,
+    "an element": lambda layer: layer.weight.detach()[5, 9].add_(1),
 }
 
 

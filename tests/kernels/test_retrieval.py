@@ -231,11 +231,3 @@ def test_what_is_no_corpus_is_refused(build, error, message, demo_pair, tmp_path
         build(demo_pair.tokenizer)
 
 
-def test_a_draft_keeps_nothing_but_its_cache():
-    draft = RetrievalDraft(Retrieval(TEXTS), 7, torch.device("cpu"))
-    cache = draft.new_cache(2, 9)
-    assert cache.keys.shape == cache.values.shape == (2, 2, 9, 8)
-    one, ones = torch.zeros(2, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)
-    logits = draft(Feed(one + 6, one, one, one - 1, one[:, 0], 1, ones), cache)
-    assert logits.shape == (2, 1, 7)
-    assert torch.equal(logits[0].exp() > 0, torch.tensor([[False, False, True, False, False, True, True]]))

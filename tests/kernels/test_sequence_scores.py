@@ -43,7 +43,7 @@ def logits_with_ties(vocab_size, sequences, nodes=2):
 
 
 @IMPLS
-@pytest.mark.parametrize("vocab_size", [1, 7, 999, 4097])
+@pytest.mark.parametrize("vocab_size", [1, 7, 4097])
 def test_scores_are_to_the_bit_those_of_each_sequences_own_filters(impl, vocab_size):
     filters_of, settings = of_sequences(impl, fewer=impl == "triton" or vocab_size != 7)
     logits = logits_with_ties(vocab_size, len(filters_of), nodes=1 if vocab_size > 1000 else 2)

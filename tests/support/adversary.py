@@ -76,7 +76,6 @@ class Adversary:
         self.builder, self.patch = interpreter.interpreter_builder, pytest.MonkeyPatch()
         executor = interpreter.GridExecutor
         self.patch.setattr(executor, "__call__", self._launching(executor.__call__))
-        self.patch.setattr(interpreter, "_patch_lang", self._patching(interpreter._patch_lang))
         for name in ("masked_load", "masked_store", "atomic_rmw", "atomic_cas", "barrier"):
             watched = getattr(self, f"_{name}")(getattr(self.builder, f"create_{name}"))
             self.patch.setattr(self.builder, f"create_{name}", watched)
@@ -101,17 +100,6 @@ class Adversary:
                 raise HazardError("\n".join((f"{name}:", *findings)))
 
         return launch
-
-    def _patching(self, original):
-        """Triton's language is made to run in NumPy once a launch, not once a call, which is half of the time."""
-
-        def patch(function):
-            done = set() if self.launch is None else self.launch.patched
-            if id(function.__globals__) not in done:
-                done.add(id(function.__globals__))
-                return original(function)
-
-        return patch
 
     def _masked_load(self, original):
         def load(pointers, mask, *options):
@@ -176,7 +164,6 @@ class _Launch:
         self.cells: list[tuple[int, int, int]] = []
         self.lines: dict[tuple, int] = {}
         self.shapes: dict[tuple, int] = {}
-        self.patched: set[int] = set()  # modules, by the identity of their names
         self.memory: ShadowMemory | None = None
         self.stuck: dict[int, int] | None = None
 
