@@ -46,23 +46,6 @@ def with_absent_leaves(parents, share):
 
 
 @IMPLS
-def test_by_hand(impl):
-    #      0                0
-    #    / | \            / | \        the second child has the larger subtree; of the other two,
-    #   1  2  5    ->    1  4  5       the one that was drawn first comes first
-    #     / \           / \
-    #    3   4         2   3
-    got = order([-1, 0, 0, 2, 2, 0], impl=impl)
-    assert got.permutation.tolist() == [0, 2, 3, 4, 1, 5]
-    assert got.parents.tolist() == [-1, 0, 1, 1, 0, 0]
-    assert got.ranks.tolist() == [0, 1, 0, 1, 0, 2]
-    assert got.subtree_end.tolist() == [6, 4, 3, 4, 5, 6]
-    got = order([-1, 0, 0, 2, 2, 0], [0, 2, 1, 1, 0, 0], impl)
-    assert got.permutation.tolist() == [0, 2, 4, 3, 5, 1]
-    assert got.ranks.tolist() == [0, 1, 0, 1, 0, 2]
-
-
-@IMPLS
 def test_absent_nodes_come_last_and_stand_alone(impl):
     #   0         1 and 4 are absent
     #  / \
@@ -90,7 +73,7 @@ def test_it_is_what_the_host_does(shape, impl, sizes):
         parents = parents_of(shape, nodes)
         ranks = shuffled_ranks(parents)
         assert_same(order(parents, ranks, impl), on_host(parents, ranks))
-        if nodes < MANY:
+        if nodes < 300:
             assert_same(order(parents, impl=impl), on_host(parents))
 
 

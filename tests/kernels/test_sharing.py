@@ -81,6 +81,7 @@ def _step_kernel(counters_ptr, found_ptr, rows, row, STEP: tl.constexpr):
     elif STEP == "work":
         chunk = take_chunk(counters_ptr, row)
         finish_chunks(counters_ptr, rows, row, chunk + 1)
+        wait_for_all(counters_ptr, rows, row, 1)
     else:
         leave(counters_ptr, rows, 0)
 
@@ -156,10 +157,7 @@ def test_helpers_change_no_bit_whether_they_come_before_or_after_the_leaders():
 
 def test_a_helper_finds_the_next_open_row_of_more_than_it_loads_at_once():
     rows = 2500
-    found, given = (
-        torch.zeros(1, dtype=torch.int32, device=DEVICE),
-        torch.zeros(counters(rows), dtype=torch.int32, device=DEVICE),
-    )
+    found, given = torch.zeros(1 + counters(rows), dtype=torch.int32, device=DEVICE).split([1, counters(rows)])
 
     def step(name: str, row: int) -> int:
         _step_kernel[(1,)](given, found, rows, row, STEP=name)
@@ -177,6 +175,9 @@ def test_a_helper_finds_the_next_open_row_of_more_than_it_loads_at_once():
     step("work", 2000)
     given[0] = rows - 1  # all leaders but one have left
     assert step("find", 7) == NOTHING.value
+    given[0] = rows
+    assert step("find", 7) == OVER.value
+    given[0] = rows - 1
     step("leave", 0)
     assert not given.any()
 

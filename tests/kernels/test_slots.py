@@ -24,7 +24,7 @@ POLICIES = [  # by, noisy, confidence, threshold
     ("node", False, FLAT, 0.15), ("beam", True, None, 0.0), ("beam", False, None, 0.0),
 ]  # fmt: skip
 SHAPES = [  # batch, width, depth, tokens
-    (1, 1, 4, 6), (1, 4, 3, 9), (2, 3, 3, 5), (3, 6, 2, 4), (2, 5, 3, 40), (1, 16, 2, 11), (2, 2, 4, 1),
+    (1, 1, 4, 6), (1, 4, 3, 9), (2, 3, 3, 5), (3, 6, 2, 4), (2, 5, 2, 40), (1, 16, 2, 11), (2, 2, 4, 1),
 ]  # fmt: skip
 LARGE = [(1, 8, 4, 1024), (1, 30, 3, 200), (3, 60, 4, 70)]
 LAWS = ["normal", "tied", "sparse", "empty", "equal", "nan"]
@@ -222,7 +222,7 @@ def test_equal_values_go_by_rank_and_then_by_parent(impl):
 
 
 @EACH
-@pytest.mark.parametrize("policy", [0, 1, 4, 5, 6, 9, 10])
+@pytest.mark.parametrize("policy", [1, 4, 6, 9])
 def test_below_what_is_no_distribution_all_slots_are_empty(policy, impl):
     logits = torch.randn(2, 1, 6)
     logits[0, 0, 2], logits[1, 0, 3] = torch.nan, torch.inf

@@ -7,8 +7,7 @@ from fractions import Fraction
 
 import pytest
 import verification_oracle as oracle
-from growths import GROWTHS
-from verification_oracle import Drawn, Language, drawn
+from verification_oracle import GROWTHS, Drawn, Language, drawn
 
 
 def block_verification(target, draft, tokens) -> list[Fraction]:

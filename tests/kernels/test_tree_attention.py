@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heavypath.kernels import tree_attention as entry
 from heavypath.kernels.attention import launch
-from heavypath.kernels.attention.masks import attention_bias, pack_ancestors, unpack_ancestors
+from heavypath.kernels.attention.masks import pack_ancestors, unpack_ancestors
 from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.kernels.tree_attention import chain_attention, tree_attention
 from heavypath.speculative.trees.tree import TokenTree
@@ -81,24 +81,17 @@ def solved(problem, dtype, impl):
 RANDOMISED = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-def check_in_fp32(impl, problem):
-    out, exact, *_ = solved(problem, torch.float32, impl)
-    torch.testing.assert_close(out.double(), exact, atol=2e-4, rtol=0)
+@pytest.mark.parametrize(("impl", "count"), [
+    ("torch", 5), ("triton", 5), pytest.param("torch", 60, marks=slow), pytest.param("triton", 60, marks=slow)
+])  # fmt: skip
+def test_random_problems(impl, count):
+    @given(problem=problems())
+    @settings(RANDOMISED, max_examples=count)
+    def check_each(problem):
+        out, exact, *_ = solved(problem, torch.float32, impl)
+        torch.testing.assert_close(out.double(), exact, atol=2e-4, rtol=0)
 
-
-@IMPLS
-@given(problem=problems())
-@settings(RANDOMISED, max_examples=5)
-def test_random_problems(impl, problem):
-    check_in_fp32(impl, problem)
-
-
-@slow
-@IMPLS
-@given(problem=problems())
-@settings(RANDOMISED, max_examples=60)
-def test_many_random_problems(impl, problem):
-    check_in_fp32(impl, problem)
+    check_each()
 
 
 @IMPLS
@@ -320,13 +313,6 @@ def test_the_kernel_packs_ancestors_as_pytorch_does(nodes, window):
         if window is not None:
             assert torch.equal(packed.counts.cpu(), expected.counts)
     assert pack_ancestors(mask[:0].to(DEVICE), window, impl="triton").words.shape[0] == 0
-
-
-def test_attention_bias_by_hand():
-    ancestors = torch.tensor([[1, 0], [1, 1]]).bool()
-    bias = attention_bias(ancestors, torch.tensor([1, 2]), 5, torch.float32)
-    o, x = 0.0, -math.inf
-    assert bias[:, 0].tolist() == [[[o, o, x, x, x], [o, o, o, x, x]], [[o, o, o, x, x], [o, o, o, o, x]]]
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -9,9 +9,8 @@ import pytest
 import torch
 import verification_oracle as oracle
 from devices import DEVICE, run_on
-from growths import GROWTHS, by_the_first_token
 from verification_laws import check_decisions
-from verification_oracle import Drawn, Filtered, Language, drawn, static
+from verification_oracle import GROWTHS, Drawn, Filtered, Language, by_the_first_token, drawn, static
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.ordering import sibling_order

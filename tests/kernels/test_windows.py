@@ -10,7 +10,6 @@ from devices import PLACES, run_on
 from families import EXPERTS, tiny
 from tiny_models import assert_same_text, tiny_llama
 
-from heavypath.kernels.attention.masks import narrowed, pack_ancestors
 from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.models.forward import TreeMask
@@ -34,15 +33,6 @@ def test_rows_before_every_window_are_not_read(impl):
     expected = run_on(PLACES[impl], clean, query, key, value, 0.25)
     key[:, :, :untouched] = value[:, :, :untouched] = torch.nan
     assert torch.equal(run_on(PLACES[impl], clean, query, key, value, 0.25), expected)
-
-
-def test_a_narrowed_mask_by_hand():
-    mask = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]]).bool()
-    assert narrowed(mask, 1).int().tolist() == [[1, 0, 0, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]
-    assert narrowed(mask, 2).int().tolist() == [[1, 0, 0, 0, 0], [0, 1, 0, 1, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0]]
-    assert torch.equal(narrowed(mask, 3), mask)
-    assert torch.equal(narrowed(narrowed(mask, 2), 2), narrowed(mask, 2))
-    assert pack_ancestors(mask, 2).counts.tolist() == [1, 2, 2, 0]
 
 
 def test_layers_with_one_window_share_one_mask_and_a_wide_window_is_none():

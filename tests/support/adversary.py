@@ -154,11 +154,8 @@ class _Launch:
     """Stands in for a kernel in the interpreter's loop over the grid: at the last program it runs all of them."""
 
     def __init__(self, adversary: Adversary, kernel, tensors: list[tuple[str, Tensor]], threads: int):
-        self.__name__, self.__globals__, self.__signature__ = (
-            kernel.__name__,
-            kernel.__globals__,
-            inspect.signature(kernel),
-        )
+        self.__name__, self.__globals__ = kernel.__name__, kernel.__globals__
+        self.__signature__ = inspect.signature(kernel)
         self.kernel, self.tensors, self.threads = kernel, tensors, threads
         self.builder, self.random = adversary.builder, adversary.random
         self.cells: list[tuple[int, int, int]] = []
@@ -242,14 +239,13 @@ class _Launch:
         """Sentences, each with the lines of source in question."""
         if self.memory is None:
             return []
-        sources = [
-            " < ".join(f"{Path(file).name}:{line} {function}" for file, line, function in lines) for lines in self.lines
-        ]
-        found = []
+        found, sources = [], []
+        for lines in self.lines:
+            sources.append(" < ".join(f"{Path(file).name}:{line} {function}" for file, line, function in lines))
         for what, line, other in self.memory.findings:
             found.append(f"  {sources[line]}\n    {what}" + (f":\n  {sources[other]}" if other >= 0 else ""))
         if self.stuck is not None:
             found.append(
-                "  no program gets on; they wait at\n    " + "\n    ".join({sources[at] for at in self.stuck.values()})
+                "\n    ".join(("  no program gets on; they wait at", *{sources[at] for at in self.stuck.values()}))
             )
         return found

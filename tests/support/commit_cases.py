@@ -53,9 +53,8 @@ class Problem:
         return TokenTree([-1, *(int(self.random(node)) for node in range(1, nodes))])
 
     def committed(self, impl):
-        whole, output, seen, counts = (
-            field.to(DEVICE, copy=True) for field in (self.whole, self.output, self.seen, self.counts)
-        )
+        state = self.whole, self.output, self.seen, self.counts
+        whole, output, seen, counts = (field.to(DEVICE, copy=True) for field in state)
         tokens, parents, ranks, depths = (field.to(DEVICE) for field in (self.tokens, *self.shape))
         verified = Verified(*(field.to(DEVICE) for field in (self.path, self.length, self.after)))
         state = State(whole[:, : self.batch], output, self.stops.to(DEVICE), seen, counts)
@@ -97,7 +96,6 @@ class Problem:
         return [whole, output, seen, counts]
 
     def check(self, impl):
-        for name, found, right in zip(
-            ("numbers", "output", "seen", "counts"), self.committed(impl), self.expected(), strict=True
-        ):
+        names = "numbers", "output", "seen", "counts"
+        for name, found, right in zip(names, self.committed(impl), self.expected(), strict=True):
             assert torch.equal(found, right), name
