@@ -197,7 +197,6 @@ def test_a_cuda_graph_moves_whatever_its_inputs_say_and_the_host_never_waits():
 @pytest.mark.parametrize(("change", "message"), [
     ({"values": []}, "one entry per layer, got 1 and 0"),
     ({"length": torch.tensor([1.0])}, r"length must be a LongTensor \[1\]"),
-    ({"prefix_length": torch.tensor([1, 2])}, r"prefix_length must be a LongTensor \[1\]"),
     ({"path": torch.tensor([0, 2])}, r"path must be a LongTensor \[B, P\], got torch.int64 \[2\]"),
     ({"path": torch.tensor([[0, 9]])}, "rows 0 .. 7"),
     ({"length": torch.tensor([2])}, "length must be in 0 .. 1"),

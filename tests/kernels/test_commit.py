@@ -22,9 +22,8 @@ def test_shapes_at_the_edge(impl):
     Problem(1, nodes=1).check(impl)  # a root alone
     Problem(2, stops=()).check(impl)
     Problem(3, batch=1, spare=0).check(impl)
-    Problem(4, batch=2, nodes=300, new_tokens=40, vocab_size=1000, stops=range(9)).check(
-        impl
-    )  # several blocks of nodes
+    several_blocks = {"batch": 2, "nodes": 300, "new_tokens": 40, "vocab_size": 1000}
+    Problem(4, **several_blocks, stops=range(9)).check(impl)
     unseen = Problem(5)
     unseen.seen = unseen.seen[:, :0]
     for found, right in zip(unseen.committed(impl)[:2], Problem(5).expected()[:2], strict=True):

@@ -25,11 +25,7 @@ def chosen(nodes, parents, depths):
 @EACH
 def test_a_step_begins_with_the_root_and_the_token_before_it(impl):
     """The second text has one token."""
-    given = (
-        torch.tensor([5, 8], device=DEVICE),
-        torch.tensor([6, 8], device=DEVICE),
-        torch.tensor([7, 0], device=DEVICE),
-    )
+    given = torch.tensor([[5, 8], [6, 8], [7, 0]], device=DEVICE)
     first = first_nodes(*given, 3, impl=impl)
     assert first.tokens.tolist() == [[5, 6], [8, 8]]
     assert first.cache_rows.tolist() == [[6, 7], [0, 0]]

@@ -83,10 +83,8 @@ def test_temperature_zero_takes_the_largest_logits_lower_index_first():
 
 
 def test_rows_without_support_and_single_tokens_are_defined():
-    logits = torch.full((2, 4), -torch.inf)
-    logits[1, 2] = -7.0
-    drawn = gumbel_topk(logits, 2)
-    assert drawn.tokens.tolist() == [[-1, -1], [2, -1]]
+    drawn = gumbel_topk(torch.tensor([[-torch.inf, -torch.inf], [-torch.inf, -7.0]]), 2)
+    assert drawn.tokens.tolist() == [[-1, -1], [1, -1]]
     assert drawn.logprobs.tolist() == [[-torch.inf, -torch.inf], [0.0, -torch.inf]]
 
 
@@ -113,7 +111,6 @@ def test_stable_topk_equals_a_stable_sort():
 @pytest.mark.parametrize(("change", "message"), [
     ({"logits": torch.zeros(2, 3, dtype=torch.long)}, "logits must be floating point"),
     ({"logits": torch.zeros(3)}, r"\[\.\.\., R, V\]"),
-    ({"logits": torch.zeros(2, 0)}, "V >= 1"),
     ({"k": 0}, "k must be at least 1, got 0"),
     ({"top_p": 2.0}, "top_p must be .* got 2.0"),
     ({"rows": torch.tensor([-1, 0])}, "rows must be at least 0, got -1"),

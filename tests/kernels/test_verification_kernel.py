@@ -6,11 +6,8 @@ import triton.language as tl
 from kernel_cases import captured
 from verification_cases import DEVICE, PLAIN, TREES, Problem, random_problem
 
-from heavypath.kernels import verification
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.nodes import Nodes
-from heavypath.kernels.noise import Noise
-from heavypath.kernels.verification import VERIFICATION_METHODS, Rule, verify_tree
+from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
 from heavypath.kernels.verifying import decision, distributions, traversal_kernel
 from heavypath.kernels.verifying.rule import WHOLE_TREE
 from heavypath.speculative.trees.tree import TokenTree
@@ -80,16 +77,7 @@ def test_defaults_views_seeds_in_memory_and_shallow_walks_agree(method):
 def test_rows_without_a_distribution_are_flagged_by_the_kernels(method):
     problem = Problem(TokenTree.chain(1), method, batch=4, seed=1)
     problem.target[1:] = torch.tensor([torch.nan, torch.inf, -torch.inf])[:, None, None]
-    verified = verification._launch(
-        Nodes(problem.tokens.to(DEVICE), problem.parents.expand(4, -1).to(DEVICE), None),
-        problem.target.to(DEVICE),
-        problem.draft.to(DEVICE),
-        rule=Rule(method),
-        max_depth=1,
-        target_filters=Filters(0.0) if method == "greedy" else PLAIN,
-        draft_filters=PLAIN,
-        noise=Noise(0, problem.rows.to(DEVICE)),
-    )
+    verified = problem.verified("triton")
     assert int(verified.next_token[0]) >= 0
     assert verified.next_token[1:].tolist() == [-1] * 3
     assert verified.length[1:].tolist() == [0] * 3
