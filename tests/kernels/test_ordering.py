@@ -78,20 +78,10 @@ def test_it_is_what_the_host_does(shape, impl, sizes):
 
 
 @IMPLS
-def test_the_trees_of_a_batch_do_not_touch(impl):
-    parents = torch.stack([parents_of(shape, 33) for shape in ("young", "star", "binary")])
-    ranks = torch.stack([shuffled_ranks(row) for row in parents])
-    together = order(parents, ranks, impl)
-    for row, expected in enumerate(map(on_host, parents, ranks)):
-        assert_same([field[row] for field in together], expected)
-    assert_same(order(parents.T.contiguous().T, ranks.T.contiguous().T, impl), together)  # other strides
-    assert order(parents[:0], impl=impl).subtree_end.shape == (0, 33)
-
-
-@IMPLS
 def test_a_ragged_batch_is_ordered_as_its_trees_alone(impl):
     parents = with_absent_leaves(torch.stack([parents_of("young", 40) for _ in range(4)]), 0.5)
-    together = order(parents, impl=impl)
+    together = order(parents.T.contiguous().T, impl=impl)  # other strides
+    assert order(parents[:0], impl=impl).subtree_end.shape == (0, 40)
     for row in range(4):
         kept = ((parents[row] >= 0) | (torch.arange(40) == 0)).nonzero()[:, 0]
         new = torch.full((40,), -1).scatter(0, kept, torch.arange(len(kept)))

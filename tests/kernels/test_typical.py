@@ -14,21 +14,6 @@ from heavypath.kernels.typical.acceptance import Typical, accept_typical
 from heavypath.speculative import TokenTree
 
 
-def test_a_case_by_hand():
-    """P = (1/2, 1/4, 1/4) has H = 1.5 log 2, so exp(-H) = 0.354: with delta 0.6 the threshold is 0.212, not epsilon."""
-    p = torch.tensor([0.5, 0.25, 0.25]).log().expand(1, 5, 3)
-    tokens, parents = torch.tensor([[0, 1, 0, 2, 1]]), torch.tensor([-1, 0, 0, 1, 2])  # 1 - 3 and 2 - 4
-    for epsilon, delta, expected in (
-        (0.3, 0.6, [0, 2, 4]),  # both paths are long enough, and the second is twice as likely
-        (0.3, 0.8, [0, 2, -1]),  # min(0.3, 0.283): a quarter is too little
-        (0.24, 0.8, [0, 2, 4]),  # min(0.24, 0.283)
-        (0.6, 1.0, [0, 2, -1]),  # min(0.6, 0.354)
-    ):
-        out = accept_typical(tokens, parents, p, epsilon=epsilon, delta=delta)
-        assert out.path.tolist() == [expected]
-        assert int(out.length) == sum(node > 0 for node in expected)
-
-
 def test_every_tree_of_tokens_has_the_path_of_a_search_through_all_paths():
     """All assignments of two tokens, or of absence, to the nodes of two trees, as one batch; and random trees."""
     for parents in ([-1, 0, 0, 1, 2], [-1, 0, 1, 1, 0]):

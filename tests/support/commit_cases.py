@@ -32,7 +32,7 @@ class Problem:
                 node = int(tree.parents[node])
             absent = (self.random(4, nodes) == 0) & ~torch.isin(torch.arange(nodes), self.path[slot])
             self.tokens[slot, absent] = -1
-        self.after = self.random(vocab_size, batch)
+        self.after = self.random(vocab_size + 1, batch) - 1  # of -1, there was no distribution
         whole = torch.zeros(len(StateField), batch + spare, dtype=torch.long)
         whole[StateField.LENGTHS] = self.random(50, batch + spare)
         whole[StateField.PRODUCED] = self.random(new_tokens - 2, batch + spare)
