@@ -15,6 +15,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreting import patch_once_a_launch
+
+    patch_once_a_launch()
 
 # The tests are many small operations: more threads would only wait for each other.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
@@ -39,10 +43,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        from interpreting import patch_once_a_launch
-
-        patch_once_a_launch()
     if config.getoption("--durations-file") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(config.getoption("--durations-file")))
 
