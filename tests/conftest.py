@@ -16,9 +16,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreting import patch_once_a_launch
+    from interpreting import make_quick
 
-    patch_once_a_launch()
+    make_quick()
 
 # The tests are many small operations: more threads would only wait for each other.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
