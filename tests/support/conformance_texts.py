@@ -166,7 +166,7 @@ def sampled(case, decoder):
     row = case.row
     asked = row["grammar"] or row["processors"] != "none" or row["draft"] == "lookahead"
     slow = row["draft"] in ("lookup", "retrieval", "mixture", "merge", "cascade") or row["target"] == "toy gpt2"
-    slow = slow or row["way"] == "reference" or row["tree"] == "deep"
+    slow = slow or row["way"] == "reference" or row["tree"] == "deep" or row["verifier"] == "own"
     prompt, sequences = torch.tensor(PROMPTS[case.members[0]]), 800 if asked else 4_000 if slow else 20_000
     out = decoder.generate(
         prompt.expand(sequences, -1), LENGTH, temperature=case.row["temperature"], **case.sampling, seed=SEED,
