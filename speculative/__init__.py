@@ -24,11 +24,9 @@ from heavypath.speculative.distillation import DistilSettings, distil
 from heavypath.speculative.drafts.composite import Cascade, Mixture
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
-from heavypath.speculative.drafts.heads import draft as _  # says what an EagleHead drafts with
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.lookahead import Lookahead
 from heavypath.speculative.drafts.lookup import PromptLookup
-from heavypath.speculative.drafts.medusa import draft as _  # noqa: F811
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.merge import Merge
 from heavypath.speculative.drafts.model import EarlyExit

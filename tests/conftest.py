@@ -15,6 +15,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreting import make_quick
+
+    make_quick()
 
 # The tests are many small operations: more threads would only wait for each other.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
@@ -143,3 +147,16 @@ def demo_pair():
     from heavypath.speculative import load_demo_pair
 
     return load_demo_pair()
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    """A target and a smaller draft, which have opinions about seven tokens."""
+    from tiny_models import tiny_llama
+
+    return tiny_llama(1), tiny_llama(2, layers=1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_pair):
+    return demo_pair.tokenizer

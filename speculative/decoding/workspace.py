@@ -267,7 +267,7 @@ class Workspace:
         for part, cache in [] if draft is None or self.draft_cache is None else draft.parts(self.draft_cache):
             if draft is not None and part.forward is not None:
                 missed = [int(lengths[member]) - rows for member, rows in self._behind.items()]
-                unsure = max(part.unsure_rows(plan.depth), draft.unsure_rows(plan.depth), *missed)
+                unsure = max([part.unsure_rows(plan.depth), draft.unsure_rows(plan.depth), *missed])
                 models.append(ModelRows(part.forward, self._kept(cache, texts), unsure))
         return TextCache(texts, slots.tolist(), models)
 

@@ -30,8 +30,8 @@ def test_results_are_written_into_a_folder_that_is_made_as_by_every_script(tmp_p
 
 def test_every_prediction_names_a_row_that_is_measured_and_says_where_it_comes_from():
     """By the cases that the scripts have; fields are looked up in what they write."""
-    scripts = ("kernel_attention", "kernel_sampling", "kernel_verification")
-    cases = {name: {str(case) for case in script(name).CASES} for name in scripts}
+    cases = {name: {str(case) for case in script(name).CASES}
+             for name in ("kernel_attention", "kernel_sampling", "kernel_verification")}  # fmt: skip
     figures = json.loads((BENCH / "predictions.json").read_text())["figures"]
     places = [json.dumps([each["file"], each["where"], each.get("field"), each.get("kernels")]) for each in figures]
     assert len(set(places)) == len(places)

@@ -14,7 +14,7 @@ CHILDREN = [[1, 4, 2], [5, 3], [6], [], [], [], []]  # of each node, in draw ord
 
 @pytest.mark.parametrize(("method", "lazy"), [
     ("without_replacement", True), ("with_replacement", False), ("kseq", True), ("held", False), ("race", True),
-    ("target_sample", False), ("traversal", True), ("held_traversal", False), ("traversal", False), ("held", True),
+    ("target_sample", False), ("traversal", True), ("held_traversal", False),
 ])  # fmt: skip
 def test_two_tokens_of_the_loop_follow_the_targets_law(method, lazy):
     bench = script("kernel_verification")

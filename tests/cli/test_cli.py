@@ -42,12 +42,6 @@ def greedy(demo_pair):
     return text
 
 
-def test_generate_streams_the_targets_own_greedy_text(heavypath, greedy):
-    code, text, errors = heavypath("generate", PROMPT, "--max-new-tokens", 24)
-    assert (code, text) == (0, greedy(24))
-    assert "tokens per second" in errors
-
-
 def test_generate_reads_a_file_or_standard_input_and_prints_json(heavypath, tmp_path, monkeypatch):
     (tmp_path / "prompt.py").write_text(PROMPT)
     options = ("--max-new-tokens", 9, "--temperature", 0.8, "--top-p", 0.9, "--seed", 3)
@@ -92,10 +86,7 @@ def test_generate_says_what_is_wrong_with_a_grammar(heavypath, tmp_path):
         (("--regex", "(a"), "regular expression .* unclosed group"),
         (("--regex", "a", "--json-schema", tmp_path / "schema"), "one grammar: give --json-schema or --regex"),
     ):
-        code, text, errors = heavypath("generate", "import", *options)
-        assert (code, text) == (1, "")
-        assert re.search(message, errors), errors
-        assert errors.count("\n") == 1
+        assert_refused(heavypath("generate", "import", *options), 1, message)
 
 
 @pytest.mark.parametrize("method", ["sequoia", "autoregressive"])
@@ -112,12 +103,6 @@ def test_generate_takes_models_from_folders_and_ends_at_their_end_token(heavypat
     model.save_pretrained(tmp_path / "target")
     ended = json.loads(heavypath("generate", "one two", "--target", tmp_path / "target", *models[2:], *options)[1])
     assert ended["token_ids"] == answer["token_ids"][:3]
-
-
-def test_a_target_alone_decodes_plainly(heavypath, folders):
-    options = ("--target", folders / "target", "--max-new-tokens", 3, "--json")
-    code, output, _ = heavypath("generate", "one two", *options, "--method", "autoregressive")
-    assert (code, json.loads(output)["stats"]["tokens_per_step"]) == (0, 1.0)
 
 
 def test_generate_finds_models_by_name_in_the_hugging_face_cache(heavypath, folders, tmp_path, monkeypatch):
@@ -185,24 +170,18 @@ def test_plan_shows_a_table_for_each_temperature_and_draws_a_tree(heavypath, cal
     _, path = calibrated
     code, output, _ = heavypath("plan", path, "--method", "chain", "--temperature", 1, "--svg", tmp_path / "tree.svg")
     assert code == 0
-    assert [line for line in output.splitlines() if re.fullmatch(r"temperature [\d.]+", line)] == [
-        "temperature 0.0", "temperature 0.6", "temperature 1.0",
-    ]  # fmt: skip
-    assert {line.split()[0] for line in output.splitlines() if line.strip()} > set(LOSSLESS_METHODS) - {
-        "autoregressive"
-    }
+    assert re.findall(r"^temperature ([\d.]+)$", output, re.M) == ["0.0", "0.6", "1.0"]
+    assert {*re.findall(r"^ *(\S+)", output, re.M)} > {*LOSSLESS_METHODS} - {"autoregressive"}
     assert "The tree of chain, temperature 1.0:" in output.replace("\n", " ")
     assert (tmp_path / "tree.svg").read_text().startswith("<svg")
     answer = json.loads(heavypath("plan", path, "--json")[1])
     assert len(answer["plans"]) == 3 * (len(LOSSLESS_METHODS) - 1)
     assert all(row["expected_tokens"] <= row["bound"] + 1e-9 for row in answer["plans"])
     assert all(row["expected_tokens_error"] >= 0 <= row["speedup_error"] for row in answer["plans"])
-    assert re.search(
-        r"milliseconds of a step of 1 sequence by nodes, in \d+ rounds: 1: [\d.e+-]+ ± [\d.e+-]+, 2: ",
-        " ".join(output.split()),
-    )
+    words, cost = " ".join(output.split()), r"[\d.e+-]+ ± [\d.e+-]+"
+    assert re.search(rf"milliseconds of a step of 1 sequence by nodes, in \d+ rounds: 1: {cost}, 2: ", words)
     assert "chain by the number of sequences decoded together" in output
-    assert "milliseconds of a step of 2 sequences by nodes" in " ".join(output.split())
+    assert "milliseconds of a step of 2 sequences by nodes" in words
     assert [row["sequences"] for row in answer["by_batch"]] == 3 * [1, 2]
     assert {row["method"] for row in answer["by_batch"]} == {"sequoia"}
     assert re.search(r"^ *2 +\d+ +\d+ +[\d.]+ ± ", output, re.MULTILINE), "a row for two sequences"
@@ -215,14 +194,13 @@ def test_generate_plans_its_tree_by_a_profile(heavypath, calibrated):
     plain = json.loads(heavypath("generate", "one two", *models, *options)[1])
     code, output, _ = heavypath("generate", "one two", *models, *options, "--profile", path)
     assert (code, json.loads(output)["token_ids"]) == (0, plain["token_ids"])
-    refused = heavypath("generate", "one two", *models, "--profile", path, "--tree-size", 4)
-    assert_refused(refused, 1, "a profile says what trees to take; leave out --tree-size or --profile")
-    assert_refused(
-        heavypath("generate", "one", "--profile", path), 1, "the profile was measured with a target of llama"
-    )
-    assert_refused(heavypath("plan", path, "--method", "autoregressive"), 1, "--method must be one of chain, ")
-    assert_refused(heavypath("calibrate", "--text", path.parent / "no.txt"), 1, "No such file")
-    assert_refused(heavypath("calibrate", "--out", path / "below"), 1, "--out must be in a folder that exists")
+    for given, message in (
+        (("generate", "one", "--profile", path), "the profile was measured with a target of llama"),
+        (("plan", path, "--method", "autoregressive"), "--method must be one of chain, "),
+        (("calibrate", "--text", path.parent / "no.txt"), "No such file"),
+        (("calibrate", "--out", path / "below"), "--out must be in a folder that exists"),
+    ):
+        assert_refused(heavypath(*given), 1, message)
 
 
 @pytest.mark.parametrize("draft", [
@@ -262,6 +240,7 @@ def test_info_reports_what_is_installed(heavypath):
     assert facts["openmp"] in ("GNU", "Intel", "LLVM")
     assert facts["cores"] >= 1
     assert isinstance(facts["advice"], list)
+    assert heavypath("--version") == (0, f"heavypath {importlib.metadata.version('heavypath')}\n", "")
     rows, _, advice = heavypath("info")[1].partition("\n\n")
     assert torch.__version__ in rows
     assert all(re.fullmatch(r"\S.* {2,}\S.*", line) for line in rows.splitlines()), "a space behind every name"
@@ -285,10 +264,6 @@ def test_info_says_what_would_make_it_faster_here():
     assert "driver (570.86) was found, but torch 2.13.0+cpu, without CUDA, sees no GPU" in without
 
 
-def test_the_version_is_printed(heavypath):
-    assert heavypath("--version") == (0, f"heavypath {importlib.metadata.version('heavypath')}\n", "")
-
-
 def test_a_text_ends_at_a_stop_string(heavypath):
     _, whole, _ = heavypath("generate", PROMPT, "--max-new-tokens", 24)
     late, early = whole[-6:-2], whole[8:12]
@@ -299,16 +274,18 @@ def test_a_text_ends_at_a_stop_string(heavypath):
     assert late not in ended
 
 
-def test_min_p_and_the_repetition_penalty_are_passed_on(heavypath, greedy):
+def test_generate_streams_the_targets_own_greedy_text_and_passes_min_p_and_the_penalty_on(heavypath, greedy):
     given = ("generate", PROMPT, "--max-new-tokens", 12)
+    code, text, errors = heavypath(*given)
+    assert (code, text) == (0, greedy(12))
+    assert "tokens per second" in errors
     assert heavypath(*given, "--temperature", 1, "--min-p", 1)[1] == greedy(12), "the likeliest token alone is left"
     assert heavypath(*given, "--repetition-penalty", 1.8)[1] == greedy(12, repetition_penalty=1.8) != greedy(12)
 
 
 def test_models_get_the_precision_asked_for(heavypath, folders):
-    for models in ((None, None), (str(folders / "target"), str(folders / "draft"))):
-        pair = support.load(*models, support.Precision.bfloat16)
-        assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
+    pair = support.load(str(folders / "target"), str(folders / "draft"), support.Precision.bfloat16)
+    assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
     code, _, errors = heavypath("generate", PROMPT, "--max-new-tokens", 2, "--dtype", "bfloat16", "--verbose")
     assert (code, "torch.bfloat16 on" in errors) == (0, True)
 
@@ -324,9 +301,8 @@ def test_chat_puts_the_prompt_into_the_tokenizers_template(heavypath, folders, t
     models = ("--target", tmp_path / "target", "--draft", folders / "draft", "--max-new-tokens", 5, "--json")
     by_hand = json.loads(heavypath("generate", "five three six two", *models)[1])["token_ids"]
     assert json.loads(heavypath("generate", "three", *models, "--chat")[1])["token_ids"] == by_hand
-    assert_refused(
-        heavypath("generate", "three", "--chat"), 1, "--chat needs a target whose tokenizer has a chat template"
-    )
+    refused = heavypath("generate", "three", "--chat")
+    assert_refused(refused, 1, "--chat needs a target whose tokenizer has a chat template")
 
 
 def test_log_lines_say_what_is_chosen_and_none_comes_with_each_token(heavypath, capsys):
@@ -354,17 +330,13 @@ def test_log_lines_say_what_is_chosen_and_none_comes_with_each_token(heavypath, 
     ("generate x --stop", 2, "--stop"),
     ("generate x --dtype int8", 2, "--dtype"),
     ("generate x --profile p --tree-size 4", 1, "leave out --tree-size or --profile"),
-    ("calibrate --min-p 2", 1, r"min_p must be .*, got 2.0"),
     ("calibrate --limit 0", 1, "--limit must be a number of seconds above 0, got 0"),
     ("calibrate --batch-sizes 1,two", 1, "--batch-sizes must be numbers of sequences with commas between"),
-    ("calibrate --batch-sizes 0", 1, "--batch-sizes must be numbers of sequences with commas between"),
     ("calibrate --target somewhere", 1, "calibrate needs a --draft with the --target"),
     ("decode x", 2, "No such command 'decode'"),
     ("", 2, "Missing command"),
     ("generate x --method medusa", 1, "--method must be one of autoregressive, .*, got 'medusa'"),
-    ("generate x --temperature -1", 1, "temperature must be .* >= 0, got -1.0"),
     ("generate x --temperature nan", 1, "temperature must be .* >= 0, got nan"),
-    ("generate x --top-p 0", 1, r"top_p must be .* in \(0, 1\], got 0.0"),
     ("generate x --top-p 1.5", 1, r"top_p must be .* in \(0, 1\], got 1.5"),
     ("generate x --top-k -3", 1, "top_k must be .* >= 0, got -3"),
     ("demo --top-p 1.5", 1, r"top_p must be .* in \(0, 1\], got 1.5"),
@@ -389,8 +361,7 @@ def test_unusable_prompts_are_refused_in_one_line(heavypath, folders, monkeypatc
 
 
 @pytest.mark.parametrize(("target", "draft", "message"), [
-    ("missing", "draft", "the target 'missing' is neither a folder nor a model in the Hugging Face cache; give"),
-    ("no/such/folder", "draft", "the target 'no/such/folder' is neither a folder"),
+    ("no/folder", "draft", "the target 'no/folder' is neither a folder nor a model in the Hugging Face cache; give"),
     ("target", "missing", "the draft 'missing' is neither a folder"),
     ("empty", "draft", "the target folder 'empty' has no config.json"),
     ("t5", "draft", "the target in 't5' is of type 't5'; expected a causal language model"),
@@ -440,5 +411,7 @@ def test_settings_are_those_in_force(tmp_path, heavypath):
     target.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     options = ("--target", tmp_path, "--method", "autoregressive", "--max-new-tokens", 2, "--json")
-    settings = json.loads(heavypath("generate", "import os", *map(str, options))[1])["settings"]
+    answer = json.loads(heavypath("generate", "import os", *options)[1])
+    settings = answer["settings"]
+    assert answer["stats"]["tokens_per_step"] == 1
     assert (settings["top_k"], settings["repetition_penalty"], settings["top_p"]) == (20, 1.1, None)

@@ -9,8 +9,7 @@ from conformance_texts import by_transformers, greedy_gaps, law_of, sampled, tex
 
 from heavypath.speculative import METHODS, goodness_of_fit
 
-TIE = 1e-4  # logits closer than this may swap between two exact programs in float32
-TIES = {"float32": TIE, "bfloat16": 0.3, "float16": 0.05}
+TIES = {"bfloat16": 0.3, "float16": 0.05}  # logits closer than this may swap between two exact programs
 
 
 def pytest_generate_tests(metafunc):
@@ -55,25 +54,25 @@ def enter(request, monkeypatch):
 
 
 def test_texts(row, enter, folder):
-    check_texts(row, enter, folder)
-
-
-def check_texts(row, enter, folder):
     case, everyone = Case(row, folder), range(len(BATCHES[row["batch"]]))
-    plain = texts(case, case.decoder(), way="compiled", past=False)
+    exact, greedy = row["dtype"] == "float32", row["temperature"] == 0
+    if exact and not greedy and comparable(row) and (row["way"] != "compiled" or row["past"]):
+        plain = texts(case, case.decoder(), way="compiled", past=False)
+    else:
+        plain = None  # nothing to be compared, or transformers' own text
     enter(row)
     decoder = case.decoder(**({"cuda_graphs": True} if row["way"] == "graph" else {}))
     found = texts(case, decoder)
     assert texts(case, decoder) == found  # under the same seed
-    if row["temperature"] == 0:
-        for place in everyone:
+    if row["way"] == "graph" and row["target"] != "gpt_oss":  # whose experts may ask the host
+        assert len(decoder.runner.idle.graphs) > 0
+    if not exact:
+        for place in everyone if greedy else []:
             assert float(greedy_gaps(case, place, found[place]).max()) < TIES[row["dtype"]]
-    if row["dtype"] != "float32":
         return
-    if row["temperature"] == 0:
+    assert plain in (None, found)
+    if greedy:
         assert found == [by_transformers(case, place) for place in everyone]
-    if comparable(row):
-        assert found == plain
     if row["method"] == "ersd" and row["verifier"] != "own":
         assert found == texts(case, case.plain_decoder(), way="compiled", past=False)
     if not follows_batch(row) and len(everyone) > 1 and row["way"] not in ("custom_generate", "graph"):
@@ -81,13 +80,8 @@ def check_texts(row, enter, folder):
 
 
 def test_the_joint_law_of_four_tokens(row, enter, folder):
-    check_law(row, enter, folder)
-
-
-def check_law(row, enter, folder):
-    """By compiled code for some of the ways, by the references for others: here all are sampled in one batch."""
-    compiled = row["way"] in ("compiled", "custom_generate", "streamer", "ranks")
-    case = Case(row | {"way": "compiled" if compiled else "reference"}, folder)
+    """All are sampled in one batch, which has two ways: by compiled code, or by the references."""
+    case = Case(row | {"way": "reference" if row["way"] == "reference" else "compiled"}, folder)
     enter(case.row)
     fit = goodness_of_fit(sampled(case, case.decoder()), law_of(case))
     assert fit.is_lossless(), str(fit)

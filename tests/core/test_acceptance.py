@@ -14,17 +14,16 @@ from heavypath.speculative.trees.tree import TokenTree
 @pytest.mark.parametrize("filters", [Filters(0.6), Filters(1.0, top_k=3), Filters(1.0, top_p=0.8)])
 @torch.no_grad()
 def test_the_expected_rate_is_the_rate_of_accepted_children(filters):
-    models, options = (tiny_llama(1), tiny_llama(2, layers=1)), filters._asdict()
-    input_ids = torch.randint(0, 7, (40, 16))
-    given = {name: options[name] for name in ("temperature", "top_k", "top_p")}
-    acceptance = measure_acceptance(*models, input_ids, **given, children=4)
+    models, input_ids = (tiny_llama(1), tiny_llama(2, layers=1)), torch.randint(0, 7, (40, 16))
+    told = {"temperature": filters.temperature, "top_k": filters.top_k, "top_p": filters.top_p}
+    acceptance = measure_acceptance(*models, input_ids, **told, children=4)
     positions, repeats = input_ids.numel(), 60
     target, draft = (model(input_ids).logits.view(positions, 7).repeat(repeats, 1) for model in models)
-    options |= {"seed": 1, "method": "without_replacement"}
     rows, tree = torch.arange(positions * repeats), TokenTree.k_ary(4, 1)
     drawn = gumbel_topk(draft, 4, **filters._asdict(), rows=rows, seed=1).tokens
     tokens, rows = torch.cat([torch.zeros_like(drawn[:, :1]), drawn], 1), rows[:, None].expand(-1, 5)
     logits = (each[:, None].expand(-1, 5, -1) for each in (target, draft))
+    options = {**filters._asdict(), "seed": 1, "method": "without_replacement"}
     verified = verify_tree(tokens, tree.parents, *logits, **options, rows=rows)
     accepted = torch.stack([(verified.path[:, 1] == node).double().mean() for node in range(1, 5)])
     # One draw of children per position is in both figures' noise: compare within 5 standard errors of the smaller.
@@ -32,20 +31,16 @@ def test_the_expected_rate_is_the_rate_of_accepted_children(filters):
     assert ((accepted - acceptance).abs() < 5 * error + 1e-3).all()
 
 
-def test_at_temperature_zero_children_are_the_drafts_likeliest():
+@torch.no_grad()
+def test_likeliest_children_are_accepted_as_often_as_they_agree_and_those_of_an_equal_draft_always():
     target, draft = tiny_llama(1), tiny_llama(2, layers=1)
     input_ids = torch.randint(0, 7, (8, 16))
     acceptance = measure_acceptance(target, draft, input_ids, temperature=0.0, children=7)
+    agree = target(input_ids).logits.argmax(-1) == draft(input_ids).logits.argmax(-1)
     assert float(acceptance.sum()) == pytest.approx(1)
-    with torch.no_grad():
-        first = (target(input_ids).logits.argmax(-1) == draft(input_ids).logits.argmax(-1)).double().mean()
-    assert float(acceptance[0]) == pytest.approx(float(first))
-
-
-def test_a_draft_equal_to_the_target_is_accepted_at_once():
-    target = tiny_llama(1)
-    acceptance = measure_acceptance(target, target, torch.randint(0, 7, (4, 16)), temperature=1.0, children=3)
-    assert acceptance.tolist() == pytest.approx([1, 0, 0])
+    assert float(acceptance[0]) == pytest.approx(float(agree.double().mean()))
+    equal = measure_acceptance(target, target, input_ids, temperature=1.0, children=3)
+    assert equal.tolist() == pytest.approx([1, 0, 0])
 
 
 @pytest.mark.parametrize(("options", "spoilt", "message"), [

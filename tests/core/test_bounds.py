@@ -15,7 +15,7 @@ from heavypath.speculative.trees.tree import TokenTree
 
 TARGET = torch.tensor([0.05, 0.5, 0.15, 0.3], dtype=torch.float64)
 DRAFT = torch.tensor([0.4, 0.25, 0.3, 0.05], dtype=torch.float64)
-RANDOMISED = settings(deadline=None, derandomize=True, database=None, max_examples=40)
+RANDOMISED = settings(deadline=None, derandomize=True, database=None, max_examples=50)
 
 weights = st.floats(1e-6, 1)
 acceptances = st.lists(weights, min_size=2, max_size=9).map(
@@ -24,9 +24,10 @@ acceptances = st.lists(weights, min_size=2, max_size=9).map(
 
 
 @st.composite
-def pairs_of_laws(draw, zeros=True):
+def pairs_of_laws(draw):
+    """Half of them without zeros and without very small probabilities."""
     size = draw(st.integers(1, 7))
-    entries = st.one_of(st.just(0.0), st.floats(1e-9, 1)) if zeros else st.floats(1e-4, 1)
+    entries = st.one_of(st.just(0.0), st.floats(1e-9, 1)) if draw(st.booleans()) else st.floats(1e-4, 1)
     laws = [
         torch.tensor(draw(st.lists(entries, min_size=size, max_size=size).filter(any)), dtype=torch.float64)
         for _ in range(2)
@@ -64,7 +65,7 @@ def test_the_merged_bound_by_hand():
 
 
 @RANDOMISED
-@given(acceptances, st.integers(1, 300))
+@given(acceptances, st.integers(1, 100))
 @example([1 / 7] * 7, 57)
 @example([0.999, 0.0005], 300)
 def test_no_tree_exceeds_a_bound(acceptance, size):
@@ -99,23 +100,33 @@ def test_races_and_their_bounds_by_hand():
     assert float(bounds.race_acceptance(far, near)) == pytest.approx(0.1)
     assert float(bounds.race_acceptance_bound(far, near)) == pytest.approx(0.095)  # ERSD's; 0.1 / 1.9 by the other
     assert float(bounds.race_acceptance_bound(near, near)) == pytest.approx(1)  # Daliri et al.'s; 0.5 by the other
+    # What the draft never draws never arrives.
+    target, draft = torch.tensor([0.25, 0.75]), torch.tensor([1.0, 0.0])
+    assert bounds.race_index_cdf(target, draft, 50)[[0, -1]].tolist() == pytest.approx([0.25, 0.25])
+    assert all(float(bits) == math.inf for bits in bounds.entropy_bounds(target, draft))
+    assert [float(bits) for bits in bounds.entropy_bounds(target, target)] == pytest.approx([0, 3, 1])
 
 
 @RANDOMISED
 @given(pairs_of_laws())
-def test_a_race_is_the_double_sum_and_lies_between_its_bounds(laws):
+def test_a_race_is_the_double_sum_and_it_and_the_entropy_of_its_index_lie_between_their_bounds(laws):
     target, draft = laws
     direct = 0.0
     for p, q in zip(target.tolist(), draft.tolist(), strict=True):
         if p > 0 and q > 0:
             direct += 1 / sum(max(p2 / p, q2 / q) for p2, q2 in zip(target.tolist(), draft.tolist(), strict=True))
-    exact = float(bounds.race_acceptance(target, draft))
+    exact, overlap = float(bounds.race_acceptance(target, draft)), float(bounds.overlap(target, draft))
     assert exact == pytest.approx(direct, abs=1e-9)
     assert float(bounds.race_acceptance_bound(target, draft)) <= exact + 1e-9
-    assert exact <= float(bounds.overlap(target, draft)) + 1e-9
+    assert exact <= overlap + 1e-9
     assert float(bounds.race_index_cdf(target, draft, 1)) == pytest.approx(exact, abs=1e-9)
-    if len(target) == 2:
-        assert exact == pytest.approx(float(bounds.overlap(target, draft)), abs=1e-9)
+    assert len(target) != 2 or exact == pytest.approx(overlap, abs=1e-9)
+    if min(*target, *draft) > 1e-5:
+        entropy = float(bounds.race_index_entropy(target, draft))
+        lower, upper, finer = (float(bits) for bits in bounds.entropy_bounds(target, draft))
+        assert lower - 1e-6 <= entropy <= finer + 1e-4
+        assert finer <= upper + 1e-9
+        assert lower == pytest.approx(float((target * (target / draft).log2()).sum()), abs=1e-9)
 
 
 def test_arrivals_drawn_one_by_one_follow_the_law_of_the_index():
@@ -132,33 +143,14 @@ def test_arrivals_drawn_one_by_one_follow_the_law_of_the_index():
     assert chi_square_p_value(marks.gather(1, index[:, None]).flatten().bincount(minlength=4), TARGET) > SIGNIFICANCE
 
 
-@RANDOMISED
-@given(pairs_of_laws(zeros=False))
-def test_the_entropy_of_the_index_lies_between_its_bounds(laws):
-    entropy = float(bounds.race_index_entropy(*laws))
-    lower, upper, finer = (float(bits) for bits in bounds.entropy_bounds(*laws))
-    assert lower - 1e-6 <= entropy <= finer + 1e-4
-    assert finer <= upper + 1e-9
-    assert lower == pytest.approx(float((laws[0] * (laws[0] / laws[1]).log2()).sum()), abs=1e-9)
-
-
 def test_the_entropy_of_the_index_term_by_term():
-    cdf = bounds.race_index_cdf(TARGET, DRAFT, 2000)
+    cdf = bounds.race_index_cdf(TARGET, DRAFT, 400)
     law = cdf.diff(prepend=torch.zeros(1))
     assert float(cdf[-1]) == pytest.approx(1, abs=1e-12)
     assert float(bounds.race_index_entropy(TARGET, DRAFT)) == pytest.approx(float(bounds.entropy_bits(law)), abs=1e-4)
-    far = [torch.tensor([0.5, 0.5]), torch.tensor([0.999, 0.001])]  # hundreds of arrivals, beyond the single terms
-    law = bounds.race_index_cdf(*far, 30_000).diff(prepend=torch.zeros(1))
+    far = [torch.tensor([0.5, 0.5]), torch.tensor([0.997, 0.003])]  # hundreds of arrivals, beyond the single terms
+    law = bounds.race_index_cdf(*far, 6000).diff(prepend=torch.zeros(1))
     assert float(bounds.race_index_entropy(*far)) == pytest.approx(float(bounds.entropy_bits(law)), abs=1e-4)
-
-
-def test_what_the_draft_never_draws_never_arrives():
-    target, draft = torch.tensor([0.25, 0.75]), torch.tensor([1.0, 0.0])
-    assert bounds.race_index_cdf(target, draft, 50)[[0, -1]].tolist() == pytest.approx([0.25, 0.25])
-    limits = bounds.entropy_bounds(target, draft)
-    assert all(float(bits) == math.inf for bits in limits)
-    alike = bounds.entropy_bounds(target, target)
-    assert [float(bits) for bits in alike] == pytest.approx([0, 3, 1])
 
 
 @pytest.mark.parametrize(("call", "message"), [

@@ -8,7 +8,7 @@ import torch
 from tiny_models import tiny_llama
 
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
+from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.tree_choice import best_plan
 from heavypath.speculative.trees.branching import branching_tree, select_branching
 from heavypath.speculative.trees.planning import expected_tokens
@@ -42,17 +42,13 @@ def test_the_best_vectors_tree_is_found(acceptance):
 def test_the_fastest_tree_by_costs_is_found(level):
     costs = {nodes: 1 + 0.04 * (nodes - 1) for nodes in range(1, 20)}
     plan = select_branching(BY_DEPTH, costs, level)
-    speedups = [
-        expected_tokens(tree, BY_DEPTH) / (costs[len(tree)] + tree.depth * level) for tree in every_tree(3, 3, 19)
-    ]
-    assert plan.speedup == pytest.approx(max(speedups))
+    best = max(expected_tokens(tree, BY_DEPTH) / (costs[len(tree)] + tree.depth * level)
+               for tree in every_tree(3, 3, 19))  # fmt: skip
+    assert plan.speedup == pytest.approx(best)
     assert plan.expected_tokens == pytest.approx(expected_tokens(plan.tree, BY_DEPTH))
     assert best_plan("rsd-c", torch.tensor(BY_DEPTH, dtype=torch.float64), costs, level, None) == plan
-
-
-def test_where_no_tree_pays_the_root_is_left_alone():
-    plan = select_branching([0.1], {1: 1.0, 2: 1.2}, 0.1)
-    assert (len(plan.tree), plan.speedup, plan.expected_tokens) == (1, 1.0, 1.0)
+    alone = select_branching([0.1], {1: 1.0, 2: 1.2}, 0.1)  # where no tree pays
+    assert (len(alone.tree), alone.speedup, alone.expected_tokens) == (1, 1.0, 1.0)
 
 
 def test_rsd_c_takes_a_vector_a_width_or_plans():
@@ -66,8 +62,6 @@ def test_rsd_c_takes_a_vector_a_width_or_plans():
     assert tree_of(tree_size=7, width=2, max_depth=1) == TokenTree.k_ary(2, 1)
     assert tree_of(tree_size=12) == branching_tree(DEFAULT_ACCEPTANCE, 12, 3)
     assert tree_of(tree_size=12, acceptance=[0.9], max_depth=5) == TokenTree.chain(5)
-    planned, binary = METHODS["rsd-c"].tree_of(31), TokenTree.k_ary(2, 4)
-    assert expected_tokens(planned, DEFAULT_ACCEPTANCE) > expected_tokens(binary, DEFAULT_ACCEPTANCE)
 
 
 @pytest.mark.parametrize(("method", "options", "message"), [

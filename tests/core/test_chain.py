@@ -17,21 +17,14 @@ class Remembered:
     """A model that answers a text seen before from memory: there are few texts, and each is asked for often."""
 
     def __init__(self, model):
-        self.model, self._answers = model, {}
+        self.model, self.forwards, self._answers = model, 0, {}
 
     def __call__(self, ids):
+        self.forwards += 1
         text = tuple(ids[0].tolist())
         if text not in self._answers:
             self._answers[text] = self.model(ids).logits
         return SimpleNamespace(logits=self._answers[text])
-
-
-class Counted(Remembered):
-    forwards = 0
-
-    def __call__(self, ids):
-        self.forwards += 1
-        return super().__call__(ids)
 
 
 @pytest.fixture(scope="module")
@@ -39,39 +32,31 @@ def tiny_pair():
     return tuple(Remembered(tiny_llama(seed, VOCAB_SIZE, layers=3 - seed)) for seed in (1, 2))
 
 
-def texts(pair, sequences, **options):
-    """LongTensor[sequences, LENGTH], drawn one after the other from one generator."""
-    generator = torch.Generator().manual_seed(5)
-    drawn = [chain.chain_decode(*pair, PROMPT[None], LENGTH, generator=generator, **options) for _ in range(sequences)]
-    return torch.cat(drawn)[:, len(PROMPT) :]
-
-
-@pytest.mark.parametrize(("draft_length", "temperature"), [(3, 1.0), (2, 0.7)])
-def test_the_law_of_four_tokens_is_the_targets(draft_length, temperature, tiny_pair):
-    counts = joint_counts(texts(tiny_pair, 1_500, draft_length=draft_length, temperature=temperature), VOCAB_SIZE)
-    law = exact_law(tiny_pair[0].model, PROMPT, Filters(temperature), LENGTH)
+def test_the_law_of_four_tokens_is_the_targets(tiny_pair):
+    generator, options = torch.Generator().manual_seed(5), {"draft_length": 3, "temperature": 0.7}
+    drawn = [chain.chain_decode(*tiny_pair, PROMPT[None], LENGTH, generator=generator, **options) for _ in range(1500)]
+    counts = joint_counts(torch.cat(drawn)[:, len(PROMPT) :], VOCAB_SIZE)
+    law = exact_law(tiny_pair[0].model, PROMPT, Filters(0.7), LENGTH)
     assert chi_square_p_value(counts, law) > SIGNIFICANCE
 
 
-def test_greedy_text_is_that_of_transformers(demo_pair):
-    target, draft, tokenizer = demo_pair
-    ids = tokenizer(demo_prompts()[1], return_tensors="pt").input_ids
-    text = chain.chain_decode(target, draft, ids, max_new_tokens=24, temperature=0)
-    assert_same_text(target, text, transformers_greedy(target, ids, 24))
-
-
 @pytest.mark.parametrize("draft_length", [0, 1, 4])
-def test_there_are_exactly_as_many_new_tokens_as_asked_for(draft_length, tiny_pair):
+def test_there_are_exactly_as_many_new_tokens_as_asked_for_and_greedy_ones_are_those_of_transformers(
+    draft_length, tiny_pair
+):
     for max_new_tokens in range(8):
         text = chain.chain_decode(*tiny_pair, PROMPT[None], max_new_tokens, draft_length)
         assert text.shape == (1, len(PROMPT) + max_new_tokens)
         assert torch.equal(text[0, : len(PROMPT)], PROMPT)
+    target = tiny_pair[0].model
+    text = chain.chain_decode(*tiny_pair, PROMPT[None], 24, draft_length, temperature=0)
+    assert_same_text(target, text, transformers_greedy(target, PROMPT[None], 24))
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_draft_that_is_the_target_is_always_accepted(temperature):
     """5 forwards write 5 tokens each, and a 6th the last 2; the draft writes 4 and then 1 of them."""
-    target, draft = Counted(tiny_llama(1)), Counted(tiny_llama(1))
+    target, draft = Remembered(tiny_llama(1)), Remembered(tiny_llama(1))
     chain.chain_decode(target, draft, PROMPT[None], 27, draft_length=4, temperature=temperature)
     assert (target.forwards, draft.forwards) == (6, 5 * 4 + 1)
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import TopK
 from heavypath.kernels.trees import growing as levels
-from heavypath.speculative import METHODS, SpeculativeDecoder
+from heavypath.speculative import METHODS
 from heavypath.speculative.decoding import growing
 from heavypath.speculative.decoding.drafted import Reach
 from heavypath.speculative.decoding.growing import heap_tree
@@ -49,8 +48,8 @@ def grown(law, growth, filters=Filters(), seed=0, room=100):
     draft = PathDraft(law)
     state = Sequences.room_for(1, new_tokens=room + 1, stops=1, vocab_size=0, count_slots=1, device=CPU)
     prompt = torch.zeros(1, 6, dtype=torch.long)
-    state.begin(prompt, torch.tensor([6]), new_tokens=room + 1, stops=torch.tensor([]), sequence_ids=state.member,
-                seed=seed)  # fmt: skip
+    told = {"new_tokens": room + 1, "stops": torch.tensor([]), "sequence_ids": state.member, "seed": seed}
+    state.begin(prompt, torch.tensor([6]), **told)
     drawing = filters._replace(temperature=0.0) if growth.by == "node" else filters
     rules = Rules(False, False, "without_replacement", filters, filters, drawing, value_temperature=0.6)
     reach, roots = Reach(5, 1 + growth.depth), torch.tensor([1 << 12])
@@ -103,7 +102,7 @@ def check_the_heaps_tree(growth, law, vocab_size, filters, seed):
     return drafted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     confidence=st.sampled_from([None, DEFAULT_CONFIDENCE]),
     seed=st.integers(0, 10_000), vocab_size=st.integers(1, 9), size=st.integers(2, 14), spread=st.floats(0.1, 4),
@@ -166,19 +165,8 @@ def test_narrow_levels_and_a_shallow_tree_keep_their_bounds():
 class Enumeration:
     """Stands for the random draws: runs a function once for every outcome, with its probability."""
 
-    def __init__(self):
-        self.choices: list[tuple[list, int]] = []
-        self.used = 0
-
-    def choose(self, outcomes):
-        if self.used == len(self.choices):
-            self.choices.append((list(outcomes), 0))
-        options, index = self.choices[self.used]
-        self.used += 1
-        self.chance *= options[index][1]
-        return options[index][0]
-
     def __iter__(self):
+        self.choices = []  # what there was to choose from at each draw, and which one is taken
         while True:
             self.used, self.chance = 0, 1.0
             yield self
@@ -189,6 +177,14 @@ class Enumeration:
                 return
             options, index = self.choices[-1]
             self.choices[-1] = options, index + 1
+
+    def choose(self, outcomes):
+        if self.used == len(self.choices):
+            self.choices.append(([*outcomes], 0))
+        options, index = self.choices[self.used]
+        self.used += 1
+        self.chance *= options[index][1]
+        return options[index][0]
 
 
 def orders(probs, count):
@@ -202,10 +198,7 @@ def orders(probs, count):
 
 
 def enumerated(draws: Enumeration, uniform: list[float]):
-    """What stands for `gumbel_topk`: keys are what they are at fixed quantiles of their law, given the tokens before.
-
-    They are independent of these tokens.
-    """
+    """What stands for `gumbel_topk`: keys at fixed quantiles of their law, which is independent of the tokens drawn."""
 
     def gumbel_topk(logits, k, *, temperature, seed, rows, **filters):
         tokens, keys = [], []
@@ -269,9 +262,7 @@ def emitted_law(target, draft, drafted, sampled):
 
 GROWTHS = {
     "dyspec": Growth("slot", 4, 2, 2),
-    "dyspec by confidence": Growth("slot", 4, 2, 2, confidence=DEFAULT_CONFIDENCE),
     "dyspec by confidence, threshold": Growth("slot", 5, 2, 2, 0.2, Confidence((0.2, 0.1), (0.7, 0.4))),
-    "dyspec, threshold": Growth("slot", 5, 2, 2, 0.4),
     "chain that ends early": Growth("slot", 3, 1, 2, 0.35),
     "eagle-2": Growth("node", 4, 3, 2),
     "rsd-s": Growth("beam", 5, 2, 2),
@@ -292,16 +283,15 @@ def test_every_way_to_grow_leaves_the_targets_law_exactly(name, monkeypatch):
     draft, target = (lambda path, law=law: [math.exp(x) for x in law(path)] for law in (draft_law, target_law))
     root = torch.tensor(target(()), dtype=torch.float64)
     expected = root[:, None] * torch.tensor([target((token,)) for token in range(VOCAB)], dtype=torch.float64)
-    for quantiles in range({"rsd-s": 2}.get(name, 1)):
-        uniform = torch.rand(64, generator=torch.Generator().manual_seed(quantiles), dtype=torch.float64).tolist()
-        total, whole = torch.zeros(VOCAB, VOCAB, dtype=torch.float64), 0.0
-        for draws in Enumeration():
-            monkeypatch.setattr(growing, "gumbel_topk", enumerated(draws, uniform))
-            _, drafted = grown(draft_law, growth, Filters(1.0))
-            total += draws.chance * emitted_law(target, draft, drafted, growth.by == "node")
-            whole += draws.chance
-        assert whole == pytest.approx(1, abs=1e-9)
-        torch.testing.assert_close(total, expected, rtol=0, atol=1e-6)
+    uniform = torch.rand(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    total, whole = torch.zeros(VOCAB, VOCAB, dtype=torch.float64), 0.0
+    for draws in Enumeration():
+        monkeypatch.setattr(growing, "gumbel_topk", enumerated(draws, uniform))
+        _, drafted = grown(draft_law, growth, Filters(1.0))
+        total += draws.chance * emitted_law(target, draft, drafted, growth.by == "node")
+        whole += draws.chance
+    assert whole == pytest.approx(1, abs=1e-9)
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.usefixtures("by_reference")
@@ -338,13 +328,3 @@ def test_a_chain_ends_where_the_drafts_probability_falls_below_the_threshold():
 def test_growth_that_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Growth(**({"by": "slot", "size": 8, "width": 4, "depth": 3} | options))
-
-
-@pytest.mark.parametrize("method", ["sequoia", "dyspec", "rsd-s"])
-def test_a_draft_with_nan_logits_is_refused(method):
-    target, draft = tiny_llama(1), tiny_llama(2, layers=1)
-    decoder = SpeculativeDecoder(target, draft, method, tree_size=6)
-    with torch.no_grad():
-        draft.model.norm.weight[3] = torch.nan
-    with pytest.raises(ValueError, match=r"draft's logits after position . of sequence 0 hold NaN"):
-        decoder.generate(torch.tensor([[1, 2]]), 8, temperature=1.0)

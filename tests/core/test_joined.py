@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from llama_cases import MODELS, sharpened
+from llama_cases import MODELS, made, sharpened
 from tiny_models import tiny_llama
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -60,7 +60,7 @@ def text(decoder, model):
 @pytest.mark.parametrize(("name", "fewer"), [("llama with biases, tied", 6), ("qwen2", 5), ("qwen3", 3)])
 def test_parameters_stay_the_same_objects_with_their_values_and_versions(name, fewer, without_collector):
     """fewer: pieces of memory that a layer has less, two for q, k and v, one for gate and up, the same for biases."""
-    model = sharpened(MODELS[name]())
+    model = sharpened(made(MODELS[name][0], **MODELS[name][1]))
     before, own = values_of(model), storages(model)
     parameters, versions = dict(model.named_parameters()), [one._version for one in model.parameters()]
     forward = LlamaForward(model)
@@ -203,14 +203,6 @@ def test_what_others_use_is_not_moved():
     mlp.up_proj.forward = torch.zeros_like  # adapted
     assert Joining(mlp).products((mlp.gate_proj, mlp.up_proj)) is None
     assert Joining(mlp).products([nn.Bilinear(2, 2, 2), nn.Linear(2, 2)]) is None
-
-
-def test_on_a_cpu_nothing_is_joined(monkeypatch):
-    monkeypatch.undo()
-    model = tiny_llama(1)
-    own, decoder = storages(model), SpeculativeDecoder(model, None, "autoregressive")
-    assert storages(model) == own
-    del decoder
 
 
 def test_where_memory_is_short_weights_stay_together(monkeypatch):

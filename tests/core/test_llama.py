@@ -2,16 +2,7 @@
 
 import pytest
 import torch
-from llama_cases import MODELS, TINY, sharpened
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from llama_cases import MODELS, made, sharpened
 
 from heavypath.kernels.native.library import library
 from heavypath.speculative.models import linear, llama
@@ -37,7 +28,7 @@ def way(request, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_logits_of_prompts_then_trees_are_those_of_transformers(name, way):
-    model = sharpened(MODELS[name]())
+    model = sharpened(made(MODELS[name][0], **MODELS[name][1]))
     forward = LlamaForward(model)
     assert (forward._native is not None) == (way == "compiled pass" and forward.device.type == "cpu")
     prompts, prefix = torch.randint(0, 61, (2, 9)), 9
@@ -64,20 +55,3 @@ def test_logits_of_prompts_then_trees_are_those_of_transformers(name, way):
         path = tree.mask()[node].nonzero()[:, 0]
         expected = model(torch.cat([prompts, tokens[:, path]], 1)).logits[:, -1]
         torch.testing.assert_close(logits[:, node], expected, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize(("model", "error", "message"), [
-    (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16)), TypeError, "got 'gpt2'"),
-    (lambda: T5ForConditionalGeneration(T5Config(d_model=8, num_layers=1, d_kv=4, d_ff=8, num_heads=2, vocab_size=16)),
-     TypeError, "got 't5'"),
-    (lambda: LlamaModel(LlamaConfig(**TINY)), TypeError, "language-model head .* got LlamaModel"),
-    (lambda: "meta-llama/Llama-2-7b", TypeError, "got 'str'"),
-    (lambda: LlamaForCausalLM(LlamaConfig(**TINY)).train(), ValueError, "training mode; call target.eval"),
-    (lambda: LlamaForCausalLM(LlamaConfig(**TINY)).to("meta"), ValueError, "meta device"),
-])  # fmt: skip
-def test_what_it_cannot_run_is_refused_by_name(model, error, message):
-    model = model()
-    if hasattr(model, "eval") and "training" not in message:
-        model.eval()
-    with pytest.raises(error, match=message):
-        LlamaForward(model, "target")

@@ -7,9 +7,7 @@ import torch
 from profile_cases import constant_llama
 from tiny_models import tiny_llama
 
-from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, SpeculativeDecoder, TokenTree
-from heavypath.speculative.methods import Kind
 from heavypath.speculative.output.trace import read_trace
 
 
@@ -25,12 +23,6 @@ def test_a_method_draws_and_verifies_as_its_kind_says(name):
         assert method.independent_sequences == bool((tree.parents[1:].bincount()[1:] <= 1).all())
     else:
         assert not method.independent_sequences
-
-
-def test_the_likeliest_tokens_are_draws_at_temperature_zero():
-    filters = Filters(0.8, top_k=3)
-    assert Kind("top_k", "target_sample", False).drawing_filters(filters) == Filters(0.0, top_k=3)
-    assert Kind("with_replacement", "kseq", True).drawing_filters(filters) == filters
 
 
 @pytest.mark.parametrize("method", ["naive", "naive-distinct"])

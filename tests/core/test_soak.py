@@ -19,11 +19,7 @@ NOISE = 30e6  # bytes; 2 to 3 MB were measured, and a leak of 1 MB a generation 
 
 
 def growth(target, draft, rounds, after=lambda: None):
-    """Resident bytes and live tensors gained after warm-up, at most.
-
-    By generations of every method, in batches of 1 to 4, of lengths that are new each time; before them, of each depth
-    of tree that a text can end with.
-    """
+    """Resident bytes and live tensors gained after warm-up, at most, by texts of every method and of new lengths."""
     decoders = {name: SpeculativeDecoder(target, draft, name) for name in METHODS}
     chosen, measured = random.Random(0), []
 
@@ -39,7 +35,7 @@ def growth(target, draft, rounds, after=lambda: None):
             seed=number,
         )
 
-    for new_tokens in range(1, 7):
+    for new_tokens in range(1, 7):  # each depth of tree that a text can end with
         for number in range(ROUND):
             generate(number, new_tokens)
     for _ in range(rounds):

@@ -1,8 +1,7 @@
 """A step can be a CUDA graph: it asks the host nothing, and done over again by rote it does the next step.
 
-What CUDA does is played here without a GPU. `Tape` stands for a graph: it notes each operation and kernel launch of a
-step with its arguments, and replays them without running any of our Python (`played_graphs` has the rules). The same
-decoder under real graphs is a test below, for machines that have a GPU.
+What CUDA does is played here without a GPU: `Tape` stands for a graph (`played_graphs` has the rules). All methods,
+drafts and shapes are played by the conformance suite.
 """
 
 import pytest
@@ -19,7 +18,6 @@ from heavypath.speculative import (
     METHODS,
     Cascade,
     Lookahead,
-    Merge,
     Mixture,
     PromptLookup,
     SpeculativeDecoder,
@@ -34,57 +32,38 @@ from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 
-GROWN = {"tree_size": 4, "max_depth": 2, "width": 2}
-ONE_OF_TWO = {"eos_token_id": [5, 2], "min_new_tokens": 3}
-PATHS = {"tree": TokenTree([-1, 0, 1, 0, 3, 0])}
 DRAFTS = {  # of a target
-    "model": lambda target, folder: small_llama(2),
-    "lookahead": lambda target, folder: Lookahead(2, 3, 8),
+    "none": lambda target, folder: None,
     "medusa": lambda target, folder: load_medusa(write(folder, published(target, heads=2)), target),
     "eagle-1": lambda target, folder: head_of(target, taps=(1,), head_dim=16, generation=1),
-    "eagle-3": lambda target, folder: head_of(target, taps=(0, 1), head_dim=16),
-    "eagle-3, four tokens": lambda target, folder: head_of(
+    "four tokens": lambda target, folder: head_of(
         target, taps=(0, 1), head_dim=16, draft_vocab_size=4, owns_lm_head=True
     ),
     # A model of one level is given later what was accepted below it: the tokens that a kernel has moved.
     "mixture": lambda target, folder: Mixture([Cascade([small_llama(2), small_llama(6)], [1, 2]), PromptLookup(2)]),
-    "merge": lambda target, folder: Merge([small_llama(2), Cascade([small_llama(6), PromptLookup(2)], [1, 2])]),
 }
-QUICK = [
-    ("autoregressive", None, {}, {"temperature": 0.9, "eos_token_id": [5, 2]}),
-    ("chain", "lookahead", {"tree_size": 2}, {"temperature": 0.0}),
-    ("top-k", "medusa", {"tree": TokenTree([-1, 0, 1])}, {"temperature": 1.0}),  # fewer heads near the end of a text
-]
-CASES = [
-    ("sequoia", "model", {"tree": TokenTree.chain(2)}, {"repetition_penalty": 1.2}),
-    ("sequoia", "model", {"tree_size": 4}, {"temperature": 1.0}),
-    ("specinfer", "model", {"tree_size": 5, "width": 2}, {"temperature": 0.8}),
-    ("spectr", "model", {"tree_size": 3, "width": 2}, {"temperature": 0.8, "top_k": 5}),
-    ("dyspec", "model", GROWN, {"temperature": 1.0}),
-    ("typical-lossy", "model", {"tree_size": 4}, {"temperature": 1.0}),
-    ("rsd-s", "model", {"tree_size": 5, "width": 2}, {"temperature": 1.0}),
-    ("ersd", "model", {"tree_size": 3}, {"temperature": 0.7, **ONE_OF_TWO}),
-    ("sequoia", "eagle-3", {"tree_size": 4}, {"temperature": 1.0}),
-    ("dyspec", "eagle-3, four tokens", GROWN, {"temperature": 1.0}),
-    ("chain", "eagle-1", {"tree_size": 3}, {"temperature": 1.0}),
-    ("dyspec", "lookahead", GROWN, {"temperature": 0.8}),
-    ("dyspec", "medusa", GROWN, {"temperature": 1.0}),
-    ("chain", "mixture", {"tree": TokenTree.chain(3)}, {"temperature": 1.0}),
-    ("dyspec", "mixture", {"tree_size": 5, "width": 2, "max_depth": 3}, {"temperature": 1.0}),
-    ("specinfer", "merge", PATHS, {"temperature": 1.0}),
-    ("top-k", "merge", PATHS, {"temperature": 0.0}),
-]
 
 
 @pytest.mark.parametrize(
     ("method", "draft", "shape", "sampling", "batch", "new"),
-    [(*case, 1 + (case[1] is None), 4) for case in QUICK]
-    + [pytest.param(*case, 3, 6, marks=pytest.mark.slow) for case in CASES],
+    [
+        ("autoregressive", "none", {}, {"temperature": 0.9, "eos_token_id": [5, 2]}, 2, 4),
+        # fewer heads near the end of a text
+        ("top-k", "medusa", {"tree": TokenTree([-1, 0, 1])}, {"temperature": 1.0}, 1, 4),
+        *(
+            pytest.param(method, draft, shape, {"temperature": 1.0}, 3, 6, marks=pytest.mark.slow)
+            for method, draft, shape in (
+                ("chain", "eagle-1", {"tree_size": 3}),
+                ("dyspec", "four tokens", {"tree_size": 4, "max_depth": 2, "width": 2}),
+                ("chain", "mixture", {"tree": TokenTree.chain(3)}),
+            )
+        ),
+    ],
 )
 def test_steps_done_by_rote_write_the_same_text(method, draft, shape, sampling, batch, new, as_on_a_gpu, tmp_path):
     """In as many steps, of which those of a second generation know nothing of the first."""
     target = small_llama(1)
-    draft = None if draft is None else DRAFTS[draft](target, tmp_path)
+    draft = DRAFTS[draft](target, tmp_path)
     options = {"attention_mask": PADDING[:batch], "max_new_tokens": new, "pad_token_id": 0} | sampling
     expected = SpeculativeDecoder(target, draft, method, **shape).generate(PROMPTS[:batch], seed=3, **options)
     as_on_a_gpu()
@@ -104,12 +83,12 @@ def llama_without_values(layers: int) -> LlamaForward:
 
 
 @pytest.mark.parametrize(
-    ("method", "draft"),
-    [(method, "model") for method in METHODS if method != "autoregressive"]
-    + [("autoregressive", "no")]
-    + [(method, draft) for method in ("sequoia", "dyspec") for draft in ("lookup", "lookahead", "early exit")],
+    ("method", "draft", "temperature"),
+    [
+        *((method, "no" if method == "autoregressive" else "model", heat) for method in METHODS for heat in (0.0, 0.7)),
+        *((method, draft, 0.7) for method in ("sequoia", "dyspec") for draft in ("lookup", "lookahead", "early exit")),
+    ],
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
 @torch.inference_mode()
 def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values, monkeypatch):
     target = llama_without_values(2)
@@ -142,8 +121,7 @@ MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and l
 }
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("batch", "temperature"), [(1, 0.7), (4, 0.0)])
 @pytest.mark.parametrize("name", MOST_LAUNCHES)
 @torch.inference_mode()
 def test_a_step_launches_little_beside_the_models(name, temperature, batch, without_values, monkeypatch):

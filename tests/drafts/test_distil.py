@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from dataclasses import asdict
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -14,7 +14,6 @@ from head_training_cases import VOCABULARY, random_rows, tiny_head, tiny_target
 from transformers import LlamaForCausalLM
 
 from heavypath.speculative import (
-    DistilSettings,
     SpeculativeDecoder,
     distil,
     distillation,
@@ -32,9 +31,9 @@ PROMPT = random_rows(3, 1, 6).tokens.long()
 NONE = torch.zeros(0, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(("kind", "loss"), [
-    ("head", "tv-kl"), ("few tokens", "lk"), ("layers", "tv-kl"), ("model", "lk"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "loss"), [("head", "tv-kl"), ("few tokens", "lk"), ("layers", "tv-kl"), ("model", "lk")]
+)
 def test_every_kind_of_draft_learns_and_loads_again(kind, loss, tmp_path):
     target, documents, folder = tiny_target(), texts(), tmp_path / "draft"
     torch.manual_seed(1)
@@ -44,7 +43,7 @@ def test_every_kind_of_draft_learns_and_loads_again(kind, loss, tmp_path):
         "layers": lambda: draft_of_layers(target, [1]),
         "model": lambda: LlamaForCausalLM(target.config),
     }
-    draft, settings = drafts[kind](), DistilSettings(**asdict(TINY) | {"loss": loss, "epochs": 4})
+    draft, settings = drafts[kind](), replace(TINY, loss=loss, epochs=3)
     record = distil(draft, target, documents, folder, settings, say=silent)
     assert all(late > early + 0.02 for early, late in zip(*overlaps(record), strict=True))
     assert {"config.json", "model.safetensors", "record.json"} <= {path.name for path in folder.iterdir()}
@@ -77,7 +76,7 @@ def test_a_training_that_was_interrupted_goes_on_to_the_same_head_with_its_own_s
     """By Ctrl-C during step 7, after which there is a checkpoint, as after each third step."""
     monkeypatch.setattr(own_text, "ROWS_AT_ONCE", 4)
     target, documents, parts = tiny_target(), texts(), tmp_path / "parts"
-    settings = DistilSettings(**asdict(TINY) | {"epochs": 2, "checkpoint_steps": 3})
+    settings = replace(TINY, epochs=2, checkpoint_steps=3)
     whole, first, second = tiny_head(1), tiny_head(1), tiny_head(2)
     expected = distil(whole, target, documents, tmp_path / "whole", settings, say=silent)
     assert expected["steps"] >= 10
@@ -95,9 +94,8 @@ def test_a_training_that_was_interrupted_goes_on_to_the_same_head_with_its_own_s
             distil(first, target, documents, parts, settings, say=silent)
     assert signal.getsignal(signal.SIGINT) is handler
     assert not (parts / "config.json").exists()
-    other = DistilSettings(**asdict(settings) | {"loss": "lk"})
     with pytest.raises(ValueError, match="got loss 'lk', before 'tv-kl'"):
-        distil(tiny_head(2), target, documents, parts, other, resume=True, say=silent)
+        distil(tiny_head(2), target, documents, parts, replace(settings, loss="lk"), resume=True, say=silent)
     found = distil(second, target, documents, parts, settings, resume=True, say=silent)
     for name, weight in whole.state_dict().items():
         assert torch.equal(second.state_dict()[name], weight), name
@@ -108,13 +106,10 @@ def test_a_training_that_was_interrupted_goes_on_to_the_same_head_with_its_own_s
 def test_what_cannot_be_trained_is_refused(tmp_path):
     target, documents, folder = tiny_target(), texts(), tmp_path / "head"
 
-    def train(draft=None, documents=documents, target=target, resume=False, **settings):
-        given = DistilSettings(**asdict(TINY) | settings)
-        distil(draft or new_head(target), target, documents, folder, given, resume=resume, say=silent)
-
-    def refused(match, **given):
+    def refused(match, draft=None, documents=documents, target=target, resume=False, **settings):
+        draft = draft or new_head(target)
         with pytest.raises(ValueError, match=match):
-            train(**given)
+            distil(draft, target, documents, folder, replace(TINY, **settings), resume=resume, say=silent)
 
     refused(r"at most 2048, the target's positions, got 4096", length=4096, tokens_per_step=4096)
     refused(r"must share a vocabulary, got 24 and 12 tokens", draft=tiny_head(1, vocab_size=12, draft_vocab_size=12))

@@ -15,10 +15,8 @@ from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, c
 from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.kinds import draft_parameter_count
 from heavypath.speculative.drafts.lookup import LookupDraft
-from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.forward_of import forward_of
-from heavypath.speculative.models.llama import LlamaForward
 
 VOCAB = 4
 
@@ -109,13 +107,13 @@ def test_layers_are_left_out_in_the_order_in_which_they_are_missed():
         for index, prompt in enumerate(prompts)
     ]
 
-    def law(model, text):
-        return (model(text[:, :-1]).logits[:, -tokens:] / temperature).softmax(-1)
-
+    @torch.no_grad()
     def overlap(layers):
-        cut = only(target, layers)
-        with torch.no_grad():
-            return sum(float(torch.minimum(law(target, text), law(cut, text)).sum(-1).mean()) for text in texts) / 2
+        models, found = (target, only(target, layers)), []
+        for text in texts:
+            laws = ((model(text[:, :-1]).logits[:, -tokens:] / temperature).softmax(-1) for model in models)
+            found.append(float(torch.minimum(*laws).sum(-1).mean()))
+        return sum(found) / 2
 
     kept, expected = (0, 1, 2, 3), {}
     while len(kept) > 1:
@@ -137,7 +135,7 @@ def test_no_layers_are_chosen_by_nothing(bad):
 
 
 @pytest.mark.parametrize(("method", "draft_size"), [
-    ("sequoia", 199), ("sequoia", 202), ("specinfer", 202), ("dyspec", 202), ("rsd-s", 199), ("ersd", 202),
+    ("sequoia", 199), ("specinfer", 202), ("dyspec", 202), ("rsd-s", 199), ("ersd", 202),
 ])  # fmt: skip
 def test_padded_vocabularies_are_masked(method, draft_size):
     target, draft = tiny_llama(1, 200), tiny_llama(2, draft_size, layers=1)
@@ -158,7 +156,6 @@ def test_a_padded_draft_equal_to_the_target_is_always_accepted():
         draft.lm_head.weight[200:] = draft.lm_head.weight[:200].mean(0)
     out = SpeculativeDecoder(target, draft.eval(), "chain", tree_size=5).generate(torch.tensor([[1, 2]]), 41)
     assert out.stats.acceptance_by_rank == [1.0]
-    assert ModelDraft(LlamaForward(draft), 200)
 
 
 def test_padding_may_differ_by_one_token_in_100_and_128():

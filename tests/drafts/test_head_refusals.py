@@ -29,23 +29,16 @@ def refused(folder, target, options, *expected, tensors=(), without=(), **given)
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-def test_every_tensor_that_is_missing_is_named(options, target, tmp_path):
-    for name in official(variant(**options)).keys() - {"t2d", "embed_tokens.weight"}:
-        named = re.escape(name.replace("midlayer.", "layers.0."))
-        refused(tmp_path, target, options, named, "missing", without=[name])
-
-
-@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-def test_every_tensor_of_another_shape_is_named_with_both_shapes(options, target, tmp_path):
+def test_every_tensor_that_is_missing_or_of_another_shape_is_named(options, target, tmp_path):
     for name, tensor in official(variant(**options)).items():
-        if name in ("fc.weight", "d2t", "t2d") or name.endswith(
-            ("q_proj.weight", "gate_proj.weight", "lm_head.weight")
-        ):
-            continue  # of these the sizes are taken
-        wider = torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:])
-        shapes = (re.escape(str([*each.shape])) for each in (wider, tensor))
         named = re.escape(name.replace("midlayer.", "layers.0."))
-        refused(tmp_path, target, options, named, *shapes, tensors={name: wider})
+        if name not in ("t2d", "embed_tokens.weight"):
+            refused(tmp_path, target, options, named, "missing", without=[name])
+        sizes = ("fc.weight", "d2t", "t2d", "q_proj.weight", "gate_proj.weight", "lm_head.weight")
+        if not name.endswith(sizes):  # of these the sizes are taken
+            wider = torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:])
+            shapes = (re.escape(str([*each.shape])) for each in (wider, tensor))
+            refused(tmp_path, target, options, named, *shapes, tensors={name: wider})
 
 
 ONES, IDS = torch.ones(16), official(variant())["d2t"] + torch.arange(24)
@@ -82,12 +75,10 @@ CASES = {
         {}, {"eagle_aux_hidden_state_layer_ids": (2, 5, LAYERS + 1)},
     ),
     "type 'dynamic', expected default, linear": ({}, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
-    "type 'longrope', expected default, linear": ({}, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}),
     "partial_rotary_factor 0.5; expected": ({}, {"partial_rotary_factor": 0.5}),
     r"d2t is torch.int64 of shape \[23\], expected integers of shape \[24\]": (
         {}, {"tensors": {"d2t": torch.zeros(23).long()}},
     ),
-    r"d2t is torch.*expected integers of shape \[24\]": ({}, {"tensors": {"d2t": torch.zeros(24)}}),
     "23 different ones; expected 24 different ones": ({}, {"tensors": {"d2t": -(torch.arange(24) == 1).long()}}),
     "d2t holds absolute ids .* subtract": ({}, {"tensors": {"d2t": IDS}}),
     "d2t holds absolute ids of tokens, .* subtract": ({}, {"tensors": {"d2t": IDS.flip(0)}, "without": ["t2d"]}),
@@ -122,16 +113,14 @@ def test_a_target_of_another_width_is_refused(tmp_path):
     refused(tmp_path, wide, FIRST, r"fc\.weight has shape \[16, 32\], expected \[16, 40\]")
 
 
-@pytest.mark.parametrize("vocab", [60, 20])
-def test_a_target_of_another_vocabulary_is_refused(vocab, tmp_path):
-    other = tiny_target(vocab=vocab)
-    shapes = rf"weight has shape \[40, 16\], expected \[{vocab}, 16\].*give the target"
+def test_a_target_of_another_vocabulary_is_refused(tmp_path):
+    other = tiny_target(vocab=20)
+    shapes = r"weight has shape \[40, 16\], expected \[20, 16\].*give the target"
     refused(tmp_path, other, FIRST, f"embed_tokens.{shapes}")
-    refused(tmp_path, other, FULL, f"lm_head.{shapes}", vocab_size=vocab)
-    refused(tmp_path, other, {}, rf"t2d has shape \[40\], expected \[{vocab}\]", vocab_size=vocab)
+    refused(tmp_path, other, FULL, f"lm_head.{shapes}", vocab_size=20)
+    refused(tmp_path, other, {}, r"t2d has shape \[40\], expected \[20\]", vocab_size=20)
     refused(tmp_path, other, {}, "vocab_size 40, expected the target's", without=["t2d"])
-    if vocab < 24:
-        refused(tmp_path, other, {}, "d2t.*expected 24 different ones", without=["t2d"], vocab_size=vocab)
+    refused(tmp_path, other, {}, "d2t.*expected 24 different ones", without=["t2d"], vocab_size=20)
 
 
 def test_pickles_that_hold_more_than_tensors_are_refused(target, tmp_path, capsys):

@@ -6,12 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from head_training_cases import DEPTHS, VOCABULARY, WIDTH, random_rows, tiny_head, tiny_target
-from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from heavypath.speculative.demo import head_training
 from heavypath.speculative.demo.head_training import HeadPhase, HeadTraining, RowSet
-from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.training import learning
 from heavypath.speculative.training.learning import learn, measure_agreement
 from heavypath.speculative.training.losses import KL_WEIGHT, tv_kl
@@ -25,18 +22,16 @@ SETTINGS = HeadTraining(
 )  # fmt: skip
 
 
-def agreement(head: EagleHead, target: LlamaForCausalLM, tokens: Tensor, depths: int) -> tuple[Tensor, Tensor]:
+def agreement(head, target, tokens, depths):
     student, teacher = student_of_head(head, target), Teacher(target, head.config.taps)
     return measure_agreement(student, teacher, tokens, depths, Parts(2, "lower it", print))
 
 
-def one_entry(
-    head: EagleHead, feature: Tensor, embedded: Tensor, position: int, seen: list[list[tuple[Tensor, Tensor]]]
-) -> Tensor:
+def one_entry(head, feature, embedded, position, seen):
     """An entry's output [1, 1, H]; it sees each layer's keys and values in `seen`, and itself, which is put there."""
     layers = iter(seen)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(query, key, value):
         layer = next(layers)
         layer.append((key, value))
         keys, values = (torch.cat(each, 2) for each in zip(*layer, strict=True))
@@ -45,14 +40,14 @@ def one_entry(
     return head(feature, embedded, head.rotary_emb(feature, torch.tensor([[position]])), attend)
 
 
-def losses_one_by_one(head: EagleHead, rows: Taught, target: LlamaForCausalLM, depths: int) -> Tensor:
+def losses_one_by_one(head, rows, target, depths):
     """The loss and the overlap at every node of every chain: [depths, 2, chains]."""
     found = []
     embedding, target_head = target.model.embed_tokens.weight, target.lm_head.weight
     for tokens, taps, hidden in zip(rows.tokens.long(), rows.taps.float(), rows.hidden, strict=True):
         features = head.features([*taps.unbind(1)])[:, None, None]  # [length, 1, 1, H]
         target_probs = (hidden @ target_head.T).softmax(-1)  # [length, V]; row i is the law of token i + 1
-        entries_seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in head.layers]
+        entries_seen = [[] for _ in head.layers]
         for entry in range(len(tokens) - depths):
             output = one_entry(head, features[entry], embedding[tokens[entry + 1]][None, None], entry, entries_seen)
             chain, seen = [], [list(layer) for layer in entries_seen]

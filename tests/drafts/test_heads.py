@@ -11,12 +11,11 @@ from tiny_models import tiny_llama, transformers_greedy
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from heavypath.kernels.commit import StateField
-from heavypath.speculative import METHODS, SpeculativeDecoder
+from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.heads import draft as head_module
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models import forward as forward_module
-from heavypath.speculative.models.forward import Taps, chain_mask
 from heavypath.speculative.models.forward_of import forward_of
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -30,7 +29,7 @@ def target():
 
 @pytest.mark.parametrize(("variant", "method"), [
     *((variant, "sequoia") for variant in VARIANTS),
-    ("eagle-3", "chain"), ("eagle-1", "dyspec"), ("eagle-3.1", "dyspec"), ("eagle-3, four tokens", "rsd-s"),
+    ("eagle-3", "chain"), ("eagle-3.1", "dyspec"), ("eagle-3, four tokens", "rsd-s"),
 ])  # fmt: skip
 def test_what_is_drafted_is_what_passes_over_the_whole_text_say(variant, method, target):
     head = head_of(target, **VARIANTS[variant])
@@ -58,12 +57,6 @@ def assert_roots_are(expected, steps):
         if drafted.logits is not None:
             root = expected[int(before[StateField.LENGTHS, 0]) - 1]
             torch.testing.assert_close(drafted.logits[0, 0], root.float(), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "autoregressive"])
-def test_greedy_text_is_the_targets_own(method, target):
-    out = SpeculativeDecoder(target, head_of(target), method, tree_size=8).generate(PROMPT, max_new_tokens=30)
-    assert torch.equal(out.sequences, transformers_greedy(target, PROMPT, 30))
 
 
 @pytest.mark.parametrize("variant", ["eagle-1", "eagle-3"])
@@ -103,22 +96,8 @@ def test_a_target_by_transformers_own_forward_pass(kind, tmp_path):
     assert torch.equal(out.sequences, transformers_greedy(model, PROMPT, 40))
 
 
-@torch.inference_mode()
-def test_to_be_read_changes_no_logits_of_the_target(target):
-    forward, states = forward_of(target, "target"), []
-    tokens = torch.tensor([[3, 1, 4]])
-    rows, cache = torch.arange(3)[None], forward.new_cache(1, 8)
-    mask = chain_mask(torch.tensor(0), 3, visible_rows=3)
-    taps = Taps((0, 1, 2), lambda read, tokens, rows: states.extend(read))
-    plain, read = (forward(tokens, rows, rows, cache, mask, taps=each) for each in (None, taps))
-    assert torch.equal(plain, read)
-    for ours, theirs in zip(states, target(tokens, output_hidden_states=True).hidden_states, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)  # transformers norms in fp32
-
-
 def with_nan(head):
-    with torch.no_grad():
-        head.fc.weight[0, 0] = torch.nan
+    head.fc.weight.data[0, 0] = torch.nan
     return head
 
 

@@ -9,7 +9,7 @@ from families import tiny
 from rope_cases import DYNAMIC, LIMIT, LONGROPE
 from tiny_models import tiny_llama, transformers_greedy
 
-from heavypath.speculative import Lookahead, PromptLookup, SpeculativeDecoder, TokenTree, calibrate, load_draft
+from heavypath.speculative import Lookahead, SpeculativeDecoder, TokenTree, calibrate, load_draft
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.drafts.kinds import describe, draft_parameter_count
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
@@ -123,44 +123,13 @@ def test_windows_and_pools_are_those_of_lists(options, method, shape, temperatur
     assert any(one > other for one, other in pairwise(steps)), "no slot was taken over"
 
 
-def test_a_window_by_hand():
-    """W = 3 columns of N - 1 = 2 levels: the root 1 has the chain 2, 3 and below each of the three one more guess."""
-    draft = LookaheadDraft(Lookahead(3, 3, 4), 10, torch.device("cpu"))
-    cache = draft.new_cache(1, 20)
-    cache.window[0] = torch.tensor([[0, 4], [2, 5], [3, 6]])
-    extra = draft.extra_nodes(cache, torch.tensor([1]), torch.tensor([7]))
-    #                                           1 - 4,  1 - 2 - 5,  1 - 2 - 3 - 6
-    assert extra.tokens.tolist() == [[4, 2, 5, 3, 6]]
-    assert extra.depths.tolist() == [1, 1, 2, 2, 3]
-    assert extra.subtree_end.tolist() == [1, 5, 3, 5, 5]
-    after = torch.zeros(1, 5, 10)
-    after[0, [0, 2, 4], [7, 8, 9]] = 1.0
-    extra.read(after, torch.tensor([1]))  # 4 was accepted, say, and the token after it is the new root
-    assert cache.pool.tolist() == [[[-1, -1, -1], [3, 6, 9], [2, 5, 8], [1, 4, 7]]]
-    #   columns:        1 4 7       2 5 8       3 6 9       the first one leaves, and each one's first token
-    assert cache.window.tolist() == [[[5, 8], [6, 9], [-1, -1]]]
-
-
-def test_a_window_ends_where_more_is_accepted_than_it_has_columns_and_with_its_text():
-    draft = LookaheadDraft(Lookahead(2, 3, 4), 10, torch.device("cpu"))
-    cache = draft.new_cache(3, 20)
+def test_a_text_begins_without_what_was_guessed_in_another():
+    cache = LookaheadDraft(Lookahead(2, 3, 4), 10, torch.device("cpu")).new_cache(3, 20)
     new = cache.window.clone(), cache.pool.clone()
-    cache.window.copy_(torch.tensor([[0, 4], [2, 5]]))
-    extra = draft.extra_nodes(cache, torch.tensor([1, 1, 1]), torch.tensor([7, 7, 7]))
-    extra.read(torch.zeros(3, 3, 10), torch.tensor([2, 1, 9]))
-    assert cache.window.tolist() == [[[-1, -1], [-1, -1]], [[5, 0], [-1, -1]], [[-1, -1], [-1, -1]]]
+    for guessed in (cache.window, cache.pool):
+        guessed.fill_(7)
     cache.first(2).begin(torch.tensor([3, 5]))
     assert all(torch.equal(kept[:2], was[:2]) for kept, was in zip((cache.window, cache.pool), new, strict=True))
-
-
-def test_greedy_text_takes_fewer_steps_than_with_prompt_lookup():
-    target = tiny_llama(1, 50, initializer_range=0.2)
-    prompts, steps = torch.randint(50, (4, 6), generator=torch.Generator().manual_seed(1)), []
-    for draft in (Lookahead(6, 4, 200), PromptLookup()):
-        out = SpeculativeDecoder(target, draft, "sequoia", tree_size=6).generate(prompts, 40)
-        assert torch.equal(out.sequences, transformers_greedy(target, prompts, 40))
-        steps.append(int(out.stats.steps_of.sum()))
-    assert steps[0] < 0.9 * steps[1]
 
 
 @pytest.mark.parametrize(("kind", "ropes", "length", "new"), [

@@ -53,12 +53,10 @@ def test_no_tree_is_deeper_than_there_are_heads(count, target, tmp_path):
     heads, _ = heads_of(target, tmp_path, heads=count)
     costs = estimated_costs(forward_of(target, "target"), [], Device(2e12, 3e14, 2e13))
     for method in DRAFTED:
-        for options in ({}, {"tree_size": 20}, {"threshold": 0.1, "tree_size": 9} if method == "chain" else {}):
+        for options in ({}, {"threshold": 0.1, "tree_size": 9} if method == "chain" else {"tree_size": 20}):
             decoder = SpeculativeDecoder(target, heads, method, **options)
             assert 1 <= decoder.tree.depth <= count
             assert len(decoder.tree) <= options.get("tree_size", 5)
-            if method in ("chain", "sequoia", "dyspec"):
-                assert decoder.generate(PROMPT, 6, temperature=1.0).stats.depth == decoder.tree.depth
         assert default_tree(method, costs, count).depth <= count
 
 
@@ -74,31 +72,22 @@ def test_a_tree_that_is_asked_for_and_deeper_than_there_are_heads_is_refused(hea
     assert isinstance(SpeculativeDecoder(target, heads, "dyspec", tree_size=20, max_depth=4).tree, Growth)
 
 
-def test_heads_that_do_not_fit_are_refused(heads, target):
-    def made(**changes):
-        shape = {"heads": 2, "layers": 1, "hidden_size": 16, "vocab_size": 7, "owns_lm_heads": True} | changes
-        return MedusaHeads(MedusaConfig(**shape)).double().eval()
-
-    broken = made()
-    with torch.no_grad():
-        broken.bias[0, 0, 0] = torch.nan
-    for wrong, message in (
-        (made(hidden_size=32), "made for a target of width 32 .* tokens, got one of width 16 with 7"),
-        (made(vocab_size=9), "made for a target of width .* 9 tokens, got one of width 16 with 7"),
-        (made().train(), "training mode"),
-        (made().float(), r"one dtype, got torch\.float64 and torch\.float32"),
-        (broken, "draft has NaN or infinite weights in bias"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            SpeculativeDecoder(target, wrong)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"hidden_size": 32}, "made for a target of width 32 .* tokens, got one of width 16 with 7"),
+    ({"vocab_size": 9}, "made for a target of width .* 9 tokens, got one of width 16 with 7"),
+])  # fmt: skip
+def test_heads_that_do_not_fit_are_refused(changes, message, target):
+    shape = {"heads": 2, "layers": 1, "hidden_size": 16, "vocab_size": 7, "owns_lm_heads": True} | changes
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder(target, MedusaHeads(MedusaConfig(**shape)).double().eval())
 
 
 @pytest.mark.usefixtures("any_noise")
 def test_calibration_knows_of_no_acceptance_beyond_the_heads(target, tmp_path):
     heads, _ = heads_of(target, tmp_path, heads=2)
     profile = calibrate(
-        target, heads, prompts=[PROMPT[0]], temperatures=[0.0], sizes=[1, 2, 4, 96], batch_sizes=[1], tokens=12,
-        sequences=4, limit=60,
+        target, heads, prompts=[PROMPT[0]], temperatures=[0.0], sizes=[1, 2, 96], batch_sizes=[1], tokens=12,
+        sequences=2, limit=60,
     )  # fmt: skip
     accepted = torch.tensor(profile.acceptance[0].accepted)
     assert accepted[0].sum() > 0

@@ -117,7 +117,6 @@ def gradients_in_parts(rows_at_once, fitting=99):
 
 @pytest.mark.parametrize(("rows_at_once", "fitting", "said"), [
     (3, 99, []),
-    (1, 99, []),
     (8, 2, ["out of memory; going on with 4 rows at a time", "out of memory; going on with 2 rows at a time"]),
 ])  # fmt: skip
 def test_a_batch_in_parts_has_the_gradients_of_the_whole(rows_at_once, fitting, said):
@@ -128,11 +127,10 @@ def test_a_batch_in_parts_has_the_gradients_of_the_whole(rows_at_once, fitting, 
     torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_what_is_out_of_memory_and_what_to_lower_then():
     """The CPU's allocator runs out of memory, too; another error is none of memory."""
     with pytest.raises(torch.OutOfMemoryError, match="out of memory with one row; lower length"):
-        gradients_in_parts(8, fitting=0)
+        gradients_in_parts(1, fitting=0)
     with pytest.raises(RuntimeError, match="shapes"):
         Parts(4, "free some", print).run(torch.zeros(4, 1), lambda part: part @ part)
     sizes = []
@@ -142,8 +140,8 @@ def test_what_is_out_of_memory_and_what_to_lower_then():
         torch.empty(len(part) - 1, 2**60, dtype=torch.int8)  # an exabyte, but for one row
         return len(part)
 
-    assert sum(Parts(4, "free some", print).run(torch.zeros(4, 1), allocate)) == 4
-    assert sizes == [4, 2, 1, 1, 1, 1]
+    assert sum(Parts(3, "free some", print).run(torch.zeros(3, 1), allocate)) == 3
+    assert sizes == [3, 1, 1, 1]
 
 
 def test_what_is_frozen_does_not_learn_and_rows_for_tokens_learn_by_adamw():
@@ -159,21 +157,6 @@ def test_what_is_frozen_does_not_learn_and_rows_for_tokens_learn_by_adamw():
     assert len(optimization.muon.param_groups[0]["params"]) == 3 * 7
 
 
-TARGET, DRAFT = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.25, 0.35, 0.4])
-OVERLAP = 0.25 + 0.3 + 0.2
-KL = 0.5 * math.log(2) + 0.3 * math.log(0.3 / 0.35) + 0.2 * math.log(0.5)
-
-
-def test_the_losses_of_a_position_are_those_by_hand():
-    loss, overlap = tv_kl(TARGET.log(), DRAFT.log())
-    assert overlap.item() == pytest.approx(OVERLAP)
-    assert loss.item() == pytest.approx(0.25 + 0.5 * KL, rel=1e-5)
-    share = math.exp(-3 * OVERLAP)
-    loss, overlap = lk(TARGET.log(), DRAFT.log())
-    assert overlap.item() == pytest.approx(OVERLAP)
-    assert loss.item() == pytest.approx(share * KL + (1 - share) * 0.25, rel=1e-5)
-
-
 def by_formula(name: str, target: np.ndarray, logits: np.ndarray, share: float) -> float:
     """A loss in fp64, with lambda of the LK loss given, as no gradient goes through it."""
     draft = np.exp(logits) / np.exp(logits).sum()
@@ -182,21 +165,24 @@ def by_formula(name: str, target: np.ndarray, logits: np.ndarray, share: float) 
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradients_are_those_of_finite_differences(name):
+def test_losses_are_those_by_formula_and_gradients_those_of_finite_differences(name):
     generator = np.random.default_rng(3)
     target = generator.dirichlet(np.ones(9))
     logits = generator.normal(size=9)
-    draft = np.exp(logits) / np.exp(logits).sum()
-    share = math.exp(-3 * np.minimum(target, draft).sum())
+    overlap = np.minimum(target, np.exp(logits) / np.exp(logits).sum()).sum()
+    share = math.exp(-3 * overlap)
     given = torch.tensor(logits, dtype=torch.float32, requires_grad=True)
-    LOSSES[name](torch.tensor(target, dtype=torch.float32).log(), given)[0].backward()
+    loss, said = LOSSES[name](torch.tensor(target, dtype=torch.float32).log(), given)
+    assert said.item() == pytest.approx(overlap)
+    assert loss.item() == pytest.approx(by_formula(name, target, logits, share), rel=1e-5)
+    loss.backward()
     for place, step in enumerate(1e-6 * np.eye(9)):
         above, below = (by_formula(name, target, logits + sign * step, share) for sign in (1, -1))
         assert given.grad[place].item() == pytest.approx((above - below) / 2e-6, abs=2e-6)
 
 
 def test_tokens_that_the_draft_lacks_count_in_the_overlap_and_kl_is_of_the_others():
-    kept = TARGET[:2]
+    kept = torch.tensor([0.5, 0.3])  # of three tokens
     overlap, divergence = overlap_and_divergence(kept.log(), torch.tensor([0.6, 0.4]).log())
     assert overlap.item() == pytest.approx(0.5 + 0.3)
     given_kept = kept / kept.sum()

@@ -4,8 +4,8 @@ On a GPU that is only played (tests/support/stand_in_gpu.py) the same tests run 
 not wait for a machine that has one.
 """
 
-import threading
 from dataclasses import replace
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +17,7 @@ from families import tiny
 from gpu_cases import MINIATURE, Captured, assert_alike, prompts, pytestmark, size  # noqa: F401
 from head_cases import head_of
 from head_training_cases import random_rows
+from in_time import in_time
 from tiny_models import tiny_llama
 
 from heavypath.kernels.cache_compaction import compact_cache
@@ -131,9 +132,9 @@ def test_a_graph_commits_what_was_verified_when_it_is_replayed():
     verified = Verified(held["path"], held["length"], held["after"])
     graph, _ = captured(lambda: commit(state, nodes, shape[2], verified, problems[0].branching))
     for problem in problems:
-        for field, given in zip([*held.values(), *shape], [*(getattr(problem, n) for n in names), *problem.shape],
-                                strict=True):  # fmt: skip
-            field.copy_(given)
+        given = [*(getattr(problem, name) for name in names), *problem.shape]
+        for field, value in zip([*held.values(), *shape], given, strict=True):
+            field.copy_(value)
         graph.replay()
         found = [held[name].cpu() for name in ("whole", "output", "seen", "counts")]
         assert all(torch.equal(one, other) for one, other in zip(found, problem.expected(), strict=True))
@@ -201,9 +202,8 @@ def test_graphs_write_the_eager_text_while_a_batch_becomes_smaller(method, setti
         pytest.skip("too slow in miniature")
     given, new = prompts(4, 6), size(48, 6)
     mask = (torch.arange(6) >= torch.tensor([[0], [2], [4], [1]])).long().cuda()
-    options = {"attention_mask": mask, "eos_token_id": [*range(10, size(30, 22))], "pad_token_id": 0} | SETTINGS[
-        settings
-    ]
+    options = {"attention_mask": mask, "eos_token_id": [*range(10, size(30, 22))], "pad_token_id": 0}
+    options |= SETTINGS[settings]
     graphs, eager = with_and_without_graphs(pair, method, tree_size=size(16, 4))
     for seed in range(size(3, 1)):
         out, expected = (decoder.generate(given, new, seed=seed, **options) for decoder in (graphs, eager))
@@ -215,44 +215,41 @@ def test_graphs_write_the_eager_text_while_a_batch_becomes_smaller(method, setti
         assert torch.equal(out.sequences[b, 6 : 6 + length], alone.sequences[0, -length:])
 
 
-def two_layers(pair):
-    return tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).to("cuda") if MINIATURE else pair[0]
+def with_a_head(target):
+    last = target.config.num_hidden_layers
+    return head_of(target, taps=(0, last // 2, last), head_dim=16).cuda()
 
 
-def with_a_head(pair):
-    last = pair[0].config.num_hidden_layers
-    return pair[0], head_of(pair[0], taps=(0, last // 2, last), head_dim=16).cuda()
-
-
-def of_family(kind):
-    model = tiny(kind, head_dim=16, hidden_size=64).to("cuda")
-    return model, model
-
-
-PAIRS = {
-    "model": lambda pair: pair,
-    "prompt lookup": lambda pair: (two_layers(pair), PromptLookup()),
-    "lookahead": lambda pair: (two_layers(pair), Lookahead(3, 3)),
-    "early exit": lambda pair: (two_layers(pair), EarlyExit(1)),
-    "retrieval": lambda pair: (two_layers(pair), Retrieval([[*range(50)] * 3])),
+DRAFTS = {
+    "prompt lookup": lambda target: PromptLookup(),
+    "lookahead": lambda target: Lookahead(3, 3),
+    "early exit": lambda target: EarlyExit(1),
+    "retrieval": lambda target: Retrieval([[*range(50)] * 3]),
     # with the features of what was accepted, of which a GPU takes as many rows as a tree has levels
     "head": with_a_head,
-    # by transformers' own forward pass, with windows and without
-    **{kind: lambda pair, kind=kind: of_family(kind) for kind in ("granite", "gemma2", "gpt_oss", "mistral")},
 }
+FAMILIES = ("granite", "gemma2", "gpt_oss", "mistral")  # by transformers' own forward pass, with windows and without
 
 
-@pytest.mark.parametrize(
-    ("kind", "method", "tree_size", "new"),
-    [("model", method, size(24, 4), 520) for method in ("rsd-s", "dyspec", "eagle-2")]
-    + [("head", method, size(8, 3), 64) for method in ("sequoia", "dyspec", "ersd")]
-    + [(kind, "sequoia", size(8, 3), 64) for kind in PAIRS if kind not in ("model", "head")],
-)
+def pair_of(kind, pair):
+    if kind == "model":
+        return pair
+    if kind in FAMILIES:
+        return 2 * [tiny(kind, head_dim=16, hidden_size=64).to("cuda")]
+    target = tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).to("cuda") if MINIATURE else pair[0]
+    return target, DRAFTS[kind](target)
+
+
+@pytest.mark.parametrize(("kind", "method", "tree_size", "new"), [
+    *(("model", method, size(24, 4), 520) for method in ("rsd-s", "dyspec", "eagle-2")),
+    *(("head", method, size(8, 3), 64) for method in ("sequoia", "dyspec", "ersd")),
+    *((kind, "sequoia", size(8, 3), 64) for kind in (*DRAFTS, *FAMILIES) if kind != "head"),
+])  # fmt: skip
 def test_graphs_of_any_draft_and_family_write_the_eager_text(kind, method, tree_size, new, pair):
     if MINIATURE and (kind in ("gemma2", "gpt_oss", "mistral") or (kind == "model" and method != "rsd-s")):
         pytest.skip("too slow in miniature")
     made = SpeculativeDecoder if kind == "gpt_oss" else Captured  # whose experts may ask the host
-    graphs, eager = with_and_without_graphs(PAIRS[kind](pair), method, kind=made, tree_size=tree_size)
+    graphs, eager = with_and_without_graphs(pair_of(kind, pair), method, kind=made, tree_size=tree_size)
     options = {"temperature": 0.8, "eos_token_id": None, "seed": 3}
     assert_alike(*(decoder.generate(prompts(2, 9), size(new, 5), **options) for decoder in (graphs, eager)))
 
@@ -279,23 +276,13 @@ def test_two_decoders_in_turn_and_two_threads_write_their_own_texts(pair):
         for (graphs, _), prompt, right in zip(made, given, expected, strict=True):
             assert_alike(graphs.generate(prompt, **options), right)
 
-    found, errors = {}, []
-
     def write(number):
-        try:
-            for _ in range(size(4, 1)):
-                found[number] = made[number][0].generate(given[number], **options)
-        except Exception as error:
-            errors.append(error)
+        for _ in range(size(4, 1)):
+            out = made[number][0].generate(given[number], **options)
+        return out
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    for number, right in enumerate(expected):
-        assert_alike(found[number], right)
+    for out, right in zip(in_time(partial(write, 0), partial(write, 1), seconds=300), expected, strict=True):
+        assert_alike(out, right)
 
 
 def test_served_texts_are_those_of_each_prompt_alone(pair):
@@ -392,15 +379,10 @@ def test_streamers_criteria_and_traces_see_what_an_eager_text_shows(pair, tmp_pa
 @pytest.mark.parametrize("kind", ["head", "few tokens", "layers"])
 def test_a_draft_is_trained_on_the_gpu(kind, tmp_path):
     target, documents = tiny_llama(1, layers=2, hidden_size=32, vocab_size=50).cuda(), texts()
-    drafts = {
-        "head": lambda: new_head(target),
-        "few tokens": lambda: new_head(target, most_frequent(documents, 20, 50)),
-        "layers": lambda: draft_of_layers(target, [1]),
-    }
-    draft = drafts[kind]()
-    record = distil(
-        draft, target, documents, tmp_path / "draft", replace(TINY, epochs=4, written=size(0.2, 0.0)), say=silent
-    )
+    few = most_frequent(documents, 20, 50) if kind == "few tokens" else None
+    draft = draft_of_layers(target, [1]) if kind == "layers" else new_head(target, few)
+    settings = replace(TINY, epochs=4, written=size(0.2, 0.0))
+    record = distil(draft, target, documents, tmp_path / "draft", settings, say=silent)
     before, after = overlaps(record)
     assert all(late > early + 0.02 for early, late in zip(before, after, strict=True))
     assert {weight.device.type for weight in draft.parameters()} == {"cuda"}

@@ -1,18 +1,17 @@
 """The compile report: its command on a small case, what it reads in machine code, what it keeps, and its faults."""
 
-import importlib
 import json
-import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
+from bench_scripts import BENCH, script
+from fresh_python import python
 
 pytestmark = pytest.mark.integration
 
-BENCH = Path(__file__).parents[2] / "bench"
+report, record, machine_code = map(script, ("compile_report", "compile_record", "machine_code"))
 FUSED = """
 import re, sys
 sys.path.insert(0, BENCH)
@@ -49,64 +48,29 @@ LISTING = """\
 """
 
 FIGURES = {
-    "kernel": "attention",
-    "registers": 255,
-    "warps": 8,
-    "spill": 0,
-    "shared": 227 * 1024,
-    "tensor_memory": 0,
-    "fit": 1,
-    "dot": "HGMMA",
-    "half_rows": 64,
-    "load": "LDGSTS.128",
-    "load_bytes": 16,
-    "ahead": 2,
-    "waits": 1,
-    "loop": 300,
-    "wgmma": 12,
-    "fp32": 140,
-    "special": 33,
-    "seconds": 4.0,
-}
+    "kernel": "attention", "registers": 255, "warps": 8, "spill": 0, "shared": 227 * 1024, "tensor_memory": 0, "fit": 1,
+    "dot": "HGMMA", "half_rows": 64, "load": "LDGSTS.128", "load_bytes": 16, "ahead": 2, "waits": 1, "loop": 300,
+    "wgmma": 12, "fp32": 140, "special": 33, "seconds": 4.0,
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def modules():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCH)
-        yield {name: importlib.import_module(name) for name in ("compile_report", "compile_record", "machine_code")}
+def figures(**change):
+    return machine_code.Figures(**FIGURES | change)
 
 
-@pytest.fixture(scope="module")
-def report(modules):
-    return modules["compile_report"]
-
-
-@pytest.fixture(scope="module")
-def record(modules):
-    return modules["compile_record"]
-
-
-@pytest.fixture(scope="module")
-def machine_code(modules):
-    return modules["machine_code"]
-
-
-@pytest.fixture
-def row(report, machine_code):
+def row(arch=90, **change):
     """A row of sm_90 without a fault, with some of its figures changed."""
+    return report.Row(arch, "a case", figures(**change))
 
-    def made(arch=90, **change):
-        return report.Row(arch, "a case", machine_code.Figures(**FIGURES | change))
 
-    return made
+def run(*command):
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.json"
-    command = [sys.executable, BENCH / "compile_report.py", "--case", CASE, "--anew", "--json", path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(BENCH / "compile_report.py", "--case", CASE, "--anew", "--json", path)
     return done, json.loads(path.read_text())
 
 
@@ -141,7 +105,7 @@ import compile_report
 compile_report.GPUS[90] = compile_report.GPUS[90]._replace(shared=8)
 compile_report.main(["--arch", "90", "--case", {CASE!r}, "--anew"])
 """
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    process = run("-c", program)
     assert process.returncode == 1
     assert f"sm_90 tree_attention {CASE}: it takes" in process.stderr
     assert "KiB of shared memory, and 8 are there" in process.stderr
@@ -160,15 +124,14 @@ if __name__ == "__main__":
     for name, done in compile_report.compile_apart(90, ["a case", "mask of 32"]).items():
         print(name, done if isinstance(done, str) else [row.kernel for row in done.values()])
 """)
-    process = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    process = run(program)
     assert process.stdout.splitlines() == ["a case the compiler died", "mask of 32 ['pack']"], process.stderr
 
 
 @pytest.mark.slow
 def test_a_tree_of_one_node_compiles():
     """Triton 3.6, unlike later ones, fails on memory accesses in a loop that it knows takes no turn."""
-    command = [sys.executable, BENCH / "compile_report.py", "--arch", "90", "--case", "kseq bf16 1 nodes", "--anew"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = run(BENCH / "compile_report.py", "--arch", "90", "--case", "kseq bf16 1 nodes", "--anew")
     assert process.returncode == 0, process.stderr
 
 
@@ -176,41 +139,31 @@ def test_layers_round_each_product_before_they_add():
     """As the modules of transformers do. Neither the PTX has a fused product and sum, nor may ptxas make one."""
     names = ["rotary bf16 12:12 D64", "rotary fp16 32:8 D128", "rotary fp32 8:8 D256", "rotary bf16 32:8 D128 normed"]
     names += ["norm bf16 K768 added", "gate bf16 F11008"]
-    command = [sys.executable, "-c", FUSED.replace("BENCH", repr(str(BENCH))), *names]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    process = python("-c", FUSED.replace("BENCH", repr(str(BENCH))), *names)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == names
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"spill": 8}, "spills 8 bytes"),
-        ({"shared": 228 * 1024}, "takes 228.0 KiB of shared memory, and 227 are there"),
-        ({"dot": "HMMA"}, "takes products with HMMA, not HGMMA"),
-        ({"dot": "HGMMA+HMMA"}, "takes products with HGMMA+HMMA, not HGMMA"),
-        ({"waits": 12}, "waits for each HGMMA"),
-        ({"load": "LDG.64", "load_bytes": 8}, "loads 8 bytes at a time, not 16"),
-    ],
-)
-def test_a_row_is_at_fault_for_one_thing(report, row, change, fault):
+@pytest.mark.parametrize(("change", "fault"), [
+    ({"spill": 8}, "spills 8 bytes"),
+    ({"shared": 228 * 1024}, "takes 228.0 KiB of shared memory, and 227 are there"),
+    ({"dot": "HMMA"}, "takes products with HMMA, not HGMMA"),
+    ({"dot": "HGMMA+HMMA"}, "takes products with HGMMA+HMMA, not HGMMA"),
+    ({"waits": 12}, "waits for each HGMMA"),
+    ({"load": "LDG.64", "load_bytes": 8}, "loads 8 bytes at a time, not 16"),
+])  # fmt: skip
+def test_a_row_is_at_fault_for_one_thing(change, fault):
     assert report.faults_of(row()) == []
     assert report.faults_of(row(**change)) == [f"sm_90 attention a case: it {fault}"]
 
 
-@pytest.mark.parametrize("change", [{"half_rows": 16}, {"arch": 80}, {"arch": 100}])
-def test_small_products_and_other_architectures_need_no_wgmma(report, row, change):
-    assert report.faults_of(row(dot="HMMA", shared=1024)) != []
-    assert report.faults_of(row(**{"dot": "HMMA", "shared": 1024} | change)) == []
+def test_small_products_and_other_architectures_need_no_wgmma_nor_others_wide_loads():
+    for change in ({"half_rows": 16}, {"arch": 80}, {"arch": 100}):
+        assert report.faults_of(row(**{"dot": "HMMA", "shared": 1024} | change)) == []
+    assert report.faults_of(row(half_rows=0, load_bytes=4)) == []
 
 
-@pytest.mark.parametrize("half_rows", [0, 64])
-def test_wide_loads_are_asked_of_16_bit_products(report, row, half_rows):
-    assert bool(report.faults_of(row(half_rows=half_rows, load_bytes=4))) == (half_rows > 0)
-
-
-def test_the_inner_loop_takes_products_and_copies_asynchronously_if_any_does(machine_code):
+def test_the_inner_loop_takes_products_and_copies_asynchronously_if_any_does():
     instructions, labels = machine_code.parse(LISTING)
     loop = machine_code.inner_loop(instructions, labels, {"HGMMA"})
     assert [instruction.name for instruction in loop] == ["DEPBAR", "LDGSTS", "HGMMA", "BRA"]
@@ -221,26 +174,23 @@ def test_the_inner_loop_takes_products_and_copies_asynchronously_if_any_does(mac
     assert machine_code.inner_loop(instructions, labels, {"HMMA"}) == instructions
 
 
-def test_widths_are_read_in_bytes(machine_code):
+def test_widths_are_read_in_bytes():
     instructions, _ = machine_code.parse(LISTING)
     sizes = [(instruction.name, instruction.bytes) for instruction in instructions if "LD" in instruction.name]
     assert sizes == [("LDC", 4), ("LDG", 1), ("LDGSTS", 16), ("LDGSTS", 16), ("LDG", 4)]
     assert [instruction.bytes for instruction in instructions if instruction.name == "STL"] == [8]
 
 
-@pytest.mark.parametrize(
-    ("arch", "registers", "warps", "shared", "tensor_memory", "programs"),
-    [
-        (90, 32, 1, 0, 0, 32),  # the most there are
-        (90, 255, 8, 0, 0, 1),  # 65,536 registers are 8 warps of 32 x 256
-        (90, 128, 8, 0, 0, 2),
-        (90, 129, 8, 0, 0, 1),  # 136 are given: 15 warps, 12 in fours
-        (90, 32, 4, 113 * 1024, 0, 2),
-        (80, 32, 4, 113 * 1024, 0, 1),
-        (100, 32, 4, 0, 256, 2),  # columns of tensor memory
-    ],
-)
-def test_programs_that_fit_are_counted_by_hand(machine_code, arch, registers, warps, shared, tensor_memory, programs):
+@pytest.mark.parametrize(("arch", "registers", "warps", "shared", "tensor_memory", "programs"), [
+    (90, 32, 1, 0, 0, 32),  # the most there are
+    (90, 255, 8, 0, 0, 1),  # 65,536 registers are 8 warps of 32 x 256
+    (90, 128, 8, 0, 0, 2),
+    (90, 129, 8, 0, 0, 1),  # 136 are given: 15 warps, 12 in fours
+    (90, 32, 4, 113 * 1024, 0, 2),
+    (80, 32, 4, 113 * 1024, 0, 1),
+    (100, 32, 4, 0, 256, 2),  # columns of tensor memory
+])  # fmt: skip
+def test_programs_that_fit_are_counted_by_hand(arch, registers, warps, shared, tensor_memory, programs):
     assert machine_code.programs_that_fit(arch, registers, warps, shared, tensor_memory) == programs
 
 
@@ -259,12 +209,12 @@ def nothing(): pass
 """
 
 
-def test_comments_and_docstrings_are_no_code(record):
+def test_comments_and_docstrings_are_no_code():
     assert record.code(COMMENTED) == record.code(BARE)
     assert record.code(BARE) != record.code(BARE.replace("1", "2"))
 
 
-def test_a_case_depends_on_the_modules_that_it_imports_and_on_theirs(record):
+def test_a_case_depends_on_the_modules_that_it_imports_and_on_theirs():
     used = record.modules_used("def case():\n    from heavypath.kernels.cache_compaction import compact_cache\n")
     assert {"cache_compaction", "implementation"} <= set(used)
     assert "sampling" not in used
@@ -275,7 +225,7 @@ def test_a_case_depends_on_the_modules_that_it_imports_and_on_theirs(record):
     assert record.modules_used("from heavypath.speculative import TokenTree\nimport torch\n") == []
 
 
-def test_a_key_changes_with_the_code_the_arguments_the_architecture_and_the_modules(record, report, monkeypatch):
+def test_a_key_changes_with_the_code_the_arguments_the_architecture_and_the_modules(monkeypatch):
     case = report.CASES["bf16 V999 k4"]
     key = record.key_of(90, "a case", case)
     assert key == record.key_of(90, "a case", partial(case.func, *case.args, **case.keywords))
@@ -291,14 +241,14 @@ def test_a_key_changes_with_the_code_the_arguments_the_architecture_and_the_modu
 
 
 @pytest.fixture
-def kept(record, report, machine_code, tmp_path, monkeypatch):
+def kept(tmp_path, monkeypatch):
     """Files of figures in a folder of their own, and a compiler of which every kernel comes out alike."""
     compiled = []
 
     def compile_all(cases):
         cases = list(cases)
         compiled.append(sorted(cases))
-        return {case: {"one": machine_code.Figures(**FIGURES)} for case in cases}
+        return {case: {"one": figures()} for case in cases}
 
     monkeypatch.setattr(record, "CACHE", tmp_path / "build" / "cache.json")
     monkeypatch.setattr(record, "RECORD", tmp_path / "record.json")
@@ -306,7 +256,7 @@ def kept(record, report, machine_code, tmp_path, monkeypatch):
     return compiled
 
 
-def test_what_this_machine_compiled_is_not_compiled_again(kept, report):
+def test_what_this_machine_compiled_is_not_compiled_again(kept):
     names = list(report.CASES)[:12]
     first = report.find([80, 90], names, anew=False)
     again = report.find([80, 90], names, anew=False)
@@ -316,7 +266,7 @@ def test_what_this_machine_compiled_is_not_compiled_again(kept, report):
     assert again.origin == "24 cases: 0 compiled now, 24 before on this machine, 0 as recorded"
 
 
-def test_of_what_the_repository_keeps_some_is_compiled_again_and_must_agree(kept, record, report):
+def test_of_what_the_repository_keeps_some_is_compiled_again_and_must_agree(kept):
     names = list(report.CASES)[:20]
     kernels = report.find([90], names, anew=False).kernels
     keys = {(arch, name): record.key_of(arch, name, report.CASES[name]) for arch, name in kernels}
@@ -336,25 +286,19 @@ def test_of_what_the_repository_keeps_some_is_compiled_again_and_must_agree(kept
     assert len(report.find([90], names, anew=False).disagreements) == 4  # two more are tried, and two are known
 
 
-def test_a_file_of_another_form_is_no_record(record, machine_code, tmp_path):
-    path, kernels = tmp_path / "kept.json", {"a case": {"one": machine_code.Figures(**FIGURES)}}
+def test_a_file_of_another_form_is_no_record(tmp_path):
+    path, kernels = tmp_path / "kept.json", {"a case": {"one": figures()}}
     assert record.read(path) == {}
     record.write(path, kernels)
     assert record.read(path) == kernels
-    path.write_text(path.read_text().replace('"special"', '"exp"'))
-    assert record.read(path) == {}
-    path.write_text("[]")
-    assert record.read(path) == {}
+    for other in (path.read_text().replace('"special"', '"exp"'), "[]"):
+        path.write_text(other)
+        assert record.read(path) == {}
 
 
-def test_how_long_compiling_took_is_no_difference(record, machine_code):
-    one = machine_code.Figures(**FIGURES)
+def test_kernels_that_come_or_go_are_a_difference_and_how_long_compiling_took_is_none():
+    one = figures()
     assert record.differences({"a": one}, {"a": one._replace(seconds=9.0)}) == []
-
-
-def test_kernels_that_come_or_go_are_a_difference(record, machine_code):
-    one = machine_code.Figures(**FIGURES)
-    assert record.differences({"a": one}, {"b": one}) == []
     assert record.differences({"a": one}, {"b": one, "c": one._replace(kernel="merge")}) == [
         "attention became attention, merge"
     ]

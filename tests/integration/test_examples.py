@@ -2,10 +2,10 @@
 
 import ast
 import builtins
+import io
 import json
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -43,12 +43,9 @@ def example(monkeypatch, capsys):
 @pytest.fixture
 def answers(monkeypatch):
     """Type these lines where a program asks for input."""
-
-    def type_lines(*lines):
-        typed = iter(lines)
-        monkeypatch.setattr(builtins, "input", lambda prompt="": next(typed))
-
-    return type_lines
+    typed = []
+    monkeypatch.setattr(builtins, "input", lambda prompt="": typed.pop(0))
+    return lambda *lines: typed.extend(lines)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +75,7 @@ def test_an_example_is_short_and_tested_and_uses_public_names_alone(path):
 
 
 def test_the_folder_lists_its_examples():
-    listed = re.findall(r"^(\w+):", examples.__doc__, re.MULTILINE)
-    assert sorted(listed) == [path.stem for path in SCRIPTS]
+    assert sorted(re.findall(r"^(\w+):", examples.__doc__, re.MULTILINE)) == [path.stem for path in SCRIPTS]
 
 
 def numbers_of(table):
@@ -97,11 +93,7 @@ def test_compare_methods_prints_all_methods_and_draws_them(example, tmp_path):
     assert texts.pop(PLAIN) == "reference"
     assert all(text.startswith(("equal", "tie")) for text in texts.values())
     assert numbers[PLAIN][0] == numbers["autoregressive"][0] == 1 < numbers["sequoia"][0]
-    pixels = image.imread(plot)[..., :3]
-    blue = (pixels[..., 2] > pixels[..., 0] + 0.3).sum(1)  # of the bars, in each row of the picture
-    assert pixels.shape[1] == 800
-    bars = ((blue[1:] > 0) & (blue[:-1] == 0)).sum()  # one that a line of its quartiles crosses may count twice
-    assert bars >= len(numbers) - 1  # transformers' own ratio is 1
+    assert image.imread(plot).shape[1] == 800
 
 
 def test_serving_prints_each_text_as_it_comes_and_its_end(example):
@@ -113,14 +105,9 @@ def test_serving_prints_each_text_as_it_comes_and_its_end(example):
     assert "submitted=3, completed=3" in printed
 
 
-def test_own_tree_draws_a_tree_and_says_what_is_expected_of_it(example):
-    printed = example("own_tree", "import os", "--branching", 2, 1, "--acceptance", 0.5, 0.25)
-    assert printed.startswith(f"{TokenTree.from_branching([2, 1])}\nexpected: 2.12 tokens per step\n")  # 1 + 3/4 * 3/2
+def test_own_tree_draws_a_tree_says_what_is_expected_of_it_and_decodes_with_it(example, demo_pair):
     by_hand = example("own_tree", "import os", "--parents", 0, 0, 1, 0, "--acceptance", 0.5, 0.25)
     assert by_hand.startswith(f"{TokenTree([-1, 0, 0, 1, 0])}\nexpected: 2.00 tokens per step\n")  # 1 + 3/4 + 1/2 * 1/2
-
-
-def test_own_tree_decodes_with_it(example, demo_pair):
     target, draft, tokenizer = demo_pair
     _, decoded, accepted, text = example("own_tree").split("\nexpected: ")[1].split("\n", 3)
     ids = tokenizer("def read_lines(path):", return_tensors="pt").input_ids
@@ -147,21 +134,18 @@ def test_kinds_of_draft_writes_one_text_with_all_drafts(example, demo_pair):
 
 
 def test_own_draft_writes_the_targets_text_in_fewer_steps(example):
-    ersd, plain = re.findall(
-        r"^(\w+): ([\d.]+) tokens per step\n(.*?)\n\n(?=autoregressive|\Z)", example("own_draft"), re.S | re.M
-    )
+    pattern = r"^(\w+): ([\d.]+) tokens per step\n(.*?)\n\n(?=autoregressive|\Z)"
+    ersd, plain = re.findall(pattern, example("own_draft"), re.S | re.M)
     assert (ersd[0], plain[0], plain[1]) == ("ersd", "autoregressive", "1.00")
     assert float(ersd[1]) > 1.2
     assert ersd[2] == plain[2] != ""
 
 
 def test_own_verifier_writes_the_text_of_the_built_in_one(example):
-    printed = re.findall(
-        r"^(?:built in|of your own): (.*?)\n\n(?=of your own|\Z)", example("own_verifier"), re.S | re.M
-    )
-    assert len(printed) == 2
-    assert printed[0] == printed[1]
-    assert float(printed[0].split()[0]) > 1.5
+    pattern = r"^(?:built in|of your own): (.*?)\n\n(?=of your own|\Z)"
+    built_in, own = re.findall(pattern, example("own_verifier"), re.S | re.M)
+    assert built_in == own
+    assert float(own.split()[0]) > 1.5
 
 
 def test_own_method_decodes_its_trees_by_its_rule(example, demo_pair, monkeypatch):
@@ -185,10 +169,8 @@ def test_losslessness_finds_the_planted_bug_and_nothing_in_transformers_own_deco
 
 
 def test_constrained_writes_what_it_is_told(example):
-    pattern = r"^(\w+): ('.*'), ([\d.]+) tokens per step$"
-    texts = {name: (ast.literal_eval(text), float(speed)) for name, text, speed in re.findall(
-        pattern, example("constrained"), re.M
-    )}  # fmt: skip
+    found = re.findall(r"^(\w+): ('.*'), ([\d.]+) tokens per step$", example("constrained"), re.M)
+    texts = {name: (ast.literal_eval(text), float(speed)) for name, text, speed in found}
     assert {*json.loads(texts["schema"][0])} == {"name", "size"}
     assert re.fullmatch(r"[a-z]+\.py(, [a-z]+\.py){2}", texts["pattern"][0])
     assert texts["rule"][0]
@@ -241,17 +223,16 @@ def test_chat_ends_an_answer_at_any_end_of_sequence_token(example, answers, demo
     assert answer == tokenizer.decode(whole[: whole.index(last) + 1]) + "\n"
 
 
-def test_chat_reads_standard_input_until_its_end(tmp_path):
-    command = [sys.executable, "-m", f"{MODULE}.chat", "--max-new-tokens", "8"]
-    done = subprocess.run(command, cwd=tmp_path, input="import os\n", capture_output=True, text=True, check=True)
-    before, answer, after = done.stdout.split("> ")
+def test_chat_reads_standard_input_until_its_end(example, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
+    before, answer, after = example("chat", "--max-new-tokens", 8).split("> ")
     assert (before, after) == ("", "")
     assert answer.strip()
 
 
 @pytest.mark.parametrize(("name", "arguments", "printed"), [
     ("compare_methods", ["--max-new-tokens", 2], "\n  naive "),
-    ("own_tree", ["import os"], "\ndecoded:  "),
+    ("own_tree", ["import os", "--branching", 2, 1, "--acceptance", 0.5, 0.25], "\nexpected: 2.12 tokens per step\n"),
     ("kinds_of_draft", ["--layers", 1], "\ndifferent texts: 1\n"),
     ("own_verifier", [], "of your own: "),
     ("batch_streaming", [], "\n[2] "),

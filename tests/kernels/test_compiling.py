@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fresh_python import BENCH, python
-from graph_cases import small_llama
+from tiny_models import small_llama
 
 from heavypath.kernels import compiling
 from heavypath.speculative import SpeculativeDecoder

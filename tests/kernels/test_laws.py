@@ -14,7 +14,7 @@ def unfiltered(seed: int, vocab_size: int = 5, batch: int = 2) -> Problem:
 
 
 def test_the_kernel_accepts_what_the_reference_accepts():
-    for seed in range(6):
+    for seed in range(5):
         assert unfiltered(seed, batch=1).agrees(), seed
     assert Problem(7, vocab_size=5, batch=1, filters=(Filters(0.8, min_p=0.1), Filters(1.3, min_p=0.2))).agrees()
 

@@ -7,7 +7,6 @@ import torch
 from devices import DEVICE
 from layer_cases import assert_as_near, model_of, passed
 from played_steps import Launches
-from tiny_models import tiny_llama
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -16,7 +15,6 @@ from triton.runtime.interpreter import GridExecutor
 from heavypath.kernels.layers.gated import silu_product
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store
-from heavypath.speculative.models import llama
 from heavypath.speculative.models.forward import TreeMask
 from heavypath.speculative.models.llama import LlamaForward
 
@@ -121,21 +119,18 @@ def test_rotary_and_cache_rows_are_those_of_transformers(shape, normed, dtype):
         for cache, other in zip((keys, values), again, strict=True):
             assert torch.equal(cache.nan_to_num(), other.nan_to_num())
 
-    def of_transformers(wide):
-        states = [each.double() if wide else each for each in (query, key)]
-        if normed:
-            states = [
-                (each * (each.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * module.weight.detach().double())
-                if wide
-                else module(each).detach()
-                for each, module in zip(states, modules, strict=True)
-            ]
-        turn = (each.double() if wide else each for each in (cos, sin))
-        return apply_rotary_pos_emb(*states, *turn, unsqueeze_dim=2)
-
+    narrow, wide = [query, key], [query.double(), key.double()]
+    if normed:
+        narrow = [module(each).detach() for each, module in zip(narrow, modules, strict=True)]
+        wide = [
+            each * (each.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * module.weight.detach().double()
+            for each, module in zip(wide, modules, strict=True)
+        ]
+    narrow = apply_rotary_pos_emb(*narrow, cos, sin, unsqueeze_dim=2)
+    wide = apply_rotary_pos_emb(*wide, cos.double(), sin.double(), unsqueeze_dim=2)
     sequence = torch.arange(batch)[:, None]
     stored = keys.cpu().transpose(1, 2)[sequence, rows]
-    for ours, plain, exact in zip((turned, stored), of_transformers(False), of_transformers(True), strict=True):
+    for ours, plain, exact in zip((turned, stored), narrow, wide, strict=True):
         check(ours, plain, exact)
         if not normed:
             assert torch.equal(ours.cpu(), plain), "without a norm, it is the same arithmetic"
@@ -168,12 +163,11 @@ def test_what_does_not_fit_is_refused(change, message):
 
 
 def test_rows_that_do_not_fit_are_refused():
+    three, four = torch.zeros(2, 3), torch.zeros(2, 4)
     with pytest.raises(ValueError, match=r"a weight \[K\]; got .*\[2, 3\].*\[4\]"):
-        add_rms_norm(torch.zeros(2, 3), None, Norm(torch.zeros(4), 1e-5), impl="triton")
-    with pytest.raises(
-        ValueError, match=r"gate and up \[R, F\] .* got torch.float32 \[2, 3\] and torch.float32 \[2, 4\]"
-    ):
-        silu_product(torch.zeros(2, 3), torch.zeros(2, 4), impl="triton")
+        add_rms_norm(three, None, Norm(four[0], 1e-5), impl="triton")
+    with pytest.raises(ValueError, match=r"gate and up \[R, F\] .* got torch.float32 \[2, 3\] and .* \[2, 4\]"):
+        silu_product(three, four, impl="triton")
 
 
 BY_KERNELS = ["llama 3", "another activation, yarn", "biases", "a window of 3", "qwen2", "head norms"]
@@ -239,13 +233,3 @@ def test_a_layer_is_nine_launches(name, monkeypatch):
         with torch.inference_mode():
             one, two = (launches_of(forward, batch, nodes, monkeypatch) for forward in forwards)
         assert len(two) - len(one) == 9 + (name == "another activation, yarn"), two
-
-
-def test_activations_without_a_kernel_are_called():
-    assert llama.gated_of(tiny_llama(1).model.layers[0].mlp.act_fn) is silu_product
-    gelu = tiny_llama(1, hidden_act="gelu").model.layers[0].mlp.act_fn
-    gate, up = torch.randn(2, 3, 4)
-    assert torch.equal(llama.gated_of(gelu)(gate, up), torch.nn.functional.gelu(gate) * up)
-    patched = tiny_llama(1).model.layers[0].mlp.act_fn
-    patched.forward = torch.zeros_like
-    assert llama.gated_of(patched)(gate, up).abs().max() == 0

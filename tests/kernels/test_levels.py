@@ -23,22 +23,6 @@ def chosen(nodes, parents, depths):
 
 
 @EACH
-def test_a_step_begins_with_the_root_and_the_token_before_it(impl):
-    """The second text has one token."""
-    given = (
-        torch.tensor([5, 8], device=DEVICE),
-        torch.tensor([6, 8], device=DEVICE),
-        torch.tensor([7, 0], device=DEVICE),
-    )
-    first = first_nodes(*given, 3, impl=impl)
-    assert first.tokens.tolist() == [[5, 6], [8, 8]]
-    assert first.cache_rows.tolist() == [[6, 7], [0, 0]]
-    assert first.parent_rows.tolist() == [[5, 6], [-1, -1]]
-    root, nothing = [True, False, False], [False, False, False]
-    assert first.ancestor_mask.tolist() == [[nothing, root], [root, root]]
-
-
-@EACH
 def test_a_level_and_a_tree_by_hand(impl):
     """Node 1 and node 3 are the root's children, node 2 that of node 1. The second text has room for one level."""
     tokens = torch.full((2, 4), 99)

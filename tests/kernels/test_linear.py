@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from kernel_cases import needs_compiler
-from tiny_models import tiny_llama, transformers_greedy
+from tiny_models import tiny_llama
 from torch import nn
 
 from heavypath.speculative import EarlyExit, SpeculativeDecoder
@@ -17,8 +17,7 @@ from heavypath.speculative.streaming import memory
 from heavypath.speculative.streaming.memory import free_memory
 
 pytestmark = needs_compiler
-PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
-ROWS = (*range(1, 14), 16, 33, 130)
+ROWS = (1, 2, 5, 8, 13, 33, 130)  # more of them: test_native.py
 TYPES = [torch.float32, torch.bfloat16]
 
 
@@ -47,18 +46,13 @@ def test_products_are_those_of_the_modules(biases, dtype, free, monkeypatch):
                 torch.testing.assert_close(found, layer(hidden))
 
 
-def element(layer):
-    with torch.no_grad():
-        layer.weight[5, 9] += 1
-
-
 CHANGES = {
     "a row": lambda layer: layer.weight.data[7].add_(1),
     "a column": lambda layer: layer.weight.data[:, 11].add_(1),
     "everything": lambda layer: layer.weight.data.mul_(2),
     "another tensor": lambda layer: setattr(layer.weight, "data", layer.weight.data + 1),
     "the bias": lambda layer: layer.bias.data[3].fill_(1),
-    "an element": element,
+    "an element": lambda layer: layer.weight.detach()[5, 9].add_(1),
 }
 
 
@@ -77,28 +71,6 @@ def test_a_change_of_the_weights_is_noticed(change, dtype):
         hidden = torch.randn(3, columns, dtype=dtype)
         with torch.inference_mode():
             torch.testing.assert_close(linears.one(layer)(hidden), layer(hidden))
-
-
-@pytest.mark.parametrize(("draft", "free"), [(None, 0), ("model", 1 << 40), ("early exit", 0), ("early exit", 1 << 40)])
-def test_a_text_is_that_of_the_weights_as_they_are(draft, free, monkeypatch):
-    monkeypatch.setattr(linear, "free_memory", lambda: free)
-    target, small = tiny_llama(1), tiny_llama(2)
-    given = {None: None, "model": small, "early exit": EarlyExit(1)}[draft]
-    decoder, texts = SpeculativeDecoder(target, given, "autoregressive" if given is None else "sequoia"), []
-
-    def flip():
-        target.lm_head.weight.data.copy_(target.lm_head.weight.data.flip(0))
-        small.lm_head.weight.data.neg_()
-
-    @torch.no_grad()
-    def add():
-        target.model.layers[0].mlp.up_proj.weight[3, 5] += 3.0
-
-    for change in (list, flip, add):
-        change()
-        texts.append(decoder.generate(PROMPT, max_new_tokens=12).sequences)
-        assert torch.equal(texts[-1], transformers_greedy(target, PROMPT, 12))
-    assert not torch.equal(*texts[:2])
 
 
 def test_all_decoders_of_a_model_share_its_copies():

@@ -17,7 +17,7 @@ from heavypath.speculative.models.llama import LlamaForward
 
 pytestmark = needs_compiler
 TYPES = [torch.float32, torch.bfloat16]
-ROWS = (*range(1, 14), 16, 47, 48, 49, 64, 97, 130)
+ROWS = (*range(1, 10), 13, 16, 47, 48, 49, 64, 130)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -60,13 +60,13 @@ def test_a_rows_product_is_the_same_to_the_bit_beside_any_others(threads, monkey
 
 def both(forward, *arguments, **options):
     """What the compiled pass and PyTorch's give, each with a cache of its own: logits, tapped states, rows."""
-    compiled, given = forward._native, []
+    compiled = forward._native
     compiled.takes = lambda rows: True  # of 16 bits, too
-    for native in (compiled, None):
-        forward._native = native
-        given.append(passed(forward, *arguments, **options))
+    found = passed(forward, *arguments, **options)
+    forward._native = None
+    usual = passed(forward, *arguments, **options)
     forward._native = compiled
-    return given
+    return found, usual
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "yarn" not in name])
@@ -74,8 +74,9 @@ def both(forward, *arguments, **options):
 def test_a_pass_is_that_of_pytorch(name):
     forward = LlamaForward(model_of(name))
     assert forward._native is not None
-    for lengths, interval in (([19, 3, 30], True), ([19, 3, 30], False), ([1], True), ([30], False)):
-        for one, other in zip(*both(forward, lengths, interval), strict=True):
+    cases = (([19, 3, 30], True), ([19, 3, 30], False), ([1], True), ([30], False))
+    for *given, needs_logits in (*((*case, True) for case in cases), ([5], True, False)):
+        for one, other in zip(*both(forward, *given, needs_logits=needs_logits), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4)
 
 
@@ -86,13 +87,6 @@ def test_a_pass_of_16_bits_is_as_near_as_that_of_pytorch(name):
     model = model_of(name, torch.bfloat16)
     found, usual = both(LlamaForward(model), [19, 3, 30], True)
     assert_as_near(found, usual, passed(LlamaForward(model.double()), [19, 3, 30], True), 1.6)
-
-
-@torch.inference_mode()
-def test_a_pass_without_logits_leaves_the_head_out():
-    forward = LlamaForward(model_of("odd sizes"))
-    for found, expected in zip(*both(forward, [5], True, needs_logits=False), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -133,22 +127,19 @@ def test_nan_and_infinity_come_out():
 
 @torch.inference_mode()
 def test_many_rows_of_16_bits_are_left_to_pytorch():
-    for dtype, expected in ((torch.float32, [True] * 3), (torch.bfloat16, [True, True, False])):
-        forward = LlamaForward(model_of("odd sizes", dtype))
-        assert [forward._native.takes(rows) for rows in (1, 8, 9)] == expected
-        outs = passed(forward, [19, 3, 30], True)
-        forward._native = None
-        for one, other in zip(outs, passed(forward, [19, 3, 30], True), strict=True):
-            close = {"rtol": 1e-4, "atol": 2e-4} if dtype == torch.float32 else {"rtol": 0, "atol": 0}
-            torch.testing.assert_close(one, other, **close)
+    assert all(LlamaForward(model_of("odd sizes"))._native.takes(rows) for rows in (1, 8, 9))
+    forward = LlamaForward(model_of("odd sizes", torch.bfloat16))
+    assert [forward._native.takes(rows) for rows in (1, 8, 9)] == [True, True, False]
+    found = passed(forward, [19, 3, 30], True)
+    forward._native = None
+    assert all(map(torch.equal, found, passed(forward, [19, 3, 30], True)))
 
 
 def test_what_is_not_compiled_is_left_to_pytorch():
-    half, double = model_of("odd sizes", torch.float16), model_of("odd sizes", torch.float64)
-    other = model_of("odd sizes", hidden_act="gelu")
     mixed = model_of("odd sizes")
     mixed.model.norm.to(torch.bfloat16)
-    for model in (half, double, other, mixed):
+    others = [model_of("odd sizes", torch.float16), model_of("odd sizes", torch.float64)]
+    for model in (*others, model_of("odd sizes", hidden_act="gelu"), mixed):
         assert LlamaForward(model)._native is None
 
 

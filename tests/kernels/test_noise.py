@@ -47,14 +47,11 @@ def test_gumbels_are_gumbel_and_coins_uniform():
         assert chi_square_p_value(counts, torch.full((64,), 1 / 64)) > SIGNIFICANCE
 
 
-def test_extreme_bits_give_finite_noise():
+def test_noise_is_finite_and_the_tail_that_lets_improbable_tokens_win_is_resolved():
+    """A token 18 logits down wins where u is about 2 ** -26: 24-bit uniforms would have no such values."""
     noise = gumbel(np.array([0, 1, 2**31, 2**32 - 129, 2**32 - 2, 2**32 - 1], dtype=np.uint32))
     assert np.isfinite(noise).all()
     assert (np.diff(noise) <= 0).all()
-
-
-def test_the_tail_that_lets_improbable_tokens_win_is_resolved():
-    """A token 18 logits down wins where u is about 2 ** -26: 24-bit uniforms would have no such values."""
     bits = np.arange(4096, dtype=np.uint32)
     np.testing.assert_allclose(gumbel(bits), -np.log(-np.log1p(-(bits + 0.5) * 2.0**-32)), rtol=0, atol=4e-6)
 

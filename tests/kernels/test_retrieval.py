@@ -10,7 +10,6 @@ import torch
 from devices import DEVICE, moved
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from retrieval_cases import TEXTS
 from safetensors.torch import save_file
 from tiny_models import tiny_llama, transformers_greedy
 
@@ -18,9 +17,7 @@ from heavypath.kernels.retrieval.corpus import sort_corpus
 from heavypath.kernels.retrieval.followers import follower_logprobs
 from heavypath.kernels.retrieval.ranges import Appended, append_tokens, store_texts
 from heavypath.speculative import PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
-from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.kinds import describe, draft_parameter_count
-from heavypath.speculative.drafts.retrieval import RetrievalDraft
 
 VOCAB = 4
 IMPLS = ["torch", "triton"] if DEVICE == "cpu" else ["triton"]
@@ -177,48 +174,42 @@ def test_a_file_is_what_was_saved(demo_pair, tmp_path):
     made = Retrieval(["import os\nimport re\nimport sys\n"], tokenizer, max_ngram=5)
     made.save(tmp_path / "mine.safetensors")
     loaded = Retrieval.load(tmp_path / "mine.safetensors", tokenizer)
-    assert repr(loaded) == repr(made) == describe(made) == f"Retrieval({made.tokens} tokens, max_ngram=5)"
+    assert describe(loaded) == f"Retrieval({made.tokens} tokens, max_ngram=5)"
     assert (loaded.largest, loaded.vocabulary) == (made.largest, made.vocabulary)
     copies = [one.on(torch.device("cpu")) for one in (loaded, made)]
     assert all(torch.equal(*pair) for pair in zip(*(copy.corpus for copy in copies), strict=True))
     assert loaded.on(torch.device("cpu")) is copies[0]
-    prompt = tokenizer("import os\n", return_tensors="pt").input_ids
-    texts = [SpeculativeDecoder(target, one, "chain").generate(prompt, 8).sequences for one in (made, loaded)]
-    assert torch.equal(*texts)
     assert draft_parameter_count(loaded, target) == 0
 
 
 def test_files_of_something_else_are_refused(demo_pair, tmp_path):
     other = tmp_path / "other.safetensors"
-    for metadata, message in (
-        ({"format": "heavypath retrieval 0"}, r"'heavypath retrieval 1', .* got 'heavypath retrieval 0'; make it anew"),
-        (None, "got 'one of something else'"),
-    ):
-        save_file({"weight": torch.zeros(2)}, other, metadata)
+
+    def refused(message, *tokenizer):
         with pytest.raises(ValueError, match=message):
-            Retrieval.load(other)
+            Retrieval.load(other, *tokenizer)
+
+    save_file({"weight": torch.zeros(2)}, other, {"format": "heavypath retrieval 0"})
+    refused(r"'heavypath retrieval 1', .* got 'heavypath retrieval 0'; make it anew")
+    save_file({"weight": torch.zeros(2)}, other)
+    refused("got 'one of something else'")
     other.write_text("no safetensors")
-    with pytest.raises(ValueError, match=r"must be a file that Retrieval.save wrote"):
-        Retrieval.load(other)
+    refused(r"must be a file that Retrieval.save wrote")
     with pytest.raises(FileNotFoundError):
         Retrieval.load(tmp_path / "none")
     retrieval = Retrieval(["import os\n"], demo_pair.tokenizer)
     retrieval.vocabulary = "another"
     retrieval.save(other)
-    with pytest.raises(ValueError, match="tokens of another vocabulary than the target's; make it anew"):
-        Retrieval.load(other, demo_pair.tokenizer)
+    refused("tokens of another vocabulary than the target's; make it anew", demo_pair.tokenizer)
 
 
 @pytest.mark.parametrize(("build", "error", "message"), [
     (lambda t: Retrieval([]), ValueError, r"needs texts of 1 .. 2147483647 tokens in all, got 0 in 0 texts"),
-    (lambda t: Retrieval([[]]), ValueError, "got 0 in 1 texts"),
     (lambda t: Retrieval("import os"), TypeError, "texts must be several: .* got one str; put it into a list"),
     (lambda t: Retrieval(["import os"]), ValueError, "need the target's tokenizer"),
     (lambda t: Retrieval([[1, -2]]), ValueError, r"tokens must be in 0 .. 2147483645, got -2 .. 1"),
-    (lambda t: Retrieval([[2**31]]), ValueError, "got 2147483648 .. 2147483648"),
     (lambda t: Retrieval([[0.5]]), TypeError, r"integers \[any\]; got list of float64 \[1\]"),
     (lambda t: Retrieval([torch.zeros(2, 2).long()]), TypeError, r"got Tensor of int64 \[2, 2\]"),
-    (lambda t: Retrieval([1, 2]), TypeError, r"got int of int64 \[\]"),
     (lambda t: Retrieval([Path("none")], t), FileNotFoundError, "none"),
     (lambda t: Retrieval([Path(__file__).parents[2] / "speculative/demo/head/model.safetensors"], t), ValueError,
      r"must be text in UTF-8"),
@@ -230,13 +221,3 @@ def test_what_is_no_corpus_is_refused(build, error, message, demo_pair, tmp_path
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         build(demo_pair.tokenizer)
-
-
-def test_a_draft_keeps_nothing_but_its_cache():
-    draft = RetrievalDraft(Retrieval(TEXTS), 7, torch.device("cpu"))
-    cache = draft.new_cache(2, 9)
-    assert cache.keys.shape == cache.values.shape == (2, 2, 9, 8)
-    one, ones = torch.zeros(2, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)
-    logits = draft(Feed(one + 6, one, one, one - 1, one[:, 0], 1, ones), cache)
-    assert logits.shape == (2, 1, 7)
-    assert torch.equal(logits[0].exp() > 0, torch.tensor([[False, False, True, False, False, True, True]]))

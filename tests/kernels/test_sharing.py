@@ -1,4 +1,7 @@
-"""Shared passes over rows: a small kernel whose rows need several passes, alone, with helpers, and in any order."""
+"""Rows that programs share: leaders that are called, and more rows than a program looks at once.
+
+What is shared in a pass: the tests of filter cuts, scores and verification, whose programs come in any schedule too.
+"""
 
 import pytest
 import torch
@@ -22,72 +25,21 @@ from heavypath.kernels.sharing import (
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LANES, PASSES = 128, 3
 
 
 @triton.jit
-def _work(x_ptr, levels_ptr, parts_ptr, counters_ptr, rows, row, V, CHUNKS, LANES: tl.constexpr):
-    """Sum min(x, level) over the chunks that this program gets."""
-    count = 0
-    chunk = take_chunk(counters_ptr, row)
-    if chunk >= 0:
-        level = tl.load(levels_ptr + row, cache_modifier=".cg")
-        while chunk >= 0:
-            place = chunk * LANES + tl.arange(0, LANES)
-            x = tl.load(x_ptr + row * V + place, mask=place < V, other=0.0)
-            tl.store(parts_ptr + row * CHUNKS + chunk, tl.sum(tl.minimum(x, level)))
-            count += 1
-            chunk = take_chunk(counters_ptr, row)
-        finish_chunks(counters_ptr, rows, row, count)
-
-
-@triton.jit
-def _sum(parts_ptr, row, CHUNKS, BLOCK: tl.constexpr):
-    chunk = tl.arange(0, BLOCK)
-    return tl.sum(tl.load(parts_ptr + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg"))
-
-
-@triton.jit
-def _levels_kernel(
-    x_ptr, levels_ptr, parts_ptr, counters_ptr, order_ptr, rows, V, CHUNKS, HELPERS,
-    LOOKS: tl.constexpr, PASSES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """level <- the mean of min(x, level), PASSES times for each row."""
-    program = tl.load(order_ptr + tl.program_id(0))
-    if program < rows:
-        row = program
-        for _ in range(PASSES):
-            open_pass(counters_ptr, row, CHUNKS)
-            _work(x_ptr, levels_ptr, parts_ptr, counters_ptr, rows, row, V, CHUNKS, LANES)
-            wait_for_all(counters_ptr, rows, row, CHUNKS)
-            tl.store(levels_ptr + row, _sum(parts_ptr, row, CHUNKS, BLOCK) / V)
-    else:
-        look = 0
-        while look < LOOKS:
-            row = find_open(counters_ptr, rows, (program - rows) % rows)
-            look = tl.where(row == OVER, LOOKS, look + 1)
-            if row >= 0:
-                _work(x_ptr, levels_ptr, parts_ptr, counters_ptr, rows, row, V, CHUNKS, LANES)
-    leave(counters_ptr, rows, HELPERS)
-
-
-@triton.jit
-def _step_kernel(
-    x_ptr, levels_ptr, parts_ptr, counters_ptr, found_ptr, rows, row, V, CHUNKS,
-    STEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One step of a pass, as a program takes it."""
+def _step_kernel(counters_ptr, found_ptr, rows, row, STEP: tl.constexpr):
+    """One step of a pass over a single chunk, as a program takes it."""
     if STEP == "open":
-        open_pass(counters_ptr, row, CHUNKS)
+        open_pass(counters_ptr, row, 1)
     elif STEP == "find":
         tl.store(found_ptr, find_open(counters_ptr, rows, row))
     elif STEP == "work":
-        _work(x_ptr, levels_ptr, parts_ptr, counters_ptr, rows, row, V, CHUNKS, LANES)
-    elif STEP == "wait":
-        wait_for_all(counters_ptr, rows, row, CHUNKS)
-        tl.store(levels_ptr + row, _sum(parts_ptr, row, CHUNKS, BLOCK) / V)
+        chunk = take_chunk(counters_ptr, row)
+        finish_chunks(counters_ptr, rows, row, chunk + 1)
+        wait_for_all(counters_ptr, rows, row, 1)
     else:
-        leave(counters_ptr, rows, 1)
+        leave(counters_ptr, rows, 0)
 
 
 @triton.jit
@@ -117,105 +69,41 @@ def depths(rows: int, helping: int) -> tuple[Tensor, Tensor]:
     return found.cpu(), given
 
 
-class Rows:
-    """Rows of numbers, and the memory that programs share."""
+def test_a_helper_finds_the_next_open_row_of_more_than_it_loads_at_once():
+    rows = 2500
+    found, given = torch.zeros(1 + counters(rows), dtype=torch.int32, device=DEVICE).split([1, counters(rows)])
 
-    def __init__(self, rows: int, size: int):
-        self.x = torch.rand(rows, size, generator=torch.Generator().manual_seed(rows)).to(DEVICE)
-        self.levels = torch.ones(rows, device=DEVICE)
-        self.chunks = triton.cdiv(size, LANES)
-        self.parts = torch.full((rows, self.chunks), torch.nan, device=DEVICE)
-        self.counters = torch.zeros(counters(rows), dtype=torch.int32, device=DEVICE)
-        self.found = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    def step(name: str, row: int) -> int:
+        _step_kernel[(1,)](given, found, rows, row, STEP=name)
+        return int(found)
 
-    def expected(self) -> Tensor:
-        levels = torch.ones(len(self.x), 1, dtype=torch.float64)
-        for _ in range(PASSES):
-            levels = self.x.cpu().double().minimum(levels).mean(1, keepdim=True)
-        return levels[:, 0].float()
-
-    def run(self, helping: int, order: list[int] | None = None, looks: int = LOOKS.value) -> Tensor:
-        rows, size = self.x.shape
-        grid = rows + helping
-        programs = torch.tensor(order or range(grid), dtype=torch.int32, device=DEVICE)
-        _levels_kernel[(grid,)](
-            self.x, self.levels, self.parts, self.counters, programs, rows, size, self.chunks, helping,
-            LOOKS=looks, PASSES=PASSES, LANES=LANES, BLOCK=triton.next_power_of_2(self.chunks),
-        )  # fmt: skip
-        return self.levels.cpu()
-
-    def step(self, step: str, row: int) -> int:
-        rows, size = self.x.shape
-        _step_kernel[(1,)](
-            self.x, self.levels, self.parts, self.counters, self.found, rows, row, size, self.chunks,
-            STEP=step, LANES=LANES, BLOCK=triton.next_power_of_2(self.chunks),
-        )  # fmt: skip
-        return int(self.found)
-
-
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (1, 128), (3, 1000), (5, 129)])
-def test_leaders_alone_sum_what_they_should_and_leave_all_counters_at_zero(rows, size):
-    given = Rows(rows, size)
-    torch.testing.assert_close(given.run(0), given.expected())
-    assert not given.counters.any()
-
-
-def test_helpers_change_no_bit_whether_they_come_before_or_after_the_leaders():
-    alone = Rows(3, 1000).run(0)
-    for order in ([0, 1, 2, 3, 4], [3, 4, 0, 1, 2], [4, 2, 0, 3, 1]):
-        given = Rows(3, 1000)
-        assert torch.equal(given.run(2, order), alone), order
-        assert not given.counters.any()
-
-
-def test_a_helper_finds_an_open_row_does_its_chunks_and_the_leader_combines_them():
-    given = Rows(3, 1000)
-    assert given.step("find", 1) == NOTHING.value
-    given.step("open", 0)
-    assert [given.step("find", start) for start in range(3)] == [0, 0, 0]
-    given.step("open", 2)
-    assert [given.step("find", start) for start in range(3)] == [0, 2, 2]
-    given.step("work", 0)
-    assert [given.step("find", start) for start in range(3)] == [2, 2, 2]
-    given.step("work", 0)  # it finds nothing left
-    given.step("work", 2)
-    given.step("wait", 0)
-    given.step("wait", 2)
-    sums = given.x.cpu().double().minimum(torch.ones(())).mean(1).float()
-    torch.testing.assert_close(given.levels.cpu()[[0, 2]], sums[[0, 2]])
-    for _ in range(3):
-        assert given.step("find", 1) == NOTHING.value
-        given.step("leave", 0)
-    assert given.step("find", 1) == OVER.value
-    given.step("leave", 0)  # the fourth: three leaders and a helper
-    assert not given.counters.any()
-
-
-def test_more_rows_than_a_helper_loads_at_once_are_all_looked_at():
-    given = Rows(2500, 1)
     for row in (0, 1022, 1023, 1024, 2047, 2499):
-        assert given.step("find", 7) == NOTHING.value
-        given.step("open", row)
-        assert [given.step("find", start) for start in (0, row, 2499)] == [row] * 3
-        given.step("work", row)
-        given.step("wait", row)
-    given.counters[0] = 2500  # all but one have left
-    given.step("leave", 0)
-    assert not given.counters.any()
+        assert step("find", 7) == NOTHING.value
+        step("open", row)
+        assert [step("find", start) for start in (0, row, 2499)] == [row] * 3
+        step("work", row)
+    step("open", 5)
+    step("open", 2000)
+    assert [step("find", start) for start in (5, 6, 2001)] == [5, 2000, 5]
+    step("work", 5)
+    step("work", 2000)
+    given[0] = rows - 1  # all leaders but one have left
+    assert step("find", 7) == NOTHING.value
+    given[0] = rows
+    assert step("find", 7) == OVER.value
+    given[0] = rows - 1
+    step("leave", 0)
+    assert not given.any()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_schedule_changes_a_bit(seed):
+@pytest.mark.parametrize("seed", range(4))
+def test_leaders_are_called_in_any_schedule(seed):
     adversary = pytest.importorskip("adversary", reason="needs greenlet")
     if DEVICE.type == "cuda":
         pytest.skip("the adversary needs Triton's interpreter")
-    given, called = Rows(2, 300), (0, 1, 1, 2, 2, 2)
-    with adversary.Adversary(seed) as schedule:
-        torch.testing.assert_close(given.run(3), given.expected())
+    with adversary.Adversary(seed):
         found, left = depths(6, 3)
-    assert schedule.launched == {"_levels_kernel": 1, "_depths_kernel": 1}
-    assert not given.counters.any()
-    assert found.tolist() == [*called]
+    assert found.tolist() == [0, 1, 1, 2, 2, 2]
     assert not left.any()
 
 

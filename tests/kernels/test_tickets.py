@@ -6,10 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_cases import inputs, oracle, random_tree
+from kernel_cases import same
 
 from heavypath.kernels import tickets as module
+from heavypath.kernels.filter_cuts import filter_cuts
+from heavypath.kernels.filtering import Filters
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.tickets import counters_for, tickets
+from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.verification import verify_tree
 from heavypath.kernels.verifying import traversal_kernel
 from heavypath.speculative import TokenTree
@@ -21,12 +26,10 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def cuda(monkeypatch):
     """The current stream of each GPU, and whether it is captured."""
-    state = SimpleNamespace(stream={0: 1, 1: 1}, captures=False)
-    zeros = torch.zeros
+    state, zeros = SimpleNamespace(stream={0: 1, 1: 1}, captures=False), torch.zeros
+    active = SimpleNamespace(get_current_stream=state.stream.__getitem__)
     monkeypatch.setattr(module, "buffers", {})
-    monkeypatch.setattr(
-        module, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=state.stream.__getitem__))
-    )
+    monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.captures)
     monkeypatch.setattr(torch, "zeros", lambda *size, device, **options: zeros(*size, **options))
     return state
@@ -34,8 +37,7 @@ def cuda(monkeypatch):
 
 def test_launches_of_one_stream_share_counters(cuda):
     first = tickets(3, GPU)
-    assert first.dtype == torch.int32
-    assert not first.any()
+    assert torch.equal(first, torch.zeros_like(first, dtype=torch.int32))
     assert tickets(4000, GPU) is first
     cuda.stream[0] = 2
     assert tickets(3, GPU) is not first
@@ -69,18 +71,35 @@ def test_a_step_that_is_captured_sets_no_counters_to_zero(cuda, as_on_a_gpu):
     drawn = []
     for key in "ab":
         graphs.of(key).capture(lambda: drawn.extend(tickets(3, GPU) for _ in range(3)))
-    assert [drawn[0] is other for other in drawn] == [True] * 3 + [False] * 3
-    assert drawn[3] is drawn[4] is drawn[5]
+    assert drawn[0] is drawn[1] is drawn[2] is not drawn[3] is drawn[4] is drawn[5]
 
 
 @pytest.fixture
 def stream(monkeypatch, interpreter):
-    """The counters that all launches here share, as those on one stream of a GPU."""
-    counters = torch.zeros(4096, dtype=torch.int32)
+    """The counters that all launches here share, as those on one stream of a GPU; all leave them at zero."""
+    asked, counters = [], torch.zeros(4096, dtype=torch.int32)
     for name, user in list(sys.modules.items()):
         if name.startswith("heavypath.kernels") and getattr(user, "tickets", None) is tickets:
-            monkeypatch.setattr(user, "tickets", lambda count, device: counters)
-    return counters
+            monkeypatch.setattr(user, "tickets", lambda count, device: asked.append(count) or counters)
+    yield counters
+    assert asked
+    assert not counters.any()
+
+
+def test_draws_and_cuts_of_rows_that_programs_share_leave_counters_at_zero(stream):
+    logits = torch.randn(1, 9_000)  # two chunks of either
+    assert same(*(gumbel_topk(logits, 2, impl=impl) for impl in ("triton", "torch")))
+    assert not stream.any()
+    filter_cuts(logits[None], Filters(0.8, top_k=9))
+
+
+def test_attention_leaves_counters_at_zero_and_merges_all_rows_of_a_tile(stream):
+    """Up to five programs share a tile of 32 rows, and 8 of these are merged at a time."""
+    tree, tensors, lengths = random_tree(27), inputs(2, 2, 1, 27, 1_130, 128), [700, 1_100]
+    exact = oracle(*tensors, lengths, tree.mask().expand(2, -1, -1))
+    for _ in range(2):
+        out = tree_attention(*tensors, prefix_length=torch.tensor(lengths), subtree_end=tree.subtree_end, impl="triton")
+        torch.testing.assert_close(out.double(), exact, atol=2e-5, rtol=0)
 
 
 def traversed(seed, impl):
@@ -109,7 +128,6 @@ def test_launches_of_another_thread_may_come_between_those_of_a_traversal(stream
 
     monkeypatch.setattr(traversal_kernel, "_chains_kernel", Between())
     assert [traversed(1, "triton"), *others] == [traversed(1, "torch"), traversed(2, "torch")]
-    assert not stream.any()
 
 
 def test_a_traversal_that_is_broken_off_leaves_counters_at_zero(stream, monkeypatch):

@@ -6,12 +6,8 @@ That it keeps the target's law: test_verification_oracle.py; that the implementa
 from fractions import Fraction
 
 import pytest
-import torch
 import verification_oracle as oracle
-from growths import GROWTHS
-from verification_oracle import Drawn, Language, drawn
-
-from heavypath.kernels.verification import verify_tree
+from verification_oracle import GROWTHS, Drawn, Language, drawn
 
 
 def block_verification(target, draft, tokens) -> list[Fraction]:
@@ -56,36 +52,7 @@ def test_no_fewer_tokens_are_accepted_than_by_rejection(name, replacement):
         return total
 
     for seed in range(2):
-        rejection, traversal, held = (
-            accepted(verifier, Language(3, seed))
-            for verifier in (oracle.rejection, oracle.traversal, oracle.held_traversal)
-        )
-        assert rejection <= traversal
-        assert rejection <= held
+        verifiers = oracle.rejection, oracle.traversal, oracle.held_traversal
+        rejection, traversal, held = (accepted(verifier, Language(3, seed)) for verifier in verifiers)
+        assert rejection <= min(traversal, held)
         assert traversal <= held or name != "star"
-
-
-def test_a_chain_of_two_by_hand():
-    """P = (1/2, 1/2) everywhere. Q = (1, 0) gives the first child w = 1/2, and then the second one t = w / 2. From
-    l = 2 on S = 1/4 and r = (1 - w) + S = 3/4, so that n = 1/3 of the 3/4 that are left end at the first child.
-
-    With Q = (1/2, 1/2) at first, w is 1, and the second child has 1/2.
-    """
-    half, one, none = Fraction(1, 2), Fraction(1), Fraction(0)
-    for first, lengths in (((one, none), {0: half, 1: half / 2, 2: half / 2}), ((half, half), {1: half, 2: half})):
-        language = Language(2, 0)
-        even = {("target", context): (half, half) for context in ((), (0,), (0, 0))}
-        language._known = even | {("draft", ()): first, ("draft", (0,)): (one, none)}
-        found = dict.fromkeys(lengths, none)
-        for (path, _), chance in oracle.traversal(language, Drawn((-1, 0, 1), (-1, 0, 0), (0, 0, 0))).items():
-            found[len(path)] += chance
-        assert found == lengths
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-def test_all_nodes_may_be_accepted_and_equal_siblings_share_their_children(replacement):
-    """Siblings 1 and 2 both carry token 1; node 3 hangs below the second of them only."""
-    parents, tokens = torch.tensor([-1, 0, 0, 2]), torch.tensor([[0, 1, 1, 2]]).expand(200, -1)
-    logits = torch.randn(2, 1, 4, 3, generator=torch.Generator().manual_seed(1)).expand(2, 200, 4, 3)
-    verified = verify_tree(tokens, parents, *logits, method="traversal", replacement=replacement)
-    assert (verified.path[:, 1] == 2).any() == (verified.length == 2).any() == replacement

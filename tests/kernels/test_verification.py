@@ -8,14 +8,14 @@ from itertools import product
 import pytest
 import torch
 import verification_oracle as oracle
-from growths import GROWTHS, by_the_first_token
+from devices import DEVICE, run_on
 from verification_laws import check_decisions
-from verification_oracle import Drawn, Filtered, Language, drawn, static
+from verification_oracle import GROWTHS, Drawn, Filtered, Language, by_the_first_token, drawn, static
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
+from heavypath.kernels.verification import verify_tree
 from heavypath.kernels.verifying.rule import EITHER_DRAW
 
 PLAIN = Filters()
@@ -103,10 +103,9 @@ def test_a_child_that_its_draft_could_not_have_drawn_is_skipped(method, replacem
 def test_a_coin_of_zero_does_not_accept_an_impossible_child(method, monkeypatch):
     for module in ("verification", "verifying.traversal"):
         monkeypatch.setattr(f"heavypath.kernels.{module}.coins", lambda seed, row, rank: 0.0 * row)
+    tokens, parents = torch.tensor([[0, 0]]), torch.tensor([-1, 0])
     target = torch.tensor([-torch.inf, 0.0]).expand(1, 2, 2)
-    verified = verify_tree(
-        torch.tensor([[0, 0]]), torch.tensor([-1, 0]), target, torch.zeros(1, 2, 2), method=method, impl="torch"
-    )
+    verified = verify_tree(tokens, parents, target, torch.zeros(1, 2, 2), method=method, impl="torch")
     assert (verified.length.tolist(), verified.next_token.tolist()) == ([0], [1])
 
 
@@ -116,10 +115,15 @@ def test_remaining_draft_mass_does_not_cancel(method):
     draft = torch.tensor([0.0, -1000.0, -1000.0 + torch.log(torch.tensor(3.0))])
     target = torch.tensor([-torch.inf, 0.0, 0.0])
     tokens = torch.tensor([[0, 0, 1], [0, 0, 2]]).repeat(1000, 1)
-    logits = (row.expand(2000, 3, 3) for row in (target, draft))
-    accepted = verify_tree(tokens, torch.tensor([-1, 0, 0]), *logits, method=method).length.double()
+    given = tokens, torch.tensor([-1, 0, 0]), *(row.expand(2000, 3, 3) for row in (target, draft))
+    verified = verify_tree(*given, method=method)
+    accepted = verified.length.double()
     assert accepted[::2].mean() == 1
     assert accepted[1::2].mean() == pytest.approx(2 / 3, abs=5 * 0.5 / 1000**0.5)
+    if method == "without_replacement":
+        few = (each if each.dim() == 1 else each[:4] for each in given)
+        by_kernel = run_on(DEVICE, verify_tree, *few, method=method, impl="triton")
+        assert torch.equal(by_kernel.length, verified.length[:4])
 
 
 @pytest.mark.parametrize("method", ["traversal", "held_traversal"])
@@ -132,7 +136,7 @@ def test_weights_that_shrink_below_every_number_are_0(method):
         assert (verified.length.tolist(), verified.next_token.tolist()) == ([0], [0])
 
 
-@pytest.mark.parametrize("temperature", [1e-8, 1e-37, 1e-42, 5e-324])
+@pytest.mark.parametrize("temperature", [1e-8, 1e-42, 5e-324])
 @pytest.mark.parametrize("method", ["without_replacement", "with_replacement", "kseq", "race", "target_sample"])
 def test_a_tiny_temperature_is_the_argmax(method, temperature):
     """The child is the draft's argmax, which the target accepts after node 0 only."""
@@ -142,47 +146,6 @@ def test_a_tiny_temperature_is_the_argmax(method, temperature):
     verified = verify_tree(tokens, parents, target_logits, draft_logits, method=method, temperature=temperature)
     assert verified.path.tolist() == [[0, 1, -1]]
     assert verified.next_token.tolist() == [1]
-
-
-def test_greedy_follows_the_argmax_through_the_tree():
-    #        0 (root)
-    #       / \
-    #      1   4       tokens 5, 6; below 1: tokens 7, 8
-    #     / \
-    #    2   3
-    tokens, parents = torch.tensor([[9, 5, 7, 8, 6]] * 2), torch.tensor([-1, 0, 1, 1, 0])
-    logits = torch.zeros(2, 5, 10)
-    logits[:, 0, 5] = logits[:, 1, 8] = logits[:, 3, 2] = logits[:, 4, 1] = 1
-    logits[1, 0, 6] = 2
-    verified = verify_tree(tokens, parents, logits, None, method="greedy", temperature=0)
-    assert verified.path.tolist() == [[0, 1, 3], [0, 4, -1]]
-    assert (verified.length.tolist(), verified.next_token.tolist()) == ([2, 1], [2, 1])
-
-
-def test_children_of_all_equal_siblings_are_candidates():
-    """Siblings 1 and 3 both carry token 1; the next token, 2, hangs below the second of them only."""
-    tokens, parents = torch.tensor([[0, 1, 0, 1, 2]]), torch.tensor([-1, 0, 1, 0, 3])
-    target = torch.full((1, 5, 3), -50.0)
-    target[0, 0, 1] = target[0, 1, 2] = target[0, 3, 2] = target[0, 4, 0] = 50
-    verified = verify_tree(tokens, parents, target, None, method="target_sample")
-    assert verified.path.tolist() == [[0, 3, 4]]
-    assert verified.next_token.tolist() == [0]
-
-
-@pytest.mark.parametrize("method", VERIFICATION_METHODS)
-def test_results_do_not_depend_on_the_batch(method):
-    generator = torch.Generator().manual_seed(0)
-    batch, nodes, vocab = 16, 7, 5
-    parents = torch.tensor([-1, 0, 1, 1, 0, 4, 4])
-    tokens = torch.randint(0, vocab, (batch, nodes), generator=generator)
-    tokens[:, 4] = (tokens[:, 1] + 1) % vocab
-    target, draft = torch.randn(2, batch, nodes, vocab, generator=generator)
-    rows = torch.arange(batch * nodes).view(batch, nodes)
-    whole = verify_tree(tokens, parents, target, draft, method=method, rows=rows)
-    for b in (0, 5, 15):
-        one = slice(b, b + 1)
-        alone = verify_tree(tokens[one], parents, target[one], draft[one], method=method, rows=rows[one])
-        assert all(torch.equal(field[0], whole_field[b]) for field, whole_field in zip(alone, whole, strict=True))
 
 
 def test_siblings_are_ordered_by_index_where_no_ranks_are_given():
@@ -229,26 +192,21 @@ ELSEWHERE = torch.zeros(1, 3, dtype=torch.long, device="meta")
 @pytest.mark.parametrize(("change", "message"), [
     ({"method": "typical"}, "method must be one of without_replacement, .* got 'typical'"),
     ({"replacement": True}, "is for method 'held' or .*'with_replacement' says .* got replacement=True"),
-    ({"temperature": -1.0}, "temperature must be .* got -1.0"),
     ({"temperature": 0.0}, "temperature 0 needs method 'greedy'"),
     ({"method": "kseq", "draft_temperature": 0.0}, "'kseq' needs draft_temperature > 0: .*; got 0"),
-    ({"top_k": -2}, "top_k must be .* got -2"),
     ({"top_p": 0.0}, r"top_p must be .*\(0, 1\], got 0.0"),
     ({"draft_top_p": 1.5}, "draft_top_p must be .* got 1.5"),
-    ({"min_p": -0.5}, "min_p must be .* got -0.5"),
     ({"impl": "cuda"}, "impl .* got 'cuda'"),
     ({"impl": "native"}, "native"),
     ({"impl": "triton", "target_logits": torch.zeros(1, 3, 3).double()}, "takes fp32, fp16 or bf16 target_logits, got"),
     ({"tokens": torch.tensor([0, 1])}, r"tokens must be a LongTensor \[B, N\] with N >= 1, got torch.int64 \[2\]"),
     ({"tokens": torch.tensor([[0, 3, 1]])}, r"tokens must be in \[-1, 3\)"),
     ({"parents": torch.tensor([0, 0, 0])}, "parents must hold -1 at node 0"),
-    ({"parents": torch.tensor([-1, 1, 0])}, "parents must hold"),
     ({"parents": torch.tensor([-1, 0])}, r"parents must be a LongTensor \[3\] or \[1, 3\]"),
     ({"target_logits": torch.zeros(1, 2, 3)}, r"target_logits must be floating point \[1, 3, V\]"),
     ({"draft_logits": None}, "'with_replacement' needs draft_logits"),
     ({"draft_logits": torch.zeros(1, 3, 4)}, r"target_logits' shape \[1, 3, 3\], got \[1, 3, 4\]"),
     ({"ranks": torch.tensor([0, 1, 3])}, r"ranks must differ among siblings and be in \[0, 3\)"),
-    ({"ranks": torch.tensor([0, 0, -1])}, "ranks must differ"),
     ({"ranks": torch.tensor([0, 1, 1])}, "ranks must differ among siblings"),
     ({"rows": torch.tensor([[0, 1, -1]])}, "rows must be at least 0, got -1"),
     ({"rows": torch.zeros(3, dtype=torch.long)}, r"rows must be a LongTensor \[1, 3\]"),
@@ -258,10 +216,8 @@ ELSEWHERE = torch.zeros(1, 3, dtype=torch.long, device="meta")
     (LAWS | {"method": "without_replacement"}, "laws are for method 'with_replacement' .* 'without_replacement'"),
     (LAWS | {"draft_temperature": 0.0}, "draft_temperature > 0; got .* draft_temperature 0; leave laws out"),
     (LAWS | {"laws": torch.tensor([0, 0, 4])}, r"laws must be in \[0, 4\), got 0 .. 4"),
-    (LAWS | {"laws": torch.tensor([0, -1, 3])}, r"laws must be in \[0, 4\), got -1 .. 3"),
     (LAWS | {"laws": torch.tensor([0, 3])}, r"laws must be a LongTensor \[3\] or \[1, 3\], got .* \[2\]"),
     (LAWS | {"draft_logits": torch.zeros(1, 2, 3)}, r"\[1, M, 3\] with M >= 3, got torch.float32 \[1, 2, 3\]"),
-    (LAWS | {"draft_logits": torch.zeros(1, 4, 2)}, r"floating point \[1, M, 3\] with M >= 3"),
     (LAWS | {"laws": None}, r"draft_logits must be floating point \[1, 3, V\]"),
 ])  # fmt: skip
 def test_bad_input_is_refused_with_what_was_given_and_expected(change, message):
@@ -294,13 +250,6 @@ def test_the_compiler_looks_around_what_it_cannot_compile(name):
     compiled = torch.compile(doubled, backend=backend)(name, "auto", *logits)
     assert torch.equal(compiled, doubled(name, "auto", *logits))
     assert [node for graph in graphs for node in graph if node != "mul"] == ["add"]
-
-
-@pytest.mark.slow
-def test_inductor_compiles_what_is_around():
-    torch.compiler.reset()
-    logits = torch.randn(2, 2, 4, 7, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(torch.compile(doubled)("traversal", "torch", *logits), doubled("traversal", "torch", *logits))
 
 
 def test_a_whole_graph_says_what_breaks_it():

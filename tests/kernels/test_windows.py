@@ -10,7 +10,6 @@ from devices import PLACES, run_on
 from families import EXPERTS, tiny
 from tiny_models import assert_same_text, tiny_llama
 
-from heavypath.kernels.attention.masks import narrowed, pack_ancestors
 from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.models.forward import TreeMask
@@ -34,15 +33,6 @@ def test_rows_before_every_window_are_not_read(impl):
     expected = run_on(PLACES[impl], clean, query, key, value, 0.25)
     key[:, :, :untouched] = value[:, :, :untouched] = torch.nan
     assert torch.equal(run_on(PLACES[impl], clean, query, key, value, 0.25), expected)
-
-
-def test_a_narrowed_mask_by_hand():
-    mask = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]]).bool()
-    assert narrowed(mask, 1).int().tolist() == [[1, 0, 0, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]
-    assert narrowed(mask, 2).int().tolist() == [[1, 0, 0, 0, 0], [0, 1, 0, 1, 0], [0, 0, 1, 0, 1], [0, 0, 0, 0, 0]]
-    assert torch.equal(narrowed(mask, 3), mask)
-    assert torch.equal(narrowed(narrowed(mask, 2), 2), narrowed(mask, 2))
-    assert pack_ancestors(mask, 2).counts.tolist() == [1, 2, 2, 0]
 
 
 def test_layers_with_one_window_share_one_mask_and_a_wide_window_is_none():
@@ -80,25 +70,22 @@ def greedy(model, **changes):
     return model.generate(PROMPTS, attention_mask=PADDING, **options)
 
 
-@pytest.mark.parametrize(("kind", "method"), [
-    ("cohere2", "dyspec"), ("qwen3", "sequoia"),
-    *(pytest.param(kind, method, marks=slow) for kind in FAMILIES for method in ("sequoia", "dyspec", "specinfer")),
+@pytest.mark.parametrize(("kind", "method", "attention"), [
+    ("cohere2", "dyspec", "eager"), ("qwen3", "sequoia", "sdpa"), ("olmo3", "dyspec", "heavypath"),
+    ("mixtral", "dyspec", "heavypath"),
+    *(pytest.param(kind, method, "sdpa", marks=slow)
+      for kind in FAMILIES for method in ("sequoia", "dyspec", "specinfer")),
 ])  # fmt: skip
-def test_greedy_text_of_three_windows_is_that_of_transformers_generate(kind, method):
+def test_greedy_text_of_three_windows_is_that_of_transformers_generate(kind, method, attention):
+    """Which depends on the window."""
     model, unlike = windowed(kind), tiny_llama(5, vocab_size=61)
     expected = greedy(model)
+    assert not any(torch.equal(greedy(windowed(kind, other)), expected) for other in (WINDOW + 1, 64))
+    model.set_attn_implementation(attention)
     for draft in (unlike, model):
         out = SpeculativeDecoder(model, draft, method, tree_size=5).generate(PROMPTS, 16, attention_mask=PADDING)
         assert_same_text(model, out.sequences, expected)
     assert method == "specinfer" or out.stats.acceptance_by_rank[0] == 1
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "gemma3_text" else slow) for kind in FAMILIES])
-def test_these_texts_depend_on_the_window(kind):
-    """Otherwise the test above would show nothing."""
-    expected = greedy(windowed(kind))
-    assert not torch.equal(greedy(windowed(kind, WINDOW + 1)), expected)
-    assert not torch.equal(greedy(windowed(kind, 64)), expected)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
@@ -112,28 +99,15 @@ def test_a_window_may_be_smaller_than_the_tree_is_deep(kind, window):
         assert out.stats.acceptance_by_rank[0] == 1
 
 
-@pytest.mark.parametrize(("kind", "attention"), [
-    ("cohere2", "eager"), ("olmo3", "heavypath"), ("mixtral", "sdpa"), ("mixtral", "heavypath"),
-])  # fmt: skip
-def test_windows_under_every_attention(kind, attention):
-    model = windowed(kind)
-    expected = greedy(model)
-    model.set_attn_implementation(attention)
-    out = SpeculativeDecoder(model, model, "dyspec", tree_size=5).generate(PROMPTS, 16, attention_mask=PADDING)
-    assert_same_text(model, out.sequences, expected)
-
-
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("cohere2", marks=slow)])
-def test_windows_through_the_kernel(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "attention"), [("qwen3", "sdpa"), pytest.param("cohere2", "heavypath", marks=slow)])
+def test_windows_through_the_kernel(kind, attention, monkeypatch):
     """A growing tree, of which a part asks, and a finished one; two kinds of layers."""
-    attention = "sdpa" if kind == "qwen3" else "heavypath"
     model = windowed(kind, 4, head_dim=16, hidden_size=64, attn_implementation=attention)
     decoder = SpeculativeDecoder(model, model, "dyspec", tree_size=4, max_depth=3, width=2)
     expected = decoder.generate(PROMPTS, 5, attention_mask=PADDING).sequences
-    monkeypatch.setattr(
-        "heavypath.speculative.models.forward.prepared_attention", partial(prepared_attention, impl="triton")
-    )
+    by_kernel = partial(prepared_attention, impl="triton")
+    monkeypatch.setattr("heavypath.speculative.models.forward.prepared_attention", by_kernel)
     assert torch.equal(decoder.generate(PROMPTS, 5, attention_mask=PADDING).sequences, expected)
 
 

@@ -81,7 +81,7 @@ def test_a_mutant_is_found_and_an_equivalent_one_survives(tmp_path: Path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_clamping.py").write_text(TESTS)
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    runner = Runner(tmp_path, {"tiny_package": tmp_path / "code"}, tmp_path, jobs=2, environment=alone)
+    runner = Runner(tmp_path, {"tiny_package": tmp_path / "code"}, jobs=2, environment=alone)
     [(_, tests)] = runner.measured(["test_clamping.py"])
     assert "code/clamping.py clamped" in tests[0].reached
     assert "code/clamping.py unused" not in tests[0].reached

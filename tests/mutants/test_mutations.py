@@ -7,6 +7,7 @@ order, `<=` for `<`. `make mutants` puts in many more, which the tests of each k
 
 import ast
 import inspect
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding import drafting, step
 from heavypath.speculative.models.caches import KeyValueCache
 
+BINARY = TokenTree.k_ary(2, 2)
 verify_tree, gumbels, coins = verification.verify_tree, verification.gumbels, verification.coins
 
 
@@ -91,30 +93,31 @@ BUGS = {  # what is put where, as arguments of `decode` or by name into modules;
 }  # fmt: skip
 
 
+@lru_cache
+def p_value(**options):
+    language = ToyLanguage(3, seed=7, spread=1.4)
+    text = decode(language, sequences=12_000, length=2, **options)
+    return chi_square_p_value(joint_counts(text, 3), language.law(Filters(), 2))
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(bug, monkeypatch):
-    language = ToyLanguage(3, seed=7, spread=1.4)
     arguments, patches = BUGS[bug]
-    settings = {"tree": TokenTree.k_ary(2, 2), "method": "without_replacement"} | arguments
+    settings = {"tree": BINARY, "method": "without_replacement"} | arguments
     code = {name: settings.pop(name) for name in ("stale", "verify_tree") if name in settings}
-
-    def p_value(**wrong):
-        text = decode(language, sequences=12_000, length=2, **settings, **wrong)
-        return chi_square_p_value(joint_counts(text, 3), language.law(Filters(), 2))
-
-    assert p_value() > SIGNIFICANCE
+    assert p_value(**settings) > SIGNIFICANCE
     for name, value in patches.items():
         monkeypatch.setattr(f"heavypath.kernels.{name}", value)
-    assert p_value(**code) < SIGNIFICANCE
+    assert p_value.__wrapped__(**settings, **code) < SIGNIFICANCE
 
 
 def test_a_race_with_noise_of_its_own_is_found(monkeypatch):
     """It is still a sample of the target, but not the one that plain decoding takes."""
     language, settings = ToyLanguage(3, seed=5, spread=2.0), {"method": "race", "sequences": 500}
-    plain, tree = decode(language, TokenTree([-1]), **settings), TokenTree.k_ary(2, 2)
-    assert torch.equal(decode(language, tree, **settings), plain)
+    plain = decode(language, TokenTree([-1]), **settings)
+    assert torch.equal(decode(language, BINARY, **settings), plain)
     monkeypatch.setattr(verification, "gumbels", noise_of(Stream.TARGET))
-    assert not torch.equal(decode(language, tree, **settings), plain)
+    assert not torch.equal(decode(language, BINARY, **settings), plain)
 
 
 def test_accepting_at_equality_is_found():

@@ -11,7 +11,7 @@ from profile_cases import greedy_counts, profile_of
 from rich.console import Console
 from tiny_models import tiny_llama
 
-from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, TokenTree
+from heavypath.speculative import PromptLookup, SpeculativeDecoder, TokenTree
 from heavypath.speculative.comparison import ASSISTED, PLAIN, Row, as_table, compare, headline
 from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.examples.own_verifier import sample_the_target
@@ -21,9 +21,9 @@ from heavypath.speculative.ratio_plot import plot_ratios
 PROMPTS = [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5, 9, 2]])]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pair():
-    return [tiny_llama(seed, vocab_size=11, layers=1, num_key_value_heads=2) for seed in (0, 1)]
+    return [tiny_llama(seed, vocab_size=11, layers=1) for seed in (0, 1)]
 
 
 def verdicts(rows):
@@ -43,7 +43,7 @@ def last_token_changed(monkeypatch, change):
 
 
 def test_plain_decoding_takes_one_forward_per_token_and_is_the_reference(pair):
-    rows = compare(*pair, PROMPTS, max_new_tokens=8)
+    rows = compare(*pair, PROMPTS, methods=["autoregressive", "sequoia", "dyspec", "ersd"], max_new_tokens=8)
     plain = rows[0]
     assert (plain.method, plain.text, plain.ratio, plain.ratio_range) == (PLAIN, "reference", 1.0, (1.0, 1.0))
     assert all(row.tokens_per_forward == 1 for row in rows if row.method in (PLAIN, "autoregressive"))
@@ -51,8 +51,8 @@ def test_plain_decoding_takes_one_forward_per_token_and_is_the_reference(pair):
     assert all(row.ratio_range[0] <= row.ratio <= row.ratio_range[1] for row in rows)
 
 
-def test_another_token_counts_as_a_difference_and_one_of_the_same_logit_as_a_tie(monkeypatch):
-    target, draft = (tiny_llama(seed, vocab_size=11, layers=1) for seed in (0, 1))
+def test_another_token_counts_as_a_difference_and_one_of_the_same_logit_as_a_tie(pair, monkeypatch):
+    target, draft = pair
     with monkeypatch.context() as patched:
         last_token_changed(patched, lambda token: (token + 1) % 11)
         row = compare(target, draft, PROMPTS, methods=["sequoia"], max_new_tokens=8)[-1]
@@ -69,7 +69,8 @@ def test_sampled_races_are_held_to_the_plain_text_and_the_rest_to_no_text(pair, 
     methods = ["autoregressive", "chain", "ersd"]
     options = {"methods": methods, "max_new_tokens": 8, "temperature": 1.0, "seed": 5}
     expected = {"autoregressive": "reference", "chain": "same law", "ersd": "equal"}
-    assert verdicts(compare(*pair, PROMPTS, **options)) == {PLAIN: "same law", ASSISTED: "same law", **expected}
+    expected |= dict.fromkeys([PLAIN, ASSISTED], "same law")
+    assert verdicts(compare(*pair, PROMPTS, **options)) == expected
     steps = iter(range(100))
     last_token_changed(monkeypatch, lambda token: (token + next(steps)) % 11)
     assert verdicts(compare(*pair, PROMPTS, **options))["ersd"] == "differs"
@@ -81,10 +82,8 @@ def test_several_drafts_are_combined_with_each_method_and_ready_decoders_are_tak
     named = {"small": draft, "lookup": PromptLookup(), "same": target, "wide": wide}
     options = {"methods": ["chain", "autoregressive", "top-k"], "max_new_tokens": 9}
     rows = {row.method: row for row in compare(target, named, PROMPTS, **options)}
-    assert [*rows] == [
-        PLAIN, f"{ASSISTED}, small", f"{ASSISTED}, same", "chain, small", "chain, lookup", "chain, same",
-        "autoregressive", "top-k, small", "top-k, lookup", "top-k, same", "wide",
-    ]  # fmt: skip
+    chains, stars = ([f"{method}, {draft}" for draft in ("small", "lookup", "same")] for method in ("chain", "top-k"))
+    assert [*rows] == [PLAIN, f"{ASSISTED}, small", f"{ASSISTED}, same", *chains, "autoregressive", *stars, "wide"]
     assert all(row.text in ("equal", "reference") for row in rows.values())
     assert rows["chain, same"].tokens_per_forward == 9 / 2  # twice 4 and the bonus token, less 1
 
@@ -125,7 +124,6 @@ def test_prompts_may_be_texts_files_and_tokens(demo_pair, tmp_path):
     ([], ValueError, "at least one prompt, got none"),
     (["text"], ValueError, "prompts that are texts need the tokenizer"),
     ([torch.tensor([1, 2])], ValueError, r"a prompt must be a LongTensor \[1, T\], got torch.int64 \[2\]"),
-    ([torch.ones(1, 2)], ValueError, r"a prompt must be a LongTensor \[1, T\], got torch.float32"),
     ([[1, 2]], TypeError, r"a prompt must be a text, a Path .*, got list"),
 ])  # fmt: skip
 def test_what_is_no_prompt_is_refused(prompts, error, message, pair):
@@ -149,7 +147,6 @@ def test_files_that_hold_no_prompts_are_refused(name, content, message, tmp_path
     (lambda target, draft: {"d": draft, "chain, d": SpeculativeDecoder(target, draft)}, "ways .* called 'chain, d'"),
     (lambda target, draft: {"mine": SpeculativeDecoder(draft, target)}, "the decoder 'mine' decodes another target"),
     (lambda target, draft: {"mine": SpeculativeDecoder(target, draft, "ersd")}, r"'ersd' \(mine\) is compared with"),
-    (lambda target, draft: EarlyExit(1), "an early exit must leave"),
 ])  # fmt: skip
 def test_decoders_that_cannot_be_compared_are_refused(make, message, pair):
     with pytest.raises(ValueError, match=message):
@@ -176,17 +173,13 @@ def test_ratios_are_paired_with_their_median_and_quartiles(pair, monkeypatch):
     assert (ours.tokens_per_second, theirs.tokens_per_second) == (4, 20 / 31)
 
 
-def test_a_plot_has_a_bar_from_quartile_to_quartile_for_each_way(tmp_path):
+def test_a_plot_has_a_bar_from_quartile_to_quartile_for_each_way(tmp_path, monkeypatch):
     rows = [Row(PLAIN, 1, 1, 1, (1, 1), "reference", None, (1, 1), (1, 1))]
     rows += [Row(name, 2, 2, 2, (1, 4), "equal", None, (1.5, 3), (1, 1.5, 2, 3, 4)) for name in ("chain", "ersd")]
     plot_ratios(rows, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
-    assert "<!-- chain -->" in drawn
-    assert "<!-- ersd -->" in drawn
+    assert all(f"<!-- {name} -->" in drawn for name in ("chain", "ersd"))
     assert drawn.count("fill: #2b6cb8") == 2
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"a plot needs matplotlib: pip install heavypath\[figures\]"):
         plot_ratios([], tmp_path / "plot.png")

@@ -78,7 +78,7 @@ def test_what_is_recorded_is_about_what_the_prompts_have(demo_pair, head):
     target, draft, tokenizer = demo_pair
     student, teacher, parts = student_of_head(head, target), Teacher(target, head.config.taps), Parts(2, "", print)
     acceptance, overlaps, positions = torch.zeros(8, dtype=torch.float64), torch.zeros(5), 0
-    for prompt in demo_prompts():
+    for prompt in demo_prompts()[::2]:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         acceptance += ids.numel() * measure_acceptance(target, draft, ids, temperature=1.0)
         overlaps += ids.numel() * measure_agreement(student, teacher, ids, 5, parts)[0]

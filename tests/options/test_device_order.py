@@ -6,13 +6,13 @@ the same time. Each wait is proved to be needed by what is found without it.
 
 import random
 import weakref
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from cuda_order import Entry, RaceError, check, observe, played, slot_of, unneeded
+from cuda_order import HOST, RaceError, check, observe, played, slot_of, unneeded
 from in_time import in_time
 from safetensors.torch import save_file
 from tiny_models import tiny_llama
@@ -72,15 +72,26 @@ def step(order, stream, layers=None, ahead=True):
             compute(stream, range(stream.layers) if layers is None else layers)
 
 
-@contextmanager
-def elsewhere(order):
-    """Another stream than the first one."""
-    with order.on(order.new_stream()):
-        yield
+def captured(order, work):
+    """The graph of what a function launches."""
+    with order.capture(order.new_stream()) as graph:
+        work()
+    return graph
+
+
+def replay(order, graph, *streams):
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(stream.replay())
+        order.replay(graph)
+
+
+def without_the_hosts_waits(order):
+    return [entry for entry in order.entries if (entry.stream, entry.kind) != (HOST, "wait")]
 
 
 def assert_right(order):
-    check(order.entries)
+    """Nothing is wrong, and without any of the waits something would be."""
     assert not unneeded(order.entries)
 
 
@@ -105,8 +116,9 @@ def test_copies_run_beside_the_layers_before_them(order):
     works = [(number, entry) for number, entry in enumerate(order.entries) if entry.kind == "launch"]
     copy_of = {entry.reads[0][1]: number for number, entry in works if entry.reads and entry.writes}
     compute_of = {entry.reads[0][1]: number for number, entry in works if entry.reads and not entry.writes}
-    draft, entry = next((number, entry) for number, entry in works if number > copy_of[0] and not entry.reads)
-    assert not [one for one in check(order.entries) if one < draft and order.entries[one].stream == entry.stream]
+    draft = next(number for number, entry in works if number > copy_of[0] and not entry.reads)
+    waits = [number for number in check(order.entries) if order.entries[number].stream == order.entries[draft].stream]
+    assert draft < min(waits)
     for layer in range(2, 6):
         assert compute_of[layer - 2] < copy_of[layer] < compute_of[layer - 1]
 
@@ -131,15 +143,13 @@ def test_whatever_passes_do_and_however_they_end_the_next_one_is_in_order(order,
             if draw.random() < 0.8:
                 stream.release(layer)
 
-    with order.capture(order.new_stream()) as graph:
-        step(order, stream)
+    graph = captured(order, lambda: step(order, stream))
     stream.copy, chance = fail, 0.1
     for _ in range(12):
         what = draw.choice(["pass", "call", "replay"])
-        with suppress(InterruptionError), elsewhere(order) if draw.random() < 0.3 else nullcontext():
+        with suppress(InterruptionError), order.on(order.new_stream()) if draw.random() < 0.3 else nullcontext():
             if what == "replay":
-                with stream.replay():
-                    order.replay(graph)
+                replay(order, graph, stream)
             elif what == "pass":
                 with stream.one_pass(ahead=draw.random() < 0.5):
                     call()
@@ -160,12 +170,10 @@ def test_whatever_passes_do_and_however_they_end_the_next_one_is_in_order(order,
 def test_a_pass_forks_and_joins_within_a_graph(order):
     stream = in_memory(order, 5)
     step(order, stream)  # the step before, as it comes
-    with order.capture(order.new_stream()) as graph:
-        step(order, stream)
+    graph = captured(order, lambda: step(order, stream))
     for replays in (3, 1):
         for _ in range(replays):
-            with stream.replay():
-                order.replay(graph)
+            replay(order, graph, stream)
         step(order, stream)
     assert_right(order)
     assert stream.counts().untimed == 4 * sum(-(-4 * (100 + layer) // 256) * 256 for layer in range(5))
@@ -182,11 +190,9 @@ def test_a_streamed_draft_forks_and_joins_beside_its_target(order):
             compute(stream, range(5))
 
     both()
-    with order.capture(order.new_stream()) as graph:
-        both()
+    graph = captured(order, both)
     for _ in range(2):
-        with stream.replay(), draft.replay():
-            order.replay(graph)
+        replay(order, graph, stream, draft)
     assert_right(order)
 
 
@@ -197,22 +203,19 @@ def test_a_capture_that_fails_is_joined_and_the_next_one_is_right(order):
             compute(stream, range(last))
             if last < 5:
                 raise InterruptionError
-    with stream.replay():
-        order.replay(graph)
+    replay(order, graph, stream)
     check(order.entries)
 
 
 def test_threads_on_streams_of_their_own_take_turns_on_the_gpu(order):
     stream = in_memory(order, 5)
-    with order.capture(order.new_stream()) as graph:
-        step(order, stream)
+    graph = captured(order, lambda: step(order, stream))
 
     def decode():
-        with elsewhere(order):
+        with order.on(order.new_stream()):
             for _ in range(3):
                 step(order, stream)
-                with stream.replay():
-                    order.replay(graph)
+                replay(order, graph, stream)
                 stream.enter()
                 compute(stream, range(5))
                 stream.leave()
@@ -236,25 +239,14 @@ def test_places_in_the_hosts_memory_are_filled_behind_the_copies_from_there(orde
     step(order, stream)
     stream.close()
     check(order.entries)
-
-
-def test_without_the_hosts_waits_its_places_would_be_filled_too_soon(order, tmp_path):
-    stream = in_files(order, tmp_path, 6)
-    for _ in range(2):
-        step(order, stream)
-    stream.close()
-    check(order.entries)
     with pytest.raises(RaceError, match="host writes layer any into"):
-        check([entry for entry in order.entries if entry.kind != "synchronize"])
+        check(without_the_hosts_waits(order))
 
 
 def test_layers_in_files_that_all_stay_are_as_those_in_memory(order, tmp_path):
     stream = in_files(order, tmp_path, 5, range(5))
     assert stream.is_fixed
-    with order.capture(order.new_stream()) as graph:
-        step(order, stream)
-    with stream.replay():
-        order.replay(graph)
+    replay(order, captured(order, lambda: step(order, stream)), stream)
     check(order.entries)
 
 
@@ -265,14 +257,12 @@ def test_closing_waits_for_what_was_launched_and_frees_pinned_memory(order):
     stream = in_memory(order, 4)
     parameter = torch.nn.Parameter(stream.tensors(2)["w"], requires_grad=False)
     stream.parameter(parameter)
-    with order.capture(order.new_stream()) as graph:
-        step(order, stream)
-    with stream.replay():
-        order.replay(graph)
+    graph = captured(order, lambda: step(order, stream))
+    replay(order, graph, stream)
     assert len(order.pinned) == 4
-    stream.close()
-    stream.close()
-    assert not order.pinned
+    for _ in range(2):
+        stream.close()
+        assert not order.pinned
     assert parameter.numel() == 0
     assert_right(order)
     for use in (stream.replay, stream.one_pass):
@@ -288,7 +278,7 @@ def test_a_stream_that_is_forgotten_is_waited_for_before_its_memory_goes(order):
     assert not order.pinned
     check(order.entries)
     with pytest.raises(RaceError, match="pinned"):
-        check([entry for entry in order.entries if entry.kind != "synchronize"])
+        check(without_the_hosts_waits(order))
 
 
 def test_a_layer_outside_of_a_pass_and_weights_that_are_no_numbers_are_errors(order):
@@ -334,7 +324,7 @@ def test_a_model_decodes_and_generates_in_order_and_writes_its_own_text(order, p
         assert torch.equal(texts[0].sequences, texts[1].sequences)
         assert texts[1].stats.streaming.bytes_read > 0
     assert torch.equal(*(model.generate(IDS, max_new_tokens=4, do_sample=False) for model in pair[:2]))
-    assert not [entry for entry in unneeded(order.entries) if entry.kind == "wait"]
+    assert not [entry for entry in unneeded(order.entries) if entry.stream != HOST]
 
 
 def test_a_call_that_an_exception_ends_leaves_the_next_one_right(order, pair):
@@ -346,8 +336,7 @@ def test_a_call_that_an_exception_ends_leaves_the_next_one_right(order, pair):
     with pytest.raises(InterruptionError):
         streamed(IDS)
     hook.remove()
-    (logits,) = in_time(lambda: streamed(IDS).logits)
-    assert torch.equal(logits, target(IDS).logits)
+    assert torch.equal(in_time(lambda: streamed(IDS).logits)[0], target(IDS).logits)
     check(order.entries)
 
 
@@ -404,44 +393,44 @@ def test_several_gpus_are_refused_and_so_is_a_cpu_beside_itself():
 # The checker itself
 
 
-def entries(*kinds):
-    """A short writing: ("launch", stream, reads, writes), ("record" | "wait", stream, mark)."""
-    return [
-        Entry(kind, stream, reads=rest[0], writes=rest[1]) if kind == "launch" else Entry(kind, stream, mark=rest[0])
-        for kind, stream, *rest in kinds
-    ]
+def write(order, stream, layer=1):
+    with order.on(stream):
+        order.launch(writes=[("slot", layer)])
 
 
-SLOT = ("slot", 1)
-
-
-def test_the_checker_finds_each_kind_of_race():
-    write, read = ("launch", "a", (), ((SLOT, 1),)), ("launch", "b", ((SLOT, 1),), ())
-    check(entries(write, ("record", "a", 1), ("wait", "b", 1), read))
-    with pytest.raises(RaceError, match="b reads"):
-        check(entries(write, read))
-    with pytest.raises(RaceError, match="b reads"):
-        check(entries(("record", "a", 1), write, ("wait", "b", 1), read))  # recorded too soon
-    again = ("launch", "a", (), ((SLOT, 2),))
-    with pytest.raises(RaceError, match="a writes"):
-        check(entries(write, ("record", "a", 1), ("wait", "b", 1), read, again))
-    with pytest.raises(RaceError, match="which has layer 2"):
-        check(entries(write, again, ("record", "a", 1), ("wait", "b", 1), read))
+def test_the_checker_finds_each_kind_of_race(order):
+    one, other = order.new_stream(), order.new_stream()
+    write(order, one)
+    other.wait_stream(one)
+    with order.on(other):
+        order.launch([("slot", 1)])
+    written, record, wait, read = order.entries
+    check(order.entries)
+    write(order, one, 2)
+    again = order.entries.pop()
+    for wrong, message in (
+        ([written, read], f"{other.name} reads"),
+        ([record, written, wait, read], f"{other.name} reads"),  # recorded too soon
+        ([written, record, wait, read, again], f"{one.name} writes"),
+        ([written, again, record, wait, read], "which has layer 2"),
+    ):
+        with pytest.raises(RaceError, match=message):
+            check(wrong)
 
 
 def test_the_checker_knows_what_a_capture_forbids(order):
     first, other = order.new_stream(), order.new_stream()
     before = first.record_event()
-    for graph, work in enumerate((
-        lambda: first.wait_event(before),
-        lambda: before.synchronize(),
-        lambda: other.wait_stream(first) or launched(order, other),
-        lambda: launched(order, other),
-    )):  # fmt: skip
+    for error, work in {
+        "905": lambda: first.wait_event(before),
+        "900": before.synchronize,
+        "904": lambda: other.wait_stream(first) or write(order, other),
+        "no part of the capture": lambda: write(order, other),
+    }.items():
         del order.entries[1:]
         with order.capture(first):
             work()
-        with pytest.raises(RaceError, match=("905", "900", "904", "no part of the capture")[graph]):
+        with pytest.raises(RaceError, match=error):
             check(order.entries)
     del order.entries[1:]
     with order.capture(first):
@@ -449,8 +438,3 @@ def test_the_checker_knows_what_a_capture_forbids(order):
     first.wait_event(inside)
     with pytest.raises(RaceError, match="907"):
         check(order.entries)
-
-
-def launched(order, stream):
-    with order.on(stream):
-        order.launch()

@@ -62,7 +62,9 @@ def ids():
 def text_of(target, draft, ids, method="ersd", temperature=0.6, **options):
     shape = {} if method == "autoregressive" else {"tree_size": TREE}
     decoder = SpeculativeDecoder(target, None if method == "autoregressive" else draft, method, **shape, **options)
-    out = decoder.generate(ids, NEW, temperature=temperature, seed=3, eos_token_id=None)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = len(ids) == 1  # of two prompts the first is padded
+    out = decoder.generate(ids, NEW, attention_mask=mask, temperature=temperature, seed=3, eos_token_id=None)
     assert not decoder.runner.cuda_graphs or len(decoder.runner.idle.graphs) > 0
     return out
 
@@ -71,17 +73,11 @@ def text_of(target, draft, ids, method="ersd", temperature=0.6, **options):
     ("method", "temperature"), [("autoregressive", 0), ("sequoia", 0), ("sequoia", 0.6), ("ersd", 0.6), ("dyspec", 0.6)]
 )
 def test_a_streamed_target_writes_the_text_of_the_one_on_the_gpu(pair, shared, ids, method, temperature):
-    texts = [text_of(target, pair[1], ids[:1], method, temperature) for target in (pair[0], shared)]
+    """By ersd those of a batch."""
+    ids = ids if method == "ersd" else ids[:1]
+    texts = [text_of(target, pair[1], ids, method, temperature) for target in (pair[0], shared)]
     assert_alike(*texts)
     assert texts[1].stats.streaming.untimed > 0, "steps were graphs"
-
-
-def test_a_batch_has_the_texts_of_the_target_on_the_gpu(pair, shared, ids):
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    given = {"attention_mask": mask, "temperature": 0.6, "seed": 2, "eos_token_id": None}
-    decoders = [SpeculativeDecoder(each, pair[1], "ersd", tree_size=TREE) for each in (pair[0], shared)]
-    assert_alike(*(decoder.generate(ids, NEW, **given) for decoder in decoders))
 
 
 @pytest.mark.parametrize("method", ["sequoia", "dyspec"])
@@ -144,8 +140,6 @@ def test_a_head_drafts_from_hidden_states_of_a_streamed_target(pair, shared, ids
 def test_an_early_exit_drafts_by_layers_that_stay(pair, folder, ids):
     model = streamed(pair, folder, 4, resident=[0, 1])
     assert_alike(*(text_of(target, EarlyExit(2), ids[:1]) for target in (pair[0], model)))
-    with pytest.raises(ValueError, match="must stay in memory"):
-        SpeculativeDecoder(model, EarlyExit(3))
 
 
 @pytest.mark.skipif(MINIATURE, reason="threads take minutes where a GPU is played")
@@ -166,14 +160,13 @@ def test_decoders_on_streams_of_their_own_and_transformers_take_turns(pair, shar
         assert all(torch.equal(text, right.cpu()) for text in texts)
 
 
+@pytest.mark.skipif(MINIATURE, reason="nothing runs at the same time where a GPU is played")
 def test_many_texts_in_a_row_are_right(pair, shared, ids):
     """What may run at the same time runs otherwise each time."""
     decoders = [SpeculativeDecoder(each, pair[1], "ersd", tree_size=TREE) for each in (pair[0], shared)]
-    for seed in range(1 if MINIATURE else 40):
-        texts = [
-            decoder.generate(ids, NEW, temperature=0.8, seed=seed, eos_token_id=None).sequences for decoder in decoders
-        ]
-        assert torch.equal(*texts)
+    for seed in range(40):
+        options = {"temperature": 0.8, "seed": seed, "eos_token_id": None}
+        assert torch.equal(*(decoder.generate(ids, NEW, **options).sequences for decoder in decoders))
 
 
 def test_statistics_have_the_bytes_of_each_pass(pair, shared, ids):
@@ -199,8 +192,10 @@ def test_closing_gives_the_gpus_memory_and_pinned_memory_back(pair, folder, ids)
     decoder = SpeculativeDecoder(model, pair[1], tree_size=TREE)
     decoder.generate(ids, NEW, eos_token_id=None)
     assert stream.host.nbytes > 0
-    taken = torch.cuda.memory_allocated()
-    slots = stream.nbytes
+    assert MINIATURE or all(
+        one.is_pinned() for layer in range(stream.layers) for one in stream.host.tensors(layer).values()
+    )  # pinned to torch, too
+    taken, slots = torch.cuda.memory_allocated(), stream.nbytes
     stream.close()
     assert stream.host.nbytes == 0
     assert MINIATURE or torch.cuda.memory_allocated() <= taken - slots
@@ -211,11 +206,6 @@ def test_closing_gives_the_gpus_memory_and_pinned_memory_back(pair, folder, ids)
     del model, stream, decoder
     gc.collect()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
-
-
-def test_memory_that_is_pinned_is_pinned_to_torch_too(shared):
-    for layer in range(stream_of(shared).layers):
-        assert MINIATURE or all(one.is_pinned() for one in stream_of(shared).host.tensors(layer).values())
 
 
 def test_a_model_with_room_on_the_gpu_is_an_ordinary_one(pair, folder, ids):

@@ -47,16 +47,12 @@ def test_a_joint_law_by_hand_which_after_the_end_of_a_text_is_certain():
     assert law[1].tolist() == pytest.approx(np.array([[0, 0], [0, 1 / 4]]))
     law = joint_law(COIN, torch.tensor([0]), 2, eos_token_id=[1, 0])
     assert law.tolist() == pytest.approx(np.array([[0, 0.75], [0, 0.25]]))
-
-
-def test_a_law_of_a_model_is_that_of_its_texts_one_by_one():
-    target = tiny_llama(1, 5)
+    target = tiny_llama(1, 5)  # which sees the whole text
     law = joint_law(target, PROMPT, 3)
     assert law.sum() == pytest.approx(1)
     for text in ([0, 0, 0], [4, 2, 1], [3, 3, 4]):
-        logits = target(torch.tensor([[3, 1, 4, *text]])).logits[0, 2:5].detach().double()
-        steps = logits.softmax(-1).gather(1, torch.tensor(text)[:, None])
-        assert float(law[tuple(text)]) == pytest.approx(float(steps.prod()), rel=1e-5)
+        steps = target(torch.tensor([[3, 1, 4, *text]])).logits[0, 2:5].detach().double().softmax(-1)
+        assert float(law[tuple(text)]) == pytest.approx(float(steps[range(3), text].prod()), rel=1e-5)
 
 
 def test_chi_square_by_hand():
@@ -99,7 +95,7 @@ def test_the_detectable_departure_is_found_99_times_of_100(sequences):
 
 
 def test_right_samplers_are_seldom_said_to_be_wrong():
-    law = joint_law(Table(torch.randn(4, 4)), torch.tensor([0]), 3)
+    law = joint_law(Table(torch.randn(4, 4)), torch.tensor([0]), 2)
     texts = torch.multinomial(law.flatten(), 200 * 1000, replacement=True).view(200, 1000)
     fits = [goodness_of_fit(torch.stack(torch.unravel_index(row, law.shape), 1), law) for row in texts]
     assert sum(fit.p_value < 0.05 for fit in fits) <= 25  # 10 are expected at most
@@ -156,11 +152,6 @@ def test_a_rare_token_that_is_common_is_found_though_it_shares_a_cell():
     assert "text" not in str(fit), "of one token they are no news"
 
 
-@pytest.fixture(scope="module")
-def tiny_pair():
-    return tiny_llama(1), tiny_llama(2, layers=1)
-
-
 @pytest.mark.parametrize("of", ["the decoder", "transformers"])
 def test_texts_of_one_prompt_are_lossless(of, tiny_pair):
     decoder, eos = SpeculativeDecoder(*tiny_pair, "sequoia", tree_size=5), 2
@@ -181,12 +172,12 @@ def test_texts_of_one_prompt_are_lossless(of, tiny_pair):
 
 
 def test_greedy_text_is_lossless(tiny_pair):
-    decoder, law = SpeculativeDecoder(*tiny_pair), joint_law(tiny_pair[0], PROMPT, 6, temperature=0.0)
+    decoder, law = SpeculativeDecoder(*tiny_pair), joint_law(tiny_pair[0], PROMPT, 4, temperature=0.0)
     options = {"sequences": 30, "batch_size": 30}
-    fit = check_losslessness(lambda ids, seed: decoder.generate(ids, 6).sequences[:, 3:], law, PROMPT, **options)
+    fit = check_losslessness(lambda ids, seed: decoder.generate(ids, 4).sequences[:, 3:], law, PROMPT, **options)
     assert (fit.p_value, fit.total_variation, fit.expected_total_variation) == (1, 0, 0)
     assert fit.detectable_total_variation == pytest.approx(1 - 0.01 ** (1 / 30))
-    fit = check_losslessness(lambda ids, seed: decoder.generate(ids, 7).sequences[:, 4:], law, PROMPT, **options)
+    fit = check_losslessness(lambda ids, seed: decoder.generate(ids, 5).sequences[:, 4:], law, PROMPT, **options)
     assert (fit.p_value, fit.total_variation) == (0, 1)
 
 
@@ -229,12 +220,10 @@ def checked(answer=None, *, law=FAIR, prompt=ZERO, **options):
     (lambda: checked([0, 1]), r"sample must return a LongTensor \[2\], got list: wrap it in torch.tensor"),
     (lambda: checked(torch.ones(2)), r"sample must return a LongTensor \[2\], got torch.float32 \[2\]"),
     (lambda: checked(torch.tensor([1, 0, 1, 1])), r"the 2 new tokens \[2\], without the prompt .*, got \[4\]"),
-    (lambda: checked(torch.tensor([[0, 1]])), r"the 2 new tokens \[2\].*, got \[1, 2\]"),
     (lambda: checked(torch.tensor([0, 2])), r"tokens must be in 0 .. 1, got 0 .. 2"),
     (lambda: checked(torch.tensor([-1, 0])), r"tokens must be in 0 .. 1, got -1 .. 0"),
     (lambda: checked(prompt=[0]), r"prompt must be a LongTensor \[P\], got list"),
     (lambda: checked(batch_size=0), "batch_size must be None or at least 1, got 0"),
-    (lambda: checked(sequences=0), "0 sequences are too few"),
     (lambda: checked(sequences=9), "9 sequences are too few, as no two kinds of texts are expected 5 times each: take"),
     (lambda: checked(law=[0.5, 0.5]), r"law must be probabilities \[V, ..., V\] with a dimension for each token, got"),
     (lambda: checked(law=torch.full((2, 3), 1 / 6)), r"law must be probabilities .*, got torch.float32 \[2, 3\]"),

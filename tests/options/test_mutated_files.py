@@ -26,7 +26,7 @@ WRITTEN = {"1e400": "1e400", "-1e400": "-1e400", "NaN": "NaN", "deep": "[" * 500
            "longest": "9" * 5000}  # fmt: skip
 VALUES = ("x", "", "0", "../x", "\0", [], [1], [[1]], [None], {}, {"a": 1}, None, True, False, 0, 1, 3, -1, -0.5, 1.5,
           1e308, 2**31, 2**63, -(2**63), *({"written": name} for name in WRITTEN))  # fmt: skip
-FEW = 100  # of the mutations of a file; all of them are slow
+FEW = 60  # of the mutations of a file; all of them are slow
 
 
 def places(value, path=()):
@@ -194,9 +194,9 @@ def line_of_a_trace(line, pair, folder):
 
 FILES = {
     **{f"config of {kind}": partial(config_of_a_head, kind) for kind in HEADS},
-    "index": partial(index),
+    "index": index,
     **{f"header of {kind}": partial(header_of_safetensors, kind) for kind in ("head", "medusa")},
-    "profile": partial(profile),
+    "profile": profile,
     **{f"line {line} of a trace": partial(line_of_a_trace, line) for line in range(3)},
 }
 
@@ -206,23 +206,21 @@ FILES = {
 def test_a_file_with_any_one_value_another_works_or_is_refused_with_its_name(
     file, how_many, target, demo_pair, tmp_path
 ):
-    models = demo_pair if file.func is line_of_a_trace else target
-    original, put_text, use = file(models, tmp_path)
-    taken = refused = 0
+    original, put_text, use = file(demo_pair if getattr(file, "func", None) is line_of_a_trace else target, tmp_path)
+    refused = []
     for text in mutations(original, how_many):
         put_text(text)
         try:
             use()
-            taken += 1
+            refused.append(False)
         except Exception as error:
             if not isinstance(error, ValueError | FileNotFoundError) or str(tmp_path) not in str(error):
                 raise AssertionError(f"{error!r} for {text[:3000]}") from error
-            refused += 1
-    assert taken
-    assert refused
+            refused.append(True)
+    assert {*refused} == {True, False}
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100, -1, -100])
+@pytest.mark.parametrize("length", [0, 7, 8, 100, -1])
 def test_a_file_of_weights_that_is_cut_off(length, target, tmp_path):
     path = write(tmp_path, settings(variant(), architectures=None), official(variant())) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])

@@ -2,6 +2,7 @@
 
 import shutil
 import xml.etree.ElementTree as ElementTree
+from functools import cache
 
 import numpy as np
 import pytest
@@ -31,9 +32,10 @@ def test_the_picture_of_orders_counts_the_blocks_of_one_tree(tmp_path):
     assert "http" not in file.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_the_picture_of_ranks_shows_the_trees_that_are_simulated(tmp_path):
-    (width, height), texts, _ = drawn(script("picture_ranks"), tmp_path / "ranks.svg")
+def test_the_picture_of_ranks_shows_the_trees_that_are_simulated(tmp_path, monkeypatch):
     ranks = script("picture_ranks")
+    monkeypatch.setattr(ranks, "simulated", cache(ranks.simulated))
+    (width, height), texts, _ = drawn(ranks, tmp_path / "ranks.svg")
     for draft in ranks.DRAFTS:
         assert f"drafted for by {draft}" in texts
         gains = [ranks.simulated(draft, count).best.gain for count in ranks.RANKS]
@@ -52,10 +54,11 @@ def test_runs_and_heavy_paths_by_hand():
     assert order.heavy_path(TokenTree([-1, 0, 0, 2, 3])) == [0, 2, 3, 4]
 
 
-def test_the_picture_of_a_step_has_its_tokens_and_keeps_within_its_cards(tmp_path):
+def test_the_picture_of_a_step_has_its_tokens_and_keeps_within_its_cards(tmp_path, monkeypatch):
     picture = script("picture_step")
     step = next(picture.steps_worth_showing())
     assert step.fates[step.path[1]] == "accepted"
+    monkeypatch.setattr(picture, "steps_worth_showing", lambda: iter([step]))
     size, texts, file = drawn(picture, tmp_path / "step.svg")
     for token in [*step.tokens[1:], step.next_token]:
         assert picture.shown(token) in texts

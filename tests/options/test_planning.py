@@ -3,7 +3,7 @@
 import math
 import time
 from functools import cache
-from itertools import product
+from itertools import compress, product
 
 import pytest
 import torch
@@ -32,11 +32,8 @@ def possible(acceptance, size, max_depth=None, max_branching=None) -> list[Token
     shape = torch.as_tensor(acceptance).shape
     depth = min(max_depth if max_depth is not None else size, shape[0] if len(shape) == 2 else size)
     branching = min(max_branching or size, shape[-1])
-    return [
-        tree
-        for tree in every_tree(size)
-        if depth_and_branching(tree)[0] <= depth and depth_and_branching(tree)[1] <= branching
-    ]
+    fits = [(found[0] <= depth and found[1] <= branching) for found in map(depth_and_branching, every_tree(size))]
+    return [*compress(every_tree(size), fits)]
 
 
 def check_best(plan, acceptance, size: int, **bounds) -> None:
@@ -47,8 +44,18 @@ def check_best(plan, acceptance, size: int, **bounds) -> None:
             plan(acceptance, size, **bounds)
         return
     tree = plan(acceptance, size, **bounds)
-    assert tree in {candidate.reordered("heavy_path")[0] for candidate in trees}
+    assert tree in in_order(trees)
     assert yielded(tree, acceptance) == pytest.approx(max(yielded(one, acceptance) for one in trees), abs=1e-9)
+
+
+def in_order(trees) -> set[TokenTree]:
+    """As planners return them."""
+    return {*map(heavy_path_first, trees)}
+
+
+@cache
+def heavy_path_first(tree: TokenTree) -> TokenTree:
+    return tree.reordered("heavy_path")[0]
 
 
 FALLING = {
@@ -57,7 +64,7 @@ FALLING = {
     "[depth, child]": random_rates(3, 4, seed=3, falling=True),
     "[depth, child], deep": random_rates(8, 2, seed=4, falling=True),
     "nothing accepted": torch.zeros(3),
-    "ties": torch.full((4,), 0.25),
+    "ties": torch.full((10,), 0.1),  # whose sum rounding puts above 1
 }
 RISING = {
     "[child]": random_rates(6, seed=5),
@@ -100,18 +107,10 @@ def test_expected_tokens_are_the_sum_over_paths(acceptance):
         assert expected_tokens(tree, lambda path: padded[len(path)].tolist()) == pytest.approx(yielded(tree, padded))
 
 
-def test_there_are_as_many_ordered_trees_as_catalan_numbers():
-    assert [len(every_tree(size)) for size in range(1, 8)] == [1, 1, 2, 5, 14, 42, 132]
-
-
 @pytest.mark.parametrize("max_depth", [None, 0, 1, 2, 3, 6])
-def test_greedy_trees_are_the_best_of_all_trees(max_depth):
-    for acceptance, size in product((*FALLING.values(), random_rates(6, seed=0, falling=True)), SIZES):
+def test_planned_trees_are_the_best_of_all_trees(max_depth):
+    for acceptance, size in product(FALLING.values(), SIZES):
         check_best(greedy_tree, acceptance, size, max_depth=max_depth)
-
-
-@pytest.mark.parametrize("max_depth", [None, 0, 1, 2, 3, 6])
-def test_the_programmes_trees_are_the_best_of_all_trees(max_depth):
     for acceptance, size, branching in product((*FALLING.values(), *RISING.values()), SIZES, (None, 1, 2, 3)):
         check_best(sequoia_tree, acceptance, size, max_depth=max_depth, max_branching=branching)
 
@@ -186,7 +185,7 @@ def test_greedy_trees_know_acceptance_that_depends_on_the_path(max_depth):
         tree = greedy_tree(acceptance, size, max_depth)
         assert len(asked) == len(set(asked)) < size + (size == 1)
         fitting = [one for one in every_tree(size) if max_depth is None or one.depth <= max_depth]
-        assert tree in {one.reordered("heavy_path")[0] for one in fitting}
+        assert tree in in_order(fitting)
         assert yielded(tree, rates) == pytest.approx(max(yielded(one, rates) for one in fitting), abs=1e-9)
 
 
@@ -196,22 +195,14 @@ def test_a_path_may_end_where_its_acceptance_is_empty():
         greedy_tree(lambda path: [0.9][len(path) // 3 :], 5)
 
 
-@pytest.mark.parametrize("plan", [greedy_tree, sequoia_tree])
-def test_the_planned_tree_is_in_heavy_path_order_and_always_the_same(plan):
-    tree = plan([0.6, 0.2, 0.1], 40)
-    assert tree.is_depth_first
-    assert tree == tree.reordered("heavy_path")[0] == plan([0.6, 0.2, 0.1], 40)
-    assert len(plan(torch.full((10,), 0.1), 5)) == 5, "a sum that rounding puts above 1 is taken"
-
-
 def by_markov(path):
     """Acceptance that depends on the last child index and the one before."""
     sure = 0.8 if path[-2:] == (0, 0) else 0.5
     return [sure, 0.6 * (1 - sure), 0.3 * (1 - sure)]
 
 
-def check_fastest(select, acceptance, draft_cost: float, max_depth: int | None) -> None:
-    """That `select` finds a fastest tree, or says that there is none."""
+def check_fastest(acceptance, draft_cost: float, max_depth: int | None) -> None:
+    """That a fastest tree is selected, or it is said that there is none."""
     for verify_cost in ({size: 1 + 0.03 * size for size in SIZES}, {2: 1.1, 5: 1.2, 7: 1.9}, {7: 1, 1: 1.0}):
         shape = torch.zeros(3) if callable(acceptance) else acceptance
         candidates = [
@@ -221,21 +212,21 @@ def check_fastest(select, acceptance, draft_cost: float, max_depth: int | None) 
         ]
         if not candidates:
             with pytest.raises(ValueError, match=rf"at most \d nodes fit .* got sizes \[{min(verify_cost)}, "):
-                select(acceptance, verify_cost, draft_cost, max_depth)
+                select_tree(acceptance, verify_cost, draft_cost, max_depth)
             continue
-        plan = select(acceptance, verify_cost, draft_cost, max_depth)
+        plan = select_tree(acceptance, verify_cost, draft_cost, max_depth)
         drafting = plan.tree.depth * draft_cost
         assert plan.speedup == pytest.approx(max(speedup for speedup, _ in candidates), abs=1e-9)
-        assert plan.tree in {tree.reordered("heavy_path")[0] for _, tree in candidates}
+        assert plan.tree in in_order(tree for _, tree in candidates)
         assert plan.expected_tokens == pytest.approx(yielded(plan.tree, acceptance))
         assert plan.speedup == pytest.approx(plan.expected_tokens / (verify_cost[len(plan.tree)] + drafting))
 
 
 @pytest.mark.parametrize("max_depth", [None, 0, 1, 3])
-@pytest.mark.parametrize("draft_cost", [0, 0.02, 0.3, 5])
+@pytest.mark.parametrize("draft_cost", [0, 0.02, 0.3])
 def test_the_selected_tree_is_the_fastest_of_all(draft_cost, max_depth):
     for acceptance in (*FALLING.values(), *RISING.values(), by_markov):
-        check_fastest(select_tree, acceptance, draft_cost, max_depth)
+        check_fastest(acceptance, draft_cost, max_depth)
 
 
 def test_selection_by_hand():
@@ -255,8 +246,7 @@ def test_selection_among_all_sizes_to_256_takes_seconds():
         plan = select_tree(acceptance, {size: 1 + size / 400 for size in range(1, 257)}, 0.02)
         assert time.process_time() - begin < 5
         assert plan.speedup > 2
-        with_less = select_tree(acceptance, {len(plan.tree): 1 + len(plan.tree) / 400}, 0.02)
-        assert with_less == plan
+        assert select_tree(acceptance, {len(plan.tree): 1 + len(plan.tree) / 400}, 0.02) == plan
 
 
 LONG = 0.75 ** torch.arange(32) * 0.249
@@ -266,6 +256,7 @@ LONG = 0.75 ** torch.arange(32) * 0.249
     pytest.param(LONG, None, id="falls"),
     pytest.param(LONG.flip(0), 18, id="rises"),
     pytest.param(torch.tensor([0.01, 0.9] + [0.002] * 30), None, id="deep"),
+    pytest.param(torch.tensor([0.999, 0.0005]), None, id="deeper"),  # which takes no pass a level
     pytest.param(random_rates(18, 32, seed=0), 18, id="by depth"),
 ])  # fmt: skip
 def test_a_tree_of_768_nodes_takes_seconds(acceptance, max_depth):
@@ -273,17 +264,12 @@ def test_a_tree_of_768_nodes_takes_seconds(acceptance, max_depth):
     tree = sequoia_tree(acceptance, 768, max_depth, 32)
     assert time.process_time() - begin < 5
     assert len(tree) == 768
-    assert max_depth is None or tree.depth <= max_depth
+    assert tree.is_depth_first
+    assert tree.depth <= (max_depth or 768)
 
 
-def test_deep_trees_without_a_bound_do_not_take_a_pass_a_level():
-    begin = time.process_time()
-    assert sequoia_tree([0.999, 0.0005], 400).depth == 399
-    assert time.process_time() - begin < 5
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 7, 12, 64, 500])
-@pytest.mark.parametrize("acceptance", [[0.7], [0.5, 0.2], [0.5, 0.1, 0.1, 0.05]])
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 12, 64, 200])
+@pytest.mark.parametrize("acceptance", [[0.7], [0.5, 0.1, 0.1, 0.05]])
 def test_the_methods_trees_have_at_most_the_size_asked_for(size, acceptance):
     for name, method in METHODS.items():
         given = {"acceptance": acceptance} if "acceptance" in method.options else {}
@@ -302,20 +288,16 @@ def test_the_methods_trees_have_at_most_the_size_asked_for(size, acceptance):
     (lambda: sequoia_tree([float("nan")], 4), r"acceptance must lie in \[0, 1\]"),
     (lambda: sequoia_tree([[[0.5]]], 4), r"\[child\] or \[depth, child\], not empty, got shape \[1, 1, 1\]"),
     (lambda: sequoia_tree(lambda path: [0.5], 4), "not a function"),
-    (lambda: sequoia_tree([0.5, 0.2, 0.1], 8, max_depth=2, max_branching=2), "7 nodes fit 2 children and depth 2"),
     (lambda: sequoia_tree([[0.2, 0.5]] * 3, 16), "at most 15 nodes fit 2 children and depth 3, not 16"),
     (lambda: sequoia_tree([0.5], 0), "must be at least 1, got 0"),
     (lambda: sequoia_tree([0.5], 2, max_branching=0), "max_branching must be at least 1, got 0"),
     (lambda: sequoia_tree([0.5], 2, max_depth=-1), "max_depth must be at least 0, got -1"),
     (lambda: select_tree([0.5], {}, 0.1), "at least one tree size"),
     (lambda: select_tree([0.5], {0: 1.0}, 0.1), "an integer >= 1"),
-    (lambda: select_tree([0.5], {2: 0.0}, 0.1), "finite costs above 0"),
     (lambda: select_tree([0.5], {2: float("nan")}, 0.1), "finite costs above 0"),
     (lambda: select_tree([0.5], {2: 1.0}, -0.1), "draft_cost must be finite and at least 0, got -0.1"),
     (lambda: select_tree([0.5], {2: 1.0}, 0.1, max_depth=-2), "max_depth must be at least 0, got -2"),
-    (lambda: select_tree([0.5, 0.3], {9: 1.0}, 0.1, max_depth=2), r"at most 7 nodes fit .* got sizes \[9\]"),
     (lambda: select_tree([[0.2, 0.3]], {9: 1.0, 4: 1.0}, 0.1), r"at most 3 nodes fit .* got sizes \[4, 9\]"),
-    (lambda: expected_tokens(TokenTree.chain(1), [float("nan")]), "acceptance must lie in"),
     (lambda: expected_tokens(TokenTree.chain(1), lambda path: [2.0]), "acceptance must lie in"),
 ])  # fmt: skip
 def test_bad_plans_are_refused(call, message):

@@ -1,33 +1,19 @@
 """bench/rejection.py and bench/bernoulli.py: their formulas against enumeration, and the commands themselves."""
 
-import importlib
 import json
-import sys
 from itertools import combinations, permutations, product
 from math import prod
-from pathlib import Path
 
 import pytest
 import torch
+from bench_scripts import script
 
-BENCH = Path(__file__).parents[2] / "bench"
+rejection, bernoulli = script("rejection"), script("bernoulli")
 TARGET, DRAFT = [0.05, 0.5, 0.15, 0.3], [0.4, 0.25, 0.3, 0.05]
 TOKENS = range(len(TARGET))
 COUNTS = [1, 2, 3]
 DRAWS = 40_000
 MARGIN = 5.1 * 0.5 / DRAWS**0.5  # a mean of DRAWS values in [0, 1] is further off less than once in a million
-
-
-@pytest.fixture(scope="module")
-def bench():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(BENCH), *sys.path])
-        yield {name: importlib.import_module(name) for name in ("rejection", "bernoulli")}
-
-
-@pytest.fixture(scope="module")
-def rejection(bench):
-    return bench["rejection"]
 
 
 def rejected_in_turn(drawn, replacement):
@@ -46,7 +32,7 @@ def rejected_in_turn(drawn, replacement):
 
 
 @pytest.mark.parametrize("children", COUNTS)
-def test_rates_of_independent_children_are_means_over_all_ordered_draws(rejection, children):
+def test_rates_of_independent_children_are_means_over_all_ordered_draws(children):
     """Of multi-step sampling, of K-SEQ, and of the best verifier there is: the worst set of tokens among all."""
     draws = [(drawn, prod(DRAFT[token] for token in drawn)) for drawn in product(TOKENS, repeat=children)]
     rows = [torch.tensor([law], dtype=torch.float64) for law in (TARGET, DRAFT)]
@@ -63,7 +49,7 @@ def test_rates_of_independent_children_are_means_over_all_ordered_draws(rejectio
     assert float(rejection.least_rejection(*rows, children)[0, -1]) == pytest.approx(max(gaps), abs=1e-12)
 
 
-def test_sampled_rates_are_the_means_over_all_ordered_draws(rejection):
+def test_sampled_rates_are_the_means_over_all_ordered_draws():
     logits = (torch.tensor(each).log()[None] for each in (TARGET, DRAFT))
     sampled = rejection.rejection_rates(*logits, len(TARGET), temperature=1.0, draws=DRAWS, seed=3, row=7)
     for children in COUNTS:
@@ -83,7 +69,7 @@ def test_sampled_rates_are_the_means_over_all_ordered_draws(rejection):
     assert (sampled["with replacement"] > sampled[rejection.BOUND] - 1e-9).all()
 
 
-def test_the_summary_names_the_lowest_and_what_is_not_told_from_it(rejection):
+def test_the_summary_names_the_lowest_and_what_is_not_told_from_it():
     rates = {name: torch.full((3, 2), 0.5, dtype=torch.float64) for name in rejection.LABELS}
     rates["race"] = torch.tensor([[0.7, 0.1], [0.7, 0.2], [0.7, 0.3]], dtype=torch.float64)
     rates["top-k"] = rates["race"] + torch.tensor([[0.0, 0.1], [0.0, -0.1], [0.0, 0.1]], dtype=torch.float64)
@@ -96,19 +82,19 @@ def test_the_summary_names_the_lowest_and_what_is_not_told_from_it(rejection):
     assert race["standard_error"] == pytest.approx([0, 0.1 / 3**0.5], abs=1e-6)
 
 
-def test_two_distinct_children_of_two_tokens_always_suffice(bench, tmp_path):
-    rates = bench["bernoulli"].acceptance(torch.tensor([0.8, 0.3, 0.01]), torch.tensor([0.5, 0.3, 0.99]))
+def test_two_distinct_children_of_two_tokens_always_suffice(tmp_path):
+    rates = bernoulli.acceptance(torch.tensor([0.8, 0.3, 0.01]), torch.tensor([0.5, 0.3, 0.99]))
     assert rates["without replacement"].tolist() == pytest.approx([1, 1, 1])
     # By hand, target 0.8 and draft 0.5: one child 1 - 0.3. SpecInfer's second is right half the time that the first
     # is rejected. An accepted 1 among two independent children has probability 0.75 at most.
     assert float(rates["one child"][0]) == pytest.approx(0.7)
     assert float(rates["with replacement"][0]) == pytest.approx(0.85)
     assert float(rates["most for i.i.d."][0]) == pytest.approx(0.95)
-    bench["bernoulli"].main(["--grid", "5", "--json", str(tmp_path / "out.json")])
+    bernoulli.main(["--grid", "5", "--json", str(tmp_path / "out.json")])
     assert json.loads((tmp_path / "out.json").read_text())["least"]["without replacement"] == 1
 
 
-def test_a_command_prints_and_writes_its_table_and_draws_a_picture(rejection, capsys, tmp_path):
+def test_a_command_prints_and_writes_its_table_and_draws_a_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib import image
 
@@ -121,8 +107,8 @@ def test_a_command_prints_and_writes_its_table_and_draws_a_picture(rejection, ca
     assert (picture.max(-1) - picture.min(-1) > 0.3).mean() > 0.002  # colour
 
 
-@pytest.mark.parametrize("wrong", [["--prompts", "1"], ["--children", "0"], ["--temperatures", "0"], ["--draws", "0"]])
-def test_what_cannot_be_measured_is_refused(rejection, wrong, capsys):
+@pytest.mark.parametrize("wrong", ["--prompts=1", "--children=0", "--temperatures=0", "--draws=0"])
+def test_what_cannot_be_measured_is_refused(wrong, capsys):
     with pytest.raises(SystemExit):
-        rejection.main(wrong)
+        rejection.main([wrong])
     assert "error: " in capsys.readouterr().err

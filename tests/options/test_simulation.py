@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from heavypath.speculative.cli.app import main
-from heavypath.speculative.costs.hardware import DEVICES, PCIE_4, Hardware
+from heavypath.speculative.costs.hardware import DEVICES, Hardware
 from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.costs.shapes import SHAPES, Shape, shape_of
 from heavypath.speculative.costs.simulation import AHEAD, Parts, Setting, simulate
@@ -109,14 +109,13 @@ def test_ranks_share_weights_and_tell_each_other_sums_and_logits():
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_measured_plain_decoding_says_how_fast_the_link_is(ahead):
-    setting = streamed(plain=700.0, ahead=ahead)
-    assert setting.step(1, 0) == pytest.approx(700.0)
+    assert streamed(plain=700.0, ahead=ahead).step(1, 0) == pytest.approx(700.0)
     with pytest.raises(ValueError, match="the device alone takes longer"):
         streamed(plain=100.0, ahead=ahead)
 
 
 def test_the_best_tree_is_that_of_all_trees():
-    """By every size and depth, with what drafting hides left out of choosing."""
+    """By every size and depth; what drafting hides is left out of choosing."""
     rates, sizes = [0.5, 0.2, 0.1], (1, 2, 3, 5, 8, 13, 400)
     setting = streamed(draft=replace(DRAFT, weights=900))
     found = simulate(setting, rates, sizes)
@@ -125,13 +124,10 @@ def test_the_best_tree_is_that_of_all_trees():
     assert found.rows[0].gain == 1
     for row, size in zip(found.rows, sizes, strict=True):
         possible = [depth for depth in range(min(size, 12)) if (3 ** (depth + 1) - 1) // 2 >= size]
-        trees = [greedy_tree(rates, size, depth) for depth in possible]
+        device = max(setting.reading, setting.device(size))
         best = max(
-            trees,
-            key=lambda tree: (
-                expected_tokens(tree, rates)
-                / (max(setting.reading, setting.device(len(tree))) + setting.drafting(len(tree), tree.depth))
-            ),
+            (greedy_tree(rates, size, depth) for depth in possible),
+            key=lambda tree: expected_tokens(tree, rates) / (device + setting.drafting(size, tree.depth)),
         )
         assert row.tree.depth == best.depth
         assert row.gain == pytest.approx(row.tokens * found.plain / setting.step(size, best.depth))
@@ -177,9 +173,6 @@ def test_the_papers_rows_follow_from_their_own_constants(monkeypatch, capsys):
     far = [(row.device, row.target) for row in rows if abs(row.ratio - 1) > offloading.WITHIN]
     assert len(rows) == 54
     assert far == [("rtx-2080-ti", "llama-2-13b"), ("a100-40gb", "llama-2-70b")]
-    (other,) = [row for row in rows if row.what in offloading.OF_64_ON_ARXIV and row.tree == offloading.SMALL]
-    assert other.tokens * other.seconds < other.setting.step(1, 0), "a published step that is shorter than a token"
-    assert other.ratio == pytest.approx(1.19, abs=0.005)
     for row in rows:
         assert row.setting.step(1, 0) == pytest.approx(row.setting.plain), "the baseline went in"
         assert replace(row, seconds=2 * row.seconds).simulated == row.simulated
@@ -191,31 +184,25 @@ def test_the_papers_rows_follow_from_their_own_constants(monkeypatch, capsys):
     offloading.main([])
     printed = " ".join(capsys.readouterr().out.split())
     assert "Of the papers' rows 52 of 54 within 15%, 4.6% off on average; 39 of 54 within 15%, 10.8% off" in printed
-    assert "Of those of 768 23 of 24 within 15%, 3.9% off on average; 10 of 24 within 15%, 16.8% off" in printed
     for readme in (BENCH / "README.md", BENCH.parent / "README.md"):
         text = readme.read_text(encoding="utf-8")
         assert "52 of 54" in text
         assert "39" in text.split("52 of 54")[1][:250], "what a division has, beside it"
 
 
-@pytest.fixture
-def simulated(capsys):
+def simulated(capsys, options):
     """What the command says of each setting."""
-
-    def simulated(*options):
-        assert main(["simulate", *options, "--json"]) == 0
-        return json.loads(capsys.readouterr().out)["settings"]
-
-    return simulated
+    assert main(["simulate", *options.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["settings"]
 
 
-def test_the_command_says_what_trees_bring_and_what_limits_them(capsys, simulated):
+def test_the_command_says_what_trees_bring_and_what_limits_them(capsys):
     assert main(["simulate", "--nodes", "1,64,256"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "llama-2-70b drafted for by llama-2-7b, on rtx-4090" in text
     assert "limited by acceptance" in text
     assert "Up to N* = 3,430 nodes a tree costs as much as a token" in text
-    one, eight, many = simulated("--device", "a100-40gb", "--ranks", "1,8,64")
+    one, eight, many = simulated(capsys, "--device a100-40gb --ranks 1,8,64")
     assert [one["ranks"], eight["ranks"], many["ranks"]] == [1, 8, 64]
     assert one["streamed_bytes"] > 1e11
     assert eight["streamed_bytes"] == 0
@@ -226,17 +213,17 @@ def test_the_command_says_what_trees_bring_and_what_limits_them(capsys, simulate
     assert gains == sorted(gains)
 
 
-def test_the_commands_figures_can_be_ones_own(simulated):
+def test_the_commands_figures_can_be_ones_own(capsys):
     options = "--device cpu --link 4 --target llama-2-7b --draft tinyllama-1.1b --memory 3G --acceptance 0.7,0.1"
-    (found,) = simulated(*options.split(), "--nodes", "1,32", "--one-by-one")
+    (found,) = simulated(capsys, f"{options} --nodes 1,32 --one-by-one")
     hardware = replace(DEVICES["cpu"], link=4e9)
     setting = Setting(hardware, SHAPES["llama-2-7b"], SHAPES["tinyllama-1.1b"], 3e9, ahead=False)
     expected = simulate(setting, [0.7, 0.1], (1, 32))
     assert found["plain_seconds"] == pytest.approx(expected.plain)
     assert found["best"]["speedup"] == pytest.approx(expected.best.gain)
-    (known,) = simulated("--link", "10", "--nodes", "1")
+    (known,) = simulated(capsys, "--link 10 --nodes 1")
     assert known["plain_seconds"] == pytest.approx(known["streamed_bytes"] / 10e9), "all of what is given is reached"
-    (quarter,) = simulated("--device", "cpu", "--bits", "4", "--nodes", "1")
+    (quarter,) = simulated(capsys, "--device cpu --bits 4 --nodes 1")
     room = 16e9 - SHAPES["llama-2-7b"].nbytes - 2 * SHAPES["llama-2-7b"].embedding
     four = SHAPES["llama-2-70b"].stored_in(4)
     assert quarter["streamed_bytes"] == pytest.approx(four.nbytes - (room - four.embedding / 2))
@@ -254,8 +241,3 @@ def test_the_commands_figures_can_be_ones_own(simulated):
 def test_the_command_says_what_is_wrong_with_its_options(capsys, options, message):
     assert main(["simulate", *options]) == 1
     assert message in capsys.readouterr().err
-
-
-def test_every_device_says_where_its_figures_come_from():
-    assert all(device.source for device in DEVICES.values())
-    assert DEVICES["l40"].link == DEVICES["rtx-4090"].link == PCIE_4

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,19 +39,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-class Group(NamedTuple):
-    """Processes that have done every check, of which rank 1 was killed then."""
-
-    checks: list[dict]  # of each rank
-    processes: list
-    seconds: float  # from then on until all had ended
-    said: list[str]  # by those that were not killed
-
-
 @pytest.fixture(scope="module", params=[
     pytest.param(2, marks=pytest.mark.integration), *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))
 ])  # fmt: skip
 def group(folder, request):
+    """Processes that have done every check, of which rank 1 was killed then.
+
+    checks: of each rank; seconds: from then on until all had ended; said: by those that were not killed
+    """
     count, ready = request.param, folder / "ready-1"
     ready.unlink(missing_ok=True)
     processes = start(count, every_check, folder, 100 if count == 3 else 14)
@@ -63,7 +58,7 @@ def group(folder, request):
     said = [torch.load(one, weights_only=False) for one in sorted(folder.glob("result-*"))]
     assert ready.exists(), said
     checks = [torch.load(folder / f"checks-{rank}", weights_only=False) for rank in range(count)]
-    return Group(checks, processes, seconds, said)
+    return SimpleNamespace(checks=checks, processes=processes, seconds=seconds, said=said)
 
 
 def test_texts_are_those_of_one_process_and_logits_the_same_bits_on_all_ranks(group, folder):
@@ -170,16 +165,9 @@ def test_the_command_prints_one_text_under_torchrun(demo_pair, tmp_path):
     assert answers[0]["token_ids"] == answers[1]["token_ids"]
 
 
-class _OneRank:
-    """Ranks of which there is one, on a device without values."""
-
-    def largest(self, numbers):
-        return numbers
-
-
 def test_a_step_agrees_without_asking_the_host():
     """On the meta device every question of the host's is an error, as it is in a CUDA graph's capture."""
-    agreement = Agreement(_OneRank(), torch.device("meta"))
+    agreement = Agreement(SimpleNamespace(largest=lambda numbers: numbers), torch.device("meta"))
     tokens, left = torch.zeros(2, 6, dtype=torch.long, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")
     logits = torch.zeros(2, 6, 33, dtype=torch.bfloat16, device="meta")
     drafted = Drafted(tokens, tokens[0], tokens[0], tokens[0], tokens[0], None, None, logits)

@@ -1,18 +1,16 @@
 """What the figures of the theory show, by cases that a person can check, and the command itself."""
 
-import importlib
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from bench_scripts import script
 
 from heavypath.speculative.trees.bounds import race_acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
-BENCH = Path(__file__).parents[2] / "bench"
+theory, figures = script("theory"), script("theory_figures")
 TARGET, DRAFT = [0.05, 0.5, 0.15, 0.3], [0.4, 0.25, 0.3, 0.05]
 DRAWS = 40_000
 MARGIN = 5.1 * 0.5 / DRAWS**0.5  # a mean of DRAWS values in [0, 1] is further off less than once in a million
@@ -20,36 +18,21 @@ HALVES = [0.5, 0.25]
 COMMAND = ["--prompts=2", "--new-tokens=3", "--draws=1", "--races=16", "--points=2", "--nodes=8", "--decoded-nodes=2"]
 
 
-@pytest.fixture(scope="module")
-def theory():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(BENCH), *sys.path])
-        yield importlib.import_module("theory")
+def laws(*pairs):
+    return theory.Laws(*(torch.tensor(each, dtype=torch.float64) for each in zip(*pairs, strict=True)))
 
 
-@pytest.fixture(scope="module")
-def figures(theory):
-    return sys.modules["theory_figures"]
-
-
-@pytest.fixture(scope="module")
-def laws(theory):
-    return lambda *pairs: theory.Laws(*(torch.tensor(each, dtype=torch.float64) for each in zip(*pairs, strict=True)))
-
-
-def test_places_of_races_are_counted(theory, laws):
+def test_places_of_races_are_counted():
     places = theory.race_places(laws(*[(TARGET, DRAFT)] * DRAWS), draws=1, seed=2)
     assert places.sum(1).tolist() == [1] * DRAWS
     mean = places.mean(0)
-    assert float(mean[0]) == pytest.approx(
-        float(race_acceptance(torch.tensor(TARGET), torch.tensor(DRAFT))), abs=MARGIN
-    )
+    assert float(mean[0]) == pytest.approx(float(race_acceptance(*map(torch.tensor, (TARGET, DRAFT)))), abs=MARGIN)
     # Of two tokens, the target's is the first or the second: together 0.5 + 0.2 of the time.
     two = theory.race_places(laws(*[([0.5, 0.5], [0.8, 0.2])] * DRAWS), draws=1, seed=3).mean(0)
     assert two.tolist() == pytest.approx([0.7, 0.3], abs=MARGIN)
 
 
-def test_shapes_by_hand(theory):
+def test_shapes_by_hand():
     shapes = theory.growth(HALVES, [2, 4, 8])
     # 0.5; then 0.25 below it and beside it; then 0.125 three times, below 0.25 or beside what is below 0.5; 0.0625.
     assert shapes["best tree"] == {2: 1.5, 4: 2.0, 8: 2.4375}
@@ -66,7 +49,7 @@ def test_shapes_by_hand(theory):
     assert theory.growth([0.5, 0.25, 0.1], [2, 4])["batch"] == {2: 1.5, 4: pytest.approx(1.85)}
 
 
-def test_sequences_saturate_and_trees_do_not(theory):
+def test_sequences_saturate_and_trees_do_not():
     law, sizes = [0.6 * 0.4**child for child in range(30)], [64, 128, 256, 512]
     shapes, limits = theory.growth(law, [16, *sizes]), theory.limits(law, 31, sizes)
     steps = [shapes["best tree"][2 * size] - shapes["best tree"][size] for size in sizes[:-1]]
@@ -78,7 +61,7 @@ def test_sequences_saturate_and_trees_do_not(theory):
         assert all(limits[name][size] > shapes["best tree"][size] for size in sizes), name
 
 
-def test_acceptance_by_draft_probability_by_hand(theory, laws):
+def test_acceptance_by_draft_probability_by_hand():
     low, high = theory.by_draft_probability(laws(([0.6, 0.4], [0.3, 0.7]), ([0.1, 0.9], [0.4, 0.6])), 2)
     # Below a half are 0.3, always accepted, and 0.4, accepted a quarter of the time; above, 0.7 at 4/7 and 0.6.
     found = (low["draft"], low["acceptance"], low["low"], low["high"], low["share"])
@@ -86,7 +69,7 @@ def test_acceptance_by_draft_probability_by_hand(theory, laws):
     assert (high["acceptance"], high["low"], high["high"]) == pytest.approx(((0.4 + 0.6) / 1.3, 4 / 7, 1))
 
 
-def test_blocks_by_hand(theory, figures):
+def test_blocks_by_hand():
     assert theory.tree_blocks(TokenTree.chain(63)) == {"insertion": 3, "depth_first": 3, "heavy_path": 3}
     assert [figures.prefix_blocks(*shape) for shape in ((32, 32), (33, 65), (64, 0))] == [1, 6, 0]
     # Two chains of 63 that grow in turn: every block down to the diagonal. One after the other, the second's rows see
@@ -95,7 +78,7 @@ def test_blocks_by_hand(theory, figures):
     assert theory.tree_blocks(twins) == {"insertion": 10, "depth_first": 8, "heavy_path": 8}
 
 
-def test_entropies_by_hand(theory, laws):
+def test_entropies_by_hand():
     result = theory.entropies(laws(([0.5, 0.5], [0.8, 0.2]), ([0.5, 0.5], [0.5, 0.5])), 2, draws=DRAWS, seed=0)
     assert result["divergence"] == pytest.approx([0.5 * math.log2(0.5 / 0.8) + 0.5 * math.log2(0.5 / 0.2), 0])
     place = -0.7 * math.log2(0.7) - 0.3 * math.log2(0.3)
@@ -104,7 +87,7 @@ def test_entropies_by_hand(theory, laws):
     assert result["divergence"][0] < result["index"][0] < result["finer"][0] < result["upper"][0]
 
 
-def test_the_command_prints_its_tables(theory, tmp_path, capsys):
+def test_the_command_prints_its_tables(tmp_path, capsys):
     theory.main([*COMMAND, "--json", str(tmp_path / "theory.json")])
     printed = capsys.readouterr().out
     written = json.loads((tmp_path / "theory.json").read_text())
@@ -115,7 +98,7 @@ def test_the_command_prints_its_tables(theory, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_draws_its_figures(theory, tmp_path):
+def test_the_command_draws_its_figures(tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib import image
 
@@ -127,8 +110,8 @@ def test_the_command_draws_its_figures(theory, tmp_path):
         assert (picture.max(-1) - picture.min(-1) > 0.3).mean() > 0.0005, path.name  # colour
 
 
-@pytest.mark.parametrize("wrong", [["--prompts", "1"], ["--temperatures", "0"], ["--plot", "pyproject.toml"]])
-def test_what_cannot_be_shown_is_refused(theory, wrong, capsys):
+@pytest.mark.parametrize("wrong", ["--prompts=1", "--temperatures=0", "--plot=pyproject.toml"])
+def test_what_cannot_be_shown_is_refused(wrong, capsys):
     with pytest.raises(SystemExit):
-        theory.main(wrong)
+        theory.main([wrong])
     assert "error: " in capsys.readouterr().err

@@ -41,24 +41,18 @@ def seed_of_coins(row, wanted):
 def test_two_children_without_replacement_by_hand(wanted, fates, path):
     """P = .5 .3 .2 and Q = .2 .5 .3: token 1 is accepted below .3 / .5. Then max(P - Q, 0) is all token 0's, which has
     .2 of the half of Q that is left: its threshold is 1."""
-    target = torch.tensor([[0.5, 0.3, 0.2]] * 3).log()
-    draft = torch.tensor([[0.2, 0.5, 0.3]] * 3).log()
+    target, draft = (torch.tensor([law] * 3).log() for law in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
     seed, tossed = seed_of_coins(7, wanted)
     tokens, parents, ranks = torch.tensor([2, 1, 0]), torch.tensor([-1, 0, 0]), torch.tensor([0, 0, 1])
     rows = torch.tensor([7, 8, 9])
     given = {"method": "without_replacement", "seed": seed}
     verified = verify_tree(tokens[None], parents, target[None], draft[None], ranks=ranks, rows=rows[None], **given)
     assert verified.path[0, : len(path)].tolist() == path
-    reasons = explain(
-        VerifiedTree(tokens, parents, ranks, rows, target, draft),
-        VerifyOptions(target_filters=Filters(), draft_filters=Filters(), **given),
-        verified.path[0],
-        int(verified.next_token[0]),
-    )
-    assert reasons.fates == fates
-    assert reasons.chosen == path
-    assert reasons.kind == "bonus"
+    fields = VerifiedTree(tokens, parents, ranks, rows, target, draft)
+    options = VerifyOptions(target_filters=Filters(), draft_filters=Filters(), **given)
+    reasons = explain(fields, options, verified.path[0], int(verified.next_token[0]))
     tried = fates.index("accepted")
+    assert (reasons.fates, reasons.chosen, reasons.kind) == (fates, path, "bonus")
     assert reasons.coins == [None, *tossed[:tried], *[None] * (2 - tried)]
     assert reasons.thresholds[1:] == pytest.approx([0.6, 1.0 if tried == 2 else None])
     assert reasons.draft == [None, pytest.approx(0.5), pytest.approx(0.2)]
@@ -104,7 +98,7 @@ def verified_cases(method, replacement, draft_temperature=0.9, top_k=None, vocab
     options = VerifyOptions(method, target_filters, draft_filters, seed=0, replacement=rule.replacement)
     shapes = {"k-ary": TokenTree.k_ary(3, 3), "heavy": TokenTree.k_ary(2, 4).reordered("heavy_path")[0]}
     shapes = [tree for tree in (trees(14) | shapes).values() if len(tree) > 1 and tree.branching <= vocab_size]
-    for tree, seed in product(shapes, range(4)):
+    for tree, seed in product(shapes, range(2)):
         nodes, parents = len(tree), tree.parents.tolist()
         generator = torch.Generator().manual_seed(seed)
         target, draft = (1.5 * torch.randn(2, nodes, vocab_size, generator=generator) for _ in range(2))
@@ -242,21 +236,17 @@ PROMPTS = torch.tensor([[0, 0, 3, 1], [2, 5, 7, 4], [0, 6, 1, 8]])
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "temperature"), [*((method, 0.8) for method in METHODS), ("dyspec", 0.0)])
 def test_a_trace_holds_the_batchs_text_and_the_statistics_counts(method, temperature, tiny_pair, tmp_path):
     decoder = SpeculativeDecoder(*tiny_pair, method)
-    options = (
-        {"max_new_tokens": 12, "eos_token_id": [9], "attention_mask": MASK} | SAMPLING | {"temperature": temperature}
-    )
+    options = SAMPLING | {"temperature": temperature, "max_new_tokens": 12, "eos_token_id": [9], "attention_mask": MASK}
     plain = decoder.generate(PROMPTS, **options)
     out = decoder.generate(PROMPTS, trace=tmp_path / "trace", **options)
     assert torch.equal(plain.sequences, out.sequences)
     header, steps = read_trace(tmp_path / "trace")
     assert header["method"] == method
-    assert [one["prompt"] for one in header["sequences"]] == [
-        PROMPTS[row][MASK[row].bool()].tolist() for row in range(3)
-    ]
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(PROMPTS, MASK, strict=True)]
+    assert [one["prompt"] for one in header["sequences"]] == prompts
     assert len(steps) == out.stats.steps
     offered, accepted = (torch.zeros_like(out.stats.offered.sum(1)) for _ in range(2))
     for sequence in range(3):
@@ -269,15 +259,14 @@ def test_a_trace_holds_the_batchs_text_and_the_statistics_counts(method, tempera
             assert following["tokens"][0] == step["next"]
             assert following["position"] == step["position"] + step["length"] + 1
         for step in own:
-            with_children = {
-                step["parents"][node] for node in range(1, len(step["tokens"])) if step["tokens"][node] >= 0
-            }
+            present = [node for node, token in enumerate(step["tokens"]) if node and token >= 0]
+            with_children = {step["parents"][node] for node in present}
             for depth, node in enumerate(step["path"]):
                 if node in with_children:
                     offered[depth] += 1
                     accepted[depth] += depth < step["length"]
-            if method in ("rsd-s", "dyspec", "eagle-2") and step["step"]:
-                assert -1 not in step["tokens"]  # a grown tree's absent nodes are nowhere
+            grows = method in ("rsd-s", "dyspec", "eagle-2") and step["step"]
+            assert not (grows and -1 in step["tokens"]), "a grown tree's absent nodes are nowhere"
     assert torch.equal(accepted, out.stats.accepted.sum(1))
     if len(offered):
         assert torch.equal(offered, out.stats.offered[:, 0])
@@ -317,9 +306,8 @@ def test_pieces_are_the_text_and_texts_those_of_every_token(demo_pair, tmp_path)
     header, steps = read_trace(tmp_path / "trace")
     assert header["sequences"][0]["text"] == 'x = "日本語 🙂", Ω'
     assert header["target"]["parameters"] == sum(weight.numel() for weight in target.parameters())
-    assert "".join(piece for step in steps for piece in step["pieces"]) == tokenizer.decode(
-        out.sequences[0, prompt.shape[1] :]
-    )
+    new = tokenizer.decode(out.sequences[0, prompt.shape[1] :])
+    assert "".join(piece for step in steps for piece in step["pieces"]) == new
     texts = {}
     for step in steps:
         texts |= step["texts"]
@@ -329,11 +317,8 @@ def test_pieces_are_the_text_and_texts_those_of_every_token(demo_pair, tmp_path)
 
 
 def test_without_a_trace_nothing_of_it_runs(tiny_pair, monkeypatch):
-    def never(*arguments, **options):
-        raise AssertionError
-
-    monkeypatch.setattr(trace, "explain", never)
-    monkeypatch.setattr(trace.Recorder, "__init__", never)
+    monkeypatch.setattr(trace, "explain", None)
+    monkeypatch.setattr(trace.Recorder, "__init__", None)
     out = SpeculativeDecoder(*tiny_pair).generate(PROMPTS[1:2], 8)
     assert "trace" not in out.stats.seconds
 
@@ -355,14 +340,9 @@ def test_a_line_that_was_cut_off_is_left_out_and_no_other_file_is_taken(tiny_pai
     file.write_text(whole[:-9])
     assert read_trace(file)[1] == steps[:-1]
     header = json.loads(whole.split("\n")[0])
-    for content, message in (
-        ("", "is no trace that `generate` writes"),
-        ("[1]\n", "is no trace that `generate` writes"),
-        ('{"a": 1}\n', "is no trace that `generate` writes"),
-        ("not json\n", "is no trace that `generate` writes"),
-        (json.dumps(header | {"trace": 99}) + "\n", "is a trace of format 99, expected 1"),
-    ):
-        file.write_text(content)
+    other, no_trace = json.dumps(header | {"trace": 99}), "is no trace that `generate` writes"
+    for content, message in {"": no_trace, '{"a": 1}': no_trace, other: "is a trace of format 99, expected 1"}.items():
+        file.write_text(f"{content}\n")
         with pytest.raises(ValueError, match=message):
             read_trace(file)
     decoder = SpeculativeDecoder(*tiny_pair)

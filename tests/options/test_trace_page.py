@@ -26,18 +26,15 @@ HOSTILE = (
 class Page(HTMLParser):
     """Which elements there are, in which order they are closed, and what the data are."""
 
-    VOID = ("meta", "input", "link", "img", "br")
-
     def __init__(self, page):
         super().__init__()
-        self.opened, self.elements, self.ids, self.data = [], [], [], ""
+        self.opened, self.elements, self.data = [], [], ""
         self.feed(page)
         self.close()
 
     def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        self.ids += [value for name, value in attrs if name == "id"]
-        if tag not in self.VOID:
+        self.handle_startendtag(tag, attrs)
+        if tag not in ("meta", "input", "link", "img", "br"):
             self.opened.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -55,7 +52,8 @@ def read(page):
     """The parsed page and its data."""
     parsed = Page(page)
     assert not parsed.opened
-    assert len(set(parsed.ids)) == len(parsed.ids)
+    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert len(set(ids)) == len(ids)
     assert page.startswith("<!DOCTYPE html>")
     assert not re.search("@[A-Z]", page[: page.index('id="data"')])
     return parsed, json.loads(parsed.data)
@@ -77,13 +75,15 @@ def traced(demo_pair, tmp_path_factory):
 @pytest.fixture(scope="module")
 def hostile(traced):
     """The same with other texts for its tokens."""
-    header, steps = traced
-    steps = [
-        step | {"texts": {token: HOSTILE[int(token) % len(HOSTILE)] for token in step["texts"]},
-                "pieces": [HOSTILE[token % len(HOSTILE)] for token in step["emitted"]]}
-        for step in steps
-    ]  # fmt: skip
-    return header | {"method": "<b>&"}, steps
+
+    def hostile(tokens):
+        return [HOSTILE[int(token) % len(HOSTILE)] for token in tokens]
+
+    def changed(step):
+        texts = dict(zip(step["texts"], hostile(step["texts"]), strict=True))
+        return step | {"texts": texts, "pieces": hostile(step["emitted"])}
+
+    return traced[0] | {"method": "<b>&"}, [*map(changed, traced[1])]
 
 
 def test_the_page_is_html_that_needs_nothing_from_elsewhere_and_holds_the_trace(traced):
@@ -128,8 +128,7 @@ def test_whatever_is_in_tokens_stays_text(hostile):
     parsed, data = read(trace_page(*hostile))
     assert [tag for tag, _ in parsed.elements].count("script") == 2
     assert not any(tag == "img" for tag, _ in parsed.elements)
-    assert set(data["texts"].values()) <= set(HOSTILE)
-    assert HOSTILE[0] in data["texts"].values()
+    assert {HOSTILE[0]} <= {*data["texts"].values()} <= {*HOSTILE}
 
 
 def test_large_traces_make_small_pages(demo_pair, tmp_path):
@@ -140,9 +139,7 @@ def test_large_traces_make_small_pages(demo_pair, tmp_path):
     assert len(trace_page(header, [step | {"step": number} for number in range(200)])) < 1_000_000
 
 
-@pytest.mark.parametrize(("method", "temperature"), [
-    ("dyspec", 0.8), ("ersd", 0.8), ("spectr", 0.8), ("eagle-2", 0.0), ("autoregressive", 0.8),
-])  # fmt: skip
+@pytest.mark.parametrize(("method", "temperature"), [("dyspec", 0.8), ("eagle-2", 0.0), ("autoregressive", 0.8)])
 def test_every_kind_of_method_has_a_page_with_all_of_its_sequences(method, temperature, demo_pair, tmp_path):
     prompts = ("def read_lines(path):", "class Queue:\n    def __init__(self):")
     trace = recorded(demo_pair, tmp_path / "trace", method, prompts, temperature)
@@ -171,14 +168,11 @@ def test_the_command_line_writes_a_trace_and_its_page(tmp_path, capsys, demo_pai
 @pytest.mark.parametrize(("arguments", "message"), [
     (["trace", "{folder}/missing.jsonl"], "No such file"),
     (["trace", "{folder}/header.jsonl"], "the trace has no steps"),
-    (["trace", "{folder}/empty.html"], "is no trace that `generate` writes"),
     (["trace", "{folder}/page.html"], "is no trace that `generate` writes"),
-    (["trace", "{folder}/empty.html", "--out", "{folder}/page"], "is no trace that `generate` writes"),
     (["trace", "{folder}/trace.html"], "--out must be another file than the trace itself"),
     (["generate", "x", "--trace", "{folder}/missing/trace"], "--trace must be in a folder that exists"),
 ])  # fmt: skip
 def test_mistakes_are_said_in_one_line(arguments, message, traced, tmp_path, capsys):
-    (tmp_path / "empty.html").touch()
     (tmp_path / "page.html").write_text(trace_page(*traced))
     (tmp_path / "trace.html").write_text("".join(json.dumps(line) + "\n" for line in (traced[0], *traced[1])))
     (tmp_path / "header.jsonl").write_text(json.dumps(traced[0]) + "\n")

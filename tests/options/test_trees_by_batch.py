@@ -22,8 +22,8 @@ from heavypath.speculative import (
     TokenTree,
     load_demo_head,
 )
-from heavypath.speculative.costs.host import FREE, LAYER, MORE, SEQUENCE_LAYER, host_costs, pass_seconds
-from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
+from heavypath.speculative.costs.host import host_costs
+from heavypath.speculative.costs.roofline import Device, estimated_costs
 from heavypath.speculative.costs.table import Costs, CostsByBatch, standing_for
 from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.step import StepPlan
@@ -38,6 +38,7 @@ from heavypath.speculative.trees_by_batch import BATCHES, TreesByBatch, trees_up
 
 ROOT, CHAIN, STAR, WIDE = TokenTree([-1]), TokenTree.chain(3), TokenTree.k_ary(2, 1), TokenTree([-1, 0, 1, 1, 0])
 IDS = torch.tensor([4, 0, 7])
+FAST = Device(3.35e12, 989e12, 62e12)
 
 
 class AtRandom:
@@ -69,16 +70,15 @@ def continued(decoder, new=24, **options):
     return decoder.generate(PROMPTS, **options)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("kind", ["model", "early exit", "lookup", "head"])
-def test_no_text_is_another_one_for_trees_that_change_at_random(kind, temperature, monkeypatch):
+def test_no_text_is_another_one_for_trees_that_change_at_random(kind, monkeypatch):
     """In a ragged batch that closes up, since texts end at token 6; drafts that can catch up rest at times."""
     target = tiny_llama(1, layers=3)
     draft = {
         "model": tiny_llama(2, layers=1), "early exit": EarlyExit(1), "lookup": PromptLookup(),
         "head": head_of(target, taps=(0, 1)),
     }[kind]  # fmt: skip
-    options = {"temperature": temperature, "eos_token_id": 6}
+    options = {"temperature": 0.9, "eos_token_id": 6}
     decoder = SpeculativeDecoder(target, draft, "ersd")
     trees = [*([ROOT] if kind in ("model", "early exit") else []), TokenTree.chain(1), CHAIN, STAR, WIDE]
     choosers = at_random(monkeypatch, decoder, trees)
@@ -90,7 +90,7 @@ def test_no_text_is_another_one_for_trees_that_change_at_random(kind, temperatur
         assert out.stats.replans
 
 
-@pytest.mark.parametrize("method", ["dyspec", "rsd-s", "eagle-2"])
+@pytest.mark.parametrize("method", ["dyspec", "eagle-2"])
 def test_trees_that_grow_change_with_static_ones_and_the_text_stays(method, monkeypatch):
     target = tiny_llama(1)
     decoder = SpeculativeDecoder(target, tiny_llama(2, layers=1), method)
@@ -119,43 +119,13 @@ def test_a_draft_that_rested_knows_the_text_before_it_drafts_again(first, monkey
     assert sum(before == ROOT != after for before, after in turns) >= 2
 
 
-def test_a_draft_that_caught_up_has_the_rows_of_a_pass_over_the_whole_text(monkeypatch):
-    """Of all texts that go on, up to their roots: accepted leaves, too, that no step had given to the draft."""
-    target = tiny_llama(1)
-    decoder = SpeculativeDecoder(target, target, "ersd")
-    at_random(monkeypatch, decoder, [CHAIN, ROOT, CHAIN])
-    turn, compared = Workspace.turn, []
-
-    def checked(workspace, request, before, after, slots):
-        turn(workspace, request, before, after, slots)
-        if before.tree.depth > 0 or after.tree.depth == 0:
-            return
-        for slot in range(slots):
-            length, member = (int(each[slot]) for each in (workspace.state.lengths, workspace.state.member))
-            prompt = request.prompt[member, : request.lengths[member]]
-            text = torch.cat([prompt, workspace.state.output[member]])[None, :length]
-            whole = after.draft.new_cache(1, length)
-            after.draft.prefill(text, whole)
-            for field in ("keys", "values"):
-                own = getattr(workspace.draft_cache, field)[slot, :, :length]
-                assert torch.allclose(own, getattr(whole, field)[0], atol=1e-5)
-            compared.append(member)
-
-    monkeypatch.setattr(Workspace, "turn", checked)
-    continued(decoder, 40, temperature=1.5, eos_token_id=6)
-    continued(decoder, 40, temperature=1.5, eos_token_id=None, seed=1)
-    assert {*compared} == {0, 1, 2}
-    assert len(compared) >= 6
-
-
-@pytest.mark.parametrize("rests", ["from the first step on", "at the end"])
-def test_a_cache_of_texts_does_not_claim_rows_of_a_draft_that_rested(rests, monkeypatch):
+@pytest.mark.parametrize("first", [ROOT, CHAIN], ids=["from the first step on", "at the end"])
+def test_a_cache_of_texts_does_not_claim_rows_of_a_draft_that_rested(first, monkeypatch):
     target, draft = tiny_llama(1), tiny_llama(1)  # another model of equal weights
-    first, then = (ROOT, ROOT) if rests == "from the first step on" else (CHAIN, ROOT)
 
     class Once(AtRandom):
         def __call__(self, counts, running):
-            return replace(self.plan, tree=then)
+            return replace(self.plan, tree=ROOT)
 
     with monkeypatch.context() as patch:
         resting = SpeculativeDecoder(target, draft, "ersd")
@@ -173,10 +143,8 @@ def test_trees_follow_the_batch_where_texts_do_not_depend_on_them(demo_pair):
     target, draft, _ = demo_pair
     for method in ("sequoia", "dyspec", "ersd", "typical-lossy"):
         decoder = SpeculativeDecoder(target, draft, method)
-        follows = {
-            temperature: len(decoder.trees_by_batch(Filters(temperature), 64).trees) > 1 for temperature in (0, 1)
-        }
-        assert follows == {0: True, 1: method == "ersd"}
+        follows = [len(decoder.trees_by_batch(Filters(temperature), 64).trees) > 1 for temperature in (0.0, 1.0)]
+        assert follows == [True, method == "ersd"]
         fixed = SpeculativeDecoder(target, draft, method, tree_size=5)
         assert fixed.trees_by_batch(Filters(0.0), 64).trees == (fixed.tree,)
     own = SpeculativeDecoder(target, draft, "sequoia", verifier=lambda *_, **__: None)
@@ -221,14 +189,10 @@ def test_a_batch_that_closes_up_gets_larger_trees_again(demo_pair):
     sizes = [int(tree.split()[0]) for tree in [out.stats.tree, *(tree for _, tree in out.stats.replans)]]
     assert sizes == [2, 3, 5]
     assert out.stats.tree == "2 nodes, 1 levels, by costs estimated for 8 sequences"
-    plain = SpeculativeDecoder(target, None, "autoregressive").generate(prompts, 40, **options)
-    assert torch.equal(out.sequences, plain.sequences)
 
 
 def test_a_batch_that_is_decoded_without_drafts_is_not_said_to_have_a_bad_draft(demo_pair, caplog):
-    target, draft, tokenizer = demo_pair
-    prompts = tokenizer(["import os\n"] * 32, return_tensors="pt").input_ids
-    out = SpeculativeDecoder(target, draft).generate(prompts, 3, temperature=0.0, eos_token_id=None)
+    out = SpeculativeDecoder(*demo_pair[:2]).generate(torch.full((32, 3), 7), 3, temperature=0.0, eos_token_id=None)
     assert out.stats.tree == "1 nodes, 0 levels, by costs estimated for 32 sequences"
     assert out.stats.steps == 32 * 3
     assert "does not pay" not in caplog.text
@@ -246,13 +210,14 @@ def test_drafts_that_cannot_catch_up_draft_a_token_at_least(demo_pair):
 
 
 def test_trees_up_to_a_batch_are_those_that_stand_for_it():
-    asked = []
+    """The nearest number by ratio, and of two as near the larger."""
+    asked, known = [], (1, 2, 4, 8, 16)
 
     def tree_at(batch):
         asked.append(batch)
         return TokenTree.chain(9 - batch)
 
-    trees = trees_up_to(5, (1, 2, 4, 8, 16), tree_at, "chain", rests=True)
+    trees = trees_up_to(5, known, tree_at, "chain", rests=True)
     assert asked == [1, 2, 4]
     assert [trees.of(running).depth for running in range(1, 6)] == [8, 7, 5, 5, 5]
     assert len(trees.trees) == 3
@@ -260,13 +225,8 @@ def test_trees_up_to_a_batch_are_those_that_stand_for_it():
     assert never.trees == (ROOT,), "a draft that does not pay for one sequence is left out"
     larger = trees_up_to(5, (1, 4), lambda batch: CHAIN if batch == 1 else ROOT, "chain", rests=False)
     assert [len(larger.of(running)) for running in (1, 4)] == [4, 2]
-
-
-def test_the_nearest_number_by_ratio_stands_for_another_one():
-    known = (1, 2, 4, 8, 16)
-    found = [standing_for(running, known) for running in (1, 2, 3, 5, 6, 11, 12, 24, 1000)]
-    assert found == [1, 2, 4, 4, 8, 8, 16, 16, 16]
-    assert standing_for(2, (1, 4)) == 4, "of two as near the larger"
+    assert [standing_for(running, known) for running in (5, 6, 11, 12, 1000)] == [4, 8, 8, 16, 16]
+    assert standing_for(2, (1, 4)) == 4
 
 
 def test_costs_between_batches_lie_on_straight_lines():
@@ -284,21 +244,11 @@ def test_costs_between_batches_lie_on_straight_lines():
         CostsByBatch({2: low})
 
 
-def test_a_pass_on_a_cpu_reads_its_weights_and_multiplies_what_is_more():
-    work = Work(weight_bytes=60_000_000, weights=15_000_000, layers=4, itemsize=4)
-    free, beside = FREE[torch.float32], 5 * LAYER
-    assert pass_seconds(work, torch.float32, free, 1) == pytest.approx(1e-3 + beside + 4 * SEQUENCE_LAYER)
-    rows = free + 3 * MORE[torch.float32]
-    assert pass_seconds(work, torch.float32, 1, rows) == pytest.approx(4e-3 + beside + rows * 4 * SEQUENCE_LAYER)
-    assert pass_seconds(work, torch.float16, 7, 2) == pass_seconds(work, torch.float32, 7, 2)
-
-
 def test_estimated_costs_rise_with_the_batch(demo_pair):
     target, draft = map(LlamaForward, demo_pair[:2])
-    h100 = Device(3.35e12, 989e12, 62e12)
     for costs in (
         [host_costs(target, [draft], batch, (1, 2, 5)) for batch in BATCHES],
-        [estimated_costs(target, [draft], h100, batch, (1, 2, 5)) for batch in BATCHES],
+        [estimated_costs(target, [draft], FAST, batch, (1, 2, 5)) for batch in BATCHES],
     ):
         for less, more in pairwise(costs):
             assert less.level < more.level
@@ -311,8 +261,7 @@ def test_estimated_costs_rise_with_the_batch(demo_pair):
 def test_a_batch_on_a_gpu_costs_what_as_many_tokens_cost():
     """Beside the kernels of a step, rows are rows: of one sequence's nodes or of several sequences."""
     target = LlamaForward(tiny_llama(1))
-    h100 = Device(3.35e12, 989e12, 62e12)
-    alone, batch = (estimated_costs(target, [], h100, *given) for given in ((1, (64,)), (16, (4,))))
+    alone, batch = (estimated_costs(target, [], FAST, *given) for given in ((1, (64,)), (16, (4,))))
     assert batch.step[4] == pytest.approx(alone.step[64])
 
 
@@ -352,10 +301,6 @@ def test_with_a_profile_trees_follow_the_batch_also_where_texts_are_sampled(temp
     found = [int(tree.split()[0]) for tree in [out.stats.tree, *(tree for _, tree in out.stats.replans)]]
     assert found[0] == 1
     assert found == sorted(found)
-    if temperature == 0:
-        plain = SpeculativeDecoder(target, None, "autoregressive")
-        expected = plain.generate(prompts, 40, temperature=0.0, eos_token_id=6, pad_token_id=0)
-        assert torch.equal(out.sequences, expected.sequences)
 
 
 def test_re_planning_takes_the_costs_of_as_many_sequences_as_run():

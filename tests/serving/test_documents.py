@@ -24,10 +24,6 @@ TEMPLATE = (
 NONE = torch.zeros(0, dtype=torch.int32)
 
 
-def silent(line: str) -> None:
-    """Nobody is told."""
-
-
 @pytest.fixture
 def tokenizer():
     words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="zero"))
@@ -103,7 +99,9 @@ def test_what_is_held_out_is_never_trained_on_and_each_text_is_somewhere():
     assert rows.train.shape == (32 * 30 // 20, 20)
 
 
-def test_one_long_text_is_held_out_in_part():
+def test_one_long_text_is_held_out_in_part_and_too_little_is_refused():
+    with pytest.raises(ValueError, match="30 tokens in 1 documents, give 0 rows of 20 to train on and 1 to hold out"):
+        make_rows(numbered(1, 30), RowSettings(20, 0.1, 0, 4, 1), list)
     document = [Document(torch.arange(100000, dtype=torch.int32), NONE)]
     rows = make_rows(document, RowSettings(length=50, held_out=0.1, written=0, prompt_tokens=4, seed=1), list)
     assert rows.held_out.numel() == pytest.approx(128 * 50, abs=400)
@@ -130,11 +128,6 @@ def test_the_share_that_is_written_anew_is_written_after_the_beginnings():
     assert written.float().mean() == pytest.approx(0.4, abs=0.1)
 
 
-def test_too_little_text_is_refused():
-    with pytest.raises(ValueError, match="30 tokens in 1 documents, give 0 rows of 20 to train on and 1 to hold out"):
-        make_rows(numbered(1, 30), RowSettings(20, 0.1, 0, 4, 1), list)
-
-
 def test_batches_go_through_all_rows_once_an_epoch():
     batches = batches_of(torch.arange(7)[:, None], 3, seed=1)
     epochs = [[*next(batches).flatten().tolist(), *next(batches).flatten().tolist()] for _ in range(3)]
@@ -142,7 +135,7 @@ def test_batches_go_through_all_rows_once_an_epoch():
     assert len({*map(tuple, epochs)}) == 3
 
 
-def written(target, prompts, new_tokens, seed, say):
+def written(target, prompts, new_tokens, seed, say=lambda line: None):
     generate = SpeculativeDecoder(target, method="autoregressive").generate
     return own_text.write_texts(target, generate, prompts, new_tokens, seed, say)
 
@@ -158,12 +151,12 @@ def test_a_target_writes_after_each_prompt_what_it_would_write_alone(monkeypatch
         ids = torch.tensor([number])
         return decoder.generate(prompt[None].long(), 6, 1.0, seed=5, sequence_ids=ids).sequences[0].tolist()
 
-    found = [text.tolist() for text in written(target, prompts, 6, 5, silent)]
+    found = [text.tolist() for text in written(target, prompts, 6, 5)]
     in_order = sorted(prompts, key=len)
     assert found == [alone(prompt, number) for number, prompt in enumerate(in_order)]
     end = found[1][7]
     target.generation_config.eos_token_id = [end, 23]
-    ended = [text.tolist() for text in written(target, prompts, 6, 5, silent)]
+    ended = [text.tolist() for text in written(target, prompts, 6, 5)]
     ends = [next((at for at in range(len(prompt), len(text)) if text[at] in (end, 23)), 99)
             for text, prompt in zip(found, in_order, strict=True)]  # fmt: skip
     assert ended == [text[: at + 1] for text, at in zip(found, ends, strict=True)]
@@ -180,7 +173,7 @@ def test_a_quarter_of_the_texts_is_sampled_at_a_lower_temperature(monkeypatch):
         return generate(self, ids, new_tokens, temperature, **options)
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", noted)
-    written(target, [torch.ones(3, dtype=torch.int32)] * 16, 2, 0, silent)
+    written(target, [torch.ones(3, dtype=torch.int32)] * 16, 2, 0)
     assert temperatures == [1.0, 1.0, 1.0, 0.6] * 2
 
 

@@ -22,8 +22,12 @@ def waiting(name, client=None, group=None):
     return SimpleNamespace(name=name, client=client, group=group, progress=progress, interrupted=lambda: None)
 
 
-def order_of(arrivals, **may):
-    return [arrivals.pop(**may).name for _ in range(len(arrivals))]
+def order_of(arrivals):
+    return [arrivals.pop().name for _ in range(len(arrivals))]
+
+
+def serve(**limits):
+    return SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd").serve(**limits)
 
 
 def test_clients_take_turns_and_so_do_a_clients_requests():
@@ -78,8 +82,7 @@ def watched(service, fifth=lambda: None):
 
 def test_a_newcomer_has_a_slot_at_once_and_short_steps():
     """One has 12 long texts, and another short ones: some of the first one's pause meanwhile, and are moved."""
-    pair = tiny_llama(0), tiny_llama(1)
-    decoder = SpeculativeDecoder(*pair, "ersd")
+    decoder = SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd")
     prompts = [[1 + number % 6, number % 7] for number in range(12)]
     expected = [alone(decoder, prompt, LONG, number) for number, prompt in enumerate(prompts)]
     short = {**LONG, "max_new_tokens": 6}
@@ -103,7 +106,7 @@ def test_a_newcomer_has_a_slot_at_once_and_short_steps():
 
 
 def test_a_program_alone_is_served_first_come_first_served_in_all_slots():
-    with SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd").serve(slots=3, max_tokens=64) as service:
+    with serve(slots=3, max_tokens=64) as service:
         steps, joined, join = watched(service), [], service._slots.join
 
         def write(arrival):
@@ -131,7 +134,7 @@ def test_on_a_gpu_where_a_step_takes_as_long_for_one_as_for_all_nobody_pauses():
 
 
 def test_the_last_free_slot_is_for_a_client_that_has_none():
-    with SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd").serve(slots=4, max_tokens=256) as service:
+    with serve(slots=4, max_tokens=256) as service:
         third = []
         steps = watched(service, lambda: third.append(service.submit([1, 2], 4, eos_token_id=None, client="C")))
         with held(service) as entered:
@@ -150,9 +153,11 @@ def test_the_last_free_slot_is_for_a_client_that_has_none():
 @pytest.mark.parametrize("where", ["step", "prompt"])
 def test_a_fault_of_the_gpu_ends_the_service_and_an_error_does_not(where, monkeypatch):
     """A GPU that has had a fault says so whenever it is asked for anything; it is played here."""
-    service = SpeculativeDecoder(tiny_llama(0), tiny_llama(1), "ersd").serve(slots=3, max_tokens=64)
+    service = serve(slots=3, max_tokens=64)
     monkeypatch.setattr(service._slots, "_on_host", False)
     has_fault = threading.Event()
+
+    kept = service._slots.leave
 
     def synchronize():
         if has_fault.is_set():
@@ -162,11 +167,9 @@ def test_a_fault_of_the_gpu_ends_the_service_and_an_error_does_not(where, monkey
         raise RuntimeError("it is lost")
 
     def leave(member):
-        if has_fault.is_set():
-            synchronize()
+        synchronize()
         kept(member)
 
-    kept = service._slots.leave
     monkeypatch.setattr(service._slots, "leave", leave)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     of, name = (service._slots, "_step") if where == "step" else (service._slots._anteroom, "beginning")

@@ -14,6 +14,7 @@ from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.http.exchange import APART, sequence_id
 
 PROMPT = "def read_lines(path):"
+BODY = {"model": NAME, "prompt": PROMPT, "temperature": 0}
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}"
@@ -30,11 +31,9 @@ def decoder(demo_pair):
 @pytest.fixture(scope="module")
 def tokenizer(demo_pair, tmp_path_factory):
     """The shipped tokenizer with a chat template, from a folder."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    demo_pair.tokenizer.save_pretrained(folder)
-    copy = AutoTokenizer.from_pretrained(folder)
-    copy.chat_template = TEMPLATE
-    copy.save_pretrained(folder)
+    folder, own = tmp_path_factory.mktemp("tokenizer"), copy.deepcopy(demo_pair.tokenizer)
+    own.chat_template = TEMPLATE
+    own.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -86,7 +85,7 @@ def test_a_completion_is_the_decoders_text_with_its_usage(client, alone, tokeniz
     }  # fmt: skip
 
 
-def test_a_stream_is_the_whole_text_in_pieces(client, alone):
+def test_a_stream_is_the_whole_text_in_pieces_and_ends_with_done(base, client, alone):
     events = list(complete(client, stream=True, stream_options={"include_usage": True}))
     assert "".join(event.choices[0].text for event in events[:-1]) == alone(PROMPT, 24)
     assert sum(bool(event.choices[0].text) for event in events[:-1]) > 3
@@ -94,16 +93,12 @@ def test_a_stream_is_the_whole_text_in_pieces(client, alone):
     assert events[-1].choices == []
     assert events[-1].usage.completion_tokens == 24
     assert len({event.id for event in events}) == 1
-    assert all(event.usage is None for event in complete(client, stream=True))
-
-
-def test_a_stream_ends_with_done(base):
-    body = {"model": NAME, "prompt": PROMPT, "max_tokens": 4, "stream": True}
-    _, headers, content = ask(base, "POST", "/v1/completions", body)
+    _, headers, content = ask(base, "POST", "/v1/completions", BODY | {"max_tokens": 4, "stream": True})
     assert headers["Content-Type"].startswith("text/event-stream")
     *events, done, rest = content.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
-    assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events)
+    events = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert {(event["object"], event.get("usage")) for event in events} == {("text_completion", None)}
 
 
 def test_a_chat_goes_through_the_tokenizers_template(client, alone, tokenizer):
@@ -111,6 +106,7 @@ def test_a_chat_goes_through_the_tokenizers_template(client, alone, tokenizer):
     assert answer.choices[0].message.content == alone("# user: read\n# assistant: ", 12)
     assert answer.choices[0].message.role == "assistant"
     assert answer.object == "chat.completion"
+    assert chat(client, extra_body={"ignore_eos": True}).usage.total_tokens == 256, "all the room there is"
     again = [{"role": "user", "content": "read"}, answer.choices[0].message, {"role": "user", "content": "on"}]
     text = f"# user: read\n# assistant: {answer.choices[0].message.content}\n# user: on\n# assistant: "
     second = client.chat.completions.create(model=NAME, messages=again, temperature=0, max_tokens=6)
@@ -130,11 +126,6 @@ def test_a_chat_streams_its_role_and_then_its_text(client, alone):
     assert events[-1].usage.completion_tokens == 24
 
 
-def test_without_a_length_a_chat_has_all_the_room_there_is(client):
-    usage = chat(client, extra_body={"ignore_eos": True}).usage
-    assert usage.total_tokens == 256
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_before_itself(client, alone, stream):
     whole = alone(PROMPT, 24)
@@ -152,8 +143,7 @@ def test_a_stop_string_ends_the_text_before_itself(client, alone, stream):
 def test_an_end_of_sequence_token_ends_the_text_unless_it_is_to_be_ignored(decoder, tokenizer, alone):
     ids = tokenizer(alone(PROMPT, 24)).input_ids
     with decoder.serve(slots=1, max_tokens=64) as service, running(service, tokenizer, eos=[ids[8]]) as base:
-        body = {"model": NAME, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-        first, whole = (post(base, body | more)[1] for more in ({}, {"ignore_eos": True}))
+        first, whole = (post(base, BODY | {"max_tokens": 24} | more)[1] for more in ({}, {"ignore_eos": True}))
     assert first["choices"][0]["finish_reason"] == "stop"
     assert first["usage"]["completion_tokens"] < 24
     assert whole["choices"][0]["text"] == alone(PROMPT, 24)
@@ -199,9 +189,15 @@ def test_echo_puts_the_prompt_before_the_text(client, alone, tokenizer, stream):
         assert "".join(event.choices[0].text for event in events) == PROMPT + alone(PROMPT, 8)
 
 
-def test_a_temperature_that_is_left_out_samples_as_the_server_was_told(client, alone):
+def test_settings_are_those_of_generate_and_what_asks_for_nothing_is_taken(client, alone):
     text = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=24, seed=4).choices[0].text
-    assert text == alone(PROMPT, 24, 1.0, 4)
+    assert text == alone(PROMPT, 24, 1.0, 4), "the temperature that the server was told"
+    more = {"repetition_penalty": 1.3}
+    assert complete(client, extra_body=more).choices[0].text == alone(PROMPT, 24, **more)
+    assert complete(client, extra_body={"min_tokens": 24}).usage.completion_tokens == 24
+    nothing = {"logprobs": None, "best_of": 1, "frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}}
+    nothing |= {"suffix": None, "user": "someone", "response_format": {"type": "text"}, "n": 1, "stop": None}
+    assert complete(client, extra_body=nothing).choices[0].text == alone(PROMPT, 24)
 
 
 def test_models_are_listed_and_others_are_not_there(client):
@@ -230,7 +226,7 @@ REFUSED = {
 @pytest.mark.parametrize("field", REFUSED)
 def test_a_field_that_the_server_does_not_have_is_refused_by_name(base, field):
     value, message = REFUSED[field]
-    status, error = post(base, {"model": NAME, "prompt": PROMPT, field: value})
+    status, error = post(base, BODY | {field: value})
     assert (status, error["param"], error["type"]) == (400, field, "invalid_request_error")
     assert error["message"].startswith(field)
     assert message in error["message"]
@@ -256,7 +252,7 @@ def test_a_field_that_the_server_does_not_have_is_refused_by_name(base, field):
     (b'{"prompt": "a"}', "model: Field required"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_openais_shape(base, body, message):
-    status, error = post(base, body if isinstance(body, bytes) else {"model": NAME, "prompt": PROMPT} | body)
+    status, error = post(base, body if isinstance(body, bytes) else BODY | body)
     assert status == 400
     assert message in error["message"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -270,12 +266,6 @@ def test_what_a_chat_does_not_have_is_refused_by_name(client, field, value):
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, **{field: value})
     assert caught.value.param == field
-
-
-def test_what_asks_for_nothing_is_taken(client, alone):
-    nothing = {"logprobs": None, "best_of": 1, "frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}}
-    nothing |= {"suffix": None, "user": "someone", "response_format": {"type": "text"}, "n": 1, "stop": None}
-    assert complete(client, extra_body=nothing).choices[0].text == alone(PROMPT, 24)
 
 
 @pytest.mark.parametrize(("message", "text"), [
@@ -307,9 +297,8 @@ def test_a_tokenizer_without_a_template_continues_texts_alone(decoder, demo_pair
 
 def test_metrics_are_prometheus_and_count_what_clients_got(decoder, tokenizer):
     with decoder.serve(slots=1, max_tokens=64) as service, running(service, tokenizer) as base:
-        body = {"model": NAME, "prompt": PROMPT, "max_tokens": 10, "temperature": 0}
-        for each in (body, body | {"stream": True}, body | {"stop": "e"}, body | {"n": 100}):
-            ask(base, "POST", "/v1/completions", each)
+        for more in ({}, {"stream": True}, {"stop": "e"}, {"n": 100}):
+            ask(base, "POST", "/v1/completions", BODY | {"max_tokens": 10} | more)
         ask(base, "GET", "/somewhere/else")
         eventually(lambda: metrics(base)["heavypath_running"] == 0)
         found = {name.removeprefix("heavypath_"): value for name, value in metrics(base).items()}
@@ -333,7 +322,7 @@ def test_where_the_service_itself_fails_nobody_waits_for_ever_and_the_server_is_
         raise ArithmeticError("beyond any request")
 
     with decoder.serve(slots=1, max_tokens=256) as service, running(service, tokenizer) as base:
-        body = {"model": NAME, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+        body = BODY | {"max_tokens": 200, "ignore_eos": True}
         with ThreadPoolExecutor(3) as pool:
             answers = [pool.submit(post, base, body) for _ in range(3)]
             eventually(lambda: service.stats().running == 1 and service.stats().waiting == 2)
@@ -376,11 +365,7 @@ def test_a_response_format_holds_an_answer_to_its_schema(ending, stream):
         found = json.loads("".join((each.delta if stream else each.message).content or "" for each in choices))
         assert found.keys() == {"name", "size"}
         assert 0 <= found["size"] <= 99
-
-
-def test_a_response_format_of_an_object_of_json_begins_one(client):
-    pytest.importorskip("llguidance")
-    text = complete(client, extra_body={"response_format": {"type": "json_object"}}).choices[0].text
+    text = complete(ending, extra_body={"response_format": {"type": "json_object"}}).choices[0].text
     assert text.lstrip().startswith("{")
 
 
@@ -389,20 +374,11 @@ def test_a_response_format_of_an_object_of_json_begins_one(client):
     ({"type": "json_schema"}, "only there"),
     ({"type": "json_object", "json_schema": {"name": "a", "schema": {}}}, "only there"),
     ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "more": 1}}, "does not know"),
+    (formatted(SCHEMA), "leave ignore_eos out"),
 ])  # fmt: skip
 def test_a_response_format_that_cannot_be_followed_is_refused(client, response_format, message):
     pytest.importorskip("llguidance")
+    more = {"ignore_eos": True} if "ignore_eos" in message else {}
     with pytest.raises(openai.BadRequestError, match=message) as caught:
-        chat(client, response_format=response_format)
-    assert caught.value.param == "response_format"
-
-
-def test_a_response_format_needs_the_end_of_its_text(client):
-    with pytest.raises(openai.BadRequestError, match="leave ignore_eos out"):
-        chat(client, response_format=formatted(SCHEMA), extra_body={"ignore_eos": True})
-
-
-def test_penalties_and_least_lengths_are_those_of_generate(client, alone):
-    more = {"repetition_penalty": 1.3}
-    assert complete(client, extra_body=more).choices[0].text == alone(PROMPT, 24, repetition_penalty=1.3)
-    assert complete(client, extra_body={"min_tokens": 24}).usage.completion_tokens == 24
+        chat(client, response_format=response_format, extra_body=more)
+    assert more or caught.value.param == "response_format"

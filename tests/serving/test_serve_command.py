@@ -3,13 +3,12 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from http_server import PATIENCE, ask, client_of, eventually, open_stream, opened, post, process
+from http_server import PATIENCE, ask, client_of, eventually, is_listening, open_stream
 
 from heavypath.speculative.cli import serve as command
 from heavypath.speculative.cli.app import main
@@ -19,13 +18,12 @@ def served(*arguments, during):
     """Run the command in this process, and `during(base)` in a thread beside it, which has to end it: the exit code."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-
-    over = threading.Event()
+    base, over = f"http://127.0.0.1:{port}", threading.Event()
 
     def ask_when_it_listens():
         try:
-            eventually(lambda: over.is_set() or is_listening(port))
-            during(f"http://127.0.0.1:{port}")
+            eventually(lambda: over.is_set() or is_listening(base))
+            during(base)
         except BaseException:
             if not over.is_set():
                 end(signal.SIGTERM)
@@ -37,14 +35,6 @@ def served(*arguments, during):
         over.set()
         asked.result(PATIENCE)
     return code
-
-
-def is_listening(port):
-    try:
-        opened(f"http://127.0.0.1:{port}").close()
-    except ConnectionRefusedError:
-        return False
-    return True
 
 
 def end(number):
@@ -97,16 +87,6 @@ def test_a_server_that_others_reach_says_so_and_asks_for_the_key(caplog, monkeyp
     assert "other machines reach this server on 0.0.0.0, with its key; it does not encrypt" in caplog.messages
 
 
-@pytest.mark.integration
-def test_the_command_is_a_process_that_a_signal_ends():
-    with process("--max-tokens", 64, "--slots", 2) as (server, base, said):
-        assert said == [f"heavypath: serving heavypath-demo by ersd at {base}/v1\n"]
-        assert post(base, {"model": "heavypath-demo", "prompt": "def"})[0] == 200
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(PATIENCE) == 0
-        assert (server.stdout.read(), server.stderr.read()) == ("", "heavypath: stopped\n")
-
-
 def refused(capsys, *arguments):
     assert main(["serve", *map(str, arguments)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -126,23 +106,8 @@ def test_what_cannot_be_served_is_said_in_one_line_before_models_are_loaded(caps
     assert "here 2; got 3" in refused(capsys, "--max-choices", 3, "--queue", 5)
     assert "--method must be one of" in refused(capsys, "--method", "fastest")
     assert "nowhere" in refused(capsys, "--target", "nowhere")
-
-
-def test_without_its_packages_the_command_says_how_to_install_them(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert "pip install heavypath[serve]" in refused(capsys)
-
-
-@pytest.mark.integration
-def test_other_commands_do_without_the_servers_packages():
-    program = """
-import sys
-sys.modules.update(dict.fromkeys(("fastapi", "uvicorn", "prometheus_client", "openai")))
-from heavypath.speculative.cli.app import main
-sys.exit(main(["info", "--help"]))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_temperature_that_nobody_gave_is_the_models_own_or_one(demo_pair, monkeypatch):

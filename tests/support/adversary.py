@@ -76,7 +76,6 @@ class Adversary:
         self.builder, self.patch = interpreter.interpreter_builder, pytest.MonkeyPatch()
         executor = interpreter.GridExecutor
         self.patch.setattr(executor, "__call__", self._launching(executor.__call__))
-        self.patch.setattr(interpreter, "_patch_lang", self._patching(interpreter._patch_lang))
         for name in ("masked_load", "masked_store", "atomic_rmw", "atomic_cas", "barrier"):
             watched = getattr(self, f"_{name}")(getattr(self.builder, f"create_{name}"))
             self.patch.setattr(self.builder, f"create_{name}", watched)
@@ -101,17 +100,6 @@ class Adversary:
                 raise HazardError("\n".join((f"{name}:", *findings)))
 
         return launch
-
-    def _patching(self, original):
-        """Triton's language is made to run in NumPy once a launch, not once a call, which is half of the time."""
-
-        def patch(function):
-            done = set() if self.launch is None else self.launch.patched
-            if id(function.__globals__) not in done:
-                done.add(id(function.__globals__))
-                return original(function)
-
-        return patch
 
     def _masked_load(self, original):
         def load(pointers, mask, *options):
@@ -166,17 +154,13 @@ class _Launch:
     """Stands in for a kernel in the interpreter's loop over the grid: at the last program it runs all of them."""
 
     def __init__(self, adversary: Adversary, kernel, tensors: list[tuple[str, Tensor]], threads: int):
-        self.__name__, self.__globals__, self.__signature__ = (
-            kernel.__name__,
-            kernel.__globals__,
-            inspect.signature(kernel),
-        )
+        self.__name__, self.__globals__ = kernel.__name__, kernel.__globals__
+        self.__signature__ = inspect.signature(kernel)
         self.kernel, self.tensors, self.threads = kernel, tensors, threads
         self.builder, self.random = adversary.builder, adversary.random
         self.cells: list[tuple[int, int, int]] = []
         self.lines: dict[tuple, int] = {}
         self.shapes: dict[tuple, int] = {}
-        self.patched: set[int] = set()  # modules, by the identity of their names
         self.memory: ShadowMemory | None = None
         self.stuck: dict[int, int] | None = None
 
@@ -255,14 +239,13 @@ class _Launch:
         """Sentences, each with the lines of source in question."""
         if self.memory is None:
             return []
-        sources = [
-            " < ".join(f"{Path(file).name}:{line} {function}" for file, line, function in lines) for lines in self.lines
-        ]
-        found = []
+        found, sources = [], []
+        for lines in self.lines:
+            sources.append(" < ".join(f"{Path(file).name}:{line} {function}" for file, line, function in lines))
         for what, line, other in self.memory.findings:
             found.append(f"  {sources[line]}\n    {what}" + (f":\n  {sources[other]}" if other >= 0 else ""))
         if self.stuck is not None:
             found.append(
-                "  no program gets on; they wait at\n    " + "\n    ".join({sources[at] for at in self.stuck.values()})
+                "\n    ".join(("  no program gets on; they wait at", *{sources[at] for at in self.stuck.values()}))
             )
         return found

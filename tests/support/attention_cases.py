@@ -3,11 +3,10 @@
 import math
 
 import torch
+from devices import DEVICE
 
 from heavypath.kernels.attention.masks import pack_ancestors
 from heavypath.speculative.trees.tree import TokenTree
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def oracle(query, key, value, lengths, mask, scale=None, softcap=None, window=None, first_row=None, depths=None):
@@ -21,9 +20,8 @@ def oracle(query, key, value, lengths, mask, scale=None, softcap=None, window=No
             visible[:, : first_row[b]] = False
         if window is not None:
             own = mask[b].sum(-1) - 1
-            position = torch.cat(
-                [torch.arange(length, device=mask.device), length + (own if depths is None else depths)]
-            )
+            below = length + (own if depths is None else depths)
+            position = torch.cat([torch.arange(length, device=mask.device), below])
             visible &= (length + own)[:, None] - position < window
         rows = visible.any(0)  # what nobody sees may hold anything
         keys, values = (x[b, :, : length + nodes][:, rows].double().repeat_interleave(group, 0) for x in (key, value))

@@ -1,6 +1,7 @@
 """Helpers of tests/cli/test_cli.py and its neighbours."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -48,17 +49,15 @@ def folders(tmp_path_factory):
     save_llama(root / "draft", seed=1)
     save_llama(root / "more words", (*WORDS, "seven"))
     save_llama(root / "other words", (*WORDS[:5], "cinq", "six"))
-    save_llama(root / "no weights")
+    for name in ("no weights", "no tokenizer", "broken weights", "half the layers"):
+        shutil.copytree(root / "target", root / name)
     (root / "no weights" / "model.safetensors").unlink()
-    save_llama(root / "no tokenizer")
     for file in (root / "no tokenizer").glob("tokenizer*"):
         file.unlink()
-    save_llama(root / "broken weights")
     (root / "broken weights" / "model.safetensors").write_bytes(b"not safetensors")
     model = save_llama(root / "nan weights")
     model.lm_head.weight.data[0, 0] = torch.nan
     model.save_pretrained(root / "nan weights")
-    save_llama(root / "half the layers")
     LlamaConfig.from_pretrained(root / "target", num_hidden_layers=2).save_pretrained(root / "half the layers")
     t5 = T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=7)
     T5ForConditionalGeneration(t5).save_pretrained(root / "t5")

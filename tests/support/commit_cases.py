@@ -32,7 +32,7 @@ class Problem:
                 node = int(tree.parents[node])
             absent = (self.random(4, nodes) == 0) & ~torch.isin(torch.arange(nodes), self.path[slot])
             self.tokens[slot, absent] = -1
-        self.after = self.random(vocab_size, batch)
+        self.after = self.random(vocab_size + 1, batch) - 1  # of -1, there was no distribution
         whole = torch.zeros(len(StateField), batch + spare, dtype=torch.long)
         whole[StateField.LENGTHS] = self.random(50, batch + spare)
         whole[StateField.PRODUCED] = self.random(new_tokens - 2, batch + spare)
@@ -53,9 +53,8 @@ class Problem:
         return TokenTree([-1, *(int(self.random(node)) for node in range(1, nodes))])
 
     def committed(self, impl):
-        whole, output, seen, counts = (
-            field.to(DEVICE, copy=True) for field in (self.whole, self.output, self.seen, self.counts)
-        )
+        state = self.whole, self.output, self.seen, self.counts
+        whole, output, seen, counts = (field.to(DEVICE, copy=True) for field in state)
         tokens, parents, ranks, depths = (field.to(DEVICE) for field in (self.tokens, *self.shape))
         verified = Verified(*(field.to(DEVICE) for field in (self.path, self.length, self.after)))
         state = State(whole[:, : self.batch], output, self.stops.to(DEVICE), seen, counts)
@@ -97,7 +96,6 @@ class Problem:
         return [whole, output, seen, counts]
 
     def check(self, impl):
-        for name, found, right in zip(
-            ("numbers", "output", "seen", "counts"), self.committed(impl), self.expected(), strict=True
-        ):
+        names = "numbers", "output", "seen", "counts"
+        for name, found, right in zip(names, self.committed(impl), self.expected(), strict=True):
             assert torch.equal(found, right), name

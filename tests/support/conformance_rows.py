@@ -34,19 +34,16 @@ AXES = {
     "dtype": ("float32", "bfloat16", "float16"),
 }  # fmt: skip
 
-GROWING = tuple(
-    name for name, method in METHODS.items() if method.verifiers and "held_traversal" not in method.verifiers
-)
-GROWING += ("eagle-2",)
+GROWING = {name for name, method in METHODS.items() if method.verifiers and "held_traversal" not in method.verifiers}
+GROWING |= {"eagle-2"}
 LLAMAS = ("toy llama", "llama", "mistral", "qwen3")  # which run on their own modules
 BY_PROFILE = ("profile", "replanned", "by batch")
 
 
 def refused_verifier(method, verifier):
-    words = METHODS[method].verifiers
-    return verifier not in ("default", "own", *words) or (
-        verifier == "own" and method in ("autoregressive", "typical-lossy")
-    )
+    if verifier == "own":
+        return method in ("autoregressive", "typical-lossy")
+    return verifier not in ("default", *METHODS[method].verifiers)
 
 
 def takes_several_laws(method, verifier):
@@ -111,9 +108,10 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def fits(row):
-    """Whether the values of a row, or of a part of one, go together."""
-    return not any(refuses(*(row[axis] for axis in axes)) for axes, refuses in REFUSED if row.keys() >= {*axes})
+def fits(row, new=None):
+    """Whether the values of a row, or of a part of one, go together; those without the axis `new` are known to."""
+    refused = [(axes, refuses) for axes, refuses in REFUSED if new is None or new in axes]
+    return not any(refuses(*(row[axis] for axis in axes)) for axes, refuses in refused if row.keys() >= {*axes})
 
 
 @lru_cache
@@ -157,14 +155,13 @@ def completed(begun, left, strength, generator, tries=100):
         row = dict(begun)
         for axis in ["method", *generator.sample([*AXES], len(AXES))]:  # the method is in most of what does not fit
             if axis not in row:
-                values = [value for value in AXES[axis] if fits(row | {axis: value})]
+                values = [value for value in AXES[axis] if fits(row | {axis: value}, axis)]
                 if not values:
                     break
                 generator.shuffle(values)
-                best = attempt < tries // 4  # what brings most may lead nowhere
-                row[axis] = (
-                    max(values, key=lambda value: brings(row, axis, value, left, strength)) if best else values[0]
-                )
+                if attempt < tries // 4:  # what brings most may lead nowhere
+                    values.sort(key=lambda value: -brings(row, axis, value, left, strength))
+                row[axis] = values[0]
         if len(row) == len(AXES):
             return {axis: row[axis] for axis in AXES}
     return None

@@ -41,15 +41,14 @@ def texts(case, decoder, *, way=None, only=None, past=None):
     way = case.row["way"] if way is None else way
     places = [*range(len(case.members))] if only is None else [only]
     ids, mask = left_padded([case.members[place] for place in places])
-    settings = {"temperature": case.row["temperature"], **case.sampling, **case.ending}
-    constraints = case.constraints_of(places)
+    settings = {"temperature": case.row["temperature"], **case.sampling, **case.ending, **case.constraints_of(places)}
     if way == "served":
-        return served(case, decoder, places, settings, constraints)
+        return served(case, decoder, places, settings)
     if way == "custom_generate":
         return by_custom_generate(case, decoder, places, ids, mask)
     options = {
         "attention_mask": mask, "sequence_ids": torch.tensor(places), "seed": SEED, "max_new_tokens": case.new_tokens,
-        "pad_token_id": 0, **settings, **constraints,
+        "pad_token_id": 0, **settings,
     }  # fmt: skip
     streamers = [Told() for _ in places] if way == "streamer" else None
     if case.row["past"] if past is None else past:
@@ -67,14 +66,11 @@ def texts(case, decoder, *, way=None, only=None, past=None):
     return found
 
 
-def served(case, decoder, places, settings, constraints):
+def served(case, decoder, places, settings):
     """Side by side by a service, whose name of a sequence's noise is the request's seed."""
     with decoder.serve(slots=3, max_tokens=40, seed=SEED) as service:
         requests = [
-            service.submit(
-                PROMPTS[case.members[place]], max_new_tokens=case.new_tokens, seed=place, **settings, **constraints
-            )
-            for place in places
+            service.submit(PROMPTS[case.members[place]], case.new_tokens, seed=place, **settings) for place in places
         ]
         return [request.result(60).tokens for request in requests]
 
@@ -146,9 +142,8 @@ def law_of(case):
     """The joint law [V, V, V, V] of the first prompt's new tokens, by enumeration; the end fills up."""
     target, vocab = case.target, case.vocab_size
     prompt = torch.tensor(PROMPTS[case.members[0]])
-    filters = Filters(
-        case.row["temperature"], **{name: case.sampling.get(name) for name in ("top_k", "top_p", "min_p")}
-    )
+    kept = {name: case.sampling.get(name) for name in ("top_k", "top_p", "min_p")}
+    filters = Filters(case.row["temperature"], **kept)
     processors, ends = every_processor(case, 0), case.row["stop"] == "token"
     contexts, law = prompt[None], torch.ones(1).double()
     for _ in range(LENGTH):
@@ -168,11 +163,10 @@ def law_of(case):
 
 def sampled(case, decoder):
     """Texts LongTensor[N, 4] of the first prompt; fewer where each of them takes long."""
-    asked = case.row["grammar"] or case.row["processors"] != "none" or case.row["draft"] == "lookahead"
-    slow = (
-        case.row["draft"] in ("lookup", "retrieval", "mixture", "merge", "cascade") or case.row["target"] == "toy gpt2"
-    )
-    slow = slow or case.row["way"] == "reference" or case.row["tree"] == "deep"
+    row = case.row
+    asked = row["grammar"] or row["processors"] != "none" or row["draft"] == "lookahead"
+    slow = row["draft"] in ("lookup", "retrieval", "mixture", "merge", "cascade") or row["target"] == "toy gpt2"
+    slow = slow or row["way"] == "reference" or row["tree"] == "deep" or row["verifier"] == "own"
     prompt, sequences = torch.tensor(PROMPTS[case.members[0]]), 800 if asked else 4_000 if slow else 20_000
     out = decoder.generate(
         prompt.expand(sequences, -1), LENGTH, temperature=case.row["temperature"], **case.sampling, seed=SEED,

@@ -1,21 +1,19 @@
 """Which of the works that a program gives a GPU may run at the same time: found out by vector clocks, without a GPU.
 
 `played()` puts streams, events and graphs that only write down what they are given in the place of torch's. `check`
-then goes through what was written, and raises RaceError for the first two that touch the same memory, one of them
+then goes through what was written, and raises RaceError for the first two works that touch the same memory, one of them
 writing, with nothing that puts them in order; for a layer that computes with another one's weights; and for what CUDA
 refuses in a capture. Each stream has a clock, and knows of the others' what its waits have told it (Fidge 1988, Mattern
-1989); the host has one, too, which its synchronisations tell.
+1989); so does the host, which is one more stream: its works are what it writes, its waits are synchronisations.
 
-What is written: works are launched on a stream, in the order of the program, which is one of the orders that may be. A
-graph is a part of the writing that is gone through when it is replayed, on streams of its own, which begin with what
-the stream knows that it is launched on.
+A work is launched in the order of the program, which is one of the orders that may be. A graph is gone through when it
+is replayed, on streams of its own, which begin with what the stream knows that it is launched on.
 """
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import count
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -31,11 +29,12 @@ class RaceError(AssertionError):
 
 
 class Entry(NamedTuple):
-    """What was written: `kind` is launch, record, wait, synchronize, write (by the host), begin, end or replay.
+    """What was written: `kind` is launch, record, wait, begin, end or replay.
 
-    stream: that it was given to, HOST for the host; graph: that is replayed, begun or ended
+    stream: that it was given to
     mark:   of an event's record: each record of an event is one of its own
     reads, writes: what memory a work touches, with whose content
+    graph:  that is replayed, begun or ended
     """
 
     kind: str
@@ -59,29 +58,25 @@ class Stream:
         return event
 
     def wait_event(self, event):
-        if event.mark is not None:
+        if event.mark:
             self.order.note("wait", self.name, mark=event.mark)
 
     def wait_stream(self, stream):
         self.wait_event(stream.record_event())
 
-    def synchronize(self):
-        self.record_event().synchronize()
-
 
 class Event:
     """A CUDA event; waits mean its last record."""
 
-    def __init__(self, order: "Order", enable_timing=False):
-        self.order, self.mark = order, None
+    def __init__(self, order: "Order"):
+        self.order, self.mark = order, 0
 
     def record(self, stream=None):
-        self.mark = self.order.new_mark()
+        self.mark = next(self.order.marks)
         self.order.note("record", (stream or self.order.current()).name, mark=self.mark)
 
     def synchronize(self):
-        if self.mark is not None:
-            self.order.note("synchronize", HOST, mark=self.mark)
+        self.order.host.wait_event(self)
 
     def query(self):
         return True
@@ -90,42 +85,29 @@ class Event:
         return 1.0
 
 
-@dataclass(eq=False)
 class Order:
     """All that was written, and the streams and graphs that were made."""
 
-    entries: list[Entry] = field(default_factory=list)
-    made: int = 0
-    marks: int = 0
-    graphs: int = 0
-    pinned: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self):
-        self._lock = threading.Lock()
+    def __init__(self):
+        self.entries: list[Entry] = []
+        self.marks, self._names, self._graphs = count(1), count(1), count(1)
+        self.pinned: dict[int, int] = {}
+        self.host, self._first = Stream(self, HOST), Stream(self, "first")
         self._of_thread = threading.local()
-        self._first = Stream(self, "first")
         self._capturing: int | None = None  # the thread
 
     def note(self, kind, stream, **facts):
-        with self._lock:
-            self.entries.append(Entry(kind, stream, thread=threading.get_ident(), **facts))
-
-    def new_mark(self):
-        with self._lock:
-            self.marks += 1
-            return self.marks
+        self.entries.append(Entry(kind, stream, thread=threading.get_ident(), **facts))
 
     def new_stream(self, device=None):
-        self.made += 1
-        return Stream(self, f"stream {self.made}")
+        return Stream(self, f"stream {next(self._names)}")
 
     def current(self, device=None):
         return getattr(self._of_thread, "stream", self._first)
 
     @contextmanager
     def on(self, stream):
-        before = self.current()
-        self._of_thread.stream = stream
+        before, self._of_thread.stream = self.current(), stream
         try:
             yield
         finally:
@@ -138,13 +120,12 @@ class Order:
         self.note("launch", self.current().name, reads=tuple(reads), writes=tuple(writes))
 
     def host_writes(self, *memory):
-        self.note("write", HOST, writes=tuple((each, ANY) for each in memory))
+        self.note("launch", HOST, writes=tuple((each, ANY) for each in memory))
 
     @contextmanager
-    def capture(self, stream) -> Iterator[int]:
+    def capture(self, stream):
         """Capture what the block gives a stream; the number of the graph."""
-        self.graphs += 1
-        graph, self._capturing = self.graphs, threading.get_ident()
+        graph, self._capturing = next(self._graphs), threading.get_ident()
         with self.on(stream):
             self.note("begin", stream.name, graph=graph)
             try:
@@ -193,12 +174,12 @@ def observe(order: Order, stream) -> None:
 
     def places(tensors):
         """The pinned memory that tensors lie in."""
-        begins = (max(begin for begin in pinned if begin <= one.data_ptr()) for one in tensors.values())
-        return [("pinned", begin) for begin in sorted({*begins})]
+        begins = {max(begin for begin in pinned if begin <= one.data_ptr()) for one in tensors}
+        return [("pinned", begin) for begin in sorted(begins)]
 
     def copied(into, tensors):
         layer = views[id(into)]
-        order.launch([(place, layer) for place in places(tensors)], [(slot_of(stream, layer), layer)])
+        order.launch([(place, layer) for place in places(tensors.values())], [(slot_of(stream, layer), layer)])
         copy(into, tensors)
 
     def released(layer):
@@ -206,7 +187,7 @@ def observe(order: Order, stream) -> None:
         release(layer)
 
     def read(file, into, begin):
-        order.host_writes(*places({"piece": torch.frombuffer(into, dtype=torch.uint8)}))
+        order.host_writes(*places([torch.frombuffer(into, dtype=torch.uint8)]))
         WeightFile.read(file, into, begin)
 
     stream.copy, stream.release = copied, released
@@ -219,11 +200,17 @@ def slot_of(stream, layer):
     return "slot", next(iter(stream.tensors(layer).values())).data_ptr()
 
 
-Clock = dict[str, int]  # of a stream, what it knows: how many works of each stream have been done before
+Clock = dict[str, int]  # how many works of each stream are known to be done
 
 
-@dataclass
-class _Touch:
+def learn(mine: Clock, told: Clock) -> bool:
+    """Add what another clock knows; whether some of it was new."""
+    news = {stream: number for stream, number in told.items() if number > mine.get(stream, 0)}
+    mine.update(news)
+    return bool(news)
+
+
+class _Touch(NamedTuple):
     """An access to memory: by which work of which stream, and of what content."""
 
     stream: str
@@ -239,20 +226,20 @@ class _Checker:
         self.marks: dict[object, Clock] = {}
         self.wrote: dict[object, _Touch] = {}
         self.has_read: dict[object, list[_Touch]] = defaultdict(list)
-        self.effective: set[int] = set()  # marks of records that a wait told something of
+        self.effective: set[int] = set()  # ids of waits that told something
 
-    def learn(self, who: str, clock: Clock) -> bool:
-        mine, news = self.clocks[who], False
-        for stream, number in clock.items():
-            if number > mine.get(stream, 0):
-                mine[stream], news = number, True
-        return news
+    def do(self, entry: Entry, stream: str, mark: object) -> None:
+        if entry.kind == "launch":
+            self.launch(entry, stream)
+        elif entry.kind == "record":
+            self.marks[mark] = dict(self.clocks[stream])
+        elif learn(self.clocks[stream], self.marks.get(mark, {})):
+            self.effective.add(id(entry))
 
-    def work(self, entry: Entry, stream: str) -> None:
-        """A work on a stream, or of the host."""
-        if stream != HOST:
-            self.learn(stream, self.clocks[HOST])  # it is launched behind what the host has waited for
-        number = self.clocks[stream].get(stream, 0) + 1
+    def launch(self, entry: Entry, stream: str) -> None:
+        clock = self.clocks[stream]
+        learn(clock, self.clocks[HOST])  # it is launched behind what the host has waited for
+        number = clock.get(stream, 0) + 1
         for memory, content in entry.reads:
             last = self.wrote.get(memory)
             if last is not None:
@@ -264,91 +251,81 @@ class _Checker:
             for touch in [*self.has_read.pop(memory, []), *filter(None, [self.wrote.get(memory)])]:
                 self.behind(stream, touch, f"writes layer {content} into {memory}")
             self.wrote[memory] = _Touch(stream, number, content)
-        self.clocks[stream][stream] = number
+        clock[stream] = number
 
     def behind(self, stream: str, touch: _Touch, what: str) -> None:
         if self.clocks[stream].get(touch.stream, 0) < touch.number:
             raise RaceError(f"{stream} {what} while {touch.stream} may still use it for layer {touch.content}")
 
-    def wait(self, entry: Entry, who: str, mark: object) -> None:
-        if self.learn(who, self.marks.get(mark, {})):
-            self.effective.add(id(entry))
-
     def replay(self, graph: list[Entry], stream: str, number: int) -> None:
         own = {entry.stream: f"{entry.stream} of replay {number}" for entry in graph}
-        self.learn(stream, self.clocks[HOST])
+        learn(self.clocks[stream], self.clocks[HOST])
         for name in own.values():
-            self.learn(name, self.clocks[stream])
+            learn(self.clocks[name], self.clocks[stream])
         for entry in graph:
-            name = own[entry.stream]
-            if entry.kind == "launch":
-                self.work(entry, name)
-            elif entry.kind == "record":
-                self.marks[number, entry.mark] = dict(self.clocks[name])
-            elif entry.kind == "wait":
-                self.wait(entry, name, (number, entry.mark))
+            self.do(entry, own[entry.stream], (number, entry.mark))
         for name in own.values():
-            self.learn(stream, self.clocks[name])
+            learn(self.clocks[stream], self.clocks[name])
+
+
+class _Capture:
+    """What a graph captures, and the rules of CUDA for it: the streams of it have clocks that begin with it."""
+
+    def __init__(self, begin: Entry):
+        self.origin, self.thread, self.entries = begin.stream, begin.thread, []
+        self.clocks: dict[str, Clock] = {begin.stream: {}}
+        self.marks: dict[int, Clock] = {}
+
+    def takes(self, entry: Entry) -> bool:
+        """Whether an entry becomes a part of the graph. Raises RaceError for what CUDA refuses."""
+        if entry.thread != self.thread or (entry.stream, entry.kind) == (HOST, "launch"):
+            return False
+        if entry.stream == HOST or entry.kind == "replay":
+            raise RaceError(f"{entry.stream} does {entry.kind} within a capture (CUDA error 900)")
+        told = self.marks.get(entry.mark)
+        clock = self.clocks.get(entry.stream)
+        if clock is None and entry.kind == "wait" and told is not None:
+            clock = self.clocks[entry.stream] = {}
+        if clock is None:
+            if entry.kind == "launch":
+                raise RaceError(f"{entry.stream} is no part of the capture that it is given work in")
+            return False
+        if entry.kind == "launch":
+            clock[entry.stream] = clock.get(entry.stream, 0) + 1
+        elif entry.kind == "record":
+            self.marks[entry.mark] = dict(clock)
+        elif told is None:
+            raise RaceError(f"{entry.stream} waits in a capture for an event of before (CUDA error 905)")
+        else:
+            learn(clock, told)
+        self.entries.append(entry)
+        return True
+
+    def end(self) -> None:
+        joined = self.clocks[self.origin]
+        lost = [stream for stream, clock in self.clocks.items() if clock.get(stream, 0) > joined.get(stream, 0)]
+        if lost:
+            raise RaceError(f"{', '.join(lost)} is not joined at the end of a capture (CUDA error 904)")
 
 
 def check(entries: list[Entry]) -> list[int]:
     """Go through what was written; the numbers of the waits that told something. Raises RaceError."""
-    checker, graphs = _Checker(), _graphs(entries)
-    captured = {id(entry) for graph in graphs.values() for entry in graph}
+    checker, graphs, capture = _Checker(), {}, None
     for number, entry in enumerate(entries):
-        if id(entry) in captured or entry.kind in ("begin", "end"):
-            continue
-        if entry.kind == "replay":
-            checker.replay(graphs[entry.graph], entry.stream, number)
-        elif entry.kind in ("launch", "write"):
-            checker.work(entry, entry.stream)
-        elif entry.kind == "record":
-            checker.marks[entry.mark] = dict(checker.clocks[entry.stream])
-        else:
-            checker.wait(entry, entry.stream, entry.mark)
-    return [number for number, entry in enumerate(entries) if id(entry) in checker.effective]
-
-
-def _graphs(entries: list[Entry]) -> dict[int, list[Entry]]:
-    """What each graph has captured. Raises RaceError for what CUDA refuses."""
-    graphs: dict[int, list[Entry]] = {}
-    within: dict[int, int] = {}  # records by the graph that they were captured in
-    graph, origin, forked, open_, known = 0, "", {""}, {}, {}
-    for entry in entries:
         if entry.kind == "begin":
-            graph, origin, thread = entry.graph, entry.stream, entry.thread
-            graphs[graph], forked, open_, known = [], {origin}, {}, {}
+            capture = graphs[entry.graph] = _Capture(entry)
         elif entry.kind == "end":
-            lost = {stream for stream in forked - {origin} if open_.get(stream, 0) > known[origin].get(stream, 0)}
-            if lost:
-                raise RaceError(f"{', '.join(lost)} is not joined at the end of a capture (CUDA error 904)")
-            graph = 0
-        elif graph and entry.thread == thread:
-            if entry.kind in ("synchronize", "replay"):
-                raise RaceError(f"{entry.kind} within a capture (CUDA error 900)")
-            if entry.kind == "wait":
-                inside = within.get(entry.mark) == graph
-                if inside:
-                    forked.add(entry.stream)
-                elif entry.stream in forked:
-                    raise RaceError(f"{entry.stream} waits in a capture for an event of before (CUDA error 905)")
-            if entry.stream not in forked and entry.stream != HOST:
-                if entry.kind == "launch":
-                    raise RaceError(f"{entry.stream} is no part of the capture that it is given work in")
-                continue
-            clock = known.setdefault(entry.stream, {})
-            if entry.kind == "launch":
-                clock[entry.stream] = open_[entry.stream] = open_.get(entry.stream, 0) + 1
-            elif entry.kind == "record":
-                within[entry.mark] = graph
-                known[entry.mark] = dict(clock)
-            elif entry.kind == "wait":
-                for stream, number in known.get(entry.mark, {}).items():
-                    clock[stream] = max(number, clock.get(stream, 0))
-            graphs[graph].append(entry)
-        elif entry.kind in ("wait", "synchronize") and entry.mark in within:
+            capture.end()
+            capture = None
+        elif capture is not None and capture.takes(entry):
+            continue
+        elif entry.kind == "replay":
+            checker.replay(graphs[entry.graph].entries, entry.stream, number)
+        elif entry.kind == "wait" and any(entry.mark in graph.marks for graph in graphs.values()):
             raise RaceError(f"{entry.stream} waits for an event of a capture (CUDA error 907)")
-    return graphs
+        else:
+            checker.do(entry, entry.stream, entry.mark)
+    return [number for number, entry in enumerate(entries) if id(entry) in checker.effective]
 
 
 def unneeded(entries: list[Entry]) -> list[Entry]:
@@ -357,7 +334,7 @@ def unneeded(entries: list[Entry]) -> list[Entry]:
     for number in check(entries):
         try:
             check(entries[:number] + entries[number + 1 :])
+            found.append(entries[number])
         except RaceError:
             continue
-        found.append(entries[number])
     return found

@@ -4,9 +4,7 @@ import torch
 from head_training_cases import random_rows
 from transformers import LlamaForCausalLM
 
-from heavypath.speculative import (
-    DistilSettings,
-)
+from heavypath.speculative import DistilSettings
 from heavypath.speculative.training.documents import Document
 
 TINY = DistilSettings(

@@ -56,9 +56,8 @@ def official(kind):
         first = index == 0
         layer = "midlayer" if third and first else f"layers.{index}"
         columns = 2 * width if third and first else width
-        linear(f"{layer}.self_attn.q_proj", kind.heads * kind.head_dim, columns)
-        linear(f"{layer}.self_attn.k_proj", kind.kv_heads * kind.head_dim, columns)
-        linear(f"{layer}.self_attn.v_proj", kind.kv_heads * kind.head_dim, columns)
+        for part, heads in (("q", kind.heads), ("k", kind.kv_heads), ("v", kind.kv_heads)):
+            linear(f"{layer}.self_attn.{part}_proj", heads * kind.head_dim, columns)
         linear(f"{layer}.self_attn.o_proj", width, kind.heads * kind.head_dim)
         linear(f"{layer}.mlp.gate_proj", kind.inner, width)
         linear(f"{layer}.mlp.up_proj", kind.inner, width)
@@ -68,9 +67,8 @@ def official(kind):
             norm(f"{layer}.input_layernorm", width)
         if third and first:
             norm(f"{layer}.hidden_norm", width)
-        if kind.head_norms:
-            norm(f"{layer}.self_attn.q_norm", kind.head_dim)
-            norm(f"{layer}.self_attn.k_norm", kind.head_dim)
+        for part in "qk" if kind.head_norms else "":
+            norm(f"{layer}.self_attn.{part}_norm", kind.head_dim)
     for tap in range(3 if kind.tap_norms else 0):
         norm(f"fc_norm.{tap}", kind.read)
     if kind.norm_before_fc:
@@ -92,19 +90,11 @@ def settings(kind, **more):
     """config.json of the official layout."""
     found = {
         "architectures": ["LlamaForCausalLMEagle3" if kind.generation == 3 else "LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": kind.width,
-        "intermediate_size": kind.inner,
-        "num_attention_heads": kind.heads,
-        "num_key_value_heads": kind.kv_heads,
-        "head_dim": kind.head_dim,
-        "num_hidden_layers": 1,
-        "vocab_size": VOCAB,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4,
+        "model_type": "llama", "hidden_size": kind.width, "intermediate_size": kind.inner, "head_dim": kind.head_dim,
+        "num_attention_heads": kind.heads, "num_key_value_heads": kind.kv_heads, "num_hidden_layers": 1,
+        "vocab_size": VOCAB, "rms_norm_eps": 1e-5, "hidden_act": "silu", "max_position_embeddings": 4,
         "rope_theta": kind.theta,
-    }
+    }  # fmt: skip
     found |= {"draft_vocab_size": kind.drafted} if kind.generation == 3 else {"bias": "fc" in kind.biases}
     return found | more
 
@@ -122,16 +112,11 @@ def as_speculators(kind, **more):
         written |= {"speculators_model_type": "eagle", "layernorms": False, "fusion_bias": "fc" in kind.biases}
     else:
         written |= {
-            "speculators_model_type": "eagle3",
-            "architectures": ["Eagle3DraftModel"],
-            "draft_vocab_size": layer.pop("draft_vocab_size"),
-            "norm_before_residual": kind.norm_before_residual,
-            "norm_before_fc": kind.norm_before_fc,
-            "fc_norm": kind.tap_norms,
-            "norm_output": kind.feeds_back_normed,
-            "eagle_aux_hidden_state_layer_ids": list(kind.taps),
-            "target_hidden_size": None,
-        }
+            "speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"], "target_hidden_size": None,
+            "draft_vocab_size": layer.pop("draft_vocab_size"), "eagle_aux_hidden_state_layer_ids": list(kind.taps),
+            "norm_before_residual": kind.norm_before_residual, "norm_before_fc": kind.norm_before_fc,
+            "fc_norm": kind.tap_norms, "norm_output": kind.feeds_back_normed,
+        }  # fmt: skip
     return written | more, renamed
 
 

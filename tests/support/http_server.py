@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import re
 import socket
 import subprocess
@@ -32,14 +31,9 @@ def running(
 ):
     """Serve; gives the base address, http://127.0.0.1:PORT. bounds: of connections, as `Server` has them."""
     served = Served(
-        service=service,
-        tokenizer=tokenizer,
-        name=NAME,
-        temperature=1.0,
-        eos_token_ids=eos,
+        service=service, tokenizer=tokenizer, name=NAME, temperature=1.0, eos_token_ids=eos, metrics=Metrics(service),
         limits=Limits(**{"max_tokens": 256, **limits}),
-        metrics=Metrics(service),
-    )
+    )  # fmt: skip
     ready = threading.Event()
     server = Server(create_app(served, fingerprint, api_key, hosts), grace=grace, ready=ready.set, **bounds or {})
     with bound_socket("127.0.0.1", 0) as bound:
@@ -57,13 +51,8 @@ def running(
 @contextmanager
 def process(*arguments, **more):
     """`heavypath serve` as a process, once it serves: (process, base address, what it said until then)."""
-    started = subprocess.Popen(
-        [sys.executable, "-m", "heavypath.speculative", "serve", "--port", "0", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **{"env": os.environ | {"OMP_NUM_THREADS": "1"}} | more,
-    )
+    command = [sys.executable, "-m", "heavypath.speculative", "serve", "--port", "0", *map(str, arguments)]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
     watchdog = threading.Timer(2 * PATIENCE, started.kill)
     watchdog.start()
     try:
@@ -112,9 +101,7 @@ def post(base, body, path="/v1/completions", **given):
 
 def metrics(base):
     """Every sample of /metrics, by its name with labels."""
-    status, _, text = ask(base, "GET", "/metrics")
-    assert status == 200
-    families = text_string_to_metric_families(text.decode())
+    families = text_string_to_metric_families(ask(base, "GET", "/metrics")[2].decode())
     return {
         each.name + ",".join(f"{{{name}={value}}}" for name, value in sorted(each.labels.items())): each.value
         for family in families
@@ -128,6 +115,15 @@ def eventually(condition):
     while not condition():
         assert time.monotonic() < end, "it does not come to be"
         time.sleep(0.005)
+
+
+def is_listening(base):
+    host, port = urlsplit(base).netloc.split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def opened(base, said=b"", buffer=None):

@@ -17,7 +17,7 @@ class Problem(Compared):
         parents, count = tree.parents.tolist(), len(tree)
         batch = fixed.get("batch", chosen.choice([1, 2]))
         vocab = fixed.get("vocab_size", chosen.choice([1, 2, 3, 5, 8, 40]))
-        dtype = fixed.get("dtype", chosen.choice([torch.float32, torch.float16, torch.bfloat16]))
+        dtype = chosen.choice([torch.float32, torch.float16, torch.bfloat16])
         more = chosen.randint(0, 3)
         target_filters, draft_filters = fixed.get("filters", (random_filters(chosen), random_filters(chosen)))
         generator = torch.Generator().manual_seed(seed)

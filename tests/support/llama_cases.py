@@ -1,16 +1,7 @@
 """Helpers of tests/core/test_llama.py and its neighbours."""
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 TINY = {
     "vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -19,19 +10,20 @@ TINY = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32, "rope_theta": 5e5}  # fmt: skip
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
-    "llama 3": lambda: LlamaForCausalLM(LlamaConfig(**TINY, rope_parameters=LLAMA3)),
-    "llama, dynamic": lambda: LlamaForCausalLM(LlamaConfig(**TINY, rope_parameters=DYNAMIC)),
-    "llama with biases, tied": lambda: LlamaForCausalLM(
-        LlamaConfig(**TINY, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
-    ),
-    "yarn": lambda: LlamaForCausalLM(LlamaConfig(**TINY, rope_parameters=YARN)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**TINY, sliding_window=None)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TINY)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=24)),
+    "llama": ("llama", {}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama with biases, tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 24}),
 }
+
+
+def made(kind, **settings):
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY | settings)).eval()
 
 
 def sharpened(model):

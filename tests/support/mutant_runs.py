@@ -28,6 +28,7 @@ from mutants import Mutant
 
 MEMORY = 8 << 30  # bytes that a run may take
 FIRST = 2.0  # seconds of the tests that run before the files of all others are read
+MOST = 30  # seconds of the tests that a mutant meets
 
 
 class Measured(NamedTuple):
@@ -51,33 +52,23 @@ class Result(NamedTuple):
 
 
 class Runner:
-    """Runs tests of the folder `checkout` against mutants of files in `root`, in `jobs` processes.
+    """Runs tests of the folder `root` against mutants of its files, in `jobs` processes.
 
     links:        what is linked where in a run's folder, as {"heavypath/kernels": root / "kernels"}
     environment:  variables of the tests' processes
-    most_seconds: of the tests that a mutant meets
     """
 
-    def __init__(
-        self,
-        root: Path,
-        links: dict[str, Path],
-        checkout: Path,
-        *,
-        jobs: int = 1,
-        environment: dict[str, str] | None = None,
-        most_seconds: float = 30,
-    ):
-        self.root, self.links, self.checkout, self.jobs = root, links, checkout, jobs
-        self.environment, self.most_seconds = environment or {}, most_seconds
+    def __init__(self, root: Path, links: dict[str, Path], *, jobs: int = 1, environment: dict[str, str] | None = None):
+        self.root, self.links, self.jobs, self.environment = root, links, jobs, environment or {}
         self.found_by: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def measured(self, files: list[str]) -> Iterator[tuple[str, list[Measured]]]:
-        """The tests of each file that pass, as the files are done."""
+        """The tests of each file that pass."""
         work = {file: lambda place, file=file: self._measure(file, place) for file in files}
         for file, answer, _, seconds in _each(work, lambda _: 3600.0, self.jobs):
             if answer is None:
                 raise RuntimeError(f"{file} was killed after {seconds:.0f} seconds")
+            print(f"{file}: {len(answer)} tests, {seconds:.0f} s", flush=True)
             yield file, [Measured(name, seconds, frozenset(reached)) for name, seconds, reached in answer]
 
     def results(self, mutants: list[tuple[Mutant, str]], tests: list[Measured]) -> Iterator[tuple[Mutant, Result]]:
@@ -97,10 +88,10 @@ class Runner:
             yield mutant, Result(found_by, len(meeting[mutant]), seconds)
 
     def _meeting(self, mutant: Mutant, tests: list[Measured]) -> list[Measured]:
-        """The tests that reach a mutant's function, quickest first, of `most_seconds`."""
+        """The tests that reach a mutant's function, quickest first, of MOST seconds."""
         name, kept = f"{mutant.file} {mutant.function}", []
         for test in sorted((test for test in tests if name in test.reached), key=lambda test: test.seconds):
-            if kept and _sum(kept) + test.seconds > self.most_seconds:
+            if kept and _sum(kept) + test.seconds > MOST:
                 break
             kept.append(test)
         return kept
@@ -134,13 +125,13 @@ class Runner:
         for name, source in self.links.items():
             (place / name).parent.mkdir(exist_ok=True)
             _link(place / name, source, changed, text)
-        os.chdir(self.checkout)
+        os.chdir(self.root)
         os.environ |= self.environment | {"PYTHONPATH": str(place), "HYPOTHESIS_STORAGE_DIRECTORY": f"{place}/examples"}
         sys.path.insert(0, str(place))
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
 
     def _pytest(self, place: Path, files, plugin, *more: str) -> int:
-        options = ["-q", "-p", "no:cacheprovider", f"--basetemp={place}/tests", f"--rootdir={self.checkout}"]
+        options = ["-q", "-p", "no:cacheprovider", f"--basetemp={place}/tests", f"--rootdir={self.root}"]
         options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
         return pytest.main([*options, *more, *files], plugins=[plugin])
 

@@ -1,9 +1,8 @@
 """Mutants of a module's functions: each changes one place of the syntax tree, and a test should fail for it.
 
 A change replaces the text of a node alone, so all lines keep their numbers, and Triton, which reads the source of its
-kernels from their file, finds the mutant there. No library does this for us. cosmic-ray's operators drop no statement
-and swap no arguments, and bring 25 packages along; mutmut puts all mutants of a function into one file and calls the
-chosen one by another name, under which Triton does not find it.
+kernels from their file, finds the mutant there, which it does not with mutmut's; cosmic-ray's operators drop no
+statement and swap no arguments.
 """
 
 import ast
@@ -11,7 +10,7 @@ import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 BINARY = {
@@ -22,16 +21,7 @@ BINARY = {
 TOKEN = re.compile(r"not\s+in|is\s+not|and|or|in|is|<<|>>|\*\*|//|[<>=!]=|[-+*/%&|^<>]")
 NAMES = {"min": "max", "minimum": "maximum", "argmin": "argmax", "any": "all", "floor": "ceil", "DRAFT": "TARGET"}
 NAMES |= {other: name for name, other in NAMES.items()}
-SYMMETRIC = {
-    "min",
-    "max",
-    "minimum",
-    "maximum",
-    "isinstance",
-    "logaddexp",
-    "equal",
-    "add",
-}  # whose arguments may be swapped
+SYMMETRIC = {"min", "max", "minimum", "maximum", "isinstance", "logaddexp", "equal", "add"}  # in their arguments
 SPEED = {"num_warps", "num_stages", "eviction_policy", "cache_modifier", "enable_fp_fusion", "sem", "strict"}
 SKIPPED = {"annotation", "returns", "decorator_list"}  # of a node
 
@@ -89,13 +79,13 @@ def chosen(found: list[Mutant], source: str, most: int | None) -> list[Mutant]:
         functions[mutant.function].append(mutant)
     kept = []
     for several in functions.values():
-        place = Counter()
-        ranked = []
+        operators = Counter()
+        place = {}  # among those by its operator
         for mutant in several:
-            ranked.append((place[mutant.operator], _hash(mutant), mutant))
-            place[mutant.operator] += 1
-        compiling = (mutant for *_, mutant in sorted(ranked) if _compiles(mutant.applied(source)))
-        kept += [mutant for mutant, _ in zip(compiling, range(most or len(several)), strict=False)]
+            place[mutant] = operators[mutant.operator]
+            operators[mutant.operator] += 1
+        ranked = sorted(several, key=place.get)
+        kept += islice((mutant for mutant in ranked if _compiles(mutant.applied(source))), most)
     return sorted(kept, key=lambda mutant: mutant.start)
 
 
@@ -158,15 +148,12 @@ class _Changes:
         """Without the statement, where the function can run without it."""
         match node:
             case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Break() | ast.Continue():
-                dropped = True
+                yield "drop", self.start(node), self.end(node), "pass"
             case ast.Assign(targets=[ast.Subscript() | ast.Attribute()]):
-                dropped = True
+                yield "drop", self.start(node), self.end(node), "pass"
             case ast.Assign(targets=[ast.Name(id=name)]):
-                dropped = any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node.value))
-            case _:
-                dropped = False
-        if dropped:
-            yield "drop", self.start(node), self.end(node), "pass"
+                if any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node.value)):
+                    yield "drop", self.start(node), self.end(node), "pass"
 
     def expression(self, node: ast.AST) -> Iterator[tuple[str, int, int, str]]:
         match node:
@@ -220,8 +207,7 @@ class _Changes:
         arguments = [] if launch else [*node.args, *node.keywords]
         for place, argument in enumerate(arguments):
             if isinstance(argument, ast.keyword) and argument.arg is not None and argument.arg not in SPEED:
-                if place:
-                    yield "keyword", self.end(arguments[place - 1]), self.end(argument), ""
-                else:
-                    after = self.start(arguments[1]) if len(arguments) > 1 else self.end(argument)
-                    yield "keyword", self.start(argument), after, ""
+                start = self.end(arguments[place - 1]) if place else self.start(argument)
+                first_of_several = not place and len(arguments) > 1
+                end = self.start(arguments[1]) if first_of_several else self.end(argument)
+                yield "keyword", start, end, ""

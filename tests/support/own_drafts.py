@@ -1,8 +1,6 @@
 """Helpers of tests/drafts/test_own_draft.py and its neighbours."""
 
-from heavypath.speculative import (
-    RowCache,
-)
+from heavypath.speculative import RowCache
 
 
 class Bigrams:

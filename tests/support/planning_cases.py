@@ -36,12 +36,11 @@ def paths_of(tree: TokenTree) -> list[tuple[int, ...]]:
 
 def yielded(tree: TokenTree, acceptance) -> float:
     """expected_tokens, a path at a time."""
+    rows = None if callable(acceptance) else torch.as_tensor(acceptance).tolist()
 
     def rate(path):
-        if callable(acceptance):
-            return acceptance(path[:-1])[path[-1]]
-        rows = torch.as_tensor(acceptance).tolist()
-        return rows[len(path) - 1][path[-1]] if isinstance(rows[0], list) else rows[path[-1]]
+        row = acceptance(path[:-1]) if rows is None else rows[len(path) - 1] if isinstance(rows[0], list) else rows
+        return row[path[-1]]
 
     return sum(math.prod(rate(path[:end]) for end in range(1, len(path) + 1)) for path in paths_of(tree))
 

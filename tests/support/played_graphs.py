@@ -175,16 +175,12 @@ class Note(NamedTuple):
 
 def spoil(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
     """Overwrite memory by what nobody means."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        tensor = torch.empty(0, dtype=dtype).set_(storage)
-        tensor.fill_(garbage(dtype))
-
-
-def garbage(dtype: torch.dtype) -> bool | float | int:
-    """What nobody means."""
     if dtype == torch.bool:
-        return True
-    return torch.nan if dtype.is_floating_point or dtype.is_complex else max(-(10**9), torch.iinfo(dtype).min)
+        garbage = True
+    else:
+        garbage = torch.nan if dtype.is_floating_point or dtype.is_complex else max(-(10**9), torch.iinfo(dtype).min)
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        torch.empty(0, dtype=dtype).set_(storage).fill_(garbage)
 
 
 class PlayedGraph(TorchDispatchMode):
@@ -204,22 +200,14 @@ class PlayedGraph(TorchDispatchMode):
         self._on_gpu: set[int] = set()
         self._memory: dict[int, StorageWeakRef] = {}  # once captured
 
-    # What a kind of graph knows better
-
-    def is_there(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the GPU; an operation's own intermediate ones need not be known."""
-        raise NotImplementedError
+    # What a kind of graph knows better: `run`, which launches a kernel, `is_there`, whether a tensor is on the GPU (an
+    # operation's own intermediate ones need not be known), and these two.
 
     def check_copy(self, into: Tensor | None, source: Tensor) -> None:
         """Raise what torch raises for copies between the host and the GPU; None: into a new tensor."""
 
     def bring(self, tensor: Tensor) -> None:
         """Have a tensor's memory be on the GPU."""
-
-    @staticmethod
-    def run(executor, *args, **kwargs):
-        """Launch a kernel."""
-        raise NotImplementedError
 
     # torch's interface
 

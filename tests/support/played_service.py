@@ -1,8 +1,4 @@
-"""A `Service` that is played: what its requests bring, and when, is up to the test.
-
-It has the interface of `heavypath.speculative.serving.Service`, for faults on demand: a queue that is full, a text that
-fails, one that waits.
-"""
+"""A `Service` that is played: what its requests bring, and when, is up to the test, for faults on demand."""
 
 import threading
 import time

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from heavypath.kernels.trees.levels import Chosen
 from heavypath.speculative import METHODS
 from heavypath.speculative.decoding.device_tree import device_tree
 from heavypath.speculative.decoding.growth import Growth
@@ -136,7 +135,7 @@ def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, 
         processing=processing,
         typical=METHODS[method].typical(None, None),
     )
-    tree = shape if isinstance(shape, Growth) else on_meta(device_tree(shape, shape.depth, torch.device("cpu")))
+    tree = shape if isinstance(shape, Growth) else device_tree(shape, shape.depth, torch.device("meta"))
     step = Step(target, draft, tree, shape.branching, shape.depth, rules)
     caches = target.new_cache(batch, 300), None if draft is None else draft.new_cache(batch, 300)
     slots = max(1, shape.depth * shape.branching)
@@ -144,19 +143,6 @@ def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, 
     run = partial(step, Sequences.room_for(batch, **room), *caches, 160, lambda phase: None)
     run()
     return step.depth, run
-
-
-def on_meta(part):
-    """A DeviceTree, with all that it has."""
-    if isinstance(part, torch.Tensor):
-        return part.to("meta")
-    if isinstance(part, Chosen):
-        return Chosen(*map(on_meta, part))
-    if isinstance(part, tuple):
-        return tuple(map(on_meta, part))
-    if part is None or isinstance(part, int):
-        return part
-    return type(part)(**{name: on_meta(field) for name, field in vars(part).items()})
 
 
 class Launches(TorchDispatchMode):

@@ -22,16 +22,14 @@ def assert_same_or_tie(model, ours, theirs):
 
 
 @torch.inference_mode()
-def processed_law(model, prompt, processors, filters, length, eos=None):
-    """Joint probabilities [V ** length] of the next tokens, by enumeration; end-of-sequence tokens behind the first."""
+def processed_law(model, prompt, processors, filters, length):
+    """Joint probabilities [V ** length] of the next tokens, by enumeration."""
     vocab, contexts, law = model.config.vocab_size, prompt[None], torch.ones(1).double()
     for _ in range(length):
         there = law > 0  # no processor is asked what follows a text that cannot come about
         step = torch.zeros(len(contexts), vocab).double()
         logits = LogitsProcessorList(processors)(contexts[there], model(contexts[there]).logits[:, -1].float())
         step[there] = filtered_logprobs(logits, filters).exp().double()
-        if eos is not None:
-            step[(contexts[:, len(prompt) :] == eos).any(1)] = torch.eye(vocab).double()[eos]
         law = (law[:, None] * step).flatten()
         more = torch.arange(vocab).repeat(len(contexts))[:, None]
         contexts = torch.cat([contexts.repeat_interleave(vocab, 0), more], 1)

@@ -45,12 +45,7 @@ def greedy_counts(accepted, reached, sequence_count=None):
 
 def profile_of(*acceptance, step=None, level=0.001):
     return Profile(
-        target="a target",
-        draft="a draft",
-        target_parameters=1000,
-        draft_parameters=50,
-        environment={"dtype": "float32", "device_type": "cpu"},
+        target="a target", draft="a draft", target_parameters=1000, draft_parameters=50,
+        environment={"dtype": "float32", "device_type": "cpu"}, acceptance=acceptance, verifier="rejection",
         costs=CostsByBatch({1: Costs(step or {1: 0.01, 4: 0.012, 16: 0.03}, level)}),
-        acceptance=acceptance,
-        verifier="rejection",
-    )
+    )  # fmt: skip

@@ -55,15 +55,14 @@ class Watching:
 
 
 def texts(target, drafts):
-    """For each draft and some methods: the tokens, digests of the logits of each step, and the first step's logits."""
+    """For each draft, by a method of its own: tokens, digests of each step's logits, and the first step's logits."""
     found = {}
-    for name, draft in drafts.items():
-        for method in ("sequoia", "dyspec", "ersd"):
-            decoder = SpeculativeDecoder(target, draft, method)
-            watching = Watching(decoder)
-            out = decoder.generate(PROMPTS, 10, 0.6, **OPTIONS)
-            digests = [hashlib.sha256(logits.numpy().tobytes()).hexdigest() for logits in watching.logits]
-            found[name, method] = out.sequences, digests, watching.logits[0]
+    for (name, draft), method in zip(drafts.items(), ("sequoia", "dyspec", "ersd"), strict=True):
+        decoder = SpeculativeDecoder(target, draft, method)
+        watching = Watching(decoder)
+        out = decoder.generate(PROMPTS, 10, 0.6, **OPTIONS)
+        digests = [hashlib.sha256(logits.numpy().tobytes()).hexdigest() for logits in watching.logits]
+        found[name] = out.sequences, digests, watching.logits[0]
     return found
 
 

@@ -169,11 +169,9 @@ class ShadowMemory:
         if not inside.all():
             outside = int(touch.addresses[~inside][0])
             before = [region for region in self.regions if region.begin <= outside]
-            near = (
-                f"{outside - before[-1].begin} bytes behind the beginning of {before[-1].names}"
-                if before
-                else "nowhere"
-            )
+            near = "nowhere"
+            if before:
+                near = f"{outside - before[-1].begin} bytes behind the beginning of {before[-1].names}"
             self._find(f"{touch.access.value} outside the tensors of the launch, {near}", touch.line)
         return inside
 
@@ -217,10 +215,12 @@ class ShadowMemory:
                     others = (log.thread[row, cells] != threads) | (threads == _MANY)
                     close = (log.time[row, cells] >= clock.barrier) & others
                     if close.any():
-                        what = (
-                            f"{touch.access.value} {region.names}, which another thread {earlier.value} with no barrier"
+                        how = f"which another thread {earlier.value} with no barrier"
+                        self._find(
+                            f"{touch.access.value} {region.names}, {how}",
+                            touch.line,
+                            log.line[row, cells[close.argmax()]],
                         )
-                        self._find(what, touch.line, log.line[row, cells[close.argmax()]])
 
     def order(self, program: int, touch: Touch, acquires: bool, releases: bool) -> None:
         """What an atomic acquires and releases; any atomic hands on what was released at its address before."""

@@ -35,6 +35,7 @@ from played_graphs import Event, PlayedGraph, Stream, capturing, current_stream,
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 NAME = "a GPU that is only played"
 PROCESSORS = 16  # few, because the interpreter runs the programs of a launch one after the other
@@ -75,13 +76,7 @@ def is_cuda(value: object) -> bool:
 
 
 def tensors_in(values: object) -> list[Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 # What takes tensors of both devices, by name.
@@ -116,7 +111,7 @@ class Placing(TorchFunctionMode):
                 function, args, kwargs = Tensor.to, (args[0], CPU), {}
         if not _there and where != CUDA:
             return function(*args, **kwargs)
-        given = tensors_in(args) + tensors_in(kwargs.values())
+        given = tensors_in((args, kwargs))
         places = [is_there(tensor) for tensor in given]
         self.check(name, args, given, places)
         out = function(*args, **kwargs)
@@ -135,7 +130,7 @@ class Placing(TorchFunctionMode):
         if name == "tensor" and where is None and not isinstance(args[0], Tensor):
             return out
         at_home = [tensor for tensor, there in zip(given, places, strict=True) if not there]
-        for tensor in tensors_in([out] if isinstance(out, Tensor) else out if isinstance(out, list | tuple) else ()):
+        for tensor in tensors_in(out):
             if not any(shares(tensor, other) for other in at_home):
                 bring(tensor)
         return out
@@ -154,11 +149,8 @@ class Placing(TorchFunctionMode):
             return CUDA
         if name == "to" and len(args) > 1 and isinstance(args[1], Tensor):
             return CUDA if is_there(args[1]) else CPU
-        devices = [kwargs.get("device"), *args[1:2]] if name == "to" else [kwargs.get("device")]
-        for device in devices:
-            if device == "cpu" or (isinstance(device, torch.device) and device.type == "cpu"):
-                return CPU
-        return None
+        devices = [kwargs.get("device"), *(args[1:2] if name == "to" else ())]
+        return CPU if any(device in ("cpu", CPU) for device in devices) else None
 
     def check(self, name: str, args: tuple, given: list[Tensor], places: list[bool]) -> None:
         """Raise what CUDA raises."""
@@ -228,33 +220,19 @@ class Generator(torch.Generator):
         return super().__new__(cls, "cpu" if is_cuda(device) else device)
 
 
-class Driver:
+def driver() -> SimpleNamespace:
     """Triton's driver: what its benchmarks ask for."""
-
-    def __init__(self):
-        facts = {"multiprocessor_count": PROCESSORS, "sm_clock_rate": 1_980_000, "max_shared_mem": 232_448}
-        self.utils = SimpleNamespace(get_device_properties=lambda device: facts)
-
-    def get_current_target(self):
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
-
-    def get_active_torch_device(self):
-        return CUDA
-
-    def get_device_interface(self):
-        return torch.cuda
-
-    def get_empty_cache_for_benchmark(self):
-        return torch.empty(1, device=CUDA)
-
-    def clear_cache(self, cache):
-        cache.zero_()
+    facts = {"multiprocessor_count": PROCESSORS, "sm_clock_rate": 1_980_000, "max_shared_mem": 232_448}
+    return SimpleNamespace(
+        utils=SimpleNamespace(get_device_properties=lambda device: facts),
+        get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_active_torch_device=lambda: CUDA,
+        get_device_interface=lambda: torch.cuda,
+        get_empty_cache_for_benchmark=lambda: torch.empty(1, device=CUDA),
+        clear_cache=lambda cache: cache.zero_(),
+    )
 
 
 class Runtime:
@@ -329,14 +307,12 @@ def compiling_without_placing(compile_function):
         @wraps(compiled)
         def call(*args, **kwargs):
             modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
-            looks = {name: getattr(torch.cuda, name) for name in ("is_available", "is_initialized")}
-            for name in looks:  # the compiler would go on to ask what only a build with CUDA has
-                setattr(torch.cuda, name, lambda: False)
             try:
-                return compiled(*args, **kwargs)
+                with pytest.MonkeyPatch.context() as patch:
+                    for name in ("is_available", "is_initialized"):  # or it would ask what only a build with CUDA has
+                        patch.setattr(torch.cuda, name, lambda: False)
+                    return compiled(*args, **kwargs)
             finally:
-                for name, look in looks.items():
-                    setattr(torch.cuda, name, look)
                 for mode in reversed(modes):
                     torch._C._push_on_torch_function_stack(mode)
 
@@ -358,7 +334,7 @@ def install() -> None:
     _run = GridExecutor.__call__
     GridExecutor.__call__ = launch
     implementation.knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
-    triton.runtime.driver.set_active(Driver())
+    triton.runtime.driver.set_active(driver())
     properties = SimpleNamespace(
         name=NAME, multi_processor_count=PROCESSORS, major=9, minor=0, total_memory=80 << 30, L2_cache_size=50 << 20,
         clock_rate=1_830_000, memory_clock_rate=2_619_000, memory_bus_width=5120,
@@ -412,24 +388,15 @@ def pytest_load_initial_conftests() -> None:
         install()
 
 
-@contextmanager
-def limited():
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup():
     """Let a test, or what it is given, launch kernels for LONGEST and no longer."""
     global _until
     _until = time.process_time() + LONGEST
     try:
-        yield
+        return (yield)
     finally:
         _until = math.inf
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup():
-    with limited():
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call():
-    with limited():
-        return (yield)
+pytest_runtest_call = pytest_runtest_setup

@@ -26,14 +26,8 @@ def small_llama(seed: int) -> LlamaForCausalLM:
 
 def transformers_greedy(model, ids, new_tokens):
     """transformers' own greedy text; the mask keeps it from taking prompt tokens for padding."""
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **options)
 
 
 def assert_alike(one, other):

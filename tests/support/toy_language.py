@@ -48,7 +48,6 @@ def decode(
     replacement: bool = False,
     uniform_fill: bool = False,
     seed: int = 0,
-    gumbel_topk: Callable = gumbel_topk,
     verify_tree: Callable = verify_tree,
     stale: bool = False,
 ) -> Tensor:

@@ -75,19 +75,9 @@ class Problem(Compared):
     """Trees drawn from a Markov language, each node's children with that node's row of noise."""
 
     def __init__(
-        self,
-        tree: TokenTree,
-        method: str,
-        target_filters: Filters = PLAIN,
-        draft_filters: Filters = PLAIN,
-        *,
-        vocab_size: int = 5,
-        batch: int = 2,
-        dtype: torch.dtype = torch.float32,
-        absent: float = 0.0,
-        noise: float = 1.0,
-        seed: int = 0,
-    ):
+        self, tree: TokenTree, method: str, target_filters=PLAIN, draft_filters=PLAIN, *,
+        vocab_size=5, batch=2, dtype=torch.float32, absent=0.0, noise=1.0, seed=0,
+    ):  # fmt: skip
         replacement = method in ("with_replacement", "kseq") or (method in EITHER_DRAW and seed % 2 == 1)
         generator = torch.Generator().manual_seed(seed)
         contexts = min(vocab_size, 40)
@@ -106,8 +96,7 @@ class Problem(Compared):
             if len(children):
                 drawn = gumbel_topk(
                     self.draft[:, node], len(children), **draft_filters._asdict(), seed=seed, rows=self.rows[:, node],
-                    replacement=replacement, impl="torch",
-                    uniform_fill=not replacement and seed % 2 == 0,
+                    replacement=replacement, impl="torch", uniform_fill=not replacement and seed % 2 == 0,
                 )  # fmt: skip
                 self.tokens[:, children] = drawn.tokens[:, tree.ranks[children]]
             else:

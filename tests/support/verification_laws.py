@@ -32,21 +32,14 @@ def shuffled(tree: Drawn) -> list[int]:
 
 
 def check_decisions(
-    verifier: Verifier,
-    language: Language | Filtered,
-    trees: Iterable[Drawn],
-    *,
-    replacement: bool = False,
-    laws: bool = False,
-    context: tuple[int, ...] = (),
+    verifier: Verifier, language: Language, trees: Iterable[Drawn], *, method: str, replacement=False, laws=False,
     max_depth: int | None = None,
-    method: str,
-) -> int:
+) -> int:  # fmt: skip
     """Fail unless verify_tree ends where the oracle's verifier does, with its law of the next token; how many ends.
 
     Each end is tried with all its coins near the least that lead there, and with all near the largest; other coins are
     NaN. Nodes are in a shuffled order, and rows of leaves, which nobody may read, NaN. laws: whether each node says
-    which row of draft_logits it was drawn from. options: of verify_tree
+    which row of draft_logits it was drawn from
     """
     plain = language.language if isinstance(language, Filtered) else language
     filters = {}
@@ -55,10 +48,8 @@ def check_decisions(
     cases = []
     for tree in trees:
         there = [max_depth is None or len(tree.context(node)) <= max_depth for node in range(len(tree.parents))]
-        seen = tree._replace(
-            tokens=tuple(token if here else -1 for token, here in zip(tree.tokens, there, strict=True))
-        )
-        for end in verifier.ends(language, seen, context, replacement):
+        tokens = (token if here else -1 for token, here in zip(tree.tokens, there, strict=True))
+        for end in verifier.ends(language, tree._replace(tokens=(*tokens,)), (), replacement):
             gaps = [float(high - low) for low, high in end.coins.values()]
             if end.chance and min(gaps, default=1.0) > 3 * NEAR:
                 cases += [(tree, end, side) for side in (0, 1)]
@@ -77,15 +68,14 @@ def check_decisions(
             parent = tree.parents[node]
             tokens[b, new], parents[b, new] = tree.tokens[node], place[parent]
             ranks[b, new] = tree.children(parent).index(node) if node else 0
-            here = (*context, *tree.context(node))
             if tree.present(node):
-                target[b, new] = plain.target(here)
+                target[b, new] = plain.target(tree.context(node))
             if node:
                 row = count + pairs.index((parent, tree.sources[node])) if laws else place[parent]
                 drawn_from[b, new] = row
                 if tree.present(parent):
                     source = tree.sources[node] if laws else 0
-                    draft[b, row] = plain.draft((*context, *tree.context(parent)), source)
+                    draft[b, row] = plain.draft(tree.context(parent), source)
         for node, (low, high) in end.coins.items():
             coins[b, place[node]] = float(high) - NEAR if side else float(low) + NEAR
     kept: list[np.ndarray] = []

@@ -48,7 +48,7 @@ class Language:
         if (side, context) not in self._known:
             chosen = random.Random(f"{self.seed} {side} {context}")
             parts = [
-                0 if chosen.random() < self.zeros else chosen.randint(1, self.most) for _ in range(self.vocab_size)
+                chosen.randint(1, self.most) if chosen.random() >= self.zeros else 0 for _ in range(self.vocab_size)
             ]
             parts[chosen.randrange(self.vocab_size)] += not any(parts)
             self._known[side, context] = whole(parts)
@@ -121,6 +121,24 @@ def static(parents: Sequence[int]) -> Growth:
     return lambda tree: parents[len(tree.parents)] if len(tree.parents) < len(parents) else None
 
 
+GROWTHS = {
+    "chain": static([-1, 0, 1, 2]),
+    "star": static([-1, 0, 0, 0]),
+    "binary": static([-1, 0, 0, 1, 1, 2]),
+    "three levels": static([-1, 0, 0, 1, 3]),
+    "a deep younger child": static([-1, 0, 0, 2, 2]),
+}
+
+
+def by_the_first_token(tree: Drawn) -> int | None:
+    """A way to grow that looks at what was drawn: a token 0 gets two children, others get a sibling; five draws."""
+    if len(tree.parents) == 5:
+        return None
+    last = len(tree.parents) - 1
+    parent = last if tree.tokens[last] == 0 else max(tree.parents[last], 0)
+    return parent if len(tree.children(parent)) < 2 else last
+
+
 def draw_law(draft: Law, elder: Collection[int]) -> Law:
     """The law of the next child without replacement: uniform on the tokens left where none has draft probability."""
     left = [NONE if v in elder else q for v, q in enumerate(draft)]
@@ -175,6 +193,7 @@ class End(NamedTuple):
         return prod((high - low for low, high in self.coins.values()), start=ONE)
 
 
+TextLaw = dict[tuple[int, ...], Fraction]
 Verdict = dict[tuple[tuple[int, ...], int], Fraction]  # of paths, root left out, and the tokens after them
 
 
@@ -193,20 +212,12 @@ class Verifier(NamedTuple):
 
 
 def text_law(
-    language: Language,
-    verifier: Verifier,
-    growth: Growth,
-    length: int,
-    *,
-    steps: int = 1,
-    context: Context = (),
-    **ways,
-) -> dict[tuple[int, ...], Fraction]:
+    language: Language, verifier: Verifier, growth: Growth, length: int, *, steps=1, context: Context = (), **ways
+) -> TextLaw:
     """The law of the first `length` tokens: of so many steps, and then of the target alone. ways: as in `drawn`."""
-    law: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
     if length <= 0 or steps == 0:
         return target_law(language, context, max(length, 0))
-    emitted: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
+    law, emitted = defaultdict(Fraction), defaultdict(Fraction)
     for tree, probability in drawn(language, growth, context, **ways):
         verdict = verifier(language, tree, context, ways.get("replacement", False))
         assert sum(verdict.values()) == 1, (tree, verdict)
@@ -220,7 +231,11 @@ def text_law(
     return {text: chance for text, chance in law.items() if chance}
 
 
-def target_law(language: Language, context: Context, length: int) -> dict[tuple[int, ...], Fraction]:
+def keeps_the_law(verifier: Verifier, language: Language, growth: Growth, length: int, **ways) -> bool:
+    return text_law(language, verifier, growth, length, **ways) == target_law(language, (), length)
+
+
+def target_law(language: Language, context: Context, length: int) -> TextLaw:
     """The law of the next `length` tokens, by the target alone."""
     law = {}
     for text in product(range(language.vocab_size), repeat=length):

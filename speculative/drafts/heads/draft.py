@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store, store_rows
-from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.eagle import EagleHead
-from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count, parameter_count
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.forward import (
     PREFILL_CHUNK,
@@ -246,26 +243,6 @@ class HeadDraft(TappedDraft):
     def _rotary_table(self, positions: int) -> Tensor:
         every = torch.arange(positions, device=self.device)
         return turns_of(self.head.rotary_emb, every, self.head.fc.weight)
-
-
-@as_draft.register
-def _(given: EagleHead, target: Forward, model: PreTrainedModel) -> Draft:
-    return HeadDraft(given, target)
-
-
-@describe.register
-def _(given: EagleHead) -> str:
-    config = given.config
-    own = [name for name, has in (("embedding", config.owns_embedding), ("lm_head", config.owns_lm_head)) if has]
-    beside = f", with an own {' and '.join(own)}" if own else ""
-    return f"{config.model_type} head, {config.layers} layers, {parameter_count(given)} parameters{beside}"
-
-
-@draft_parameter_count.register
-def _(given: EagleHead, target: PreTrainedModel) -> int:
-    """With the target's lm_head, where it has none of its own."""
-    lm_head: Any = target.get_output_embeddings()
-    return parameter_count(given) + (lm_head.weight.numel() if given.lm_head is None else 0)
 
 
 def _rows_of(field: Tensor, rows: Tensor) -> Tensor:

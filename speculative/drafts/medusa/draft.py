@@ -5,17 +5,13 @@ of a text are the target's hidden states, of which the last accepted token's is 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
-from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
-from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count, parameter_count
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import RowCache
@@ -117,21 +113,3 @@ class MedusaDraft(TappedDraft):
         before = cache.keys[torch.arange(len(lengths), device=lengths.device), 0, (lengths - 1).clamp(min=0)]
         before = before.masked_fill((lengths == 0)[:, None], 0)
         cache.logits[:, :heads] = self.heads(before, self._lm_head, heads)
-
-
-@as_draft.register
-def _(given: MedusaHeads, target: Forward, model: PreTrainedModel) -> Draft:
-    return MedusaDraft(given, target)
-
-
-@describe.register
-def _(given: MedusaHeads) -> str:
-    config, beside = given.config, ", with lm_heads of their own" if given.config.owns_lm_heads else ""
-    return f"{config.heads} medusa heads, {config.layers} layers, {parameter_count(given)} parameters{beside}"
-
-
-@draft_parameter_count.register
-def _(given: MedusaHeads, target: PreTrainedModel) -> int:
-    """Those of one head, which is what a level takes, with the target's lm_head where it has none of its own."""
-    lm_head: Any = target.get_output_embeddings()
-    return parameter_count(given) // given.config.heads + (lm_head.weight.numel() if given.lm_heads is None else 0)
