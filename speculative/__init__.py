@@ -44,6 +44,7 @@ from heavypath.speculative.losslessness.law import joint_law
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, Method
 from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.generation import Generation
 from heavypath.speculative.output.text_stream import TextStream
@@ -52,7 +53,6 @@ from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.ranks.agreement import RankMismatchError
 from heavypath.speculative.ranks.group import RankFailedError
-from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.offloaded import stream_layers
 from heavypath.speculative.streaming.stream import LayerStream

@@ -50,7 +50,7 @@ from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.processors.settings import GivenProcessors
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.ranks.agreement import agreement_of, any_rank, check_alone, interruptible
+from heavypath.speculative.ranks.agreement import agreement_of, check_alone
 from heavypath.speculative.serving.service import Service
 from heavypath.speculative.serving.slots import Limits
 from heavypath.speculative.trees.planning import Acceptance
@@ -175,17 +175,15 @@ class SpeculativeDecoder:
             target=self._target, draft=self._draft,
         )  # fmt: skip
         self.tree_from = self._trees.tree_from
-        self._agreement = agreement_of(models, self._target.device)
+        self._peers = agreement_of(models, self._target.device)
 
     def _notice_changes(self) -> None:
         """Choose the forward passes of the models anew if one of them no longer consists of what it did."""
         check_no_autocast(self._target.device)
-        stale = any_rank(self._agreement, not self._target.is_current())
+        stale = self._peers.any(not self._target.is_current())
         if stale:
             self._target = forward_of(self.target, "target")
-        stale = any_rank(
-            self._agreement, stale or not all(model.is_current() for model in (self._draft or NO_DRAFT).models)
-        )
+        stale = self._peers.any(stale or not all(model.is_current() for model in (self._draft or NO_DRAFT).models))
         if stale and self._given_draft is not None and self._draft is not None:
             self._draft = as_draft(self._given_draft, self._target, self.target)
 
@@ -306,7 +304,7 @@ class SpeculativeDecoder:
         stats.tree = self._trees.in_words(plan.tree, len(input_ids))
         stats.law_changed_by, stats.verification = plan.rules.law_changed_by, plan.rules.verification
         with (
-            interruptible(self._agreement),
+            self._peers.interruptible(),
             torch.inference_mode(),
             recording(trace, tokenizer, self.method, plan.rules, self._target, self._draft, request) as recorder,
             self.runner.workspace(request, plan) as workspace,
@@ -454,7 +452,7 @@ class SpeculativeDecoder:
         if rules.verification == "held_traversal" and isinstance(tree, Growth) and tree.width > 1:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
         draft = self._draft if any(len(each) > 1 for each in trees.trees) else None
-        return StepPlan(self._target, draft, tree, rules, trees.trees, agreement=self._agreement)
+        return StepPlan(self._target, draft, tree, rules, trees.trees, peers=self._peers)
 
     def __call__(
         self,
@@ -492,6 +490,6 @@ class SpeculativeDecoder:
             seed=seed,
             model_kwargs=model_kwargs,
         )
-        arguments = call.arguments(self._target.model, self._agreement)
+        arguments = call.arguments(self._target.model, self._peers)
         out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer, trace=trace)
         return call.answer(out.sequences, out.cache, out.stats, out.scores, out.logits)

@@ -30,7 +30,7 @@ from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.drafts.kinds import AnyDraft, describe
 from heavypath.speculative.files.typed_json import parsed, typed
 from heavypath.speculative.methods import Kind, Method, measured_row, row_of
-from heavypath.speculative.streaming.layer_weights import stream_of
+from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.tree_choice import as_drafted, best_plan
 from heavypath.speculative.trees.planning import Plan, node_probabilities
 from heavypath.speculative.trees.tree import TokenTree

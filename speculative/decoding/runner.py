@@ -24,7 +24,6 @@ from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
-from heavypath.speculative.streaming.device import DeviceStream
 from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ class StepRunner:
             if known is not None:
                 known.recording.replay()
                 return known.result
-            if levels < plan.tree.depth or (step, slots) in workspace.recordings or plan.agreement is not None:
+            if levels < plan.tree.depth or (step, slots) in workspace.recordings or not plan.peers.is_alone:
                 # A cut tree is drafted once at most, and some steps cannot be replayed, as those with collectives.
                 return step(state, target_cache, draft_cache, longest, lap)
             with recorded() as recording:
@@ -147,7 +146,7 @@ class StepRunner:
         call computes, so that its first call must not be a captured one: with such models nothing is done here. Nor
         with ranks, whose first collective makes their connections.
         """
-        if workspace.graphs is None or plan.agreement is not None or _has_foreign_code(plan):
+        if workspace.graphs is None or not plan.peers.is_alone or _has_foreign_code(plan):
             return
         with uncompiled_launches() as compilations:
             workspace.graphs.try_out(self._launch(plan, workspace, slots))
@@ -191,12 +190,11 @@ class StepRunner:
 
 @contextmanager
 def _alone_with_weights(plan: StepPlan) -> Iterator[None]:
-    """What a graph is launched in: it overwrites the slots of streamed layers, whoever uses them."""
+    """What a graph is launched in."""
     streams = {getattr(model, "stream", None) for model in (plan.target, *(plan.draft or NO_DRAFT).models)}
     with ExitStack() as turns:
-        for stream in streams:
-            if isinstance(stream, DeviceStream):
-                turns.enter_context(stream.replay())
+        for stream in streams - {None}:
+            turns.enter_context(stream.replay())
         yield
 
 

@@ -28,7 +28,7 @@ from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.forward import Forward, TreeMask
 from heavypath.speculative.processors.draft import ProcessedDraft
 from heavypath.speculative.processors.texts import BatchProcessors, StepProcessors, drafted_paths
-from heavypath.speculative.ranks.agreement import Agreement
+from heavypath.speculative.ranks.peers import ALONE, Peers
 from heavypath.speculative.trees.tree import TokenTree
 
 
@@ -50,7 +50,7 @@ class StepPlan:
 
     tree:   what the next steps draft
     others: what other steps of the same texts may draft
-    agreement: by which ranks that decode together agree; None for one process
+    peers:  the processes that decode together
     """
 
     target: Forward
@@ -58,7 +58,7 @@ class StepPlan:
     tree: TokenTree | Growth
     rules: Rules
     others: tuple[TokenTree | Growth, ...] = ()
-    agreement: Agreement | None = None
+    peers: Peers = ALONE
 
     def each(self) -> "list[StepPlan]":
         """The plan with each of its trees, this one's first."""
@@ -92,7 +92,7 @@ class Step:
     tree:      the static tree that is drafted, or how trees grow; near the end of a text only its top levels
     branching: the most children that a node has in any tree of the text, which is how `commit` numbers its counts
     most_levels: that any step of the text drafts
-    agreement: by which ranks agree after the step; None for one process
+    peers:     the processes that decode together
     """
 
     target: Forward
@@ -101,7 +101,7 @@ class Step:
     branching: int
     most_levels: int
     rules: Rules
-    agreement: Agreement | None = None
+    peers: Peers = ALONE
 
     @property
     def depth(self) -> int:
@@ -125,7 +125,7 @@ class Step:
         if processors is not None:
             asked = processors.step(state.member, state.produced, state.left, state.output)
             lap("processing")
-        reach = Reach(visible_rows, self.most_levels + 1, trims=self.agreement is None)
+        reach = Reach(visible_rows, self.most_levels + 1, trims=self.peers.is_alone)
         with self.target.reading_ahead:
             drafted = self._drafted(state, draft_cache, reach, lap, asked)
             lengths, nodes = state.lengths, drafted.tokens.shape[1]
@@ -167,8 +167,7 @@ class Step:
             draft_cache.accept(verified.path, verified.length, lengths, drafted.draft_rows)
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
         commit(written, drafted_nodes, drafted.depths, verified, self.branching)
-        if self.agreement is not None:
-            self.agreement.check([drafted.to_compare(), [every], verified], state.left)
+        self.peers.check(drafted, every, verified, state.left)
         lap("compaction")
         return Stepped(drafted, raw_logits, logits, verified)
 
@@ -224,5 +223,5 @@ def new_step(plan: StepPlan, depth: int) -> Step:
         branching=plan.branching,
         most_levels=plan.depth,
         rules=plan.rules,
-        agreement=plan.agreement,
+        peers=plan.peers,
     )

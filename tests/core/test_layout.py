@@ -20,7 +20,7 @@ from heavypath.speculative import SpeculativeDecoder
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
-    "kernels", "files", "losslessness", "streaming", "trees", "ranks", "models", "drafts", "processors", "costs",
+    "kernels", "files", "losslessness", "trees", "ranks", "models", "streaming", "drafts", "processors", "costs",
     "training", "demo", "decoding", "output", "serving", "root", "http", "cli", "examples", "package",
 )  # fmt: skip
 APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
