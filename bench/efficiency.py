@@ -27,7 +27,7 @@ from heavypath.speculative import (
     sequoia_tree,
 )
 from heavypath.speculative.calibration import DEPTH, Extent, measure_way, ways_to_draft
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.llama import LlamaForward

@@ -3,7 +3,7 @@
 from typing import Any
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE
+from heavypath.speculative.decoding.growing import VALUE_TEMPERATURE
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.rules import OWN, OwnVerifier, Rules, Verifier
 from heavypath.speculative.drafts.draft import Draft
@@ -67,7 +67,7 @@ class MethodRules:
             draft_filters=draft_filters,
             drawing_filters=kind.drawing_filters(draft_filters),
             value_temperature=self._draft_options["temperature"] or VALUE_TEMPERATURE,
-            processing=processing,
+            changes=() if processing is None else (processing,),
             own_verifier=self.own_verifier,
             typical=self._typical,
         )

@@ -17,7 +17,7 @@ from heavypath.kernels.noise import Noise
 from heavypath.kernels.typical.acceptance import Typical, typical_unchecked
 from heavypath.kernels.verification import DRAFT_AWARE, verify_unchecked
 from heavypath.kernels.verifying.rule import Rule
-from heavypath.speculative.decoding.processing import Processing
+from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.models.host import host_can_read
 
 OWN = "own"  # the name of a user's verification, beside the methods of `verify_tree`
@@ -163,12 +163,9 @@ class Rules:
     drawing_filters:   the draft's filters, but with temperature 0 where children are the draft's likeliest tokens
     value_temperature: temperature of the probabilities by which growing trees choose their nodes, where the draft's
                        own temperature is 0
-    processing:        what is done to the target's logits before its filters; None for nothing
+    changes:           what is done to logits before anything is drawn from them, or verified by them
     own_verifier:      what verifies where verification is OWN, else None
     typical:           the limits where verification is "typical", else anything
-    by_sequence:       whether each sequence is sampled by settings of its own, `Sequences.settings`. Then the three
-                       filters above are those of what `kernels.sequence_scores` makes of the logits: temperature 1, and
-                       none; or temperature 0 for draws of the draft's likeliest tokens
     """
 
     replacement: bool
@@ -178,10 +175,9 @@ class Rules:
     draft_filters: Filters
     drawing_filters: Filters
     value_temperature: float
-    processing: Processing | None = None
+    changes: tuple[LogitChange, ...] = ()
     own_verifier: OwnVerifier | None = None
     typical: Typical | None = None
-    by_sequence: bool = False
 
     @property
     def law_changed_by(self) -> str:

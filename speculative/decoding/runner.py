@@ -15,8 +15,8 @@ import torch
 from heavypath.kernels.compiling import compile_all, uncompiled_launches
 from heavypath.kernels.native.recording import do, recorded
 from heavypath.speculative.decoding.drafted import Lap
+from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.graphs import Graphs
-from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Recorded, Size, Workspace, tree_rows
@@ -24,7 +24,6 @@ from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
-from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +101,8 @@ class StepRunner:
         state, target_cache, draft_cache = workspace.first(slots)
         if host_can_read(plan.target.device):
             step = self._step(plan, min(plan.tree.depth, levels))
-            if workspace.processors is not None:
-                return step(state, target_cache, draft_cache, longest, lap, workspace.processors)
+            if workspace.changes:
+                return step(state, target_cache, draft_cache, longest, lap, workspace.changes)
             known = workspace.recordings.get((step, slots))
             if known is not None:
                 known.recording.replay()
@@ -119,8 +118,8 @@ class StepRunner:
             return stepped
         # To know the lengths the host would have to wait for the GPU. Besides, one graph is to serve all steps.
         step = self._step(plan, plan.tree.depth)
-        if workspace.graphs is None or workspace.processors is not None:  # processors ask the host
-            return step(state, target_cache, draft_cache, _most_visible(plan, workspace), lap, workspace.processors)
+        if workspace.graphs is None or workspace.changes:  # which ask the host
+            return step(state, target_cache, draft_cache, _most_visible(plan, workspace), lap, workspace.changes)
         graph, launch = workspace.graphs.of((step, slots)), self._launch(plan, workspace, slots)
         if graph.is_warm and not graph.is_captured and not graph.fails:
             logger.debug("capturing a CUDA graph: %d slots, a tree of %d nodes", slots, len(plan.tree))
@@ -155,7 +154,7 @@ class StepRunner:
 
     def warm_up(
         self, plan: StepPlan, workspace: Workspace, batch: int, longest: int,
-        tree_of: Callable[[int], TokenTree | Growth] | None,
+        tree_of: Callable[[int], Shape] | None,
     ) -> None:  # fmt: skip
         """Run each step that a batch may take, twice: a step is run once before it is captured.
 

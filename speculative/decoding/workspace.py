@@ -15,9 +15,11 @@ from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Step, Stepped, StepPlan
+from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
+from heavypath.speculative.processors.draft import ProcessedSteps
 from heavypath.speculative.processors.texts import BatchProcessors
 
 logger = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ class Workspace:
     def __init__(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None):
         target, draft = plan.target, plan.draft
         self.size, self.graphs = size, graphs
-        self.processors: BatchProcessors | None = None  # of the generation that is under way
+        self.changes: tuple[LogitChange, ...] = ()  # that ask the host, of the generation that is under way
         self.recordings = dict[tuple[Step, int], Recorded | None]()  # on a CPU; None where a step has an obstacle
         if graphs is not None:
             self._home = torch.cuda.current_stream()
@@ -152,11 +154,12 @@ class Workspace:
             sequence_ids=request.sequence_ids,
             seed=request.seed,
         )
-        self.processors = None
+        self.changes = ()
         if request.processors is not None:
-            self.processors, stops = BatchProcessors(), request.stops.tolist()
+            processors, stops = BatchProcessors(), request.stops.tolist()
             for member, own in enumerate(request.processors):
-                self.processors.begin(member, request.input_ids[member], own, stops, member)
+                processors.begin(member, request.input_ids[member], own, stops, member)
+            self.changes = (ProcessedSteps(processors),)
         before_roots = request.prompt[:, :-1]
         batch, width = before_roots.shape
         draft = plan.draft

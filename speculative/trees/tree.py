@@ -269,6 +269,8 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self._parents)
 
+    cache_rows = property(__len__)  # of each cache, that a step takes for it
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, TokenTree)
