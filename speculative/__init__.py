@@ -16,8 +16,8 @@ from heavypath.kernels.verifying.top_down import top_down
 from heavypath.speculative.calibration import calibrate
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.decoding.growing import Confidence
 from heavypath.speculative.decoding.rules import Verifier
-from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
 from heavypath.speculative.distillation import DistilSettings, distil

@@ -27,12 +27,11 @@ from transformers import (
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.custom_generate import GenerateCall, SpeculativeOutput
 from heavypath.speculative.decoding.graphs import has_graphs
-from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.decoding.growing import Confidence, Growth
 from heavypath.speculative.decoding.loop import Streamer, begin_alike, checked_streamers, decode
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
 from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.runner import StepRunner
-from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
@@ -55,7 +54,7 @@ from heavypath.speculative.serving.service import Service
 from heavypath.speculative.serving.slots import Limits
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
-from heavypath.speculative.trees_by_batch import FollowBatch, TreesByBatch, TreeSource, checked_profile
+from heavypath.speculative.trees_by_batch import TreesByBatch, TreeSource, checked_profile
 
 logger = logging.getLogger(__name__)
 
@@ -407,7 +406,7 @@ class SpeculativeDecoder:
         with torch.inference_mode(), self.runner.workspace(request, plan) as workspace:
             workspace.begin(request, plan)
             follow = self._trees.changing(plan, request.filters, batch_size)
-            tree_of = follow.trees.of if isinstance(follow, FollowBatch) else None
+            tree_of = None if follow is None else follow.tree_of
             self.runner.warm_up(plan, workspace, batch_size, prompt_tokens + max_new_tokens, tree_of)
             workspace.state.numbers.cpu()  # waits for the device
         seconds = time.perf_counter() - begin
@@ -449,7 +448,7 @@ class SpeculativeDecoder:
         masked = request.processors is not None
         rules = self._rules.of(request.filters, self._draft, request.processing, masked=masked)
         tree, trees = self._trees.first(request.filters, len(request.prompt))
-        if rules.verification == "held_traversal" and isinstance(tree, Growth) and tree.width > 1:
+        if rules.verification == "held_traversal" and tree.grows and tree.branching > 1:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
         draft = self._draft if any(len(each) > 1 for each in trees.trees) else None
         return StepPlan(self._target, draft, tree, rules, trees.trees, peers=self._peers)

@@ -13,9 +13,8 @@ import torch
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.typical.acceptance import Typical
 from heavypath.kernels.verifying.rule import Rule
-from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, Confidence, Growth
 from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT
-from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.trees.branching import branching_tree
 from heavypath.speculative.trees.planning import Acceptance, sequoia_tree

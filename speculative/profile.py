@@ -25,8 +25,7 @@ from heavypath.kernels.ordering import MAX_NODES
 from heavypath.speculative.costs.simulation import MATTERS
 from heavypath.speculative.costs.streamed import streamed_bytes
 from heavypath.speculative.costs.table import CostsByBatch
-from heavypath.speculative.decoding.growing import Growth
-from heavypath.speculative.decoding.slot_values import Confidence
+from heavypath.speculative.decoding.growing import Confidence, Growth
 from heavypath.speculative.drafts.kinds import AnyDraft, describe
 from heavypath.speculative.files.typed_json import parsed, typed
 from heavypath.speculative.methods import Kind, Method, measured_row, row_of

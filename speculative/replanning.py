@@ -101,7 +101,7 @@ class Shapes(NamedTuple):
 class Replanner:
     """Chooses among the shapes of one generation. `every`: steps between two choices."""
 
-    every, reads_counts = EVERY, True
+    every, reads_counts, tree_of = EVERY, True, None
 
     def __init__(self, plan: StepPlan, shapes: Shapes):
         """plan: of the first steps, which names all shapes' trees."""

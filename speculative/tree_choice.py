@@ -22,8 +22,7 @@ from heavypath.speculative.costs.host import host_costs
 from heavypath.speculative.costs.roofline import Device, estimated_costs
 from heavypath.speculative.costs.streamed import streamed_bytes, streamed_costs
 from heavypath.speculative.costs.table import Costs
-from heavypath.speculative.decoding.growing import Growth
-from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
+from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, Confidence, Growth
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
 from heavypath.speculative.models.forward import Forward

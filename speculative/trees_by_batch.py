@@ -148,7 +148,7 @@ class FollowBatch:
     every, reads_counts = 1, False
 
     def __init__(self, plan: StepPlan, trees: TreesByBatch):
-        self._plan, self.trees = plan, trees
+        self._plan, self.trees, self.tree_of = plan, trees, trees.of
 
     def __call__(self, counts: Tensor | None, running: int) -> StepPlan:
         """The plan of the next steps."""

@@ -8,7 +8,7 @@ A kind of tree has `depth`, `branching`, `cache_rows` and a length, and a functi
 """
 
 from functools import singledispatch
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -23,7 +23,10 @@ class Shape(Protocol):
     """What trees a method drafts: one static tree, or how trees grow; it is hashable.
 
     depth: its levels; branching: the most children of a node; cache_rows: that it takes; its length: nodes, at most
+    grows: whether its nodes depend on what is drafted
     """
+
+    grows: ClassVar[bool]
 
     @property
     def depth(self) -> int: ...  # noqa: D102

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.commit import StateField
+from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.sequences import Sequences
@@ -65,10 +66,12 @@ class Replan(Protocol):
 
     every:        steps between two choices
     reads_counts: whether it is given the counts
+    tree_of:      the tree of so many running sequences; None where a batch may take any of the plan's
     """
 
     every: int
     reads_counts: bool
+    tree_of: Callable[[int], Shape] | None
 
     def __call__(self, counts: Tensor | None, running: int) -> StepPlan:
         """The plan of the next steps.

@@ -21,7 +21,6 @@ from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Recorded, Size, Workspace, tree_rows
 from heavypath.speculative.drafts.draft import NO_DRAFT
-from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
 
@@ -205,7 +204,7 @@ def _most_visible(plan: StepPlan, workspace: Workspace) -> int:
 def _has_foreign_code(plan: StepPlan) -> bool:
     """Whether a step calls modules of transformers as they are, or a user's own draft."""
     models = plan.target, *(plan.draft or NO_DRAFT).models
-    return bool((plan.draft or NO_DRAFT).foreign) or any(isinstance(model, TransformersForward) for model in models)
+    return bool((plan.draft or NO_DRAFT).foreign) or any(model.is_foreign for model in models)
 
 
 def _no_lap(phase: str) -> None:

@@ -23,6 +23,7 @@ class TappedDraft(Draft, ABC):
     """
 
     reads_target = True
+    is_foreign = False
     ranks = None  # each rank has the whole module
     rope_limit: int | None = None
     has_dynamic_rope = False

@@ -129,6 +129,7 @@ class Forward(ABC):
     weights or on several devices.
     """
 
+    is_foreign: bool = False  # whether it calls code that is not the package's
     layers: int  # layers that a forward pass goes through
     windows: Collection[int | None]  # the sliding windows of these layers, None for those that see the whole text
 

@@ -144,8 +144,9 @@ class Recorder:
         request: Request,
     ):
         self._file, self._tokenizer, self._request, self._rules = file, tokenizer, request, rules
+        typical = getattr(rules.verifier, "typical", None)
         self._options = VerifyOptions(
-            rules.verification, request.filters, rules.draft_filters, request.seed, rules.typical, rules.replacement
+            rules.verification, request.filters, rules.draft_filters, request.seed, typical, rules.replacement
         )
         self._step = 0
         self._known: set[int] = set()  # tokens whose text has been written

@@ -269,6 +269,7 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self._parents)
 
+    grows = False  # its nodes do not depend on what is drafted
     cache_rows = property(__len__)  # of each cache, that a step takes for it
 
     def __eq__(self, other: object) -> bool:

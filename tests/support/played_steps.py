@@ -17,6 +17,7 @@ from heavypath.speculative.decoding.drafters import drafter_of
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Step
+from heavypath.speculative.method_rules import TypicalVerifier
 
 KERNELS = (
     "sampling", "trees.levels", "trees.growing", "trees.assembly", "verification", "verifying.top_down",
@@ -123,6 +124,7 @@ def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, 
     vocab_size: where the text is counted for `processing`
     """
     kind, shape = METHODS[method].kind(filters.temperature), METHODS[method].tree_of(size)
+    limits = METHODS[method].typical(None, None)
     rules = Rules(
         replacement=kind.replacement,
         fill=METHODS[method].fill,
@@ -132,7 +134,7 @@ def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, 
         drawing_filters=kind.drawing_filters(filters),
         value_temperature=0.6,
         changes=() if processing is None else (processing,),
-        typical=METHODS[method].typical(None, None),
+        verifier=TypicalVerifier(limits) if kind.verification == "typical" else None,
     )
     drafter = drafter_of(shape, shape.depth, draft, rules, torch.device("meta"))
     step = Step(target, draft, drafter, shape.branching, shape.depth, rules)
