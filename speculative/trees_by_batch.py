@@ -21,6 +21,7 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs.table import standing_for
+from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.decoding.loop import Replan
 from heavypath.speculative.decoding.step import StepPlan
@@ -244,7 +245,7 @@ class TreeSource:
         trees = self.by_batch(filters, batch)
         return FollowBatch(plan, trees) if len(trees.trees) > 1 else None
 
-    def in_words(self, tree: TokenTree | Growth, batch: int) -> str:
+    def in_words(self, tree: Shape, batch: int) -> str:
         """The size of a batch's tree, and what it was chosen by."""
         estimated = self._estimated is not None and batch > 1 and tree != self.tree
         chosen_by = f"by costs estimated for {batch} sequences" if estimated else self.tree_from

@@ -8,7 +8,7 @@ A kind of tree has `depth`, `branching`, `cache_rows` and a length, and a functi
 """
 
 from functools import singledispatch
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,8 +26,8 @@ class Shape(Protocol):
     grows: whether its nodes depend on what is drafted
     """
 
-    grows: ClassVar[bool]
-
+    @property
+    def grows(self) -> bool: ...  # noqa: D102
     @property
     def depth(self) -> int: ...  # noqa: D102
     @property

@@ -25,7 +25,7 @@ step: `kernels.growing` has the formulas.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -100,7 +100,6 @@ class Growth:
     depth: int
     threshold: float = 0.0
     confidence: Confidence | None = None
-    grows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("width", "depth"):
@@ -128,7 +127,15 @@ class Growth:
         """Rows of the draft's cache that a tree takes while it grows, root included."""
         return 1 + self.depth * self.width
 
-    cache_rows = slots
+    @property
+    def cache_rows(self) -> int:
+        """The same, by the name that a static tree has for it."""
+        return self.slots
+
+    @property
+    def grows(self) -> bool:
+        """Whether its nodes depend on what is drafted."""
+        return True
 
 
 @dataclass(frozen=True)

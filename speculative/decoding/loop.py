@@ -71,7 +71,9 @@ class Replan(Protocol):
 
     every: int
     reads_counts: bool
-    tree_of: Callable[[int], Shape] | None
+
+    @property
+    def tree_of(self) -> Callable[[int], Shape] | None: ...  # noqa: D102
 
     def __call__(self, counts: Tensor | None, running: int) -> StepPlan:
         """The plan of the next steps.

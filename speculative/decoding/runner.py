@@ -191,8 +191,9 @@ def _alone_with_weights(plan: StepPlan) -> Iterator[None]:
     """What a graph is launched in."""
     streams = {getattr(model, "stream", None) for model in (plan.target, *(plan.draft or NO_DRAFT).models)}
     with ExitStack() as turns:
-        for stream in streams - {None}:
-            turns.enter_context(stream.replay())
+        for stream in streams:
+            if stream is not None:
+                turns.enter_context(stream.replay())
         yield
 
 

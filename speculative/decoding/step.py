@@ -138,8 +138,8 @@ class Step:
     def _changed(self, changes: Sequence[LogitChange], state: Sequences) -> Draft | None:
         """The draft with its logits changed."""
         draft = self.draft
-        for change in changes if draft is not None else ():
-            draft = change.before_drawing(draft, state)
+        for change in changes:
+            draft = None if draft is None else change.before_drawing(draft, state)
         return draft
 
     def _of_draft(self, cache: RowCache | None, state: Sequences) -> tuple[Taps | None, ExtraNodes | None]:

@@ -7,10 +7,11 @@ layers gets a pair of hooks, too.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 _ALWAYS_THERE = nullcontext()
 
@@ -45,12 +46,23 @@ class StreamCounts(NamedTuple):
 
 
 class WeightStream(ABC):
-    """What brings the weights of layers when they are needed; `streaming` has one for a CPU and one for a GPU."""
+    """What brings the weights of layers when they are needed; `streaming` has one for a CPU and one for a GPU.
+
+    layers: how many; resident: those of them that stay; on_take: called with each layer that is taken
+    """
+
+    layers: int
+    resident: frozenset[int]
+    on_take: Callable[[int], None] | None
 
     @property
     def is_fixed(self) -> bool:
         """Whether a pass asks the host for nothing, so that it may be captured in a CUDA graph."""
         return True
+
+    @abstractmethod
+    def tensors(self, layer: int) -> dict[str, Tensor]:
+        """A layer's tensors by their names; they hold its weights while it is taken."""
 
     @abstractmethod
     def take(self, layer: int) -> None:

@@ -269,8 +269,15 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self._parents)
 
-    grows = False  # its nodes do not depend on what is drafted
-    cache_rows = property(__len__)  # of each cache, that a step takes for it
+    @property
+    def cache_rows(self) -> int:
+        """Rows of each cache that a step takes for it."""
+        return len(self)
+
+    @property
+    def grows(self) -> bool:
+        """Whether its nodes depend on what is drafted."""
+        return False
 
     def __eq__(self, other: object) -> bool:
         return (
