@@ -29,7 +29,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, TokenTree, expected_tokens, greedy_tree
 from heavypath.speculative.calibration import CHILDREN, DEPTH, Extent, Way, walk
 from heavypath.speculative.demo import DemoPair, demo_prompts
-from heavypath.speculative.drafts import as_draft
+from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.trees.markov import PRIOR, falling, markov_acceptance, markov_table
 from heavypath.speculative.trees.planning import PathAcceptance

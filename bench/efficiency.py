@@ -27,9 +27,9 @@ from heavypath.speculative import (
     sequoia_tree,
 )
 from heavypath.speculative.calibration import DEPTH, Extent, measure_way, ways_to_draft
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.drafts import as_draft
+from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.branching import branching_tree

@@ -55,7 +55,7 @@ from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.drafts import ModelDraft
+from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.forward import Forward
 
 METHODS = ("sequoia", "dyspec", "ersd")

@@ -19,7 +19,10 @@ from torch import Tensor
 
 from heavypath.speculative import PromptLookup, Retrieval, SpeculativeDecoder
 from heavypath.speculative.demo import DemoPair, corpus, demo_prompts
-from heavypath.speculative.drafts import Draft, Feed, LookupDraft, RetrievalDraft
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.lookup import LookupDraft
+from heavypath.speculative.drafts.retrieval import RetrievalDraft
 
 METHODS, TEMPERATURES = ("chain", "sequoia"), (0.0, 0.6, 1.0)
 PREFIX, LEVELS, ROUNDS = 300, (1, 4, 16), 200

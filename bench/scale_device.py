@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from heavypath.speculative import SpeculativeDecoder, load_streamed
 from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.streaming.host_layers import Pinned
-from heavypath.speculative.streaming.layer_weights import stream_of
 
 RAW = 1 << 30  # bytes
 

@@ -48,8 +48,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.streaming.file import BLOCK, WeightFile
-from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.streaming.layout import CHUNK, aligned_memory
 from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.memory import bytes_of

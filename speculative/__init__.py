@@ -16,24 +16,21 @@ from heavypath.kernels.verifying.top_down import top_down
 from heavypath.speculative.calibration import calibrate
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoder import SpeculativeDecoder
+from heavypath.speculative.decoding.growing import Confidence
 from heavypath.speculative.decoding.rules import Verifier
-from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
 from heavypath.speculative.distillation import DistilSettings, distil
-from heavypath.speculative.drafts import (
-    Cascade,
-    Draft,
-    EagleHead,
-    EarlyExit,
-    Feed,
-    Lookahead,
-    MedusaHeads,
-    Merge,
-    Mixture,
-    PromptLookup,
-    Retrieval,
-)
+from heavypath.speculative.drafts.composite import Cascade, Mixture
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.lookahead import Lookahead
+from heavypath.speculative.drafts.lookup import PromptLookup
+from heavypath.speculative.drafts.medusa.heads import MedusaHeads
+from heavypath.speculative.drafts.merge import Merge
+from heavypath.speculative.drafts.model import EarlyExit
+from heavypath.speculative.drafts.retrieval import Retrieval
 from heavypath.speculative.layer_choice import LayerChoice, choose_layers
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.losslessness.chi_square import detectable_total_variation
@@ -47,6 +44,7 @@ from heavypath.speculative.losslessness.law import joint_law
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, Method
 from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.generation import Generation
 from heavypath.speculative.output.text_stream import TextStream
@@ -55,7 +53,6 @@ from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.ranks.agreement import RankMismatchError
 from heavypath.speculative.ranks.group import RankFailedError
-from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.offloaded import stream_layers
 from heavypath.speculative.streaming.stream import LayerStream

@@ -36,16 +36,8 @@ from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.drafted import Reach, check_distributions, root_feed
 from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts import (
-    AnyDraft,
-    Draft,
-    as_draft,
-    models_of,
-    most_levels,
-    parts_of,
-    taps_of,
-    why_not_measured,
-)
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.kinds import AnyDraft, as_draft, describe, draft_parameter_count, parameter_count
 from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import METHODS, Kind, measured_row, row_of
 from heavypath.speculative.models.forward import Forward, TreeMask
@@ -53,9 +45,6 @@ from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.profile import (
     MeasuredAcceptance,
     Profile,
-    describe,
-    draft_parameter_count,
-    parameter_count,
     streaming_of,
 )
 from heavypath.speculative.ranks.agreement import check_alone
@@ -134,7 +123,7 @@ def calibrate(
     forward = forward_of(target, "target")
     check_alone("calibrate", forward)  # which ends when timings agree
     source = as_draft(draft, forward, target)
-    if why_not := why_not_measured(source):
+    if why_not := source.why_not_measured:
         raise ValueError(
             f"acceptance is counted token by token, but {why_not}; "
             "give the decoder a tree or a tree_size in the place of a profile"
@@ -143,7 +132,7 @@ def calibrate(
     if streamed:
         limit = _limit_of_streamed(forward, limit, report)
     limit = LIMIT if limit is None else limit
-    models = [forward, *models_of(source)]
+    models = [forward, *source.models]
     limits = [model.rope_limit or model.max_positions for model in models]
     room = min(limits) - tokens - 2 * DEPTH
     if room < 1:
@@ -165,7 +154,7 @@ def calibrate(
     else:
         extent = Extent(tokens=tokens, sequences=sequences)
         measured = measure_ways(forward, source, prompts, wanted, extent, seed, share, report)
-    levels = min(DEPTH, most_levels(source) or DEPTH)
+    levels = min(DEPTH, source.levels or DEPTH)
     sizes = (STREAMED_SIZES if streamed else SIZES) if sizes is None else sizes
     sizes = [size for size in sizes if size <= sum(CHILDREN**depth for depth in range(levels + 1))]
     costs = costs_by_batch(
@@ -393,10 +382,10 @@ def walk_together(
     padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
     cache_rows = padded.shape[1] + tokens + 1
     target_cache, draft_cache = target.new_cache(every, cache_rows), draft.new_cache(every, cache_rows)
-    taps = taps_of(draft, draft_cache)
+    taps = draft.taps(draft_cache)
     target.prefill(padded, target_cache, taps=taps)
     draft_cache.begin(lengths - 1)
-    for part, cache in parts_of(draft, draft_cache):
+    for part, cache in draft.parts(draft_cache):
         part.prefill(padded, cache)
     state = Sequences.room_for(every, new_tokens=tokens, stops=1, vocab_size=0, count_slots=0, device=target.device)
     state.begin(

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.speculative.decoder import SpeculativeDecoder
-from heavypath.speculative.drafts import AnyDraft
+from heavypath.speculative.drafts.kinds import AnyDraft
 from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, row_of
 from heavypath.speculative.profile import Profile

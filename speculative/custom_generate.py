@@ -36,7 +36,7 @@ from heavypath.speculative.decoding.loop import Streamer
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.models.text_cache import TextCache
-from heavypath.speculative.ranks.agreement import Agreement, decided
+from heavypath.speculative.ranks.peers import ALONE, Peers
 
 # Settings that leave no trace among the processors and criteria, and the values with which they do nothing.
 _UNSUPPORTED = {
@@ -112,10 +112,10 @@ class GenerateCall:
     seed: int | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def arguments(self, target: PreTrainedModel, agreement: Agreement | None = None) -> dict[str, Any]:
+    def arguments(self, target: PreTrainedModel, peers: Peers = ALONE) -> dict[str, Any]:
         """The arguments of the decoder's own `generate`.
 
-        agreement: of ranks, among which rank 0 draws a seed that is not given
+        peers: of which the first draws a seed that is not given
         Raises ValueError for whatever would change the text, or what is returned, and is not supported.
         """
         if self.model is not target:
@@ -127,7 +127,7 @@ class GenerateCall:
         caller = _generate_call(self.input_ids)
         if caller.get("assistant_model") is not None:
             raise _unsupported("assistant_model", "the decoder has a draft of its own")
-        if caller.get("synced_gpus") and agreement is None:
+        if caller.get("synced_gpus") and peers.is_alone:
             raise _unsupported("synced_gpus", "one process decodes")
         streamer, has_prompt = self.streamer, False
         if streamer is None and caller.get("streamer") is not None:
@@ -143,7 +143,7 @@ class GenerateCall:
         options["min_new_tokens"] = min(options["min_new_tokens"], options["max_new_tokens"])  # transformers has warned
         seed = self.seed
         if seed is None:
-            seed = decided(agreement, _drawn_seed) if options["temperature"] > 0 else 0
+            seed = peers.decided(_drawn_seed) if options["temperature"] > 0 else 0
         pad = getattr(config, "_pad_token_tensor", config.pad_token_id)
         past = self.model_kwargs.get("past_key_values")
         return options | {

@@ -27,17 +27,16 @@ from transformers import (
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.custom_generate import GenerateCall, SpeculativeOutput
 from heavypath.speculative.decoding.graphs import has_graphs
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.growing import Confidence, Growth
 from heavypath.speculative.decoding.loop import Streamer, begin_alike, checked_streamers, decode
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
 from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.runner import StepRunner
-from heavypath.speculative.decoding.slot_values import Confidence
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.stopping import checked_criteria
-from heavypath.speculative.drafts import AnyDraft, Draft, as_draft, models_of
-from heavypath.speculative.drafts.kinds import law_count
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
+from heavypath.speculative.drafts.kinds import AnyDraft, as_draft
 from heavypath.speculative.generation_defaults import NOTHING, EosTokens, GivenSettings
 from heavypath.speculative.method_rules import MethodRules
 from heavypath.speculative.methods import check_laws, default_verifier
@@ -50,12 +49,12 @@ from heavypath.speculative.output.scores import Chosen
 from heavypath.speculative.output.trace import recording
 from heavypath.speculative.processors.settings import GivenProcessors
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.ranks.agreement import agreement_of, any_rank, check_alone, interruptible
+from heavypath.speculative.ranks.agreement import agreement_of, check_alone
 from heavypath.speculative.serving.service import Service
 from heavypath.speculative.serving.slots import Limits
 from heavypath.speculative.trees.planning import Acceptance
 from heavypath.speculative.trees.tree import TokenTree
-from heavypath.speculative.trees_by_batch import FollowBatch, TreesByBatch, TreeSource, checked_profile
+from heavypath.speculative.trees_by_batch import TreesByBatch, TreeSource, checked_profile
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +164,8 @@ class SpeculativeDecoder:
                 raise ValueError(f"method {method!r} needs a draft model, got None")
             self._draft = as_draft(draft, self._target, target)
             check_laws(method, row, self._draft, own_verifier=callable(verifier))
-            models += models_of(self._draft)
-        by_default = default_verifier(method, self._target.device.type, law_count(self._draft))
+            models += self._draft.models
+        by_default = default_verifier(method, self._target.device.type, (self._draft or NO_DRAFT).laws)
         row = self._rules.verified_by(by_default) if verifier is None else row
         if self.profile is not None:
             self.profile.check(target, draft, method, row.verification)
@@ -175,15 +174,15 @@ class SpeculativeDecoder:
             target=self._target, draft=self._draft,
         )  # fmt: skip
         self.tree_from = self._trees.tree_from
-        self._agreement = agreement_of(models, self._target.device)
+        self._peers = agreement_of(models, self._target.device)
 
     def _notice_changes(self) -> None:
         """Choose the forward passes of the models anew if one of them no longer consists of what it did."""
         check_no_autocast(self._target.device)
-        stale = any_rank(self._agreement, not self._target.is_current())
+        stale = self._peers.any(not self._target.is_current())
         if stale:
             self._target = forward_of(self.target, "target")
-        stale = any_rank(self._agreement, stale or not all(model.is_current() for model in models_of(self._draft)))
+        stale = self._peers.any(stale or not all(model.is_current() for model in (self._draft or NO_DRAFT).models))
         if stale and self._given_draft is not None and self._draft is not None:
             self._draft = as_draft(self._given_draft, self._target, self.target)
 
@@ -304,7 +303,7 @@ class SpeculativeDecoder:
         stats.tree = self._trees.in_words(plan.tree, len(input_ids))
         stats.law_changed_by, stats.verification = plan.rules.law_changed_by, plan.rules.verification
         with (
-            interruptible(self._agreement),
+            self._peers.interruptible(),
             torch.inference_mode(),
             recording(trace, tokenizer, self.method, plan.rules, self._target, self._draft, request) as recorder,
             self.runner.workspace(request, plan) as workspace,
@@ -361,7 +360,7 @@ class SpeculativeDecoder:
         check_alone("serve", self._target)
         prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
         plan = self._plan(self._request(prompts, GivenSettings(1.0, **NOTHING), max_new_tokens=1))
-        positions = min(model.max_positions for model in (self._target, *models_of(self._draft)))
+        positions = min(model.max_positions for model in (self._target, *(self._draft or NO_DRAFT).models))
         room = min(2048 if max_tokens is None else max_tokens, positions)
         limits = Limits(slots, room, queue, prefill_tokens).check()
         trees = self._trees.for_serving(slots)
@@ -407,7 +406,7 @@ class SpeculativeDecoder:
         with torch.inference_mode(), self.runner.workspace(request, plan) as workspace:
             workspace.begin(request, plan)
             follow = self._trees.changing(plan, request.filters, batch_size)
-            tree_of = follow.trees.of if isinstance(follow, FollowBatch) else None
+            tree_of = None if follow is None else follow.tree_of
             self.runner.warm_up(plan, workspace, batch_size, prompt_tokens + max_new_tokens, tree_of)
             workspace.state.numbers.cpu()  # waits for the device
         seconds = time.perf_counter() - begin
@@ -429,7 +428,7 @@ class SpeculativeDecoder:
         settings = given.filled_from(self.target.generation_config, self._target.vocab_size)
         return checked_request(
             self._target,
-            models_of(self._draft),
+            (self._draft or NO_DRAFT).models,
             prompts,
             Ending(
                 max_new_tokens=max_new_tokens,
@@ -449,10 +448,10 @@ class SpeculativeDecoder:
         masked = request.processors is not None
         rules = self._rules.of(request.filters, self._draft, request.processing, masked=masked)
         tree, trees = self._trees.first(request.filters, len(request.prompt))
-        if rules.verification == "held_traversal" and isinstance(tree, Growth) and tree.width > 1:
+        if rules.verification == "held_traversal" and tree.grows and tree.branching > 1:
             raise ValueError(f"held traversal needs a static tree, got {tree}: take verifier 'traversal' or 'held'")
         draft = self._draft if any(len(each) > 1 for each in trees.trees) else None
-        return StepPlan(self._target, draft, tree, rules, trees.trees, agreement=self._agreement)
+        return StepPlan(self._target, draft, tree, rules, trees.trees, peers=self._peers)
 
     def __call__(
         self,
@@ -490,6 +489,6 @@ class SpeculativeDecoder:
             seed=seed,
             model_kwargs=model_kwargs,
         )
-        arguments = call.arguments(self._target.model, self._agreement)
+        arguments = call.arguments(self._target.model, self._peers)
         out = self.generate(**arguments, stop_strings=stop_strings, tokenizer=tokenizer, trace=trace)
         return call.answer(out.sequences, out.cache, out.stats, out.scores, out.logits)

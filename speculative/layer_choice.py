@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.speculative.decoder import SpeculativeDecoder
-from heavypath.speculative.drafts import EarlyExit
+from heavypath.speculative.drafts.kinds import draft_parameter_count, parameter_count
+from heavypath.speculative.drafts.model import EarlyExit
 from heavypath.speculative.models.forward import Forward, chain_mask
 from heavypath.speculative.models.forward_of import forward_of
-from heavypath.speculative.profile import draft_parameter_count, parameter_count
 
 LONGEST_CHAIN = 16
 

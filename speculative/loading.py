@@ -15,18 +15,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from heavypath.speculative.demo import FOLDER, load_demo_pair
-from heavypath.speculative.drafts import (
-    Cascade,
-    EarlyExit,
-    Lookahead,
-    Merge,
-    Mixture,
-    Modelless,
-    PromptLookup,
-    Retrieval,
-    Several,
-)
-from heavypath.speculative.drafts.trained import TrainedHead, is_trained_head, load_trained_head
+from heavypath.speculative.drafts.composite import Cascade, Mixture
+from heavypath.speculative.drafts.draft import Draftable
+from heavypath.speculative.drafts.lookahead import Lookahead
+from heavypath.speculative.drafts.lookup import PromptLookup
+from heavypath.speculative.drafts.merge import Merge
+from heavypath.speculative.drafts.model import EarlyExit
+from heavypath.speculative.drafts.retrieval import Retrieval
+from heavypath.speculative.drafts.trained import is_trained_head, load_trained_head
 from heavypath.speculative.streaming.load import load_streamed
 
 DEMO_HEAD = "demo-head"  # names the shipped head
@@ -38,7 +34,7 @@ class Pair(NamedTuple):
     """Models in eval mode on one device, and the target's tokenizer. Without a draft only plain decoding works."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel | TrainedHead | Modelless | Several | None
+    draft: PreTrainedModel | Draftable | None
     tokenizer: PreTrainedTokenizerBase
 
     @property
@@ -148,7 +144,7 @@ def load_draft(
     target: PreTrainedModel | Pair,
     target_name: str | None = None,
     dtype: torch.dtype | None = None,
-) -> PreTrainedModel | TrainedHead | Modelless | Several:
+) -> PreTrainedModel | Draftable:
     """Load a draft for a target: a head or heads (EAGLE, Medusa) as published, or a model; from a folder or the cache.
 
     path_or_name: may also be "demo-head", "prompt-lookup", "lookahead", "early-exit:LAYERS", or for a pair
@@ -232,7 +228,7 @@ def _exit_layers(draft: str | None) -> set[int]:
     return {index for one in exits if isinstance(one, EarlyExit) for index in one.indices}
 
 
-def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> Modelless:
+def _modelless(draft: str | None, tokenizer: PreTrainedTokenizerBase | None) -> Draftable:
     """The draft without a model that the text names, once it has been checked."""
     kind, _, what = (draft or "").partition(":")
     if kind == "early-exit":

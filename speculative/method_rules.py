@@ -1,13 +1,41 @@
 """How a decoder's method draws and verifies: its row of the table, with the options that the decoder was given."""
 
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.decoding.growth import VALUE_TEMPERATURE
+from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.noise import Noise
+from heavypath.kernels.typical.acceptance import Typical, typical_unchecked
+from heavypath.speculative.decoding.growing import VALUE_TEMPERATURE
+from heavypath.speculative.decoding.own_verifier import OwnVerifier
 from heavypath.speculative.decoding.processing import Processing
-from heavypath.speculative.decoding.rules import OWN, OwnVerifier, Rules, Verifier
-from heavypath.speculative.drafts import Draft, proposes_every_token
+from heavypath.speculative.decoding.rules import OWN, Rules, Verifier
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.methods import Method, check_independent, row_of
+
+
+@dataclass(frozen=True)
+class TypicalVerifier:
+    """A `Verifier` that takes what the target finds likely enough."""
+
+    typical: Typical
+
+    @property
+    def law_changed_by(self) -> str:
+        """In words."""
+        return f"typical acceptance, epsilon {self.typical.epsilon:g}, delta {self.typical.delta:g}"
+
+    def __call__(
+        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
+        target_filters: Filters, draft_filters: Filters, noise: Noise,
+    ) -> Verified:  # fmt: skip
+        """See `Verifier`; the draft is not asked."""
+        return typical_unchecked(
+            nodes, target_logits, typical=self.typical, max_depth=max_depth, filters=target_filters, noise=noise
+        )
 
 
 class MethodRules:
@@ -29,10 +57,11 @@ class MethodRules:
         """draft_options: temperature, top_k, top_p and min_p of the draft; None for the target's."""
         self._method, self._draft_options = method, draft_options
         self.row = row_of(method, verifier if isinstance(verifier, str) else None)
-        self._typical = self.row.typical(epsilon, delta)
+        typical = self.row.typical(epsilon, delta)
+        self._typical_verifier = None if typical is None else TypicalVerifier(typical)
         self.draft_filters(Filters()).check("draft_")
         self.own_verifier = None if verifier is None or isinstance(verifier, str) else OwnVerifier(verifier)
-        if self._typical is not None and self.own_verifier is not None:
+        if typical is not None and self.own_verifier is not None:
             raise ValueError(
                 f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'"
             )
@@ -61,13 +90,12 @@ class MethodRules:
             replacement=kind.replacement,
             # A draft without a model that proposes few tokens means it: random ones beside them would be rejected. So
             # would be those that logits processors left out.
-            fill=self.row.fill and proposes_every_token(draft) and not masked,
+            fill=self.row.fill and draft is not None and draft.proposes_every_token and not masked,
             verification=verification,
             target_filters=filters,
             draft_filters=draft_filters,
             drawing_filters=kind.drawing_filters(draft_filters),
             value_temperature=self._draft_options["temperature"] or VALUE_TEMPERATURE,
-            processing=processing,
-            own_verifier=self.own_verifier,
-            typical=self._typical,
+            changes=() if processing is None else (processing,),
+            verifier=self._typical_verifier if verification == "typical" else self.own_verifier,
         )

@@ -13,10 +13,9 @@ import torch
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.typical.acceptance import Typical
 from heavypath.kernels.verifying.rule import Rule
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, Confidence, Growth
 from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT
-from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
-from heavypath.speculative.drafts import Draft, law_count
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.trees.branching import branching_tree
 from heavypath.speculative.trees.planning import Acceptance, sequoia_tree
 from heavypath.speculative.trees.tree import TokenTree
@@ -358,7 +357,7 @@ def check_laws(method: str, row: Method, draft: Draft, *, own_verifier: bool) ->
 
     row: of the method, verified as it will be
     """
-    laws = law_count(draft)
+    laws = draft.laws
     if laws > 1 and own_verifier:
         raise ValueError(
             f"a verifier of your own is told one distribution after each node, and a Merge has {laws} after the root; "
@@ -379,14 +378,14 @@ def check_laws(method: str, row: Method, draft: Draft, *, own_verifier: bool) ->
 
 def check_independent(method: str, verification: str, draft: Draft | None) -> None:
     """Raise ValueError for a verification that does not take a draft's likeliest tokens, draws at temperature 0."""
-    if verification == "kseq" or (verification == "with_replacement" and law_count(draft) > 1):
+    if verification == "kseq" or (verification == "with_replacement" and (draft or NO_DRAFT).laws > 1):
         raise ValueError(f"method {method!r} needs draft_temperature > 0 where it samples, got 0")
 
 
 def default_verifier(method: str, device_type: str, laws: int = 1) -> str | None:
     """The verifier of a method where none is given, one of VERIFIERS; None for what its row has.
 
-    device_type: of the models, as torch names it; laws: see `law_count`. Where siblings have several distributions it
+    device_type: of the models, as torch names it; laws: of the draft. Where siblings have several distributions it
     is rejection, which is all that takes them.
     """
     return DEFAULT_VERIFIERS.get(device_type, {}).get(method) if laws == 1 else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from heavypath.kernels.filtering import Filters
@@ -25,25 +25,11 @@ from heavypath.kernels.ordering import MAX_NODES
 from heavypath.speculative.costs.simulation import MATTERS
 from heavypath.speculative.costs.streamed import streamed_bytes
 from heavypath.speculative.costs.table import CostsByBatch
-from heavypath.speculative.decoding.growth import Growth
-from heavypath.speculative.decoding.slot_values import Confidence
-from heavypath.speculative.drafts import (
-    AnyDraft,
-    Cascade,
-    EagleHead,
-    EarlyExit,
-    Lookahead,
-    MedusaHeads,
-    Mixture,
-    Modelless,
-    PromptLookup,
-    Retrieval,
-    Several,
-    is_own,
-)
+from heavypath.speculative.decoding.growing import Confidence, Growth
+from heavypath.speculative.drafts.kinds import AnyDraft, describe
 from heavypath.speculative.files.typed_json import parsed, typed
 from heavypath.speculative.methods import Kind, Method, measured_row, row_of
-from heavypath.speculative.streaming.layer_weights import stream_of
+from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.tree_choice import as_drafted, best_plan
 from heavypath.speculative.trees.planning import Plan, node_probabilities
 from heavypath.speculative.trees.tree import TokenTree
@@ -354,55 +340,3 @@ def streaming_of(target: PreTrainedModel) -> dict[str, str | int]:
     """What a pass of a target reads anew, for a profile's environment; nothing for one that is in memory."""
     stream = stream_of(target)
     return {} if stream is None else {STREAMED: round(streamed_bytes(stream) / 1e6)}
-
-
-def describe(model: AnyDraft) -> str:
-    """A model's type and size in words, or a draft without a model of its own. Of a user's own draft, its class."""
-    if isinstance(model, Modelless):
-        return repr(model)
-    if isinstance(model, Several):
-        shares = model.levels if isinstance(model, Cascade) else model.weights if isinstance(model, Mixture) else None
-        parts = " and ".join(map(describe, model.drafts))
-        return f"{type(model).__name__} of {parts}" + ("" if shares is None else f", {[*shares]}")
-    if isinstance(model, EagleHead):
-        config = model.config
-        own = [name for name, has in (("embedding", config.owns_embedding), ("lm_head", config.owns_lm_head)) if has]
-        beside = f", with an own {' and '.join(own)}" if own else ""
-        return f"{config.model_type} head, {config.layers} layers, {parameter_count(model)} parameters{beside}"
-    if isinstance(model, MedusaHeads):
-        beside = ", with lm_heads of their own" if model.config.owns_lm_heads else ""
-        heads, layers = model.config.heads, model.config.layers
-        return f"{heads} medusa heads, {layers} layers, {parameter_count(model)} parameters{beside}"
-    if is_own(model):
-        return f"own draft {type(model).__name__}"
-    known: Any = model
-    layers = known.config.get_text_config(decoder=True).num_hidden_layers
-    return f"{known.config.model_type}, {layers} layers, {parameter_count(known)} parameters"
-
-
-def parameter_count(model: nn.Module) -> int:
-    """The parameters of a model; a tied head and embedding count once."""
-    return sum(weight.numel() for weight in model.parameters())
-
-
-def draft_parameter_count(draft: AnyDraft, target: PreTrainedModel) -> int:
-    """The parameters that a draft's forward pass goes through.
-
-    A draft made of drafts has those of all. A prompt lookup, a lookahead and a retrieval have none, nor has a user's
-    own draft unless it is a torch.nn.Module. An early exit has the target's without those of the layers that it leaves
-    out, so that the embedding, the final norm and the head count, as they do for a model. A trained head that has no
-    lm_head of its own goes through the target's. Of Medusa heads one counts, which is what a level takes.
-    """
-    if isinstance(draft, Several):
-        return sum(draft_parameter_count(part, target) for part in draft.drafts)
-    if isinstance(draft, PromptLookup | Lookahead | Retrieval) or not isinstance(draft, nn.Module | EarlyExit):
-        return 0
-    if isinstance(draft, EarlyExit):
-        decoder: Any = target.get_decoder()
-        left_out = [layer for index, layer in enumerate(decoder.layers) if index not in draft.indices]
-        return parameter_count(target) - sum(map(parameter_count, left_out))
-    lm_head: Any = target.get_output_embeddings()
-    medusa = isinstance(draft, MedusaHeads)
-    shares = (isinstance(draft, EagleHead) and draft.lm_head is None) or (medusa and draft.lm_heads is None)
-    own = parameter_count(draft) // (draft.config.heads if medusa else 1)
-    return own + (lm_head.weight.numel() if shares else 0)

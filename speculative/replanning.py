@@ -33,7 +33,7 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs.table import standing_for
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.tree_choice import as_drafted, best_plan, top
@@ -101,7 +101,7 @@ class Shapes(NamedTuple):
 class Replanner:
     """Chooses among the shapes of one generation. `every`: steps between two choices."""
 
-    every, reads_counts = EVERY, True
+    every, reads_counts, tree_of = EVERY, True, None
 
     def __init__(self, plan: StepPlan, shapes: Shapes):
         """plan: of the first steps, which names all shapes' trees."""

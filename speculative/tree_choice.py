@@ -22,9 +22,8 @@ from heavypath.speculative.costs.host import host_costs
 from heavypath.speculative.costs.roofline import Device, estimated_costs
 from heavypath.speculative.costs.streamed import streamed_bytes, streamed_costs
 from heavypath.speculative.costs.table import Costs
-from heavypath.speculative.decoding.growth import Growth
-from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
-from heavypath.speculative.drafts import Draft, law_count, models_of, most_levels
+from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, Confidence, Growth
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.trees.branching import select_branching
@@ -45,20 +44,20 @@ def chosen_tree(
 
     given: the options that are not None. A tree is in heavy-path order
     """
-    device, levels, size, default = target.device, most_levels(draft), CPU_SIZE, None
+    device, levels, size, default = target.device, (draft or NO_DRAFT).levels, CPU_SIZE, None
     chosen_by = "the default of a CPU"
     estimated = not {"tree", "tree_size"} & given.keys()
     if target.stream is not None and estimated:
-        default = default_tree(method, streamed_costs(target, models_of(draft)), levels)
+        default = default_tree(method, streamed_costs(target, (draft or NO_DRAFT).models), levels)
         read = streamed_bytes(target.stream) / 1e9
         size, chosen_by = max(2, len(default)), f"by costs estimated for {read:.3g} GB that each pass reads"
     elif device.type == "cuda" and estimated:
-        default = default_tree(method, estimated_costs(target, models_of(draft), Device.of(device)), levels)
+        default = default_tree(method, estimated_costs(target, (draft or NO_DRAFT).models, Device.of(device)), levels)
         size, chosen_by = max(2, len(default)), f"by costs estimated for {torch.cuda.get_device_name(device)}"
     tree = tree_of_options(method, given, size, levels) if given or default is None else default
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
-        drafts, children = law_count(draft), int((tree.parents == 0).sum())
+        drafts, children = (draft or NO_DRAFT).laws, int((tree.parents == 0).sum())
         if children < drafts > 1:
             raise ValueError(
                 f"a Merge of {drafts} drafts needs a tree whose root has a child for each of them, got {children}; "
@@ -96,14 +95,14 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
 
 def tree_by_estimates(method: str, target: Forward, draft: Draft | None, batch: int) -> TokenTree | Growth:
     """The tree of a method, in heavy-path order, for `batch` sequences together, by costs estimated for the device."""
-    device, drafting = target.device, models_of(draft)
+    device, drafting = target.device, (draft or NO_DRAFT).models
     if target.stream is not None:
         costs = streamed_costs(target, drafting, batch)
     elif device.type == "cuda":
         costs = estimated_costs(target, drafting, Device.of(device), batch)
     else:
         costs = host_costs(target, drafting, batch, range(1, CPU_SIZE + 1))
-    tree = default_tree(method, costs, most_levels(draft), batch)
+    tree = default_tree(method, costs, (draft or NO_DRAFT).levels, batch)
     return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
 
 

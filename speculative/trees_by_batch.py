@@ -21,10 +21,11 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs.table import standing_for
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.drafters import Shape
+from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.decoding.loop import Replan
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.drafts import Draft, ModelDraft, extra_node_count, law_count, most_levels
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import METHODS, Method
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.profile import Profile
@@ -75,11 +76,6 @@ def trees_up_to(
     return TreesByBatch(trees)
 
 
-def can_catch_up(draft: Draft | None) -> bool:
-    """Whether a draft can be given the tokens of steps that drafted nothing: a model can, by a pass over these."""
-    return isinstance(draft, ModelDraft)
-
-
 class EstimatedTrees:
     """The trees of a decoder without a profile and without options for the tree, by costs that are estimated."""
 
@@ -94,8 +90,8 @@ class EstimatedTrees:
         A lookahead adds nodes of its own to each pass, and the trees of a merge have a child of the root for each of
         its drafts: theirs are the same in all batches.
         """
-        fixed = extra_node_count(self._draft) > 0 or law_count(self._draft) > 1
-        rests = rests and can_catch_up(self._draft)
+        draft = self._draft or NO_DRAFT
+        fixed, rests = draft.extra_nodes > 0 or draft.laws > 1, rests and draft.can_rest
         return trees_up_to(most, (1,) if fixed else BATCHES, self._tree, self._method, rests=rests)
 
     def _tree(self, batch: int) -> TokenTree | Growth:
@@ -115,14 +111,14 @@ class ProfileTrees:
 
     def up_to(self, most: int, filters: Filters, rests: bool = True) -> TreesByBatch:
         """The trees that are best on average for 1 to `most` running sequences; rests: as of `EstimatedTrees.up_to`."""
-        batches, rests = self._profile.costs.batches, rests and can_catch_up(self._draft)
+        batches, rests = self._profile.costs.batches, rests and (self._draft or NO_DRAFT).can_rest
         return trees_up_to(most, batches, partial(self._tree, filters), self._method, rests=rests)
 
     def shapes(self, filters: Filters, most: int = 1) -> Shapes:
         """What may be drafted where trees are chosen anew, for 1 to `most` running sequences."""
         key = filters, standing_for(most, self._profile.costs.batches)
         if key not in self._shapes:
-            levels = most_levels(self._draft)
+            levels = (self._draft or NO_DRAFT).levels
             self._shapes[key] = shapes = Shapes.of(self._profile, self._method, filters, levels, most)
             logger.debug("%d shapes for %s, by the profile", len(shapes.shapes), filters)
         return self._shapes[key]
@@ -131,7 +127,7 @@ class ProfileTrees:
         if self._draft is None:
             return TokenTree([-1])  # plain decoding drafts nothing, whatever the profile knows
         if (filters, batch) not in self._trees:
-            tree = top(self._profile.tree_for(self._method, filters, batch), most_levels(self._draft))
+            tree = top(self._profile.tree_for(self._method, filters, batch), self._draft.levels)
             self._trees[filters, batch] = tree
             logger.debug(
                 "the profile's tree for %s and %d sequences: %d nodes, %d levels", filters, batch, len(tree), tree.depth
@@ -153,7 +149,7 @@ class FollowBatch:
     every, reads_counts = 1, False
 
     def __init__(self, plan: StepPlan, trees: TreesByBatch):
-        self._plan, self.trees = plan, trees
+        self._plan, self.trees, self.tree_of = plan, trees, trees.of
 
     def __call__(self, counts: Tensor | None, running: int) -> StepPlan:
         """The plan of the next steps."""
@@ -249,7 +245,7 @@ class TreeSource:
         trees = self.by_batch(filters, batch)
         return FollowBatch(plan, trees) if len(trees.trees) > 1 else None
 
-    def in_words(self, tree: TokenTree | Growth, batch: int) -> str:
+    def in_words(self, tree: Shape, batch: int) -> str:
         """The size of a batch's tree, and what it was chosen by."""
         estimated = self._estimated is not None and batch > 1 and tree != self.tree
         chosen_by = f"by costs estimated for {batch} sequences" if estimated else self.tree_from

@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from heavypath.speculative.costs.table import Costs, CostsByBatch
 from heavypath.speculative.costs.timing import PACE, Pace, Timed, time_costs
 from heavypath.speculative.decoder import SpeculativeDecoder
-from heavypath.speculative.drafts import AnyDraft
+from heavypath.speculative.drafts.kinds import AnyDraft
 from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.profile import MeasuredAcceptance

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from torch import nn
 
-from heavypath.speculative.streaming.layer_weights import stream_of
+from heavypath.speculative.models.layer_weights import stream_of
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 
 from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.costs.table import Costs
-from heavypath.speculative.drafts import Drafting
+from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 
 FREE = {torch.float32: 4, torch.bfloat16: 2}  # rows that are multiplied while a weight is read

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from heavypath.speculative.costs.table import Costs
-from heavypath.speculative.drafts import Drafting, MedusaDraft, TappedDraft
+from heavypath.speculative.drafts.draft import Drafting
+from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.ranks.shards import part_owned
 
@@ -76,7 +77,7 @@ class Work(NamedTuple):
         Of Medusa heads a level takes one, and the step computes them side by side: no level has layers of its own.
         """
         if isinstance(model, TappedDraft):
-            passed, layers = model.level_weights(), 0 if isinstance(model, MedusaDraft) else model.layers
+            passed, layers = model.level_weights(), 0 if model.levels else model.layers
             weights = sum(weight.numel() for weight in passed)
             return cls(sum(weight.nbytes for weight in passed), weights, layers, model.dtype.itemsize)
         head: Any = model.model.get_output_embeddings()

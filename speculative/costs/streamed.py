@@ -22,7 +22,7 @@ from heavypath.speculative.costs.hardware import LINK_REACHED, PCIE_4
 from heavypath.speculative.costs.host import DISK, host_costs, pass_seconds
 from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
 from heavypath.speculative.costs.table import Costs
-from heavypath.speculative.drafts import Drafting
+from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 
 LINK = {"cpu": DISK, "cuda": LINK_REACHED * PCIE_4}  # bytes a second, from a disk and from pinned memory

@@ -13,10 +13,9 @@ from heavypath.kernels.native.sampling import below_infinity
 from heavypath.kernels.nodes import Laws
 from heavypath.kernels.trees.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.drafts.draft import ExtraNodes
 from heavypath.speculative.drafts.feed import Feed
-from heavypath.speculative.drafts.lookahead import ExtraNodes
 from heavypath.speculative.models.host import host_can_read
-from heavypath.speculative.ranks.agreement import row_digests
 
 Lap = Callable[[str], object]  # called with the name of a phase when it ends
 
@@ -66,15 +65,6 @@ class Drafted(NamedTuple):
     def noise_rows(self) -> Tensor:
         """LongTensor[B, N], see `noise_rows`."""
         return self.fed.noise_rows
-
-    def to_compare(self) -> list[Tensor]:
-        """What is equal where the same was drafted: tokens, parents, and of the logits those that were drawn from."""
-        if self.logits is None:
-            return [self.tokens, self.parents]
-        sources = (self.parents if self.laws is None else self.laws)[..., 1:].expand(len(self.tokens), -1)
-        used = torch.zeros(self.logits.shape[:2], dtype=torch.long, device=self.tokens.device)
-        used.scatter_(1, sources.where(self.tokens[:, 1:] >= 0, 0), 1)
-        return [self.tokens, self.parents, row_digests(self.logits) * used]
 
 
 class Given(NamedTuple):

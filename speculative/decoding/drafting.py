@@ -1,5 +1,6 @@
 """Draft a static tree's tokens level by level, with one forward pass of the draft for each level."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -10,79 +11,89 @@ from heavypath.kernels.native.recording import do
 from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Noise
 from heavypath.kernels.sampling import draw_unchecked
-from heavypath.kernels.sequence_scores import sequence_scores
 from heavypath.kernels.trees.levels import Drawn, Fed, Trees, alike, place
-from heavypath.speculative.decoding.device_tree import DeviceTree
+from heavypath.speculative.decoding.device_tree import DeviceTree, device_tree
 from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, feed_of, root_feed
+from heavypath.speculative.decoding.drafters import drafter_of
+from heavypath.speculative.decoding.noise_rows import node_rows, race_rows, root_rows
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.trees.tree import TokenTree
 
 
-def root_alone(state: Sequences, noise_rows: Tensor, tree: DeviceTree) -> Drafted:
-    """A tree without drafts; noise_rows: LongTensor[B, 1]."""
-    trees = _blank(state, noise_rows, tree, joins=False)
-    return _drafted(tree, trees.tokens, place(trees, None, tree.every, whole=True), logits=None)
+@dataclass(frozen=True, eq=False)
+class StaticDrafter:
+    """Drafts a static tree for each sequence.
 
-
-def draft_tree(
-    draft: Draft,
-    cache: RowCache,
-    tree: DeviceTree,
-    state: Sequences,
-    *,
-    reach: Reach,
-    noise_rows: Tensor,
-    rules: Rules,
-    lap: Lap,
-) -> Drafted:
-    """Draft a static tree for each sequence.
-
-    noise_rows: LongTensor[B, M] of the nodes, and of further distributions. A node is absent where the draft's support
-    ran out, or where it is deeper than its own sequence has tokens left to write.
+    A node is absent where the draft's support ran out, or where it is deeper than its own sequence has tokens left to
+    write.
     """
-    batch = len(state.root)
-    joins = rules.replacement and tree.laws is None  # of several drafts each child is weighed against its own law
-    trees = _blank(state, noise_rows[:, : len(tree)], tree, joins)
-    feed, level_noise = root_feed(state, reach, len(tree), len(tree.levels)), noise_rows[:, :1]
-    logits = fed = None
-    for depth, level in enumerate(tree.levels):
-        if fed is not None:
-            feed, level_noise = feed_of(fed, state, reach.visible_rows + len(tree), level.mask, depth), fed.noise_rows
-        after = draft(feed, cache)  # [B, l, V], once those of each node's own draft are picked
-        if level.picked is None:
-            after = after[:, -len(level.laws) :]
+
+    tree: DeviceTree
+    rules: Rules
+
+    @property
+    def depth(self) -> int:
+        """Levels of the tree."""
+        return len(self.tree.levels)
+
+    def __call__(
+        self, draft: Draft | None, cache: RowCache | None, state: Sequences, reach: Reach, lap: Lap
+    ) -> Drafted:
+        """See `Drafter`."""
+        roots = root_rows(state.noise, state.lengths)
+        # Of the nodes, and of further distributions, LongTensor[B, M].
+        if self.rules.verification == "race":
+            noise_rows = race_rows(roots, self.tree.every.depths)
         else:
-            after, level_noise = after.index_select(1, level.picked), noise_rows.index_select(1, level.laws)
-        if joins and depth > 0:
-            # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because it is a
-            # user's own. The first of them is taken for both.
-            first, each = alike(trees, level.given)[..., None].expand_as(after), after
-            after = torch.empty(each.shape, dtype=each.dtype, device=each.device)
-            do(partial(torch.gather, each, 1, first, out=after))
-        if rules.by_sequence:
-            after = sequence_scores(after, state.settings[:, 1])
-        lap("draft")
-        children = draw_unchecked(
-            after.flatten(0, 1),
-            level.most_children,
-            filters=rules.drawing_filters,
-            noise=Noise(state.seed, level_noise.flatten()),
-            replacement=rules.replacement,
-            uniform_fill=rules.fill,
-        )
-        check_distributions("draft", children.keys.view(batch, len(level.laws), -1), state, depth)
-        fed = _placed(trees, children.tokens, tree, depth)
-        if logits is None:
-            logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
-        if choose_impl("draft_tree", "auto", after, native=True) == "native":
-            copy_rows(after, logits, level.laws)
-        else:
-            logits.index_copy_(1, level.laws, after)
-        lap("sampling")
-    assert fed is not None
-    return _drafted(tree, trees.tokens, fed, logits)
+            noise_rows = node_rows(roots, self.tree.whole_numbers)
+        if draft is None or cache is None or not self.tree.levels:
+            trees = _blank(state, noise_rows, self.tree, joins=False)
+            return _drafted(self.tree, trees.tokens, place(trees, None, self.tree.every, whole=True), logits=None)
+        batch, tree, rules = len(state.root), self.tree, self.rules
+        joins = rules.replacement and tree.laws is None  # of several drafts each child is weighed against its own law
+        trees = _blank(state, noise_rows[:, : len(tree)], tree, joins)
+        feed, level_noise = root_feed(state, reach, len(tree), len(tree.levels)), noise_rows[:, :1]
+        logits = fed = None
+        for depth, level in enumerate(tree.levels):
+            if fed is not None:
+                feed, level_noise = (
+                    feed_of(fed, state, reach.visible_rows + len(tree), level.mask, depth),
+                    fed.noise_rows,
+                )
+            after = draft(feed, cache)  # [B, l, V], once those of each node's own draft are picked
+            if level.picked is None:
+                after = after[:, -len(level.laws) :]
+            else:
+                after, level_noise = after.index_select(1, level.picked), noise_rows.index_select(1, level.laws)
+            if joins and depth > 0:
+                # A draft may have computed two distributions after equal texts: by rounding, by dropout, or because
+                # it is a user's own. The first of them is taken for both.
+                first, each = alike(trees, level.given)[..., None].expand_as(after), after
+                after = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+                do(partial(torch.gather, each, 1, first, out=after))
+            lap("draft")
+            children = draw_unchecked(
+                after.flatten(0, 1),
+                level.most_children,
+                filters=rules.drawing_filters,
+                noise=Noise(state.seed, level_noise.flatten()),
+                replacement=rules.replacement,
+                uniform_fill=rules.fill,
+            )
+            check_distributions("draft", children.keys.view(batch, len(level.laws), -1), state, depth)
+            fed = _placed(trees, children.tokens, tree, depth)
+            if logits is None:
+                logits = after.new_empty(batch, noise_rows.shape[1], after.shape[-1])
+            if choose_impl("draft_tree", "auto", after, native=True) == "native":
+                copy_rows(after, logits, level.laws)
+            else:
+                logits.index_copy_(1, level.laws, after)
+            lap("sampling")
+        assert fed is not None
+        return _drafted(tree, trees.tokens, fed, logits)
 
 
 def _blank(state: Sequences, noise_rows: Tensor, tree: DeviceTree, joins: bool) -> Trees:
@@ -117,3 +128,9 @@ def _drafted(tree: DeviceTree, tokens: Tensor, fed: Fed, logits: Tensor | None) 
         logits=logits,
         laws=tree.laws,
     )
+
+
+@drafter_of.register
+def static(tree: TokenTree, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> StaticDrafter:
+    """What drafts the top of a static tree, or its root alone."""
+    return StaticDrafter(device_tree(tree, depth, device, (draft or NO_DRAFT).laws), rules)

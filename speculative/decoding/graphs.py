@@ -24,7 +24,6 @@ import torch
 from heavypath.kernels.tickets import counters_for, new_counters
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.host import host_can_read
-from heavypath.speculative.streaming.device import DeviceStream
 
 MOST = 32  # graphs kept: those used last
 
@@ -42,7 +41,7 @@ def has_graphs(given: bool | None, target: Forward) -> bool:
     on_host, stream = host_can_read(target.device), target.stream
     if given and on_host:
         raise ValueError(f"cuda_graphs needs models on a CUDA device, got {target.device}; leave it out")
-    is_fixed = not isinstance(stream, DeviceStream) or stream.is_fixed
+    is_fixed = stream is None or stream.is_fixed
     if given and not is_fixed:
         raise ValueError(
             "cuda_graphs needs a target whose layers stay in memory, got one that is read from disk in each step; "

@@ -3,7 +3,7 @@
 A slot of a tree is a place for the next draw below a node. `kernels.growing` says what it is worth, which is known
 before its token is drawn. A slot counts with the least of three values: its own, that of the slot of its parent, and
 that of the sibling before it. So the N slots of largest value are a tree. DySpec's heap finds it with a draft call for
-each node (`heap_tree`); here a level is drafted in one call:
+each node; here a level is drafted in one call:
 
     depth times:  the `width` best slots below the nodes just drafted get their tokens, and one draft forward
     at the end:   the best size - 1 of all of them stay
@@ -16,21 +16,27 @@ out nodes by their token would change the distribution of the text. By "node" th
 is for deterministic drafts alone (EAGLE-2, Li et al. 2024, sec. 4). By "beam" a level is the next one of a stochastic
 beam search (RSD-S, Jeon et al. 2024, algorithms 7 to 9): the keys that it keeps are independent of the tokens that have
 them.
+
+A slot's value by DySpec takes the draft's probability of a token for its chance of being accepted. A drawn token is
+accepted more often than that where the draft is flat: on the shipped pair at temperature 0.6 at a rate of 0.42 where it
+has 0.03, and of 0.91 where it has 0.97 (bench/theory.py, draft-probability). So DySpec's trees are too wide there.
+`Confidence` has the line as it is measured, and a slot's value is then what it is expected to add to the tokens of a
+step: `kernels.growing` has the formulas.
 """
 
-import heapq
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.sequence_scores import sequence_scores
 from heavypath.kernels.trees.assembly import assemble
 from heavypath.kernels.trees.growing import grow
 from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, feed_of, root_feed
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.drafters import drafter_of
+from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT, root_rows
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft
@@ -38,92 +44,168 @@ from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.host import host_can_read
 
 
-def heap_tree(
-    below: Callable[[tuple[int, ...]], tuple[Sequence[float], Sequence[float]]],
-    size: int,
-    max_depth: int,
-    threshold: float = 0.0,
-) -> list[tuple[int, ...]]:
-    """DySpec's algorithm 1 as published, with a draft call for each node: what `grow_tree` must find.
+@dataclass(frozen=True)
+class Confidence:
+    """How the draft's probabilities tell acceptance: c_k = base[k] + slope[k] q.
 
-    Returns the drafted nodes as paths of ranks, in the order in which they are drawn, without the root.
-
-    below(path): `kernels.growing.values` of the node at `path`, asked once for each node. O(size log size) beside that.
-    threshold: slots of less value stay empty.
+    c_k is the chance that child k is accepted once its elder siblings are rejected, where q is the draft's probability
+    of the child among the tokens not yet drawn. The last entries serve all further children too.
     """
-    nodes: list[tuple[int, ...]] = [()]
-    worths = [1.0]
-    rows: dict[int, tuple[Sequence[float], Sequence[float]]] = {}
-    queue: list[tuple[float, int, int, int]] = []  # (-value, depth, rank, parent's number)
 
-    def offer(parent: int, rank: int, most: float) -> None:
-        depth = len(nodes[parent]) + 1
-        if parent not in rows and depth <= max_depth:
-            rows[parent] = below(nodes[parent])
-        if depth <= max_depth and rank < len(rows[parent][0]):
-            heapq.heappush(queue, (-min(most, worths[parent] * rows[parent][0][rank]), depth, rank, parent))
+    base: tuple[float, ...]
+    slope: tuple[float, ...]
 
-    offer(0, 0, 1.0)
-    while queue and queue[0][0] < 0 and -queue[0][0] >= threshold and len(nodes) < size:
-        negative, _, rank, parent = heapq.heappop(queue)
-        nodes.append((*nodes[parent], rank))
-        worths.append(worths[parent] * rows[parent][1][rank])
-        offer(parent, rank + 1, -negative)
-        offer(len(nodes) - 1, 0, -negative)
-    return nodes[1:]
+    def __post_init__(self) -> None:
+        lines = list(zip(self.base, self.slope, strict=False))
+        if len(self.base) != len(self.slope) or not lines or not all(0 <= b <= b + s <= 1 for b, s in lines):
+            raise ValueError(f"confidence must rise within [0, 1] for each child, got {self.base} and {self.slope}")
+
+        object.__setattr__(self, "_lines", {})  # beside the fields, which alone are compared and written to profiles
+
+    def lines(self, children: int, device: torch.device) -> Tensor:
+        """Base and slope of the first `children` children, fp64 [2, children].
+
+        They are copied to a device once, and kept as long as this object: a CUDA graph reads them there.
+        """
+        kept: dict[tuple[int, torch.device], Tensor] = self.__dict__["_lines"]
+        if (children, device) not in kept:
+            index = torch.arange(children).clamp(max=len(self.base) - 1)
+            lines = torch.tensor([self.base, self.slope], dtype=torch.float64)
+            kept[children, device] = lines[:, index].to(device)
+        return kept[children, device]
 
 
-def grow_tree(
-    draft: Draft,
-    cache: RowCache,
-    growth: Growth,
-    state: Sequences,
-    *,
-    reach: Reach,
-    root_rows: Tensor,
-    rules: Rules,
-    lap: Lap,
-) -> Drafted:
-    """Grow a tree for each sequence: of growth.size nodes on a GPU or by ranks; else of as many as the largest one has.
+# Measured on the demo pair at temperature 0.6, with children drawn without replacement.
+DEFAULT_CONFIDENCE = Confidence((0.41, 0.16, 0.12, 0.09, 0.08), (0.5, 0.5, 0.4, 0.3, 0.3))
 
-    root_rows: LongTensor[B], the roots' noise rows; slot s of a tree has its root's row + s
+VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tokens are drawn at temperature 0 (DySpec)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How trees grow.
+
+    by:         what decides which nodes are kept: the value of their "slot", the worth of the "node" itself, or their
+                key in a stochastic "beam"
+    size:       nodes of a tree, root included, at most
+    width:      nodes drafted on a level, at most
+    depth:      levels
+    threshold:  slots of less value stay empty; with one node a level this is a chain that ends early
+    confidence: what values are made of, by "slot" and where the text is sampled; None for DySpec's own
     """
-    batch, device = len(state.root), state.root.device
-    can_trim = reach.trims and host_can_read(device)
-    filters = rules.draft_filters if growth.by == "beam" else rules.drawing_filters
-    roots = Roots(state.root, state.lengths, root_rows, state.left)
-    slots = Slots.room_for(batch, growth.slots, device)
-    feed, noise_rows = root_feed(state, reach, 2, growth.depth), root_rows[:, None]
-    level = Level(0, 1, 0, feed.ancestor_mask[:, 1:, :1])  # the root, which sees itself
-    logits: list[Tensor] = []
-    while True:
-        after = draft(feed, cache)[:, -level.size :]  # [B, n, V]
-        if rules.by_sequence:
-            after = sequence_scores(after, state.settings[:, 1])
-        lap("draft")
-        most = min(growth.width, after.shape[-1])
-        drawn = gumbel_topk(after, most, **filters._asdict(), seed=state.seed, rows=noise_rows)
-        check_distributions("draft", drawn.keys, state, level.depth)
-        level, fed = grow(slots, level, drawn, after, roots, _policy(growth, rules, device))
-        logits.append(after)
+
+    by: Literal["slot", "node", "beam"]
+    size: int
+    width: int
+    depth: int
+    threshold: float = 0.0
+    confidence: Confidence | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("width", "depth"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
+        if self.slots > ROWS_PER_ROOT:
+            raise ValueError(
+                f"depth levels of width nodes may be at most {ROWS_PER_ROOT} with the root, got {self.slots}"
+            )
+        if self.size < 2:
+            raise ValueError(f"size counts the root and must be at least 2, got {self.size}")
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def branching(self) -> int:
+        """The most children that a node may have."""
+        return self.width
+
+    @property
+    def slots(self) -> int:
+        """Rows of the draft's cache that a tree takes while it grows, root included."""
+        return 1 + self.depth * self.width
+
+    @property
+    def cache_rows(self) -> int:
+        """The same, by the name that a static tree has for it."""
+        return self.slots
+
+    @property
+    def grows(self) -> bool:
+        """Whether its nodes depend on what is drafted."""
+        return True
+
+
+@dataclass(frozen=True)
+class GrowingDrafter:
+    """Grows a tree for each sequence; slot s of a tree has its root's noise row + s.
+
+    It has growth.size nodes on a GPU or by several processes; else as many as the largest one has.
+    """
+
+    growth: Growth
+    rules: Rules
+
+    @property
+    def depth(self) -> int:
+        """Levels of the tree."""
+        return self.growth.depth
+
+    def __call__(
+        self, draft: Draft | None, cache: RowCache | None, state: Sequences, reach: Reach, lap: Lap
+    ) -> Drafted:
+        """See `Drafter`."""
+        assert draft is not None
+        assert cache is not None
+        growth, rules = self.growth, self.rules
+        batch, device = len(state.root), state.root.device
+        can_trim = reach.trims and host_can_read(device)
+        filters = rules.draft_filters if growth.by == "beam" else rules.drawing_filters
+        first_rows = root_rows(state.noise, state.lengths)
+        roots = Roots(state.root, state.lengths, first_rows, state.left)
+        slots = Slots.room_for(batch, growth.slots, device)
+        feed, noise_rows = root_feed(state, reach, 2, growth.depth), first_rows[:, None]
+        level = Level(0, 1, 0, feed.ancestor_mask[:, 1:, :1])  # the root, which sees itself
+        logits: list[Tensor] = []
+        while True:
+            after = draft(feed, cache)[:, -level.size :]  # [B, n, V]
+            lap("draft")
+            most = min(growth.width, after.shape[-1])
+            drawn = gumbel_topk(after, most, **filters._asdict(), seed=state.seed, rows=noise_rows)
+            check_distributions("draft", drawn.keys, state, level.depth)
+            level, fed = grow(slots, level, drawn, after, roots, _policy(growth, rules, device))
+            logits.append(after)
+            lap("sampling")
+            if level.depth == growth.depth or (can_trim and not (slots.tokens[:, level.first : level.end] >= 0).any()):
+                break
+            feed, noise_rows = (
+                feed_of(fed, state, reach.visible_rows + level.end, level.mask, level.depth),
+                fed.noise_rows,
+            )
+        tree = assemble(slots, roots, level, growth.size, trims=can_trim)
+        every = torch.cat(logits, 1)  # after the slots of all levels but the last
+        drafted = Drafted(
+            tokens=tree.tokens,
+            parents=tree.parents,
+            ranks=tree.ranks,
+            depths=tree.depths,
+            subtree_end=tree.subtree_end,
+            fed=tree.fed,
+            draft_rows=tree.slots,
+            logits=every.flatten(0, 1).index_select(0, tree.inner.flatten()).view(*tree.tokens.shape, -1),
+        )
         lap("sampling")
-        if level.depth == growth.depth or (can_trim and not (slots.tokens[:, level.first : level.end] >= 0).any()):
-            break
-        feed, noise_rows = feed_of(fed, state, reach.visible_rows + level.end, level.mask, level.depth), fed.noise_rows
-    tree = assemble(slots, roots, level, growth.size, trims=can_trim)
-    every = torch.cat(logits, 1)  # after the slots of all levels but the last
-    drafted = Drafted(
-        tokens=tree.tokens,
-        parents=tree.parents,
-        ranks=tree.ranks,
-        depths=tree.depths,
-        subtree_end=tree.subtree_end,
-        fed=tree.fed,
-        draft_rows=tree.slots,
-        logits=every.flatten(0, 1).index_select(0, tree.inner.flatten()).view(*tree.tokens.shape, -1),
-    )
-    lap("sampling")
-    return drafted
+        return drafted
+
+
+@drafter_of.register
+def _(tree: Growth, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> Any:
+    top = replace(tree, depth=depth)
+    if top.confidence is not None:
+        top.confidence.lines(top.width, device)  # now: a capture copies nothing from the host
+    return GrowingDrafter(top, rules)
 
 
 def _policy(growth: Growth, rules: Rules, device: torch.device) -> Policy:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.commit import StateField
+from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.sequences import Sequences
@@ -22,7 +23,7 @@ from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.models.host import host_can_read
-from heavypath.speculative.ranks.agreement import Agreement, decided, holding
+from heavypath.speculative.ranks.peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +53,9 @@ def begin_alike(
 
     Raises RankMismatchError for ranks that were asked for something else.
     """
-    if plan.agreement is not None:
-        plan.agreement.begin_text(request.to_compare() | {"tree": (plan.tree, plan.others)}, plan.target)
-        streamers, trace = plan.agreement.of_first(streamers, trace)
-    with holding(plan.agreement):
+    plan.peers.begin_text(request.to_compare() | {"tree": (plan.tree, plan.others)}, plan.target)
+    streamers, trace = plan.peers.of_first(streamers, trace)
+    with plan.peers.holding():
         for each, prompt, length in zip(streamers, request.prompt, request.lengths, strict=False):
             each.put(prompt[None, :length].cpu())
     return streamers, trace
@@ -66,10 +66,14 @@ class Replan(Protocol):
 
     every:        steps between two choices
     reads_counts: whether it is given the counts
+    tree_of:      the tree of so many running sequences; None where a batch may take any of the plan's
     """
 
     every: int
     reads_counts: bool
+
+    @property
+    def tree_of(self) -> Callable[[int], Shape] | None: ...  # noqa: D102
 
     def __call__(self, counts: Tensor | None, running: int) -> StepPlan:
         """The plan of the next steps.
@@ -108,7 +112,7 @@ def decode(
     Raises ValueError for logits that are no distribution. With ranks, only rank 0 has streamers; all of them raise
     RankMismatchError after the step in which they differ, and what one of them is to raise, see `Agreement.hold`.
     """
-    agreement = plan.agreement
+    peers = plan.peers
     state, batch = workspace.state, len(request.prompt)
     on_host = host_can_read(state.numbers.device)
     watched = request.stopping is not None or request.processors is not None or len(observers) > 0
@@ -124,17 +128,16 @@ def decode(
     seen = 0  # steps whose outcome the host knows
     while True:
         before = replace(state, numbers=state.numbers.clone()) if observers else state
-        if agreement is not None:
-            agreement.tell()
+        peers.tell()
         stepped = runner.run(plan, workspace, slots=len(members), levels=most_left - 1, longest=longest, lap=stats.lap)
         snapshot = snapshots.take(len(members))
         if snapshot is None:
             continue
         (numbers, *further), slots = snapshot
         table = numbers[:, :slots].tolist()
-        _check(table, ended, agreement, seen + 1)
+        _check(table, ended, peers, seen + 1)
         going_on = [member for member in table[StateField.MEMBER] if member not in ended]
-        ends = _ends(request, state, table, going_on, asked, agreement)
+        ends = _ends(request, state, table, going_on, asked, peers)
         longest, most_left = max(table[StateField.LENGTHS]), 0
         for slot, member in enumerate(table[StateField.MEMBER]):
             if member in ended:
@@ -148,13 +151,13 @@ def decode(
                 ended[member] = _Ended(produced, table[StateField.STEPS][slot], table[StateField.NODES][slot])
             most_left = max(most_left, left)
             if streamers:
-                with holding(agreement):
+                with peers.holding():
                     streamers[member].put(further[-1][member, streamed[member] : produced].clone())
                     streamed[member] = produced
                     if left == 0:
                         streamers[member].end()
         for observe in observers:
-            with holding(agreement):
+            with peers.holding():
                 observe(stepped, before.first(slots), state)
             stats.lap("trace")
         if len(ended) == batch:
@@ -169,8 +172,7 @@ def decode(
                 workspace.turn(request, before_choice, plan, len(members))
         stats.lap("host")
 
-    if agreement is not None:
-        agreement.end()
+    peers.end()
     counts = torch.tensor([ended[member] for member in range(batch)])  # [B, 3]
     tokens_of, steps_of, nodes_of = counts.unbind(1)
     stats.end(state.counts, tokens_of.clone(), steps_of.clone(), int(nodes_of.sum()))
@@ -179,13 +181,13 @@ def decode(
     return new.where((column < tokens_of[:, None]).to(new.device), request.pad)
 
 
-def _check(table: list[list[int]], ended: dict[int, _Ended], agreement: Agreement | None, step: int) -> None:
+def _check(table: list[list[int]], ended: dict[int, _Ended], peers: Peers, step: int) -> None:
     """Raise what a step has left in the state of a sequence that went on. table: of each `StateField` and slot."""
     for slot, member in enumerate(table[StateField.MEMBER]):
         left = table[StateField.LEFT][slot]
         if left >= 0 or member in ended:
             continue
-        problem = None if agreement is None else agreement.error(left, step)
+        problem = peers.error(left, step)
         raise problem or ValueError(
             "the target's logits hold NaN or +inf, or nothing but -inf, within a step after position "
             f"{table[StateField.LENGTHS][slot]} of sequence {member}"
@@ -198,7 +200,7 @@ def _ends(
     table: list[list[int]],
     going_on: list[int],
     asked: list[int],
-    agreement: Agreement | None,
+    peers: Peers,
 ) -> dict[int, int]:
     """With how many of its new tokens each sequence ends that its stopping criteria, which rank 0 asks, end now."""
     stopping = request.stopping
@@ -210,7 +212,7 @@ def _ends(
         kept = {each: stopping.kept(each, state.output[each, : produced[each]], asked[each]) for each in going_on}
         return {member: count for member, count in kept.items() if count is not None}
 
-    return decided(agreement, ask)
+    return peers.decided(ask)
 
 
 def close_up(workspace: Workspace, members: list[int], ended: dict[int, _Ended], slots: int) -> None:

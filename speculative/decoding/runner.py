@@ -15,17 +15,14 @@ import torch
 from heavypath.kernels.compiling import compile_all, uncompiled_launches
 from heavypath.kernels.native.recording import do, recorded
 from heavypath.speculative.decoding.drafted import Lap
+from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.graphs import Graphs
-from heavypath.speculative.decoding.growth import Growth
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Recorded, Size, Workspace, tree_rows
-from heavypath.speculative.drafts import OwnDraft, leaves_of, models_of
-from heavypath.speculative.models.generic import TransformersForward
+from heavypath.speculative.drafts.draft import NO_DRAFT
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.text_cache import TextCache
-from heavypath.speculative.streaming.device import DeviceStream
-from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
@@ -103,13 +100,13 @@ class StepRunner:
         state, target_cache, draft_cache = workspace.first(slots)
         if host_can_read(plan.target.device):
             step = self._step(plan, min(plan.tree.depth, levels))
-            if workspace.processors is not None:
-                return step(state, target_cache, draft_cache, longest, lap, workspace.processors)
+            if workspace.changes:
+                return step(state, target_cache, draft_cache, longest, lap, workspace.changes)
             known = workspace.recordings.get((step, slots))
             if known is not None:
                 known.recording.replay()
                 return known.result
-            if levels < plan.tree.depth or (step, slots) in workspace.recordings or plan.agreement is not None:
+            if levels < plan.tree.depth or (step, slots) in workspace.recordings or not plan.peers.is_alone:
                 # A cut tree is drafted once at most, and some steps cannot be replayed, as those with collectives.
                 return step(state, target_cache, draft_cache, longest, lap)
             with recorded() as recording:
@@ -120,8 +117,8 @@ class StepRunner:
             return stepped
         # To know the lengths the host would have to wait for the GPU. Besides, one graph is to serve all steps.
         step = self._step(plan, plan.tree.depth)
-        if workspace.graphs is None or workspace.processors is not None:  # processors ask the host
-            return step(state, target_cache, draft_cache, _most_visible(plan, workspace), lap, workspace.processors)
+        if workspace.graphs is None or workspace.changes:  # which ask the host
+            return step(state, target_cache, draft_cache, _most_visible(plan, workspace), lap, workspace.changes)
         graph, launch = workspace.graphs.of((step, slots)), self._launch(plan, workspace, slots)
         if graph.is_warm and not graph.is_captured and not graph.fails:
             logger.debug("capturing a CUDA graph: %d slots, a tree of %d nodes", slots, len(plan.tree))
@@ -147,7 +144,7 @@ class StepRunner:
         call computes, so that its first call must not be a captured one: with such models nothing is done here. Nor
         with ranks, whose first collective makes their connections.
         """
-        if workspace.graphs is None or plan.agreement is not None or _has_foreign_code(plan):
+        if workspace.graphs is None or not plan.peers.is_alone or _has_foreign_code(plan):
             return
         with uncompiled_launches() as compilations:
             workspace.graphs.try_out(self._launch(plan, workspace, slots))
@@ -156,7 +153,7 @@ class StepRunner:
 
     def warm_up(
         self, plan: StepPlan, workspace: Workspace, batch: int, longest: int,
-        tree_of: Callable[[int], TokenTree | Growth] | None,
+        tree_of: Callable[[int], Shape] | None,
     ) -> None:  # fmt: skip
         """Run each step that a batch may take, twice: a step is run once before it is captured.
 
@@ -178,8 +175,8 @@ class StepRunner:
     def _warn(self, plan: StepPlan, error: RuntimeError) -> None:
         """Say once that steps are not captured, and why. Nothing has run: the same step follows, launch by launch."""
         if not self._warned:
-            names = [type(model.model).__name__ for model in (plan.target, *models_of(plan.draft))]
-            names += [own.name for own in _own_drafts(plan)]
+            names = [type(model.model).__name__ for model in (plan.target, *(plan.draft or NO_DRAFT).models)]
+            names += (plan.draft or NO_DRAFT).foreign
             reason = str(error.__context__ or error).strip().splitlines()[0]
             logger.warning(
                 "a step of %s cannot be captured as a CUDA graph, so its kernels are launched one by one, which is "
@@ -191,11 +188,11 @@ class StepRunner:
 
 @contextmanager
 def _alone_with_weights(plan: StepPlan) -> Iterator[None]:
-    """What a graph is launched in: it overwrites the slots of streamed layers, whoever uses them."""
-    streams = {getattr(model, "stream", None) for model in (plan.target, *models_of(plan.draft))}
+    """What a graph is launched in."""
+    streams = {getattr(model, "stream", None) for model in (plan.target, *(plan.draft or NO_DRAFT).models)}
     with ExitStack() as turns:
         for stream in streams:
-            if isinstance(stream, DeviceStream):
+            if stream is not None:
                 turns.enter_context(stream.replay())
         yield
 
@@ -207,14 +204,8 @@ def _most_visible(plan: StepPlan, workspace: Workspace) -> int:
 
 def _has_foreign_code(plan: StepPlan) -> bool:
     """Whether a step calls modules of transformers as they are, or a user's own draft."""
-    models = plan.target, *models_of(plan.draft)
-    return bool(_own_drafts(plan)) or any(isinstance(model, TransformersForward) for model in models)
-
-
-def _own_drafts(plan: StepPlan) -> list[OwnDraft]:
-    """The user's own drafts among those of a plan."""
-    leaves = [] if plan.draft is None else leaves_of(plan.draft)
-    return [leaf for leaf in leaves if isinstance(leaf, OwnDraft)]
+    models = plan.target, *(plan.draft or NO_DRAFT).models
+    return bool((plan.draft or NO_DRAFT).foreign) or any(model.is_foreign for model in models)
 
 
 def _no_lap(phase: str) -> None:

@@ -8,8 +8,7 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from torch import Tensor
 
-from heavypath.speculative.streaming.layer_weights import WeightStream
-from heavypath.speculative.streaming.slots import StreamCounts
+from heavypath.speculative.models.layer_weights import StreamCounts, WeightStream
 
 ENOUGH_STEPS = 32  # to tell whether a draft pays
 LEAST_GAIN = 1.02  # below it the tree's own costs, which are not told apart, are more

@@ -6,6 +6,7 @@ Everything that a step reads or writes, but for its own intermediate tensors, is
 asks the host nothing. Run again, it does the next step. So it can be captured as a CUDA graph and replayed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,29 +15,23 @@ from torch import Tensor
 from heavypath.kernels.commit import State, commit
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
-from heavypath.kernels.sequence_scores import sequence_scores
-from heavypath.speculative.decoding.device_tree import DeviceTree, device_tree
 from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, given_to_target
-from heavypath.speculative.decoding.drafting import draft_tree, root_alone
-from heavypath.speculative.decoding.growing import grow_tree
-from heavypath.speculative.decoding.growth import Growth
-from heavypath.speculative.decoding.noise_rows import node_rows, race_rows, root_rows
+from heavypath.speculative.decoding.drafters import Drafter, Shape, drafter_of
+from heavypath.speculative.decoding.drafting import static
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.drafts.kinds import extra_nodes_of, law_count, taps_of
+from heavypath.speculative.drafts.changes import LogitChange
+from heavypath.speculative.drafts.draft import Draft, ExtraNodes
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
-from heavypath.speculative.models.forward import Forward, TreeMask
-from heavypath.speculative.processors.draft import ProcessedDraft
-from heavypath.speculative.processors.texts import BatchProcessors, StepProcessors, drafted_paths
-from heavypath.speculative.ranks.agreement import Agreement
+from heavypath.speculative.models.forward import Forward, Taps, TreeMask
+from heavypath.speculative.ranks.peers import ALONE, Peers
 from heavypath.speculative.trees.tree import TokenTree
 
 
 class Stepped(NamedTuple):
     """What a step did: the trees, the target's logits after their nodes, and what was accepted of them.
 
-    raw_logits, logits: [B, N, V], as the model gave them, in its own dtype, and after `rules.processing` or processors
+    raw_logits, logits: [B, N, V], as the model gave them, in its own dtype, and after the changes of logits
     """
 
     drafted: Drafted
@@ -51,176 +46,141 @@ class StepPlan:
 
     tree:   what the next steps draft
     others: what other steps of the same texts may draft
-    agreement: by which ranks that decode together agree; None for one process
+    peers:  the processes that decode together
     """
 
     target: Forward
     draft: Draft | None
-    tree: TokenTree | Growth
+    tree: Shape
     rules: Rules
-    others: tuple[TokenTree | Growth, ...] = ()
-    agreement: Agreement | None = None
+    others: tuple[Shape, ...] = ()
+    peers: Peers = ALONE
 
     def each(self) -> "list[StepPlan]":
         """The plan with each of its trees, this one's first."""
-        return [replace(self, tree=tree) for tree in dict.fromkeys((self.tree, *self.others))]
+        return [replace(self, tree=tree) for tree in self.trees]
+
+    @property
+    def trees(self) -> tuple[Shape, ...]:
+        """Each of the trees once, this one first."""
+        return tuple(dict.fromkeys((self.tree, *self.others)))
 
     @property
     def drafts_always(self) -> bool:
         """Whether each of the trees has drafted nodes."""
-        return min(len(tree) for tree in (self.tree, *self.others)) > 1
+        return min(map(len, self.trees)) > 1
 
     @property
     def depth(self) -> int:
         """The most levels that any of the trees has."""
-        return max(tree.depth for tree in (self.tree, *self.others))
+        return max(tree.depth for tree in self.trees)
 
     @property
     def branching(self) -> int:
         """The most children that a node of any of the trees has."""
-        return max(tree.branching for tree in (self.tree, *self.others))
+        return max(tree.branching for tree in self.trees)
 
     @property
     def rows(self) -> int:
         """The most cache rows that any of the trees takes."""
-        return max(tree.slots if isinstance(tree, Growth) else len(tree) for tree in (self.tree, *self.others))
+        return max(tree.cache_rows for tree in self.trees)
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """What a step does, with any batch.
 
-    tree:      the static tree that is drafted, or how trees grow; near the end of a text only its top levels
+    drafter:   drafts the trees; near the end of a text only their top levels
     branching: the most children that a node has in any tree of the text, which is how `commit` numbers its counts
     most_levels: that any step of the text drafts
-    agreement: by which ranks agree after the step; None for one process
+    peers:     the processes that decode together
     """
 
     target: Forward
     draft: Draft | None
-    tree: DeviceTree | Growth
+    drafter: Drafter
     branching: int
     most_levels: int
     rules: Rules
-    agreement: Agreement | None = None
-
-    @property
-    def depth(self) -> int:
-        """Levels of the tree."""
-        return self.tree.depth if isinstance(self.tree, Growth) else len(self.tree.levels)
+    peers: Peers = ALONE
 
     def __call__(
-        self,
-        state: Sequences,
-        target_cache: KeyValueCache,
-        draft_cache: RowCache | None,
-        visible_rows: int,
-        lap: Lap,
-        processors: BatchProcessors | None = None,
-    ) -> Stepped:
-        """Run one step. visible_rows: cache rows that hold the longest prefix, or more.
-
-        processors: what else is done to the logits of both models; it asks the host
-        """
-        asked = None
-        if processors is not None:
-            asked = processors.step(state.member, state.produced, state.left, state.output)
-            lap("processing")
-        reach = Reach(visible_rows, self.most_levels + 1, trims=self.agreement is None)
+        self, state: Sequences, target_cache: KeyValueCache, draft_cache: RowCache | None, visible_rows: int, lap: Lap,
+        changes: Sequence[LogitChange] = (),
+    ) -> Stepped:  # fmt: skip
+        """Run one step. visible_rows: cache rows that hold the longest prefix, or more; changes: before the rules'."""
+        changes = [change.of_step(state, lap) for change in (*changes, *self.rules.changes)]
+        reach = Reach(visible_rows, self.most_levels + 1, trims=self.peers.is_alone)
         with self.target.reading_ahead:
-            drafted = self._drafted(state, draft_cache, reach, lap, asked)
-            lengths, nodes = state.lengths, drafted.tokens.shape[1]
-            # A step that drafts nothing is the last one of all texts, or its draft has no nodes of its own.
-            extra = extra_nodes_of(self.draft, draft_cache, state.root, lengths) if self.depth else None
-            given = given_to_target(drafted, extra, lengths)
-            rows = visible_rows + given.tokens.shape[1]
-            every = self.target(
-                given.tokens,
-                self.target.settled(given.positions, lengths),
-                given.cache_rows,
-                target_cache,
-                TreeMask(prefix_length=lengths, visible_rows=rows, subtree_end=given.subtree_end),
-                taps=taps_of(self.draft, draft_cache),
-            )
+            drafted = self.drafter(self._changed(changes, state), draft_cache, state, reach, lap)
+            taps, extra = self._of_draft(draft_cache, state)
+            given = given_to_target(drafted, extra, state.lengths)
+            nodes, rows = drafted.tokens.shape[1], visible_rows + given.tokens.shape[1]
+            mask = TreeMask(prefix_length=state.lengths, visible_rows=rows, subtree_end=given.subtree_end)
+            positions = self.target.settled(given.positions, state.lengths)
+            every = self.target(given.tokens, positions, given.cache_rows, target_cache, mask, taps=taps)
         raw_logits = logits = every[:, :nodes]
         check_distributions("target", logits, state, drafted.depths)
         lap("target")
-        if self.rules.processing is not None:
-            logits = self.rules.processing(logits, drafted, state)
-        if asked is not None:
-            logits = asked.of_target(logits, drafted_paths(drafted.tokens, drafted.parents))
-            lap("processing")
-        if self.rules.by_sequence:
-            logits = sequence_scores(logits, state.settings[:, 0])
-        drafted_nodes = Nodes(drafted.tokens, drafted.parents, drafted.ranks)
-        noise = Noise(state.seed, drafted.noise_rows)
-        verified = self.rules.verify(drafted_nodes, logits, drafted.drawn_from, min(self.depth, nodes - 1), noise)
-        if asked is not None:
-            asked.check_reached(verified)
+        for change in changes:
+            logits = change.before_verifying(logits, drafted, state)
+        verified = self._verified(drafted, logits, state)
+        for change in changes:
+            change.after_verifying(verified)
         lap("verification")
         if extra is not None:
             extra.read(every[:, nodes:], verified.length)
-        if draft_cache is not None and nodes > 1:
-            target_cache.accept(verified.path, verified.length, lengths)
-            draft_cache.accept(verified.path, verified.length, lengths, drafted.draft_rows)
-        written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
-        commit(written, drafted_nodes, drafted.depths, verified, self.branching)
-        if self.agreement is not None:
-            self.agreement.check([drafted.to_compare(), [every], verified], state.left)
+        self._keep(drafted, verified, state, target_cache, draft_cache)
+        self.peers.check(drafted, every, verified, state.left)
         lap("compaction")
         return Stepped(drafted, raw_logits, logits, verified)
 
-    def _drafted(
-        self, state: Sequences, cache: RowCache | None, reach: Reach, lap: Lap, asked: StepProcessors | None
-    ) -> Drafted:
-        """The tree that each sequence drafts."""
-        roots = root_rows(state.noise, state.lengths)
-        draft = self.draft if self.draft is None or asked is None else ProcessedDraft(self.draft, asked, lap)
-        if isinstance(self.tree, Growth):
-            assert draft is not None
-            assert cache is not None
-            return grow_tree(
-                draft,
-                cache,
-                self.tree,
-                state,
-                reach=reach,
-                root_rows=roots,
-                rules=self.rules,
-                lap=lap,
-            )
-        races = self.rules.verification == "race"
-        noise_rows = race_rows(roots, self.tree.every.depths) if races else node_rows(roots, self.tree.whole_numbers)
-        if draft is None or cache is None or not self.tree.levels:
-            return root_alone(state, noise_rows, self.tree)
-        return draft_tree(
-            draft,
-            cache,
-            self.tree,
-            state,
-            reach=reach,
-            noise_rows=noise_rows,
-            rules=self.rules,
-            lap=lap,
-        )
+    def _changed(self, changes: Sequence[LogitChange], state: Sequences) -> Draft | None:
+        """The draft with its logits changed."""
+        draft = self.draft
+        for change in changes:
+            draft = None if draft is None else change.before_drawing(draft, state)
+        return draft
+
+    def _of_draft(self, cache: RowCache | None, state: Sequences) -> tuple[Taps | None, ExtraNodes | None]:
+        """What the draft reads of the target's pass, and the nodes that it adds to that.
+
+        A step that drafts nothing is the last one of all texts, or its draft has no nodes of its own.
+        """
+        if self.draft is None or cache is None:
+            return None, None
+        extra = self.draft.beside(cache, state.root, state.lengths) if self.drafter.depth else None
+        return self.draft.taps(cache), extra
+
+    def _verified(self, drafted: Drafted, logits: Tensor, state: Sequences) -> Verified:
+        """What is accepted."""
+        nodes = Nodes(drafted.tokens, drafted.parents, drafted.ranks)
+        depth = min(self.drafter.depth, drafted.tokens.shape[1] - 1)
+        return self.rules.verify(nodes, logits, drafted.drawn_from, depth, Noise(state.seed, drafted.noise_rows))
+
+    def _keep(
+        self, drafted: Drafted, verified: Verified, state: Sequences, target_cache: KeyValueCache,
+        draft_cache: RowCache | None,
+    ) -> None:  # fmt: skip
+        """Move the accepted rows of both caches to the text, and the texts on."""
+        if draft_cache is not None and drafted.tokens.shape[1] > 1:
+            target_cache.accept(verified.path, verified.length, state.lengths)
+            draft_cache.accept(verified.path, verified.length, state.lengths, drafted.draft_rows)
+        written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
+        nodes = Nodes(drafted.tokens, drafted.parents, drafted.ranks)
+        commit(written, nodes, drafted.depths, verified, self.branching)
 
 
 def new_step(plan: StepPlan, depth: int) -> Step:
     """The step of a plan that drafts the top `depth` levels of its tree: fewer than all near the end of a text."""
-    top: DeviceTree | Growth
-    if isinstance(plan.tree, Growth) and depth > 0:
-        top = replace(plan.tree, depth=depth)
-        if top.confidence is not None:
-            top.confidence.lines(top.width, plan.target.device)  # now: a capture copies nothing from the host
-    else:
-        whole = plan.tree if isinstance(plan.tree, TokenTree) else TokenTree([-1])
-        top = device_tree(whole, depth, plan.target.device, law_count(plan.draft))
+    made = drafter_of if depth > 0 else static
+    tree = plan.tree if depth > 0 else TokenTree([-1])
     return Step(
         target=plan.target,
         draft=plan.draft,
-        tree=top,
+        drafter=made(tree, depth, plan.draft, plan.rules, plan.target.device),
         branching=plan.branching,
         most_levels=plan.depth,
         rules=plan.rules,
-        agreement=plan.agreement,
+        peers=plan.peers,
     )

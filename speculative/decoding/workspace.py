@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,13 +15,11 @@ from heavypath.speculative.decoding.graphs import Graphs
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Step, Stepped, StepPlan
-from heavypath.speculative.drafts.composite import CompositeDraft, parts_of
-from heavypath.speculative.drafts.heads.draft import HeadDraft
-from heavypath.speculative.drafts.kinds import Drafting, extra_node_count, model_of, taps_of
-from heavypath.speculative.drafts.model import ModelDraft
-from heavypath.speculative.drafts.tapped import TappedDraft
+from heavypath.speculative.drafts.changes import LogitChange
+from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
+from heavypath.speculative.processors.draft import ProcessedSteps
 from heavypath.speculative.processors.texts import BatchProcessors
 
 logger = logging.getLogger(__name__)
@@ -72,7 +70,7 @@ class Size(NamedTuple):
 
 def tree_rows(plan: StepPlan) -> int:
     """Cache rows that the trees of a plan take, with what a draft adds to them."""
-    return plan.rows + extra_node_count(plan.draft)
+    return plan.rows + (plan.draft or NO_DRAFT).extra_nodes
 
 
 class Recorded(NamedTuple):
@@ -88,7 +86,7 @@ class Workspace:
     def __init__(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None):
         target, draft = plan.target, plan.draft
         self.size, self.graphs = size, graphs
-        self.processors: BatchProcessors | None = None  # of the generation that is under way
+        self.changes: tuple[LogitChange, ...] = ()  # that ask the host, of the generation that is under way
         self.recordings = dict[tuple[Step, int], Recorded | None]()  # on a CPU; None where a step has an obstacle
         if graphs is not None:
             self._home = torch.cuda.current_stream()
@@ -156,11 +154,12 @@ class Workspace:
             sequence_ids=request.sequence_ids,
             seed=request.seed,
         )
-        self.processors = None
+        self.changes = ()
         if request.processors is not None:
-            self.processors, stops = BatchProcessors(), request.stops.tolist()
+            processors, stops = BatchProcessors(), request.stops.tolist()
             for member, own in enumerate(request.processors):
-                self.processors.begin(member, request.input_ids[member], own, stops, member)
+                processors.begin(member, request.input_ids[member], own, stops, member)
+            self.changes = (ProcessedSteps(processors),)
         before_roots = request.prompt[:, :-1]
         batch, width = before_roots.shape
         draft = plan.draft
@@ -178,29 +177,28 @@ class Workspace:
             return [0] * batch if shared is None else shared.copy_rows(model, cache)
 
         cached = copied(self._target, target_cache)
-        parts = [] if draft is None or draft_cache is None else parts_of(draft, draft_cache)
+        parts = [] if draft is None or draft_cache is None else draft.parts(draft_cache)
         in_parts: list[list[int]] = []
         for part, cache in parts:
-            model = model_of(part)
-            have = [] if model is None else copied(model, cache)
-            if isinstance(part, TappedDraft):  # it must have read what the target does not compute again
+            have = [] if part.forward is None else copied(part.forward, cache)
+            if part.reads_target:  # it must have read what the target does not compute again
                 cached = [min(pair) for pair in zip(cached, have, strict=True)]
                 have = [max(0, rows - 1) for rows in cached]  # the last entry was made of another next token
             in_parts.append(have)
         reused = _starts(ends, cached)
-        taps = taps_of(draft, draft_cache)
+        taps = None if draft is None or draft_cache is None else draft.taps(draft_cache)
         for texts, starts in _pieces(before_roots, ends, cached, chunk):
             self._target.prefill(texts, target_cache, starts, taps)
             yield reused
         cache: Any  # each part's own kind
         for (part, cache), have in zip(parts, in_parts, strict=True):
-            if isinstance(part, ModelDraft | HeadDraft):
-                # An entry of a head is made of two tokens: the last of a piece is the first of the next one, too.
-                for texts, starts in _pieces(before_roots, ends, have, chunk, shared=int(isinstance(part, HeadDraft))):
-                    part.prefill(texts, cache, starts)
-                    yield reused
-            else:
+            if part.overlap is None:
                 part.prefill(before_roots, cache)
+                continue
+            piecewise: Any = part  # whose prefill takes `starts`
+            for texts, starts in _pieces(before_roots, ends, have, chunk, part.overlap):
+                piecewise.prefill(texts, cache, starts)
+                yield reused
         if draft is not None and plan.tree.depth == 0:
             self._rest(batch)
         yield reused
@@ -229,8 +227,8 @@ class Workspace:
 
     def _catch_up(self, request: Request, plan: StepPlan, slots: int) -> None:
         """Give the draft the tokens before the roots in the first slots that it has not read."""
-        draft, (state, _, cache) = plan.draft, self.first(slots)
-        assert isinstance(draft, ModelDraft), "only a model may rest"
+        (state, _, cache), draft = self.first(slots), cast(Any, plan.draft)
+        assert draft.can_rest
         numbers = state.numbers.cpu()
         members = numbers[StateField.MEMBER]
         ends = self._text_lengths(request, numbers).tolist()
@@ -269,16 +267,11 @@ class Workspace:
         texts = self._texts(request)[:, : int(lengths.max())].cpu()
         texts = texts.where(torch.arange(texts.shape[1]) < lengths[:, None], -1)
         models = [ModelRows(self._target, self._kept(self.target_cache, texts))]
-        for part, cache in [] if draft is None or self.draft_cache is None else parts_of(draft, self.draft_cache):
-            model = model_of(part)
-            if model is not None:
-                # It may lack the last root, behind which nothing was drafted, and an accepted leaf before it; a model
-                # of a cascade what others drafted.
-                unsure = 2 + plan.depth * isinstance(draft, CompositeDraft)
-                if isinstance(model, TappedDraft):
-                    unsure = model.unsure_rows(plan.depth)
-                unsure = max([unsure, *(int(lengths[member]) - rows for member, rows in self._behind.items())])
-                models.append(ModelRows(model, self._kept(cache, texts), unsure))
+        for part, cache in [] if draft is None or self.draft_cache is None else draft.parts(self.draft_cache):
+            if draft is not None and part.forward is not None:
+                missed = [int(lengths[member]) - rows for member, rows in self._behind.items()]
+                unsure = max([part.unsure_rows(plan.depth), draft.unsure_rows(plan.depth), *missed])
+                models.append(ModelRows(part.forward, self._kept(cache, texts), unsure))
         return TextCache(texts, slots.tolist(), models)
 
     def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:

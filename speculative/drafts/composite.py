@@ -16,23 +16,22 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
-from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.drafts.draft import Draft, Draftable, ExtraNodes
 from heavypath.speculative.drafts.feed import Feed
-from heavypath.speculative.drafts.heads.draft import HeadDraft
-from heavypath.speculative.drafts.lookahead import LookaheadDraft
-from heavypath.speculative.drafts.model import ModelDraft
-from heavypath.speculative.drafts.tapped import TappedDraft
+from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.forward import Forward, Taps
 from heavypath.speculative.models.host import host_can_read
 
 FIRST = 0.9  # weight of the first draft of a mixture, which is to be the strongest
 
 
 @dataclass(frozen=True)
-class Cascade:
+class Cascade(Draftable):
     """A draft out of several: the first one drafts the first levels of each tree, the next one those below, and so on.
 
         Cascade([draft, PromptLookup()], levels=[2, 4])     # a model for two levels, the text itself for four more
@@ -56,7 +55,7 @@ class Cascade:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Mixture(Draftable):
     """A draft out of several, beside each other: Q = sum_i w_i Q_i / sum_i w_i, over those that propose anything.
 
         Mixture([draft, PromptLookup()], weights=[0.7, 0.3])
@@ -129,27 +128,58 @@ class CompositeCache(RowCache):
             part.accept(path, length, prefix_length, node_rows)
 
 
-class CompositeDraft(ABC):
+class CompositeDraft(Draft, ABC):
     """What cascades, mixtures and merges have in common.
 
     Raises ValueError for two trained heads, or two lookaheads: of those that take part in the target's pass one can.
     """
 
     def __init__(self, parts: list[Draft], device: torch.device):
-        self.parts, self._device = parts, device
-        for kind, name in ((TappedDraft, "trained head"), (LookaheadDraft, "lookahead")):
-            count = sum(isinstance(part, kind) for part in leaves_of(self))
+        self.drafts, self._device = parts, device
+        counts = {
+            "trained head": sum(leaf.reads_target for leaf in self.leaves),
+            "lookahead": sum(leaf.extra_nodes > 0 for leaf in self.leaves),
+        }
+        for name, count in counts.items():
             if count > 1:
                 raise ValueError(f"a draft made of drafts can have one {name} among them, got {count}")
+        self.extra_nodes = sum(leaf.extra_nodes for leaf in self.leaves)
+        self.foreign = tuple(name for leaf in self.leaves for name in leaf.foreign)
 
     def new_cache(self, batch: int, rows: int) -> CompositeCache:
         """Empty caches of `rows` rows for each of `batch` sequences."""
         tokens = torch.zeros(batch, 1, rows, 1, dtype=torch.long, device=self._device)
-        return CompositeCache([part.new_cache(batch, rows) for part in self.parts], tokens)
+        return CompositeCache([part.new_cache(batch, rows) for part in self.drafts], tokens)
 
     def prefill(self, tokens: Tensor, cache: CompositeCache) -> None:
-        """Take in right-padded texts LongTensor[B, T]; the parts are given theirs by themselves, see `parts_of`."""
+        """Take in right-padded texts LongTensor[B, T]; the parts are given theirs by themselves, see `parts`."""
         cache.keys[:, 0, : tokens.shape[1], 0] = tokens
+
+    def parts(self, cache: CompositeCache) -> list[tuple[Draft, Any]]:
+        """Itself, and all of its parts."""
+        below = [part.parts(own) for part, own in zip(self.drafts, cache.parts, strict=True)]
+        return [(self, cache), *(pair for pairs in below for pair in pairs)]
+
+    @property
+    def leaves(self) -> list[Draft]:
+        """Those of all parts."""
+        return [leaf for part in self.drafts for leaf in part.leaves]
+
+    def taps(self, cache: CompositeCache) -> Taps | None:
+        """Those of the one part that has any."""
+        found = [part.taps(own) for part, own in zip(self.drafts, cache.parts, strict=True)]
+        return next((taps for taps in found if taps is not None), None)
+
+    def beside(self, cache: CompositeCache, root: Tensor, lengths: Tensor) -> ExtraNodes | None:
+        """The nodes of the one part that has any."""
+        for part, own in zip(self.drafts, cache.parts, strict=True):
+            if part.extra_nodes:
+                return part.beside(own, root, lengths)
+        return None
+
+    def unsure_rows(self, levels: int) -> int:
+        """A model of a cascade also lacks what others have drafted below it."""
+        return 2 + levels
 
     @abstractmethod
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
@@ -169,10 +199,9 @@ class CascadeDraft(CompositeDraft):
         stage = sum(feed.level >= end for end in self._ends)
         caught_up = _chain_feed(feed, cache) if feed.news else feed
         logits: dict[int, Tensor] = {}
-        for index, (part, part_cache) in enumerate(zip(self.parts, cache.parts, strict=True)):
-            is_model = isinstance(part, ModelDraft | HeadDraft)
-            if index >= stage or not is_model:
-                lacks_rows = index < len(self._ends) and isinstance(part, ModelDraft)
+        for index, (part, part_cache) in enumerate(zip(self.drafts, cache.parts, strict=True)):
+            if index >= stage or part.overlap is None:  # below its levels a model is not fed, what is no model is
+                lacks_rows = index < len(self._ends) and part.can_rest
                 logits[index] = part(caught_up if lacks_rows else feed, part_cache)
         if feed.drafted is None:
             return logits[stage].float()
@@ -195,29 +224,13 @@ class MixtureDraft(CompositeDraft):
         """The logarithm of the mixture, in fp32; of a step's first feed after the root alone."""
         after = -1 if feed.news else 0
         mixed = None
-        for part, part_cache, log in zip(self.parts, cache.parts, self._logs, strict=True):
+        for part, part_cache, log in zip(self.drafts, cache.parts, self._logs, strict=True):
             logits = part(feed, part_cache)[:, after:].float()
             proposes = logits.amax(-1, keepdim=True) > -torch.inf
             own = torch.where(proposes, logits.log_softmax(-1) + log, -torch.inf)
             mixed = own if mixed is None else torch.logaddexp(mixed, own)
         assert mixed is not None
         return mixed
-
-
-def leaves_of(draft: Draft) -> list[Draft]:
-    """The drafts that a draft is made of, down to those that are made of none; itself if it is one of these."""
-    if not isinstance(draft, CompositeDraft):
-        return [draft]
-    return [leaf for part in draft.parts for leaf in leaves_of(part)]
-
-
-def parts_of(draft: Draft, cache: RowCache) -> list[tuple[Draft, RowCache]]:
-    """All drafts that take in a text by themselves, with their caches: of a composite it and its parts."""
-    if not isinstance(draft, CompositeDraft):
-        return [(draft, cache)]
-    assert isinstance(cache, CompositeCache)
-    below = [parts_of(part, own) for part, own in zip(draft.parts, cache.parts, strict=True)]
-    return [(draft, cache), *(pair for pairs in below for pair in pairs)]
 
 
 def _chain_feed(feed: Feed, cache: CompositeCache) -> Feed:
@@ -241,3 +254,42 @@ def _chain_feed(feed: Feed, cache: CompositeCache) -> Feed:
         visible_rows=max(feed.visible_rows, count),
         ancestor_mask=torch.arange(count, device=lengths.device) <= (rows - rows[:, :1])[..., None],
     )
+
+
+def parts_for(drafts: Sequence[Any], kind: str, target: Forward, model: PreTrainedModel) -> list[Draft]:
+    """The drafts that a draft called `kind` is made of. Raises ValueError for a Merge among them."""
+    parts = [as_draft(each, target, model) for each in drafts]
+    if any(part.laws > 1 for part in parts):
+        raise ValueError(f"a Merge has paths of its own, and is no part of a {kind}")
+    return parts
+
+
+@as_draft.register
+def _(given: Cascade, target: Forward, model: PreTrainedModel) -> Draft:
+    return CascadeDraft(parts_for(given.drafts, "Cascade", target, model), given.levels, target.device)
+
+
+@as_draft.register
+def _(given: Mixture, target: Forward, model: PreTrainedModel) -> Draft:
+    return MixtureDraft(parts_for(given.drafts, "Mixture", target, model), given.weights, target.device)
+
+
+def describe_parts(given: Any, shares: Sequence[Any] | None) -> str:
+    """A draft made of drafts in words; shares: what each of them has of it."""
+    parts = " and ".join(map(describe, given.drafts))
+    return f"{type(given).__name__} of {parts}" + ("" if shares is None else f", {[*shares]}")
+
+
+@describe.register
+def _(given: Cascade) -> str:
+    return describe_parts(given, given.levels)
+
+
+@describe.register
+def _(given: Mixture) -> str:
+    return describe_parts(given, given.weights)
+
+
+@draft_parameter_count.register
+def _(given: Cascade | Mixture, target: PreTrainedModel) -> int:
+    return sum(draft_parameter_count(part, target) for part in given.drafts)

@@ -20,16 +20,23 @@ The text follows the target's law for any logits: the draft decides how many tok
 `heavypath.speculative.examples.own_draft` is a program that runs.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.forward import Taps
+
+Drafting = Any  # what has weights to draft with: a `Forward`, or a trained head, which has its names
 
 
-class Draft(Protocol):
-    """Gives the logits of the token after each node of a growing tree.
+class Draft:
+    """Gives the logits of the token after each node of a growing tree: the three methods, which each draft has.
+
+    An object of yours need not be of this class. The package's own drafts are, and say more of themselves by what
+    follows the methods, where they differ from what stands here.
 
     For each step of the decoder a draft is called once for each level of the tree: first with the root (and the token
     before it), then with the nodes drafted below it, and so on. Tokens are drawn from the logits that it returns, and
@@ -42,7 +49,28 @@ class Draft(Protocol):
     On a GPU all that a call does is captured in a CUDA graph, after one call without: so a call's shapes depend on
     those of its arguments alone, and it must not read tensors on the host (no .item(), .cpu(), .tolist(), nor a Python
     `if` on a tensor). With `SpeculativeDecoder(..., cuda_graphs=False)`, and on a CPU, it may.
+
+    name:     for messages, of a draft without a model
+    levels:   how many levels of a tree it can draft; None for any number
+    laws:     how many distributions the root's children are drawn from: of a merge one of each of its drafts
+    extra_nodes: how many nodes of its own it adds to each pass of the target
+    forward:  what it drafts with that has weights; None for nothing
+    reads_target: whether its cache is filled by passes of the target, see `taps`
+    overlap:  None where `prefill` takes a text at once. Else it takes pieces, with `starts` as `Forward.prefill` does,
+              and this many tokens are the last ones of a piece and the first ones of the next
+    can_rest: whether it may leave steps out, and read later, by `prefill`, what was written meanwhile
+    foreign:  the names of code in it that is not the package's
     """
+
+    name: str = "draft"
+    levels: int | None = None
+    laws: int = 1
+    extra_nodes: int = 0
+    forward: Any = None
+    reads_target: bool = False
+    overlap: int | None = None
+    can_rest: bool = False
+    foreign: tuple[str, ...] = ()
 
     def new_cache(self, batch: int, rows: int) -> RowCache:
         """An empty cache for `batch` sequences of at most `rows` tokens and drafted nodes.
@@ -50,7 +78,7 @@ class Draft(Protocol):
         A `RowCache` holds two tensors, keys and values, of one shape [batch, heads, rows, D] and one dtype, on the
         target's device. What their numbers mean is up to the draft; heads may be 1, and D may be 0.
         """
-        ...
+        raise NotImplementedError
 
     def prefill(self, tokens: Tensor, cache: Any) -> None:
         """Take in the prompts without their last tokens, LongTensor[B, T]: token t of each belongs to row t.
@@ -60,7 +88,7 @@ class Draft(Protocol):
 
         cache: what `new_cache` returned, or a view of its first B sequences
         """
-        ...
+        raise NotImplementedError
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:
         """The logits after each node of `feed`, fp32 [B, n, V], with V the size of the target's vocabulary.
@@ -68,4 +96,75 @@ class Draft(Protocol):
         -inf is for tokens that the draft does not propose; a row of nothing else proposes no token. NaN and +inf are
         refused. The draft's temperature and filters are applied to what is returned.
         """
-        ...
+        raise NotImplementedError
+
+    def parts(self, cache: Any) -> "list[tuple[Draft, Any]]":
+        """All drafts that take in a text by themselves, with their caches: of one made of drafts it and its parts."""
+        return [(self, cache)]
+
+    @property
+    def leaves(self) -> "list[Draft]":
+        """The drafts that it is made of, down to those that are made of none; itself if it is one of these."""
+        return [self]
+
+    def taps(self, cache: Any) -> Taps | None:
+        """What it reads of the target's passes; None for nothing."""
+        return None
+
+    def beside(self, cache: Any, root: Tensor, lengths: Tensor) -> "ExtraNodes | None":
+        """The `extra_nodes` below roots LongTensor[B], with `lengths` tokens before them, LongTensor[B]."""
+        return None
+
+    def unsure_rows(self, levels: int) -> int:
+        """How many of a text's last rows may not have been computed, after steps that draft so many levels.
+
+        It may lack the last root, below which nothing was drafted, and an accepted leaf before it.
+        """
+        return 2
+
+    @property
+    def models(self) -> list[Drafting]:
+        """All that drafts with weights of its own."""
+        return [leaf.forward for leaf in self.leaves if leaf.forward is not None]
+
+    @property
+    def proposes_every_token(self) -> bool:
+        """Whether it has logits for all tokens, as models have: then more may be drawn than it finds likely."""
+        return all(leaf.forward is not None for leaf in self.leaves)
+
+    @property
+    def why_not_measured(self) -> str:
+        """Why its acceptance cannot be counted token by token, in words; "" where it can."""
+        if self.extra_nodes:
+            return "the n-grams of a lookahead come of a decoder's steps"
+        if self.laws > 1:
+            return f"of a Merge each of the root's first {self.laws} children has an acceptance of its own"
+        return ""
+
+
+NO_DRAFT = Draft()  # in the place of none: it has no models, and no limits
+
+
+class ExtraNodes(NamedTuple):
+    """E nodes that a draft adds to a pass of the target, after a drafted tree: more subtrees of its root.
+
+    They are not drafted: nobody verifies them.
+
+    tokens:      LongTensor[B, E]
+    depths:      LongTensor[E], below the root
+    subtree_end: LongTensor[E], as `TokenTree`'s, where the first of them is number 0
+    read:        called after the verification, with the target's logits after them [B, E, V], and with how many drafted
+                 nodes were accepted, LongTensor[B]
+    """
+
+    tokens: Tensor
+    depths: Tensor
+    subtree_end: Tensor
+    read: Callable[[Tensor, Tensor], None]
+
+
+class Draftable:
+    """What a user gives as a draft that is neither a model nor a `Draft`: settings, or a module, that make one.
+
+    `kinds.as_draft` has a function for each of its classes, in the file of the draft that it makes.
+    """

@@ -1,136 +1,79 @@
-"""Which draft a user's argument stands for. A new kind of draft is a file beside this one, and a case here."""
+"""Which draft a user's argument stands for, and what is said of it.
 
-from typing import Any, TypeGuard, TypeVar
+A new kind of draft is a file with a class of `Draftable`, the `Draft` that it makes, and a function that says so:
 
-from torch import Tensor, nn
+    @as_draft.register
+    def _(given: Mine, target: Forward, model: PreTrainedModel) -> Draft:
+        return MyDraft(given, target)
+
+and of `describe` and `draft_parameter_count` where those here do not fit it.
+"""
+
+from functools import singledispatch
+from typing import Any, TypeGuard
+
+from torch import nn
 from transformers import PreTrainedModel
 
-from heavypath.speculative.drafts.composite import (
-    Cascade,
-    CascadeDraft,
-    Mixture,
-    MixtureDraft,
-    leaves_of,
-    parts_of,
-)
-from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.drafts.heads.draft import HeadDraft
-from heavypath.speculative.drafts.heads.eagle import EagleHead
-from heavypath.speculative.drafts.lookahead import ExtraNodes, Lookahead, LookaheadDraft
-from heavypath.speculative.drafts.lookup import LookupDraft, PromptLookup
-from heavypath.speculative.drafts.medusa.draft import MedusaDraft
-from heavypath.speculative.drafts.medusa.heads import MedusaHeads
-from heavypath.speculative.drafts.merge import Merge, MergeDraft
+from heavypath.speculative.drafts.draft import Draft, Draftable
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
 from heavypath.speculative.drafts.own import OwnDraft, has_methods
-from heavypath.speculative.drafts.retrieval import Retrieval, RetrievalDraft
-from heavypath.speculative.drafts.tapped import TappedDraft
-from heavypath.speculative.models.caches import RowCache
-from heavypath.speculative.models.forward import Forward, Taps
+from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.forward_of import forward_of
 
-Modelless = PromptLookup | Lookahead | Retrieval | EarlyExit  # what needs no weights but the target's
-Several = Cascade | Mixture | Merge  # what is made of drafts
-AnyDraft = PreTrainedModel | EagleHead | MedusaHeads | Modelless | Several | Draft  # what users give
-Drafting = Forward | TappedDraft  # what has weights to draft with
-Part = TypeVar("Part", TappedDraft, LookaheadDraft)
+AnyDraft = PreTrainedModel | Draftable | Draft  # what users give
 
 
-def as_draft(draft: AnyDraft, target: Forward, model: PreTrainedModel) -> Draft:
+@singledispatch
+def as_draft(given: Any, target: Forward, model: PreTrainedModel) -> Draft:
     """The draft that a user gave for a target; `target` is `forward_of(model)`.
 
     Raises TypeError or ValueError, saying what differs, for something that is no model and no draft, and for a model
-    with another vocabulary or on another device; and for a Merge inside of another draft.
+    with another vocabulary or on another device.
     """
-    if isinstance(draft, PromptLookup):
-        return LookupDraft(draft, target.vocab_size, target.device)
-    if isinstance(draft, Lookahead):
-        return LookaheadDraft(draft, target.vocab_size, target.device)
-    if isinstance(draft, Retrieval):
-        return RetrievalDraft(draft, target.vocab_size, target.device)
-    if isinstance(draft, EarlyExit):
-        return ModelDraft(forward_of(model, "draft", layers=draft.indices), target.vocab_size)
-    if isinstance(draft, EagleHead):
-        return HeadDraft(draft, target)
-    if isinstance(draft, MedusaHeads):
-        return MedusaDraft(draft, target)
-    if isinstance(draft, Several):
-        parts = [as_draft(part, target, model) for part in draft.drafts]
-        if any(isinstance(part, MergeDraft) for part in parts):
-            raise ValueError(f"a Merge has paths of its own, and is no part of a {type(draft).__name__}")
-        if isinstance(draft, Merge):
-            return MergeDraft(parts, target.device)
-        if isinstance(draft, Cascade):
-            return CascadeDraft(parts, draft.levels, target.device)
-        return MixtureDraft(parts, draft.weights, target.device)
-    if is_own(draft):
-        return OwnDraft(draft, target.vocab_size, target.device)
-    forward = forward_of(draft, "draft")  # pyright: ignore[reportArgumentType]
+    if is_own(given):
+        return OwnDraft(given, target.vocab_size, target.device)
+    forward = forward_of(given, "draft")
     if forward.device != target.device:
         raise ValueError(f"target and draft must be on one device, got {target.device} and {forward.device}")
     return ModelDraft(forward, target.vocab_size)
 
 
-def is_own(draft: object) -> TypeGuard[Draft]:
+def is_own(given: object) -> TypeGuard[Draft]:
     """Whether it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
-    ours = isinstance(draft, Modelless | Several)
-    return not ours and (not isinstance(draft, nn.Module) or has_methods(draft))
+    return not isinstance(given, Draftable) and (not isinstance(given, nn.Module) or has_methods(given))
 
 
-def model_of(draft: Draft | None) -> Drafting | None:
-    """What drafts with weights of its own; None for a draft without a model, and for a user's own."""
-    return draft.forward if isinstance(draft, ModelDraft) else draft if isinstance(draft, TappedDraft) else None
+@singledispatch
+def describe(given: Any) -> str:
+    """What a user gave, in words, by which a profile knows it again: a model's type and size, or a draft's settings."""
+    if isinstance(given, Draftable):
+        return repr(given)
+    if is_own(given):
+        return f"own draft {type(given).__name__}"
+    layers = given.config.get_text_config(decoder=True).num_hidden_layers
+    return f"{given.config.model_type}, {layers} layers, {parameter_count(given)} parameters"
 
 
-def models_of(draft: Draft | None) -> list[Drafting]:
-    """All that drafts with weights of its own, in a draft that may be made of drafts."""
-    models = [] if draft is None else [model_of(leaf) for leaf in leaves_of(draft)]
-    return [model for model in models if model is not None]
+def parameter_count(model: nn.Module) -> int:
+    """The parameters of a model; a tied head and embedding count once."""
+    return sum(weight.numel() for weight in model.parameters())
 
 
-def proposes_every_token(draft: Draft | None) -> bool:
-    """Whether a draft has logits for all tokens, as models have: then more may be drawn than it finds likely."""
-    return draft is not None and all(model_of(leaf) is not None for leaf in leaves_of(draft))
+@singledispatch
+def draft_parameter_count(given: Any, target: PreTrainedModel) -> int:
+    """The parameters that drafting a level goes through: none for what has no weights, those of all of its parts."""
+    return parameter_count(given) if isinstance(given, nn.Module) else 0
 
 
-def taps_of(draft: Draft | None, cache: RowCache | None) -> Taps | None:
-    """What a draft reads of the target's passes; None for all but heads."""
-    found = _part_of(draft, cache, TappedDraft)
-    return None if found is None else found[0].taps(found[1])
+@as_draft.register
+def _(given: EarlyExit, target: Forward, model: PreTrainedModel) -> Draft:
+    return ModelDraft(forward_of(model, "draft", layers=given.indices), target.vocab_size)
 
 
-def most_levels(draft: Draft | None) -> int | None:
-    """How many levels of a tree a draft can draft; None where it drafts as many as are asked for."""
-    return draft.most_levels if isinstance(draft, TappedDraft) else None
-
-
-def law_count(draft: Draft | None) -> int:
-    """How many distributions the children of a root are drawn from: 1, but for a merge one of each of its drafts."""
-    return len(draft.parts) if isinstance(draft, MergeDraft) else 1
-
-
-def why_not_measured(draft: Draft) -> str:
-    """Why the acceptance of a draft cannot be counted token by token, in words; "" where it can."""
-    if extra_node_count(draft):
-        return "the n-grams of a lookahead come of a decoder's steps"
-    if law_count(draft) > 1:
-        return f"of a Merge each of the root's first {law_count(draft)} children has an acceptance of its own"
-    return ""
-
-
-def extra_node_count(draft: Draft | None) -> int:
-    """How many nodes of its own a draft adds to each pass of the target; 0 for all but lookahead."""
-    leaves = [] if draft is None else leaves_of(draft)
-    return sum(leaf.extra_node_count for leaf in leaves if isinstance(leaf, LookaheadDraft))
-
-
-def extra_nodes_of(draft: Draft | None, cache: RowCache | None, root: Tensor, lengths: Tensor) -> ExtraNodes | None:
-    """The nodes that a draft adds to a pass of the target; None for all but lookahead. root, lengths: LongTensor[B]."""
-    found = _part_of(draft, cache, LookaheadDraft)
-    return None if found is None else found[0].extra_nodes(found[1], root, lengths)
-
-
-def _part_of(draft: Draft | None, cache: RowCache | None, kind: type[Part]) -> tuple[Part, Any] | None:
-    """The part of this kind, of which there is at most one, and its cache."""
-    pairs = [] if draft is None or cache is None else parts_of(draft, cache)
-    return next(((part, own) for part, own in pairs if isinstance(part, kind)), None)
+@draft_parameter_count.register
+def _(given: EarlyExit, target: PreTrainedModel) -> int:
+    """The target's without those of the layers left out: embedding, final norm and head count, as a model's do."""
+    decoder: Any = target.get_decoder()
+    left_out = [layer for index, layer in enumerate(decoder.layers) if index not in given.indices]
+    return parameter_count(target) - sum(map(parameter_count, left_out))

@@ -22,21 +22,24 @@ A tree is drafted from pool and text together, as `PromptLookup` drafts from the
 in any way, so the target's likeliest tokens serve where the text is sampled, too, and the text follows its law.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
+from heavypath.speculative.drafts.draft import Draft, Draftable, ExtraNodes
 from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookup import LookupDraft, NgramCache, Occurrences, PromptLookup
+from heavypath.speculative.models.forward import Forward
 
 
 @dataclass(frozen=True)
-class Lookahead:
+class Lookahead(Draftable):
     """A draft without a model: n-grams that the target computes ahead of the text, and those of the text itself.
 
     Each pass of the target has window * (ngram - 1) - 1 nodes more than the drafted tree, and gives `window` n-grams of
@@ -61,24 +64,6 @@ class Lookahead:
                 "Lookahead needs window >= 1, ngram >= 3 and pool >= 1, "
                 f"got {self.window}, {self.ngram} and {self.pool}"
             )
-
-
-class ExtraNodes(NamedTuple):
-    """E nodes that a draft adds to a pass of the target, behind a drafted tree: more subtrees of its root.
-
-    They are not drafted: nobody verifies them.
-
-    tokens:      LongTensor[B, E]
-    depths:      LongTensor[E], below the root
-    subtree_end: LongTensor[E], as `TokenTree`'s, where the first of them is number 0
-    read:        called after the verification, with the target's logits after them [B, E, V], and with how many drafted
-                 nodes were accepted, LongTensor[B]
-    """
-
-    tokens: Tensor
-    depths: Tensor
-    subtree_end: Tensor
-    read: Callable[[Tensor, Tensor], None]
 
 
 class LookaheadCache(NgramCache):
@@ -121,7 +106,7 @@ class LookaheadDraft(LookupDraft):
         super().__init__(PromptLookup(options.ngram - 1), vocab_size, device)
         self._lookahead = options
         columns, levels = options.window, options.ngram - 1
-        self.extra_node_count = columns * levels - 1
+        self.extra_nodes = columns * levels - 1
         self._columns = torch.arange(columns, device=device)
         self._depths = (self._columns[:, None] + torch.arange(levels, device=device)).flatten()  # with the root's
         ends = ((self._columns[:, None] + 1) * levels).repeat(1, levels)
@@ -144,7 +129,7 @@ class LookaheadDraft(LookupDraft):
             counts=torch.cat([tokens >= 0, text.counts], 1),
         )
 
-    def extra_nodes(self, cache: LookaheadCache, root: Tensor, lengths: Tensor) -> ExtraNodes:
+    def beside(self, cache: LookaheadCache, root: Tensor, lengths: Tensor) -> ExtraNodes:
         """The window below roots LongTensor[B], with `lengths` tokens before them, LongTensor[B].
 
         A guess that is missing is the token so many positions before it that it is the text's.
@@ -167,3 +152,8 @@ class LookaheadDraft(LookupDraft):
         source = accepted[:, None] + self._columns  # [B, W]
         moved = ngrams[..., 1:].take_along_dim(source.clamp(max=columns - 1)[..., None], 1)
         cache.window.copy_(moved.where((source < columns)[..., None], -1))
+
+
+@as_draft.register
+def _(given: Lookahead, target: Forward, model: PreTrainedModel) -> Draft:
+    return LookaheadDraft(given, target.vocab_size, target.device)

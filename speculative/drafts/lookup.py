@@ -6,13 +6,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
+from heavypath.speculative.drafts.draft import Draft, Draftable
 from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.forward import Forward
 
 
 @dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(Draftable):
     """A draft without a model: what followed the last tokens before, in the sequence itself (n-gram lookup).
 
     The longest suffix of at most max_ngram tokens that occurred before, if it has min_ngram tokens, proposes what
@@ -43,8 +47,10 @@ class NgramCache(RowCache):
         super().__init__(keys, torch.full_like(keys, -1))
 
 
-class LookupDraft:
+class LookupDraft(Draft):
     """`PromptLookup` at work, as an attention over the text, in which the tokens before a token are its key."""
+
+    name = "prompt lookup"
 
     def __init__(self, options: PromptLookup, vocab_size: int, device: torch.device):
         self._options = options
@@ -101,3 +107,8 @@ class Occurrences(NamedTuple):
     keys: Tensor
     tokens: Tensor
     counts: Tensor
+
+
+@as_draft.register
+def _(given: PromptLookup, target: Forward, model: PreTrainedModel) -> Draft:
+    return LookupDraft(given, target.vocab_size, target.device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from heavypath.speculative.drafts.draft import Draft, Draftable
 from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, TreeMask
@@ -20,7 +21,7 @@ MAX_PADDING = 128  # by how many tokens padded vocabularies may differ (Qwen2's 
 
 
 @dataclass(frozen=True)
-class EarlyExit:
+class EarlyExit(Draftable):
     """A draft out of the target: some of its layers, then its own final norm and head (self-speculation).
 
         EarlyExit(4)            # the first four
@@ -39,8 +40,10 @@ class EarlyExit:
         return tuple(range(self.layers)) if isinstance(self.layers, int) else tuple(self.layers)
 
 
-class ModelDraft:
+class ModelDraft(Draft):
     """A model as a draft."""
+
+    overlap, can_rest = 0, True
 
     def __init__(self, forward: Forward, vocab_size: int):
         """vocab_size: the target's. Raises ValueError if the vocabularies differ by more than padding."""

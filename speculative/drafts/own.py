@@ -18,7 +18,7 @@ _EXPECTED = (
 )
 
 
-class OwnDraft:
+class OwnDraft(Draft):
     """A draft of the user's own, for a target with this vocabulary on this device.
 
     Raises TypeError for an object that lacks one of the methods of `Draft`, or has it with other parameters. Raises
@@ -27,6 +27,7 @@ class OwnDraft:
 
     def __init__(self, draft: Draft, vocab_size: int, device: torch.device):
         self.name = type(draft).__name__
+        self.foreign = (self.name,)
         self._draft = draft
         self._vocab_size = vocab_size
         self._device = device

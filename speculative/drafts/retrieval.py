@@ -10,20 +10,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.kernels.retrieval.corpus import MOST_TOKENS, SortedCorpus, sort_corpus
 from heavypath.kernels.retrieval.followers import follower_logprobs
 from heavypath.kernels.retrieval.ranges import Appended, append_tokens, store_texts
+from heavypath.speculative.drafts.draft import Draft, Draftable
 from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.texts import Text, tokens_of
 from heavypath.speculative.models.caches import RowCache
+from heavypath.speculative.models.forward import Forward
 
 FORMAT = "heavypath retrieval 1"
 MOST_NGRAM = 64
 
 
-class Retrieval:
+class Retrieval(Draftable):
     """A draft without a model: what followed the last tokens in texts of your own, and earlier in the text itself.
 
     What followed the longest suffix of at most max_ngram tokens, and shorter suffixes for what that leaves open, is
@@ -114,11 +117,13 @@ class _Copy:
         self.corpus = corpus
 
 
-class RetrievalDraft:
+class RetrievalDraft(Draft):
     """`Retrieval` at work. A row of its cache has the places of the last 1 .. M tokens in the corpus, and the tokens.
 
     Raises ValueError if the corpus has tokens that the target lacks.
     """
+
+    name = "retrieval"
 
     def __init__(self, retrieval: Retrieval, vocab_size: int, device: torch.device):
         if retrieval.largest >= vocab_size:
@@ -126,7 +131,6 @@ class RetrievalDraft:
                 f"the texts of {retrieval} must have tokens in 0 .. {vocab_size - 1}, the target's vocabulary, got "
                 f"{retrieval.largest}; make it with the target's tokenizer"
             )
-        self.name = "retrieval"
         self._longest, self._vocab_size, self._device = retrieval.max_ngram, vocab_size, device
         self._copy = retrieval.on(device)
 
@@ -146,6 +150,11 @@ class RetrievalDraft:
         return follower_logprobs(
             corpus, feed.cache_rows, feed.prefix_lengths, keys, values, vocab_size=self._vocab_size
         )
+
+
+@as_draft.register
+def _(given: Retrieval, target: Forward, model: PreTrainedModel) -> Draft:
+    return RetrievalDraft(given, target.vocab_size, target.device)
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -7,26 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.models.forward import Forward, Taps, check_finite
 from heavypath.speculative.models.structure import structure_of, weight_versions
 
 
-class TappedDraft(ABC):
+class TappedDraft(Draft, ABC):
     """A trained module as a draft for the target whose hidden states it reads.
 
     config:      of the module, with a `model_type`
     layers:      that its cached rows went through
-    most_levels: how many levels of a tree it can draft; None where it drafts as many as are asked for
 
     Raises ValueError for a module of another device or dtype than the target's, and for one in training mode.
     """
 
-    name = "draft"
+    reads_target = True
+    is_foreign = False
     ranks = None  # each rank has the whole module
     rope_limit: int | None = None
     has_dynamic_rope = False
-    most_levels: int | None = None
     config: Any
     layers: int
 
@@ -42,6 +42,11 @@ class TappedDraft(ABC):
         if model.training:
             raise ValueError("draft is in training mode; call draft.eval() first")
         self._structure = structure_of(model)
+
+    @property
+    def forward(self) -> "TappedDraft":  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Itself."""
+        return self
 
     @property
     def device(self) -> torch.device:

@@ -1,14 +1,20 @@
-"""Checkpoints of trained heads, of whichever kind: EAGLE heads and Medusa heads are found and loaded alike."""
+"""Trained heads of either kind, EAGLE heads and Medusa heads: how they are found, and what they draft with."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.heads.checkpoint import is_head, load_head
+from heavypath.speculative.drafts.heads.draft import HeadDraft
 from heavypath.speculative.drafts.heads.eagle import EagleHead
+from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count, parameter_count
 from heavypath.speculative.drafts.medusa.checkpoint import is_medusa, load_medusa
+from heavypath.speculative.drafts.medusa.draft import MedusaDraft
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
+from heavypath.speculative.models.forward import Forward
 
 TrainedHead = EagleHead | MedusaHeads
 
@@ -24,3 +30,41 @@ def load_trained_head(
     """An EAGLE head or Medusa heads for a target; arguments and errors as of `load_head` and `load_medusa`."""
     load = load_medusa if is_medusa(path_or_name) else load_head
     return load(path_or_name, target, dtype=dtype)
+
+
+@as_draft.register
+def _(given: EagleHead, target: Forward, model: PreTrainedModel) -> Draft:
+    return HeadDraft(given, target)
+
+
+@describe.register
+def _(given: EagleHead) -> str:
+    config = given.config
+    own = [name for name, has in (("embedding", config.owns_embedding), ("lm_head", config.owns_lm_head)) if has]
+    beside = f", with an own {' and '.join(own)}" if own else ""
+    return f"{config.model_type} head, {config.layers} layers, {parameter_count(given)} parameters{beside}"
+
+
+@draft_parameter_count.register
+def _(given: EagleHead, target: PreTrainedModel) -> int:
+    """With the target's lm_head, where it has none of its own."""
+    lm_head: Any = target.get_output_embeddings()
+    return parameter_count(given) + (lm_head.weight.numel() if given.lm_head is None else 0)
+
+
+@as_draft.register
+def _(given: MedusaHeads, target: Forward, model: PreTrainedModel) -> Draft:
+    return MedusaDraft(given, target)
+
+
+@describe.register
+def _(given: MedusaHeads) -> str:
+    config, beside = given.config, ", with lm_heads of their own" if given.config.owns_lm_heads else ""
+    return f"{config.heads} medusa heads, {config.layers} layers, {parameter_count(given)} parameters{beside}"
+
+
+@draft_parameter_count.register
+def _(given: MedusaHeads, target: PreTrainedModel) -> int:
+    """Those of one head, which is what a level takes, with the target's lm_head where it has none of its own."""
+    lm_head: Any = target.get_output_embeddings()
+    return parameter_count(given) // given.config.heads + (lm_head.weight.numel() if given.lm_heads is None else 0)

@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 from heavypath.kernels.attention.masks import attention_bias, interval_mask
 from heavypath.kernels.attention.prepared import first_row_seen, prepared_attention
 from heavypath.speculative.models.caches import KeyValueCache
+from heavypath.speculative.models.layer_weights import stream_of, streamed
 from heavypath.speculative.models.structure import structure_of, weight_versions
 from heavypath.speculative.ranks.group import Ranks, ranks_of
 from heavypath.speculative.ranks.shards import check_heads, local_of
-from heavypath.speculative.streaming.device import DeviceStream
-from heavypath.speculative.streaming.layer_weights import stream_of, streamed
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
 # The same for a model whose weights are read anew for each chunk: by kind of device about as many tokens as have their
@@ -130,6 +129,7 @@ class Forward(ABC):
     weights or on several devices.
     """
 
+    is_foreign: bool = False  # whether it calls code that is not the package's
     layers: int  # layers that a forward pass goes through
     windows: Collection[int | None]  # the sliding windows of these layers, None for those that see the whole text
 
@@ -191,7 +191,7 @@ class Forward(ABC):
     @property
     def reading_ahead(self) -> AbstractContextManager[object]:
         """What a step enters before it drafts: a GPU then copies the first of streamed layers meanwhile."""
-        return self.stream.one_pass(ahead=True) if isinstance(self.stream, DeviceStream) else nullcontext()
+        return nullcontext() if self.stream is None else self.stream.ahead()
 
     @property
     def like(self) -> Tensor:

@@ -7,7 +7,7 @@ patches and subclasses are part of. Either is tried on a small tree first (`prob
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward, is_as_
 from heavypath.speculative.models.probe import gap
 from heavypath.speculative.models.window_probe import check_windows
 from heavypath.speculative.ranks.shards import is_split, is_split_as_usual
-from heavypath.speculative.streaming.offloaded import streamed_if_offloaded
 
 logger = logging.getLogger(__name__)
 
 # How far logits may be from the model's own, in standard deviations of the logits, as rounding explains; 0.003 for
 # wider types.
 _TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
+
+PREPARATIONS: list[Callable[[PreTrainedModel], object]] = []  # what options do first with a model that is taken
 
 
 def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None) -> Forward:
@@ -35,13 +36,12 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
     name: what messages call the model: "target", whose logits must be right, or "draft", whose logits may be any
     layers: which layers to run, for an early exit (default: all)
 
-    Layers that transformers has left on disk, or beside a GPU, get a stream, see `streaming.offloaded`.
-
     Raises TypeError for something that is no causal language model, ValueError for one that cannot be decoded by trees.
     """
     inner = _without_adapter_wrapper(model, name)
     kind = inner.config.model_type
-    streamed_if_offloaded(inner)
+    for prepare in PREPARATIONS:
+        prepare(inner)
     if layers is not None:  # only ever a draft, whose logits may be any
         if kind not in MODEL_TYPES:
             raise ValueError(f"an early exit needs a target of type {', '.join(MODEL_TYPES)}; got {kind!r}")

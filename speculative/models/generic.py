@@ -28,6 +28,8 @@ class TransformersForward(Forward):
     state besides keys and values, and for attention that takes no mask of nodes.
     """
 
+    is_foreign = True
+
     def __init__(self, model: PreTrainedModel, name: str = "model"):
         if model.config.is_encoder_decoder:
             raise TypeError(f"{name} must be a decoder alone, got an encoder and decoder: {type(model).__name__}")

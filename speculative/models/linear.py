@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.products import TYPES, Blocks, product
+from heavypath.speculative.models.host import free_memory
 from heavypath.speculative.models.structure import has_hooks, version_of
-from heavypath.speculative.streaming.memory import free_memory
 
 logger = logging.getLogger(__name__)
 

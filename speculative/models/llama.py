@@ -28,6 +28,7 @@ from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits
 from heavypath.speculative.models.joined import Joining
+from heavypath.speculative.models.layer_weights import streamed, weights_of
 from heavypath.speculative.models.linear import Linears, Product, Products, each_alone
 from heavypath.speculative.models.native import native_pass
 from heavypath.speculative.models.structure import has_hooks
@@ -43,7 +44,6 @@ from heavypath.speculative.ranks.shards import (
     parts_of,
     summed,
 )
-from heavypath.speculative.streaming.layer_weights import streamed, weights_of
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}

@@ -3,7 +3,7 @@
 import logging
 
 from heavypath.speculative.decoding.statistics import Statistics
-from heavypath.speculative.drafts import Draft, extra_node_count
+from heavypath.speculative.drafts.draft import Draft
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +19,6 @@ class Remark:
         if self._said or draft is None or not stats.does_not_pay:
             return
         self._said = True
-        can_calibrate = extra_node_count(draft) == 0
+        can_calibrate = draft.extra_nodes == 0
         hint = "; `heavypath calibrate` finds out which trees pay" if can_calibrate else ""
         logger.warning("%s%s", stats.does_not_pay, hint)

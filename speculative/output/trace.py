@@ -65,7 +65,7 @@ from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped
-from heavypath.speculative.drafts import CompositeDraft, Draft, Drafting, OwnDraft, RetrievalDraft, model_of
+from heavypath.speculative.drafts.draft import Draft, Drafting
 from heavypath.speculative.files.typed_json import parsed, typed
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.output.reasons import FATES, Reasons, VerifiedTree, VerifyOptions, explain, shown
@@ -144,8 +144,9 @@ class Recorder:
         request: Request,
     ):
         self._file, self._tokenizer, self._request, self._rules = file, tokenizer, request, rules
+        typical = getattr(rules.verifier, "typical", None)
         self._options = VerifyOptions(
-            rules.verification, request.filters, rules.draft_filters, request.seed, rules.typical, rules.replacement
+            rules.verification, request.filters, rules.draft_filters, request.seed, typical, rules.replacement
         )
         self._step = 0
         self._known: set[int] = set()  # tokens whose text has been written
@@ -322,12 +323,8 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 def _described_draft(draft: Draft) -> dict[str, Any]:
     """What a draft is; one without a model has a name alone, and one made of drafts those of its parts."""
-    if isinstance(draft, CompositeDraft):
-        return {"name": " and ".join(_described_draft(part)["name"] or "model" for part in draft.parts)}
-    model = model_of(draft)
-    if model is not None:
-        return _described(model)
-    return {"name": draft.name if isinstance(draft, OwnDraft | RetrievalDraft) else "prompt lookup"}
+    facts = [{"name": leaf.name} if leaf.forward is None else _described(leaf.forward) for leaf in draft.leaves]
+    return facts[0] if len(facts) == 1 else {"name": " and ".join(each["name"] or "model" for each in facts)}
 
 
 def _described(model: Drafting) -> dict[str, Any]:

@@ -11,14 +11,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heavypath.kernels.nodes import Verified
+from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.feed import Feed
-from heavypath.speculative.drafts.kinds import law_count
 from heavypath.speculative.processors.matching import Path
-from heavypath.speculative.processors.texts import StepProcessors
+from heavypath.speculative.processors.texts import BatchProcessors, StepProcessors, drafted_paths
 
 
-class ProcessedDraft:
+class ProcessedSteps(LogitChange):
+    """The processors of a batch, as a change of each step's logits; it asks the host."""
+
+    def __init__(self, processors: BatchProcessors):
+        self.processors = processors
+
+    def of_step(self, state: Any, lap: Callable[[str], object]) -> "_ProcessedStep":
+        """With the texts before the step brought up to date."""
+        asked = self.processors.step(state.member, state.produced, state.left, state.output)
+        lap("processing")
+        return _ProcessedStep(asked, lap)
+
+
+class _ProcessedStep(LogitChange):
+    def __init__(self, asked: StepProcessors, lap: Callable[[str], object]):
+        self._asked, self._lap = asked, lap
+
+    def before_drawing(self, draft: Draft, state: Any) -> Draft:
+        """See `ProcessedDraft`."""
+        return ProcessedDraft(draft, self._asked, self._lap)
+
+    def before_verifying(self, logits: Tensor, drafted: Any, state: Any) -> Tensor:
+        """The logits, processed."""
+        logits = self._asked.of_target(logits, drafted_paths(drafted.tokens, drafted.parents))
+        self._lap("processing")
+        return logits
+
+    def after_verifying(self, verified: Verified) -> None:
+        """Raise ValueError if a token was chosen where the processors had left none."""
+        self._asked.check_reached(verified)
+
+
+class ProcessedDraft(Draft):
     """A draft, for one step, whose logits are processed.
 
     An absent node is given to a draft as a node of token 0. Where token 0 could not have been drawn, nobody is asked
@@ -29,7 +62,7 @@ class ProcessedDraft:
 
     def __init__(self, draft: Draft, step: StepProcessors, lap: Callable[[str], object]):
         self._draft, self._step, self._lap = draft, step, lap
-        self._laws = law_count(draft)  # a Merge gives the logits of each draft, one behind the other
+        self.laws = draft.laws  # a Merge gives the logits of each draft, one behind the other
         self._paths: list[dict[int, Path | None]] = []  # of each sequence, by the numbers of nodes
         self._columns: dict[int, int] = {}  # of nodes of the level above, in its logits
         self._above = torch.empty(0)
@@ -50,14 +83,14 @@ class ProcessedDraft:
         after = self._draft(feed, cache)
         self._lap("draft")
         if feed.level == 0:
-            after = after[:, -self._laws :]
+            after = after[:, -self.laws :]
             self._paths = [{0: ()} for _ in after]
             self._columns = {0: 0}
             nodes = [[0]] * len(after)
         else:
             nodes = self._note(feed)
             self._columns = {node: column for column, node in enumerate(nodes[0])}
-        paths = [[own[node] for node in each] * self._laws for own, each in zip(self._paths, nodes, strict=True)]
+        paths = [[own[node] for node in each] * self.laws for own, each in zip(self._paths, nodes, strict=True)]
         self._above = after = self._step.of_draft(after, paths)
         self._lap("processing")
         return after
@@ -67,7 +100,7 @@ class ProcessedDraft:
         numbers, parents = (rows - feed.prefix_lengths[:, None] for rows in (feed.cache_rows, feed.parent_rows))
         nodes, above, tokens = torch.stack([numbers, parents, feed.tokens]).tolist()
         columns = torch.tensor([[self._columns[parent] for parent in own] for own in above], device=feed.tokens.device)
-        each = self._above.unflatten(1, (self._laws, -1))  # [B, D, n, V]
+        each = self._above.unflatten(1, (self.laws, -1))  # [B, D, n, V]
         slot = torch.arange(len(nodes), device=feed.tokens.device)[:, None]
         drawable = (each[slot, :, columns, feed.tokens] > -torch.inf).any(-1).tolist()
         for own, *level in zip(self._paths, nodes, above, tokens, drawable, strict=True):

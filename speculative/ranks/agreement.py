@@ -21,14 +21,16 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from heavypath.kernels.nodes import Verified
 from heavypath.speculative.ranks.group import RankFailedError, Ranks, said_of, whole_ranks
+from heavypath.speculative.ranks.peers import ALONE, Peers
 from heavypath.speculative.ranks.shards import local_of
 
 logger = logging.getLogger(__name__)
@@ -83,8 +85,10 @@ def _weights(count: int, device: torch.device) -> Tensor:
     return mixed ^ (mixed >> 32) | 1
 
 
-class Agreement:
+class Agreement(Peers):
     """What the ranks of a decoder tell each other while they decode. One generation at a time."""
+
+    is_alone = False
 
     def __init__(self, ranks: Ranks, device: torch.device):
         self.ranks = ranks
@@ -130,13 +134,12 @@ class Agreement:
         if self._problem is not None:
             self._ends.fill_(1)
 
-    def check(self, did: Sequence[Sequence[Tensor]], left: Tensor) -> None:
+    def check(self, drafted: Any, logits: Tensor, verified: Verified, left: Tensor) -> None:
         """End all sequences, on all ranks, if the ranks did not do the same in a step, or if one is to end.
 
-        did:  what this rank did, for each of PARTS
-        left: LongTensor[b], `StateField.LEFT` of the state, which this changes
+        left: LongTensor[b], which this changes
         """
-        words = torch.stack([digest(part) for part in did])
+        words = torch.stack([digest(part) for part in (_drawn(drafted), [logits], verified)])
         self._words.copy_(torch.where(self._differ, self._words, words))
         most = self.ranks.largest(torch.cat([self._words, -self._words, self._ends]))
         count = len(PARTS)
@@ -208,9 +211,13 @@ class Agreement:
         """What rank 0 answers, see `Ranks.decided`."""
         return self.ranks.decided(by)
 
+    def any(self, fact: bool) -> bool:
+        """Whether something holds on any of the ranks."""
+        return any(self.ranks.told(fact))
 
-def agreement_of(models: Sequence[Any], device: torch.device) -> Agreement | None:
-    """How the ranks agree that some models' weights are split over; None where all models are whole in this process.
+
+def agreement_of(models: Sequence[Any], device: torch.device) -> Peers:
+    """How the ranks agree that some models' weights are split over; `ALONE` where all are whole in this process.
 
     models: with `ranks`, as `Forward` has them, and `check_weights`, `name` and `weights`. Checks their weights: those
     that each rank has for itself must be the same. Raises what the checks raise, on all ranks, and RankMismatchError;
@@ -220,13 +227,13 @@ def agreement_of(models: Sequence[Any], device: torch.device) -> Agreement | Non
     streamed = [model.name for model in models if getattr(model, "stream", None) is not None]
     if ranks is not None and streamed:
         raise ValueError(f"{streamed[0]} is streamed, and another model split over {ranks.count} processes; do one")
-    agreement = None if ranks is None else Agreement(ranks, device)
+    agreement = ALONE if ranks is None else Agreement(ranks, device)
     for model in models:
-        if agreement is None:
-            model.check_weights()
-        else:
+        if isinstance(agreement, Agreement):
             agreement.ranks.together(model.check_weights)
             agreement.begin(own_weights(model))
+        else:
+            model.check_weights()
         kinds = type(model.model).__name__, type(model).__name__
         logger.debug("%s: a %s, %s on %s, by %s", model.name, kinds[0], model.dtype, model.device, kinds[1])
     return agreement
@@ -247,24 +254,15 @@ def own_weights(model: Any) -> dict[str, object]:
     return {f"{model.name} weight {name}": own for name, own in model.weights() if local_of(own) is own}
 
 
-def decided(agreement: Agreement | None, by: Callable[[], Any]) -> Any:
-    """What a function says that ranks may answer differently: rank 0's answer, or without ranks this process's."""
-    return by() if agreement is None else agreement.decided(by)
-
-
-def any_rank(agreement: Agreement | None, fact: bool) -> bool:
-    """Whether something holds on any of the ranks, or without ranks in this process."""
-    return fact if agreement is None else any(agreement.ranks.told(fact))
-
-
-def interruptible(agreement: Agreement | None) -> Any:
-    """See `Agreement.interruptible`; without ranks a block as any other."""
-    return nullcontext() if agreement is None else agreement.interruptible()
-
-
-def holding(agreement: Agreement | None) -> Any:
-    """See `Agreement.holding`; without ranks a block as any other."""
-    return nullcontext() if agreement is None else agreement.holding()
+def _drawn(drafted: Any) -> list[Tensor]:
+    """What is equal where the same was drafted: tokens, parents, and of the logits those that were drawn from."""
+    if drafted.logits is None:
+        return [drafted.tokens, drafted.parents]
+    sources = drafted.parents if drafted.laws is None else drafted.laws
+    sources = sources[..., 1:].expand(len(drafted.tokens), -1)
+    used = torch.zeros(drafted.logits.shape[:2], dtype=torch.long, device=drafted.tokens.device)
+    used.scatter_(1, sources.where(drafted.tokens[:, 1:] >= 0, 0), 1)
+    return [drafted.tokens, drafted.parents, row_digests(drafted.logits) * used]
 
 
 def _text_of(fact: object) -> str:

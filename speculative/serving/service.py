@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.request import Prompts, Request
 from heavypath.speculative.decoding.step import StepPlan

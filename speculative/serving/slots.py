@@ -24,12 +24,14 @@ from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.sampling import seed_tensor
 from heavypath.speculative.decoding.graphs import Graphs
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.decoding.processing import OwnSettings
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.snapshots import Snapshots
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
 from heavypath.speculative.models.host import host_can_read
+from heavypath.speculative.processors.draft import ProcessedSteps
 from heavypath.speculative.processors.texts import BatchProcessors
 from heavypath.speculative.serving.arrivals import Arrival
 from heavypath.speculative.serving.progress import Reason
@@ -68,14 +70,17 @@ class Member:
 def serving_plan(plan: StepPlan) -> StepPlan:
     """The plan for sequences that are sampled each in its own way, of one for temperature 1 without filters.
 
+    The filters are then those of what `kernels.sequence_scores` makes of the logits: temperature 1, and none; or
+    temperature 0 for draws of the draft's likeliest tokens.
+
     Children are not drawn uniformly where a draft's support is used up: a request's processors may leave tokens out on
     purpose, all of them after the end of a text, and there a node must stay absent.
     """
     likeliest = plan.rules.drawing_filters.temperature == 0
     drawing = Filters(temperature=0.0) if likeliest else Filters()
     rules = replace(
-        plan.rules, target_filters=Filters(), draft_filters=Filters(), drawing_filters=drawing, by_sequence=True,
-        fill=False,
+        plan.rules, target_filters=Filters(), draft_filters=Filters(), drawing_filters=drawing, fill=False,
+        changes=(*plan.rules.changes, OwnSettings()),
     )  # fmt: skip
     return replace(plan, rules=rules)
 
@@ -248,7 +253,7 @@ class Slots:
         members = self.running[:count]
         arrivals = [member.arrival for member in members]
         asked = any(arrival.processors for arrival in arrivals)
-        self._workspace.processors = self._processors if asked else None
+        self._workspace.changes = (ProcessedSteps(self._processors),) if asked else ()
         # On a GPU, where each number of slots is a graph, there are few numbers.
         slots = count if self._on_host else min(self.limits.slots, 1 << (count - 1).bit_length())
         self._runner.run(

@@ -21,17 +21,17 @@ for the file instead of launching what can compute meanwhile. Such passes cannot
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from heavypath.speculative.models.layer_weights import StreamCounts, WeightStream
 from heavypath.speculative.streaming.device_tally import DeviceTally
 from heavypath.speculative.streaming.host_layers import HostLayers
 from heavypath.speculative.streaming.packing import Packing
-from heavypath.speculative.streaming.slots import StreamCounts
 from heavypath.speculative.streaming.source import Place
 from heavypath.speculative.streaming.stream import SLOTS
 
@@ -53,7 +53,7 @@ class _Slot:
     free: Any = None
 
 
-class DeviceStream:
+class DeviceStream(WeightStream):
     """The weights of layers that are copied to a GPU for each pass.
 
     layers: of each its tensors, which are moved to pinned memory, or where they lie in files; see `HostLayers`
@@ -172,6 +172,10 @@ class DeviceStream:
                     torch.cuda.current_stream(self.device).wait_stream(self._copies)
                 self._release_host()
                 self.host.let_go()
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """A pass whose first layers are copied at once."""
+        return self.one_pass(ahead=True)
 
     def enter(self) -> None:
         """Begin a pass, for a call of the model that is no part of one."""

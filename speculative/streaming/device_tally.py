@@ -6,7 +6,7 @@ Events that a CUDA graph records tell no times, so of what is copied by graphs o
 from collections import deque
 from typing import Any
 
-from heavypath.speculative.streaming.slots import StreamCounts
+from heavypath.speculative.models.layer_weights import StreamCounts
 
 Span = tuple[Any, Any]  # what lies between two events on one CUDA stream
 MOST = 512  # spans that are kept before those that have passed are added up

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heavypath.speculative.models.layer_weights import StreamCounts
 from heavypath.speculative.streaming.layout import aligned_memory
 from heavypath.speculative.streaming.packing import Packing
-from heavypath.speculative.streaming.slots import StreamCounts
 from heavypath.speculative.streaming.source import Place
 from heavypath.speculative.streaming.stream import LayerStream
 

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from heavypath.speculative.models.forward_of import PREPARATIONS
+from heavypath.speculative.models.layer_weights import LayerWeights, WeightStream, stream_of
 from heavypath.speculative.streaming.accelerate_hooks import (
     check_plain,
     detach_hooks,
@@ -21,7 +23,6 @@ from heavypath.speculative.streaming.accelerate_hooks import (
     put,
 )
 from heavypath.speculative.streaming.gpu import Parts, stream_to_gpu
-from heavypath.speculative.streaming.layer_weights import LayerWeights, WeightStream, stream_of
 from heavypath.speculative.streaming.layout import Layout
 from heavypath.speculative.streaming.memory import bytes_of, resident_layers
 from heavypath.speculative.streaming.source import Place
@@ -109,6 +110,9 @@ def stream_layers(
 def streamed_if_offloaded(model: PreTrainedModel) -> WeightStream | None:
     """The stream of a model; one is made for a model whose weights are offloaded, and None for any other."""
     return stream_layers(model) if is_offloaded(model) else stream_of(model)
+
+
+PREPARATIONS.append(streamed_if_offloaded)
 
 
 def layers_in(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

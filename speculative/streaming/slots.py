@@ -22,39 +22,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from heavypath.speculative.models.layer_weights import StreamCounts
 from heavypath.speculative.streaming.file import WeightFile
 from heavypath.speculative.streaming.layout import Chunk, Layout, aligned_memory
 
 Read = Callable[[WeightFile, memoryview, int], None]  # fill memory with bytes of a file from an offset on
-
-
-class StreamCounts(NamedTuple):
-    """What a stream has done.
-
-    bytes_read: from files; or, to a GPU, from the host's memory
-    reading:    seconds in which at least one read was under way
-    waiting:    seconds in which a pass waited for a layer
-    untimed:    of bytes_read those that CUDA graphs copied, for which neither kind of seconds is known
-    """
-
-    bytes_read: int = 0
-    reading: float = 0.0
-    waiting: float = 0.0
-    untimed: int = 0
-
-    def since(self, before: "StreamCounts") -> "StreamCounts":
-        """What has been done since it was `before`."""
-        return StreamCounts(
-            bytes_read=self.bytes_read - before.bytes_read,
-            reading=self.reading - before.reading,
-            waiting=self.waiting - before.waiting,
-            untimed=self.untimed - before.untimed,
-        )
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second, while it read; 0 if it did not, as far as that is known."""
-        return (self.bytes_read - self.untimed) / self.reading if self.reading else 0.0
 
 
 @dataclass(eq=False)

@@ -17,15 +17,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from heavypath.speculative.models.layer_weights import StreamCounts, WeightStream
 from heavypath.speculative.streaming.layout import Layout
-from heavypath.speculative.streaming.slots import Slots, StreamCounts
+from heavypath.speculative.streaming.slots import Slots
 from heavypath.speculative.streaming.source import LayerSource
 
 READERS = 4  # threads that read: a disk wants several requests at a time
 SLOTS = 2  # one for the layer that computes, one for the next
 
 
-class LayerStream:
+class LayerStream(WeightStream):
     """The weights of a model's layers, of which few are in memory at a time.
 
     layers:   where the tensors of each layer are

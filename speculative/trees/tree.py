@@ -269,6 +269,16 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self._parents)
 
+    @property
+    def cache_rows(self) -> int:
+        """Rows of each cache that a step takes for it."""
+        return len(self)
+
+    @property
+    def grows(self) -> bool:
+        """Whether its nodes depend on what is drafted."""
+        return False
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, TokenTree)

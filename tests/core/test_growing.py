@@ -1,7 +1,9 @@
 """Trees that grow: equal to the heap's, lossless by exact enumeration, and what they do with a threshold."""
 
+import heapq
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import numpy as np
@@ -16,11 +18,9 @@ from heavypath.kernels.trees import growing as levels
 from heavypath.speculative import METHODS
 from heavypath.speculative.decoding import growing
 from heavypath.speculative.decoding.drafted import Reach
-from heavypath.speculative.decoding.growing import heap_tree
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, Confidence, GrowingDrafter, Growth
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.decoding.slot_values import DEFAULT_CONFIDENCE, Confidence
 
 VOCAB = 3
 CPU = torch.device("cpu")
@@ -43,6 +43,41 @@ class PathDraft:
         return torch.tensor([[self.law(self.paths.get(int(row) - begin, ())) for row in feed.cache_rows[0]]])
 
 
+def heap_tree(
+    below: Callable[[tuple[int, ...]], tuple[Sequence[float], Sequence[float]]],
+    size: int,
+    max_depth: int,
+    threshold: float = 0.0,
+) -> list[tuple[int, ...]]:
+    """DySpec's algorithm 1 as published, with a draft call for each node: what a `GrowingDrafter` must find.
+
+    Returns the drafted nodes as paths of ranks, in the order in which they are drawn, without the root.
+
+    below(path): `kernels.growing.values` of the node at `path`, asked once for each node. O(size log size) beside that.
+    threshold: slots of less value stay empty.
+    """
+    nodes: list[tuple[int, ...]] = [()]
+    worths = [1.0]
+    rows: dict[int, tuple[Sequence[float], Sequence[float]]] = {}
+    queue: list[tuple[float, int, int, int]] = []  # (-value, depth, rank, parent's number)
+
+    def offer(parent: int, rank: int, most: float) -> None:
+        depth = len(nodes[parent]) + 1
+        if parent not in rows and depth <= max_depth:
+            rows[parent] = below(nodes[parent])
+        if depth <= max_depth and rank < len(rows[parent][0]):
+            heapq.heappush(queue, (-min(most, worths[parent] * rows[parent][0][rank]), depth, rank, parent))
+
+    offer(0, 0, 1.0)
+    while queue and queue[0][0] < 0 and -queue[0][0] >= threshold and len(nodes) < size:
+        negative, _, rank, parent = heapq.heappop(queue)
+        nodes.append((*nodes[parent], rank))
+        worths.append(worths[parent] * rows[parent][1][rank])
+        offer(parent, rank + 1, -negative)
+        offer(len(nodes) - 1, 0, -negative)
+    return nodes[1:]
+
+
 def grown(law, growth, filters=Filters(), seed=0, room=100):
     """The draft, and the tree that it grows after six tokens."""
     draft = PathDraft(law)
@@ -52,9 +87,7 @@ def grown(law, growth, filters=Filters(), seed=0, room=100):
     state.begin(prompt, torch.tensor([6]), **told)
     drawing = filters._replace(temperature=0.0) if growth.by == "node" else filters
     rules = Rules(False, False, "without_replacement", filters, filters, drawing, value_temperature=0.6)
-    reach, roots = Reach(5, 1 + growth.depth), torch.tensor([1 << 12])
-    given = {"reach": reach, "root_rows": roots, "rules": rules, "lap": lambda phase: None}
-    return draft, growing.grow_tree(draft, None, growth, state, **given)
+    return draft, GrowingDrafter(growth, rules)(draft, object(), state, Reach(5, 1 + growth.depth), lambda phase: None)
 
 
 def node_ranks(drafted):
@@ -93,7 +126,7 @@ def check_the_heaps_tree(growth, law, vocab_size, filters, seed):
 
     @cache
     def draws(tokens):
-        logits, row = torch.tensor([law(tokens)]), torch.tensor([(1 << 12) + slot_of[tokens]])
+        logits, row = torch.tensor([law(tokens)]), torch.tensor([(5 << 12) + slot_of[tokens]])
         drawn = growing.gumbel_topk(logits, min(growth.width, vocab_size), temperature=temperature, seed=seed, rows=row)
         logprobs = levels.logprobs_at(logits[None], drawn.tokens[None], 0.6)[0] if temperature == 0 else drawn.logprobs
         return drawn.tokens[0].tolist(), np.exp(logprobs[0].double().numpy())

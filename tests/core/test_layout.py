@@ -5,6 +5,7 @@ each other, but in no circle.
 """
 
 import ast
+import re
 import traceback
 from functools import cache
 from graphlib import TopologicalSorter
@@ -20,7 +21,7 @@ from heavypath.speculative import SpeculativeDecoder
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
-    "kernels", "files", "losslessness", "streaming", "trees", "ranks", "models", "drafts", "processors", "costs",
+    "kernels", "files", "losslessness", "trees", "ranks", "models", "streaming", "drafts", "processors", "costs",
     "training", "demo", "decoding", "output", "serving", "root", "http", "cli", "examples", "package",
 )  # fmt: skip
 APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
@@ -96,6 +97,41 @@ def test_folders_import_only_those_before_them():
             if ORDER.index(another) > ORDER.index(one) or {one, another} in APART:
                 wrong.append(f"{name} ({one}) imports {other} ({another})")
     assert not wrong, "\n".join(wrong)
+
+
+def reach(name: str) -> tuple[int, int]:
+    """How many modules are read for one of them to run, itself among them, and how many lines these have."""
+    found, left = set(), {name}
+    while left:
+        found |= left
+        left = {other for one in left for other in imports()[one] if not other.endswith("__init__")} - found
+    return len(found), sum(len(modules()[one].read_text(encoding="utf-8").splitlines()) for one in found)
+
+
+@pytest.mark.parametrize(("name", "most_modules", "most_lines"), [
+    ("decoding.step", 60, 10_990),
+    ("decoder", 136, 23_740),
+])  # fmt: skip
+def test_a_step_and_the_decoder_reach_few_modules(name, most_modules, most_lines):
+    """Options plug into the core, which does not know them. The limits may only be lowered."""
+    count, lines = reach(f"heavypath.speculative.{name}")
+    assert (count <= most_modules, lines <= most_lines) == (True, True), f"{count} modules, {lines} lines"
+
+
+def test_the_core_asks_nothing_what_kind_it_is():
+    """Drafts, trees and models say of themselves what decoding has to know."""
+    kinds, wrong = (
+        re.compile(r"Draft$|Drafts$|Forward$|Stream$|Head$|Heads$|^Growth$|^TokenTree$|Replan|FollowBatch"),
+        [],
+    )
+    for name, path in modules().items():
+        if name != "heavypath.speculative.decoder" and not name.startswith("heavypath.speculative.decoding."):
+            continue
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                asked = [one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name)]
+                wrong += [f"{name}: {ast.unparse(node)}" for one in asked if kinds.search(one)]
+    assert not wrong, wrong
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -8,7 +8,7 @@ from tiny_models import tiny_llama
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, TokenTree, expected_tokens, greedy_tree, select_tree
 from heavypath.speculative.calibration import Extent, Way, walk
-from heavypath.speculative.drafts import as_draft
+from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.trees.markov import falling, markov_acceptance, markov_table
 

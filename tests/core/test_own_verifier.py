@@ -8,7 +8,7 @@ from tiny_models import transformers_greedy
 
 from heavypath.kernels.verification import Rule, verify_unchecked
 from heavypath.speculative import METHODS, Method, Profile, SpeculativeDecoder, TokenTree, Verified, read_trace
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.output.page import trace_page
 

@@ -26,8 +26,10 @@ from heavypath.speculative import (
 )
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.snapshots import Snapshots
-from heavypath.speculative.drafts import LookaheadDraft, LookupDraft, ModelDraft
+from heavypath.speculative.drafts.lookahead import LookaheadDraft
+from heavypath.speculative.drafts.lookup import LookupDraft
 from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
+from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 
 DRAFTS = {  # of a target

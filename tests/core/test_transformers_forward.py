@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from heavypath.kernels.attention.prepared import prepared_attention
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import SpeculativeDecoder, TokenTree
-from heavypath.speculative.drafts import ModelDraft
+from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.models.generic import TransformersForward

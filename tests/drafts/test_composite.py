@@ -13,10 +13,9 @@ from tiny_models import tiny_llama, transformers_greedy
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, Mixture, PromptLookup, Retrieval, SpeculativeDecoder
 from heavypath.speculative.calibration import Extent, Way, walk
-from heavypath.speculative.drafts import as_draft, parts_of
+from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.drafts.lookahead import LookaheadCache
 from heavypath.speculative.models.forward_of import forward_of
-from heavypath.speculative.profile import describe, draft_parameter_count
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -84,7 +83,7 @@ def test_a_lookahead_takes_part_in_the_pass_of_a_composite(target):
 
         decoder.runner.run = noting
         assert torch.equal(decoder.generate(prompt, 30).sequences, expected)
-        found = [part for _, part in parts_of(decoder._draft, caches[-1]) if isinstance(part, LookaheadCache)]
+        found = [part for _, part in decoder._draft.parts(caches[-1]) if isinstance(part, LookaheadCache)]
         assert (found[0].pool >= 0).any(), "the pool got no n-grams"
 
 

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from heavypath.kernels.commit import StateField
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.drafts import Feed, as_draft
+from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.drafts.heads import draft as head_module
+from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models import forward as forward_module
 from heavypath.speculative.models.forward_of import forward_of
 

@@ -11,8 +11,8 @@ from tiny_models import tiny_llama, transformers_greedy
 
 from heavypath.speculative import Lookahead, SpeculativeDecoder, TokenTree, calibrate, load_draft
 from heavypath.speculative.decoding.runner import StepRunner
-from heavypath.speculative.drafts import LookaheadDraft
-from heavypath.speculative.profile import describe, draft_parameter_count
+from heavypath.speculative.drafts.kinds import describe, draft_parameter_count
+from heavypath.speculative.drafts.lookahead import LookaheadDraft
 
 PROMPTS = torch.tensor([[3, 17, 4, 17, 4, 9], [0, 0, 0, 0, 5, 8], [0, 0, 0, 0, 0, 11]])
 PADDING = torch.tensor([[1] * 6, [0] * 4 + [1] * 2, [0] * 5 + [1]])

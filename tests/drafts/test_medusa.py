@@ -9,11 +9,10 @@ from tiny_models import tiny_llama
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, MedusaHeads, SpeculativeDecoder, TokenTree, calibrate, read_trace
 from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
-from heavypath.speculative.decoding.growth import Growth
-from heavypath.speculative.drafts import as_draft, most_levels
+from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig
 from heavypath.speculative.models.forward_of import forward_of
-from heavypath.speculative.profile import describe, draft_parameter_count
 from heavypath.speculative.tree_choice import default_tree
 
 DRAFTED = [method for method in METHODS if method != "autoregressive"]
@@ -63,7 +62,7 @@ def test_no_tree_is_deeper_than_there_are_heads(count, target, tmp_path):
 
 def test_a_tree_that_is_asked_for_and_deeper_than_there_are_heads_is_refused(heads, target):
     draft = as_draft(heads, forward_of(target, "target"), target)
-    assert most_levels(draft) == 4
+    assert draft.levels == 4
     deep, message = TokenTree.from_branching([2, 1, 1, 1, 1]), "has 4 heads, one for each level of a tree, got a tree "
     with pytest.raises(ValueError, match=f"{message}of 5 levels; give at mo"):
         SpeculativeDecoder(target, heads, "sequoia", tree=deep)

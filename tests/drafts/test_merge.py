@@ -23,8 +23,8 @@ from heavypath.speculative import (
     joint_law,
     read_trace,
 )
+from heavypath.speculative.drafts.kinds import describe, draft_parameter_count
 from heavypath.speculative.loading import load_draft
-from heavypath.speculative.profile import describe, draft_parameter_count
 
 TAKING = ("specinfer", "naive", "naive-distinct", "top-k")
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])

@@ -17,7 +17,7 @@ from heavypath.kernels.retrieval.corpus import sort_corpus
 from heavypath.kernels.retrieval.followers import follower_logprobs
 from heavypath.kernels.retrieval.ranges import Appended, append_tokens, store_texts
 from heavypath.speculative import PromptLookup, Retrieval, SpeculativeDecoder, TokenTree
-from heavypath.speculative.profile import describe, draft_parameter_count
+from heavypath.speculative.drafts.kinds import describe, draft_parameter_count
 
 VOCAB = 4
 IMPLS = ["torch", "triton"] if DEVICE == "cpu" else ["triton"]

@@ -21,7 +21,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.noise import Stream
 from heavypath.kernels.verifying.residual import residual_chain
 from heavypath.speculative import SpeculativeDecoder, TokenTree
-from heavypath.speculative.decoding import drafting, step
+from heavypath.speculative.decoding import drafting
 from heavypath.speculative.models.caches import KeyValueCache
 
 BINARY = TokenTree.k_ary(2, 2)
@@ -130,8 +130,8 @@ def test_accepting_at_equality_is_found():
 
 @pytest.mark.parametrize(("owner", "name", "wrong"), [
     (None, "", None),
-    (step, "root_rows", lambda rows, positions: rows),  # alike in every step
-    (step, "node_rows", lambda roots, nodes: roots[:, None] + 0 * nodes),  # shared by all nodes
+    (drafting, "root_rows", lambda rows, positions: rows),  # alike in every step
+    (drafting, "node_rows", lambda roots, nodes: roots[:, None] + 0 * nodes),  # shared by all nodes
     (KeyValueCache, "accept", lambda *_: None),  # rows of the cache stay where they were
 ], ids=["right", "stale noise", "shared noise", "rows that stay"])  # fmt: skip
 def test_a_bug_of_the_decoder_is_found(owner, name, wrong, monkeypatch):

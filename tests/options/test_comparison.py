@@ -13,8 +13,8 @@ from tiny_models import tiny_llama
 
 from heavypath.speculative import PromptLookup, SpeculativeDecoder, TokenTree
 from heavypath.speculative.comparison import ASSISTED, PLAIN, Row, as_table, compare, headline
+from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.examples.own_verifier import sample_the_target
-from heavypath.speculative.profile import describe
 from heavypath.speculative.prompts import read_prompts
 from heavypath.speculative.ratio_plot import plot_ratios
 

@@ -15,7 +15,7 @@ from tiny_models import tiny_llama
 from transformers import AutoModelForCausalLM
 
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, load_demo_pair, load_streamed
-from heavypath.speculative.streaming.layer_weights import stream_of
+from heavypath.speculative.models.layer_weights import stream_of
 
 NEW, TREE = size((48, 24), (3, 3))
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}

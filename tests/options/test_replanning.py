@@ -12,7 +12,7 @@ from tiny_models import tiny_llama
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import LOSSLESS_METHODS, Cascade, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.step import StepPlan
-from heavypath.speculative.profile import describe
+from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.replanning import HALF_LIFE, WEIGHT, Replanner, Shape, Shapes, _together
 from heavypath.speculative.trees.planning import expected_tokens, node_probabilities
 

@@ -15,11 +15,11 @@ from heavypath.speculative.calibration import Extent, walk, walk_together, ways_
 from heavypath.speculative.cli import planning
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.costs.table import Costs, CostsByBatch
-from heavypath.speculative.drafts import as_draft
+from heavypath.speculative.drafts.kinds import as_draft, describe
+from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.profile import STREAMED, Profile, describe
+from heavypath.speculative.profile import STREAMED, Profile
 from heavypath.speculative.streaming.file import WeightFile
-from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.stream import READERS
 from heavypath.speculative.trees.planning import expected_tokens, sequoia_tree

@@ -38,15 +38,14 @@ from heavypath.speculative.costs.host import host_costs, pass_seconds
 from heavypath.speculative.costs.roofline import Work
 from heavypath.speculative.costs.streamed import streamed_bytes, streamed_costs
 from heavypath.speculative.loading import load_pair
+from heavypath.speculative.models.layer_weights import StreamCounts, stream_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.ranks.agreement import agreement_of
 from heavypath.speculative.streaming.file import BLOCK, WeightFile
-from heavypath.speculative.streaming.layer_weights import stream_of
 from heavypath.speculative.streaming.layout import aligned_memory
 from heavypath.speculative.streaming.load import load_streamed
 from heavypath.speculative.streaming.memory import bytes_of, resident_layers
 from heavypath.speculative.streaming.offloaded import stream_layers
-from heavypath.speculative.streaming.slots import StreamCounts
 from heavypath.speculative.streaming.source import layers_of, places_in, places_of_folder
 from heavypath.speculative.streaming.stream import LayerStream
 from heavypath.speculative.tree_choice import default_tree

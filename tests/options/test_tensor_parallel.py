@@ -171,7 +171,7 @@ def test_a_step_agrees_without_asking_the_host():
     tokens, left = torch.zeros(2, 6, dtype=torch.long, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")
     logits = torch.zeros(2, 6, 33, dtype=torch.bfloat16, device="meta")
     drafted = Drafted(tokens, tokens[0], tokens[0], tokens[0], tokens[0], None, None, logits)
-    agreement.check([drafted.to_compare(), [logits], [tokens, left, left]], left)
+    agreement.check(drafted, logits, [tokens, left, left], left)
     with pytest.raises(RuntimeError, match="meta"):
         bool(left.sum())
 

@@ -25,12 +25,13 @@ from heavypath.speculative import (
 from heavypath.speculative.costs.host import host_costs
 from heavypath.speculative.costs.roofline import Device, estimated_costs
 from heavypath.speculative.costs.table import Costs, CostsByBatch, standing_for
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
-from heavypath.speculative.drafts import ModelDraft
+from heavypath.speculative.drafts.kinds import describe
+from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.profile import Profile, describe
+from heavypath.speculative.profile import Profile
 from heavypath.speculative.replanning import Replanner, Shapes
 from heavypath.speculative.tree_choice import tree_by_estimates
 from heavypath.speculative.trees_by_batch import BATCHES, TreesByBatch, trees_up_to

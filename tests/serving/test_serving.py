@@ -20,7 +20,6 @@ from tiny_models import tiny_llama as shorter_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import Cascade, EarlyExit, Lookahead, Mixture, PromptLookup, SpeculativeDecoder
-from heavypath.speculative.drafts import models_of
 from heavypath.speculative.serving import Closed, QueueFull
 
 
@@ -80,13 +79,13 @@ def test_each_text_is_that_of_the_prompt_alone(name):
 
 
 def test_sampling_each_in_its_own_way_is_lossless():
-    """Two tokens of 1,800 requests side by side, of three temperatures: counts against the exact law of each."""
+    """Two tokens of 1,500 requests side by side, of three temperatures: counts against the exact law of each."""
     target = tiny_llama(0)
     prompt, kinds = [3, 1, 4], [Filters(0.6), Filters(1.2, top_k=4), Filters(0.9, top_p=0.8)]
     decoder = SpeculativeDecoder(target, tiny_llama(1), "sequoia")
     wanted = [
         (prompt, {"max_new_tokens": 2, **kinds[number % 3]._asdict(), "eos_token_id": None}, number)
-        for number in range(1_800)
+        for number in range(1_500)
     ]
     with decoder.serve(slots=32, max_tokens=16, queue=2_000) as service:
         texts = torch.tensor(served(service, wanted))
@@ -286,7 +285,7 @@ def test_memory_is_taken_at_the_beginning_and_given_back(decoder):
 
 
 def test_there_is_no_more_room_than_the_models_have_positions(decoder, monkeypatch):
-    for limited in (decoder._target, *models_of(decoder._draft)):
+    for limited in (decoder._target, *decoder._draft.models):
         with monkeypatch.context() as patch:
             patch.setattr(limited, "max_positions", 96)
             with decoder.serve(slots=1, max_tokens=2048) as service:

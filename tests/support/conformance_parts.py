@@ -35,9 +35,10 @@ from heavypath.speculative import (
     top_down,
 )
 from heavypath.speculative.costs.table import Costs, CostsByBatch
+from heavypath.speculative.drafts.kinds import describe, draft_parameter_count, parameter_count
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig
 from heavypath.speculative.methods import measured_row
-from heavypath.speculative.profile import MeasuredAcceptance, describe, draft_parameter_count, parameter_count
+from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.streaming.file import BLOCK
 
 EOS, SEED = 5, 4

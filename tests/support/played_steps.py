@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from heavypath.speculative import METHODS
-from heavypath.speculative.decoding.device_tree import device_tree
-from heavypath.speculative.decoding.growth import Growth
+from heavypath.speculative.decoding.drafters import drafter_of
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Step
+from heavypath.speculative.method_rules import TypicalVerifier
 
 KERNELS = (
     "sampling", "trees.levels", "trees.growing", "trees.assembly", "verification", "verifying.top_down",
@@ -124,6 +124,7 @@ def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, 
     vocab_size: where the text is counted for `processing`
     """
     kind, shape = METHODS[method].kind(filters.temperature), METHODS[method].tree_of(size)
+    limits = METHODS[method].typical(None, None)
     rules = Rules(
         replacement=kind.replacement,
         fill=METHODS[method].fill,
@@ -132,17 +133,17 @@ def step_on_meta(method, filters, target, draft, size=9, batch=3, vocab_size=0, 
         draft_filters=filters,
         drawing_filters=kind.drawing_filters(filters),
         value_temperature=0.6,
-        processing=processing,
-        typical=METHODS[method].typical(None, None),
+        changes=() if processing is None else (processing,),
+        verifier=TypicalVerifier(limits) if kind.verification == "typical" else None,
     )
-    tree = shape if isinstance(shape, Growth) else device_tree(shape, shape.depth, torch.device("meta"))
-    step = Step(target, draft, tree, shape.branching, shape.depth, rules)
+    drafter = drafter_of(shape, shape.depth, draft, rules, torch.device("meta"))
+    step = Step(target, draft, drafter, shape.branching, shape.depth, rules)
     caches = target.new_cache(batch, 300), None if draft is None else draft.new_cache(batch, 300)
     slots = max(1, shape.depth * shape.branching)
     room = {"new_tokens": 20, "stops": 2, "vocab_size": vocab_size, "count_slots": slots, "device": target.device}
     run = partial(step, Sequences.room_for(batch, **room), *caches, 160, lambda phase: None)
     run()
-    return step.depth, run
+    return drafter.depth, run
 
 
 class Launches(TorchDispatchMode):

@@ -63,6 +63,8 @@ class HeadDraft(TappedDraft):
     whose rotary embeddings depend on the length of the text.
     """
 
+    overlap = 1  # an entry is made of two tokens
+
     def __init__(self, head: EagleHead, target: Forward):
         super().__init__(head, target)
         config = head.config

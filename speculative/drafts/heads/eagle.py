@@ -28,6 +28,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from heavypath.speculative.drafts.draft import Draftable
 from heavypath.speculative.drafts.heads.config import HeadConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of query [B, Hq, N, D], key and value [B, Hkv, N, D]; as query
@@ -104,7 +105,7 @@ class HeadLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class EagleHead(nn.Module):
+class EagleHead(nn.Module, Draftable):
     """A head of EAGLE-1, 2, 3 or 3.1.
 
     Where it has no embedding or no lm_head of its own, `embed_tokens` or `lm_head` is None, and the caller takes the

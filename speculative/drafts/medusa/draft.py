@@ -64,7 +64,7 @@ class MedusaDraft(TappedDraft):
                 f"tokens, got one of width {width} with {target.vocab_size}"
             )
         super().__init__(heads, target)
-        self.heads, self.config, self.layers, self.most_levels = heads, config, config.layers, config.heads
+        self.heads, self.config, self.layers, self.levels = heads, config, config.layers, config.heads
         self._lm_head = joined(self.target_lm_head, part_of(self.target_lm_head), target.ranks)
 
     def new_cache(self, batch: int, rows: int) -> MedusaCache:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from heavypath.speculative.drafts.draft import Draftable
+
 
 @dataclass(frozen=True)
 class MedusaConfig:
@@ -42,7 +44,7 @@ class MedusaConfig:
         return "medusa"
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(nn.Module, Draftable):
     """K Medusa heads, whose weights lie side by side, so that all heads are one product for each layer.
 
     weight: [layers, K, H, H], bias: [layers, K, H], and lm_heads: [K, V, H], or None where the target's is taken

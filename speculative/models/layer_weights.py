@@ -6,16 +6,87 @@ enters the same object: `with weights_of(layer): ...`. Passes of a GPU begin and
 layers gets a pair of hooks, too.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from heavypath.speculative.streaming.device import DeviceStream
-from heavypath.speculative.streaming.stream import LayerStream
-
-WeightStream = LayerStream | DeviceStream
 _ALWAYS_THERE = nullcontext()
+
+
+class StreamCounts(NamedTuple):
+    """What a stream has done.
+
+    bytes_read: from files; or, to a GPU, from the host's memory
+    reading:    seconds in which at least one read was under way
+    waiting:    seconds in which a pass waited for a layer
+    untimed:    of bytes_read those that CUDA graphs copied, for which neither kind of seconds is known
+    """
+
+    bytes_read: int = 0
+    reading: float = 0.0
+    waiting: float = 0.0
+    untimed: int = 0
+
+    def since(self, before: "StreamCounts") -> "StreamCounts":
+        """What has been done since it was `before`."""
+        return StreamCounts(
+            bytes_read=self.bytes_read - before.bytes_read,
+            reading=self.reading - before.reading,
+            waiting=self.waiting - before.waiting,
+            untimed=self.untimed - before.untimed,
+        )
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second, while it read; 0 if it did not, as far as that is known."""
+        return (self.bytes_read - self.untimed) / self.reading if self.reading else 0.0
+
+
+class WeightStream(ABC):
+    """What brings the weights of layers when they are needed; `streaming` has one for a CPU and one for a GPU.
+
+    layers: how many; resident: those of them that stay; on_take: called with each layer that is taken
+    """
+
+    layers: int
+    resident: frozenset[int]
+    on_take: Callable[[int], None] | None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a pass asks the host for nothing, so that it may be captured in a CUDA graph."""
+        return True
+
+    @abstractmethod
+    def tensors(self, layer: int) -> dict[str, Tensor]:
+        """A layer's tensors by their names; they hold its weights while it is taken."""
+
+    @abstractmethod
+    def take(self, layer: int) -> None:
+        """Have a layer in memory until it is released."""
+
+    @abstractmethod
+    def release(self, layer: int) -> None:
+        """Allow a layer's memory to be filled with another one."""
+
+    @abstractmethod
+    def one_pass(self) -> AbstractContextManager[None]:
+        """Have passes of other threads wait."""
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """What a step enters before it drafts: the first layers may be brought meanwhile."""
+        return nullcontext()
+
+    def replay(self) -> AbstractContextManager[None]:
+        """What a CUDA graph that takes its layers is launched in: it overwrites their places, whoever uses them."""
+        return nullcontext()
+
+    @abstractmethod
+    def counts(self) -> StreamCounts:
+        """What it has done so far."""
 
 
 class LayerWeights:
@@ -47,7 +118,7 @@ class LayerWeights:
 class WholePass:
     """A call of the module that has all the layers is one pass over them."""
 
-    def __init__(self, stream: DeviceStream):
+    def __init__(self, stream: Any):
         self.stream = stream
 
     def hook(self, module: nn.Module) -> None:
