@@ -127,6 +127,7 @@ def test_models_and_options_that_do_not_fit_are_refused(build, message, tiny_pai
     ({"top_p": 0.0}, r"top_p must be .* \(0, 1\], got 0.0"),
     ({"top_k": -1}, "top_k must be .* got -1"),
     ({"attention_mask": torch.tensor([[1, 0]])}, r"attention_mask must .* \(left padding\)"),
+    ({"sequence_ids": torch.tensor([1, 2])}, r"sequence_ids must be a LongTensor \[1\], got torch.int64 \[2\]"),
     ({"sequence_ids": torch.tensor([-1])}, "sequence_ids must be in 0 .. "),
     ({"eos_token_id": 7}, "eos_token_id must be in 0 .. 6, got 7"),
     ({"pad_token_id": -1}, "pad_token_id must be in 0 .. 6, got -1"),

@@ -175,6 +175,7 @@ def test_what_is_no_tree_is_refused(arguments, message):
     (lambda: HAND.reordered("random"), "order must be 'breadth_first'"),
     (lambda: TokenTree.from_branching([2, 0]), "branching factors must be at least 1"),
     (lambda: TokenTree.chain(-1), "length must be at least 0, got -1"),
+    (lambda: TokenTree.k_ary(2, -2), "depth must be at least 0, got -2"),
     (lambda: HAND.truncated(-1), "depth must be at least 0, got -1"),
     (lambda: HAND.occupied_blocks(0), "block_size must be at least 1"),
 ])  # fmt: skip

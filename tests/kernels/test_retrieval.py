@@ -204,6 +204,7 @@ def test_files_of_something_else_are_refused(demo_pair, tmp_path):
 
 
 @pytest.mark.parametrize(("build", "error", "message"), [
+    (lambda t: Retrieval([[]]), ValueError, "got 0 in 1 texts"),
     (lambda t: Retrieval([]), ValueError, r"needs texts of 1 .. 2147483647 tokens in all, got 0 in 0 texts"),
     (lambda t: Retrieval("import os"), TypeError, "texts must be several: .* got one str; put it into a list"),
     (lambda t: Retrieval(["import os"]), ValueError, "need the target's tokenizer"),
