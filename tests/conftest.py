@@ -27,7 +27,7 @@ pytest_plugins = ["command_line", "played_steps"]  # whose fixtures several fold
 
 DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file; `make durations` writes it
 LONGEST = 3  # seconds of a processor that a test of the default run may take
-LOOP = 0.05  # seconds that the loop below takes on the machine that LONGEST is meant for
+LOOP = 0.02  # seconds that the loop below takes on the machine that LONGEST is meant for
 SELDOM = ("slow", "integration", "gpu", "benchmark")  # marks of what is no such test
 
 
