@@ -25,7 +25,7 @@ from heavypath.speculative import SpeculativeDecoder, calibrate
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import Stepped
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.replanning import Shapes

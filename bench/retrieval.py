@@ -19,8 +19,7 @@ from torch import Tensor
 
 from heavypath.speculative import PromptLookup, Retrieval, SpeculativeDecoder
 from heavypath.speculative.demo import DemoPair, corpus, demo_prompts
-from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.drafts.lookup import LookupDraft
 from heavypath.speculative.drafts.retrieval import RetrievalDraft
 

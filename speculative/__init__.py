@@ -22,8 +22,7 @@ from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
 from heavypath.speculative.distillation import DistilSettings, distil
 from heavypath.speculative.drafts.composite import Cascade, Mixture
-from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.lookahead import Lookahead
 from heavypath.speculative.drafts.lookup import PromptLookup

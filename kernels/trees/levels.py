@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import heavypath.kernels.native.steps as steps
 from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.native import steps
 
 _BLOCK = tl.constexpr(128)  # nodes that a program looks at at once
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from heavypath.kernels.native.library import library
 from heavypath.kernels.native.recording import do, refuse
 from heavypath.kernels.native.sampling import below_infinity
-from heavypath.kernels.nodes import Laws
+from heavypath.kernels.nodes import Laws, Nodes
 from heavypath.kernels.trees.levels import Fed, first_nodes
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.drafts.draft import ExtraNodes
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import ExtraNodes, Feed
 from heavypath.speculative.models.host import host_can_read
 
 Lap = Callable[[str], object]  # called with the name of a phase when it ends
@@ -55,6 +54,11 @@ class Drafted(NamedTuple):
     draft_rows: Tensor | None
     logits: Tensor | None
     laws: Tensor | None = None
+
+    @property
+    def nodes(self) -> Nodes:
+        """The trees as a verification is told of them."""
+        return Nodes(self.tokens, self.parents, self.ranks)
 
     @property
     def drawn_from(self) -> Tensor | Laws | None:

@@ -59,10 +59,8 @@ class StaticDrafter:
         logits = fed = None
         for depth, level in enumerate(tree.levels):
             if fed is not None:
-                feed, level_noise = (
-                    feed_of(fed, state, reach.visible_rows + len(tree), level.mask, depth),
-                    fed.noise_rows,
-                )
+                level_noise = fed.noise_rows
+                feed = feed_of(fed, state, reach.visible_rows + len(tree), level.mask, depth)
             after = draft(feed, cache)  # [B, l, V], once those of each node's own draft are picked
             if level.picked is None:
                 after = after[:, -len(level.laws) :]

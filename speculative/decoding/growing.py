@@ -180,10 +180,8 @@ class GrowingDrafter:
             lap("sampling")
             if level.depth == growth.depth or (can_trim and not (slots.tokens[:, level.first : level.end] >= 0).any()):
                 break
-            feed, noise_rows = (
-                feed_of(fed, state, reach.visible_rows + level.end, level.mask, level.depth),
-                fed.noise_rows,
-            )
+            noise_rows = fed.noise_rows
+            feed = feed_of(fed, state, reach.visible_rows + level.end, level.mask, level.depth)
         tree = assemble(slots, roots, level, growth.size, trims=can_trim)
         every = torch.cat(logits, 1)  # after the slots of all levels but the last
         drafted = Drafted(

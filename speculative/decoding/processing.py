@@ -21,8 +21,7 @@ from heavypath.kernels.sequence_scores import sequence_scores
 from heavypath.speculative.decoding.drafted import Drafted
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.changes import LogitChange
-from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Draft, Feed
 
 
 @dataclass(frozen=True)

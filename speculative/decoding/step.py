@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from heavypath.kernels.commit import State, commit
-from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.nodes import Verified
 from heavypath.kernels.noise import Noise
 from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, given_to_target
 from heavypath.speculative.decoding.drafters import Drafter, Shape, drafter_of
@@ -154,9 +154,8 @@ class Step:
 
     def _verified(self, drafted: Drafted, logits: Tensor, state: Sequences) -> Verified:
         """What is accepted."""
-        nodes = Nodes(drafted.tokens, drafted.parents, drafted.ranks)
-        depth = min(self.drafter.depth, drafted.tokens.shape[1] - 1)
-        return self.rules.verify(nodes, logits, drafted.drawn_from, depth, Noise(state.seed, drafted.noise_rows))
+        depth, noise = min(self.drafter.depth, drafted.tokens.shape[1] - 1), Noise(state.seed, drafted.noise_rows)
+        return self.rules.verify(drafted.nodes, logits, drafted.drawn_from, depth, noise)
 
     def _keep(
         self, drafted: Drafted, verified: Verified, state: Sequences, target_cache: KeyValueCache,
@@ -167,8 +166,7 @@ class Step:
             target_cache.accept(verified.path, verified.length, state.lengths)
             draft_cache.accept(verified.path, verified.length, state.lengths, drafted.draft_rows)
         written = State(state.numbers, state.output, state.stops, state.seen, state.counts)
-        nodes = Nodes(drafted.tokens, drafted.parents, drafted.ranks)
-        commit(written, nodes, drafted.depths, verified, self.branching)
+        commit(written, drafted.nodes, drafted.depths, verified, self.branching)
 
 
 def new_step(plan: StepPlan, depth: int) -> Step:

@@ -21,22 +21,58 @@ The text follows the target's law for any logits: the draft decides how many tok
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from heavypath.speculative.drafts.feed import Feed
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Taps
 
 Drafting = Any  # what has weights to draft with: a `Forward`, or a trained head, which has its names
 
 
+@dataclass(frozen=True)
+class Feed:
+    """n nodes of each sequence's tree, given to a draft at once; B sequences. Its tensors are to be read only.
+
+    A step's first feed has n = 2: the last committed token, which is the tree's root, and the token before it, whose
+    row may not have been written yet. Every later feed has the nodes of one level. In a text of one token the root is
+    given twice.
+
+    tokens, positions: LongTensor[B, n]; a position is a token's place in its text, without padding
+    cache_rows:     LongTensor[B, n], where the draft's cache keeps each node: to be written by the draft
+    parent_rows:    LongTensor[B, n], the cache rows of the tokens before them; -1 before the text
+    prefix_lengths: LongTensor[B], cache rows before the tree: they hold the text before the root
+    visible_rows:   cache rows that hold the longest prefix and its tree
+    ancestor_mask:  bool [n, M] or [B, n, M], which of the tree's first M nodes each node sees, itself among them; the
+                    tree's node m has cache row prefix_lengths + m
+    news:           of a step's first feed, how many of the text's last tokens may be new since the last step, at most,
+                    the root among them; 0 of later ones
+    levels:         of a step's first feed, how many the step drafts
+    level:          of the nodes: 0 for the root's
+    drafted:        of a first feed, LongTensor[B]: how many of the text's last tokens are to count as drafted nodes,
+                    whose features a head does not know; None for 0. Acceptance is measured so, at any depth of a tree
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    cache_rows: Tensor
+    parent_rows: Tensor
+    prefix_lengths: Tensor
+    visible_rows: int
+    ancestor_mask: Tensor
+    news: int = 0
+    levels: int = 0
+    drafted: Tensor | None = None
+    level: int = 0
+
+
 class Draft:
     """Gives the logits of the token after each node of a growing tree: the three methods, which each draft has.
 
-    An object of yours need not be of this class. The package's own drafts are, and say more of themselves by what
-    follows the methods, where they differ from what stands here.
+    An object of yours need not be of this class, and only its three methods are called. The package's own drafts say
+    more of themselves by what follows the methods, where they differ from what stands here.
 
     For each step of the decoder a draft is called once for each level of the tree: first with the root (and the token
     before it), then with the nodes drafted below it, and so on. Tokens are drawn from the logits that it returns, and

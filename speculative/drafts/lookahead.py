@@ -31,8 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from heavypath.speculative.drafts.draft import Draft, Draftable, ExtraNodes
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Draft, Draftable, ExtraNodes, Feed
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.drafts.lookup import LookupDraft, NgramCache, Occurrences, PromptLookup
 from heavypath.speculative.models.forward import Forward

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from heavypath.speculative.drafts.draft import Draft, Draftable
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward

@@ -20,8 +20,7 @@ from heavypath.speculative.drafts.composite import (
     describe_parts,
     parts_for,
 )
-from heavypath.speculative.drafts.draft import Draft, Draftable
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Draft, Draftable, Feed
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.models.forward import Forward
 

@@ -6,8 +6,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
-from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.models.caches import RowCache
 
 _METHODS = {name: [*inspect.signature(getattr(Draft, name)).parameters][1:]
@@ -33,7 +32,7 @@ class OwnDraft(Draft):
         self._device = device
         if isinstance(draft, type):
             raise TypeError(f"draft must be an object, got the class {draft.__name__}; give {draft.__name__}(...)")
-        lacking = [_lacking(draft, name) for name in _METHODS if not callable(getattr(draft, name, None))]
+        lacking = [_lacking(draft, name) for name in _METHODS if not _has(draft, name)]
         if lacking:
             has = ", ".join(map(_call, _METHODS))
             raise TypeError(
@@ -86,6 +85,12 @@ def has_methods(draft: object) -> bool:
     return any(callable(getattr(draft, name, None)) for name in ("new_cache", "prefill"))
 
 
+def _has(draft: object, name: str) -> bool:
+    """Whether it has a method of its own; those of `Draft` itself do nothing."""
+    method = getattr(draft, name, None)
+    return callable(method) and getattr(method, "__func__", None) is not getattr(Draft, name)
+
+
 def _call(name: str) -> str:
     """How a method is called, in words."""
     return f"{name}({', '.join(_METHODS[name])})"
@@ -93,7 +98,7 @@ def _call(name: str) -> str:
 
 def _lacking(draft: object, name: str) -> str:
     """A method that is missing, and the names that it may have been given instead."""
-    similar = [one for one in get_close_matches(name, dir(draft)) if not one.startswith("_")]
+    similar = [one for one in get_close_matches(name, dir(draft)) if one != name and not one.startswith("_")]
     return _call(name) + (f" (it has {', '.join(similar)})" if similar else "")
 
 

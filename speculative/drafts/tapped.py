@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.models.forward import Forward, Taps, check_finite
 from heavypath.speculative.models.structure import structure_of, weight_versions
 

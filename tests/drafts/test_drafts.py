@@ -12,7 +12,7 @@ from tiny_models import exact_law, tiny_llama, transformers_greedy
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder, choose_layers
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.kinds import draft_parameter_count
 from heavypath.speculative.drafts.lookup import LookupDraft
 from heavypath.speculative.models.forward import TreeMask

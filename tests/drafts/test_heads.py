@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from heavypath.kernels.commit import StateField
 from heavypath.speculative import SpeculativeDecoder
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads import draft as head_module
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models import forward as forward_module

@@ -8,6 +8,7 @@ from tiny_models import tiny_llama, transformers_greedy
 from torch import nn
 
 from heavypath.speculative import (
+    Draft,
     Profile,
     RowCache,
     SpeculativeDecoder,
@@ -126,6 +127,8 @@ def without(*names, **added):
 @pytest.mark.parametrize(("make", "message"), [
     (without("prefill"), r"got 'Mine', which lacks prefill\(tokens, cache\); a Draft has new_cache\(batch, rows\), "
                          r"prefill\(tokens, cache\), __call__\(feed, cache\)"),
+    (lambda logits: type("Mine", (Draft,), {"new_cache": Bigrams.new_cache})(),
+     r"which lacks prefill\(tokens, cache\) and __call__\(feed, cache\);"),
     (without("prefill", pre_fill=Bigrams.prefill), r"lacks prefill\(tokens, cache\) \(it has pre_fill\)"),
     (without(prefill=lambda self, tokens: None), r"must be callable as prefill\(tokens, cache\): too many"),
     (lambda logits: Bigrams, r"draft must be an object, got the class Bigrams; give Bigrams\(...\)"),

@@ -6,7 +6,7 @@ from devices import DEVICE
 from kernel_cases import NATIVE, captured
 
 from heavypath.kernels import cache_compaction
-from heavypath.kernels.cache_compaction import compact_cache, compact_unchecked
+from heavypath.kernels.cache_compaction import compact_cache
 from heavypath.kernels.native.steps import compact
 
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton", NATIVE])
@@ -230,14 +230,3 @@ def test_what_the_kernel_cannot_take_is_refused_by_it_alone():
         compact_cache(given, given, *problem, impl="torch")
     with pytest.raises(ValueError, match="paths of at most 2048, got 2049; take impl 'torch'"):
         compact_cache([whole], [whole], *on_device(torch.arange(2049)[None], [1], [3]), impl="triton")
-
-
-def test_rows_that_lie_apart_are_moved_by_what_can_move_them():
-    """Compiled code on a CPU takes rows that are whole; a decoder's caches may be others."""
-    torch.manual_seed(3)
-    storage, problem = [torch.randn(2, 3, 4, 9) for _ in range(2)], [each.cpu() for each in drawn(2, 5, 4, 4)]
-    expected = [tensor.clone() for tensor in storage]
-    loop([tensor.mT for tensor in expected], *problem)
-    names = dict(zip(("path", "length", "prefix_length"), problem, strict=True))
-    compact_unchecked([tensor.mT for tensor in storage], **names)
-    assert torch.equal(torch.stack(storage), torch.stack(expected))

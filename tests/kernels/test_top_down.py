@@ -7,7 +7,7 @@ import pytest
 import torch
 import verification_oracle as oracle
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
-from tiny_models import exact_law, tiny_llama
+from tiny_models import exact_law
 from verification_cases import Problem
 from verification_oracle import GROWTHS, Language, by_law, by_the_first_token, static
 
@@ -23,11 +23,6 @@ from heavypath.speculative.examples.own_method import weigh_the_last
 
 PROMPT = torch.tensor([3, 1, 4])
 TREE = TokenTree([-1, 0, 0, 1, 1, 1, 2, 3], [0, 1, 0, 0, 2, 1, 0, 0])  # siblings out of index order
-
-
-@pytest.fixture(scope="module")
-def tiny_pair():
-    return tiny_llama(1), tiny_llama(2, layers=1)
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ AREAS = {
         ("kernels/cache_compaction.py",),
         (
             "tests/kernels/test_cache_compaction.py", "tests/kernels/test_adversary.py",
-            "tests/mutants/test_mutations.py",
+            "tests/mutants/test_mutations.py", "tests/mutants/test_survivors.py",
         ),
     ),
     "step": Area(

@@ -1,4 +1,4 @@
-"""Triton's interpreter in a third of its time, for the same results.
+"""Triton's interpreter without what it does for nothing, for the same results.
 
 * Its language is made to run in NumPy once a launch, not at every call of a function.
 * It computes each sum and product of whole numbers a second time, in 64 bits, for an assertion that it then does not

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heavypath.kernels.layers.rms_norm import Norm, add_rms_norm
 from heavypath.kernels.layers.rotary import HeadNorms, Projected, Turns, rotate_and_store, store_rows
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.heads.cache import HeadCache
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.drafts.tapped import TappedDraft

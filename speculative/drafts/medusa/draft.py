@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.layers.rotary import store_rows
-from heavypath.speculative.drafts.feed import Feed
+from heavypath.speculative.drafts.draft import Feed
 from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import RowCache
