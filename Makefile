@@ -5,11 +5,12 @@
 #   make test WORKERS=8                processes that the tests run in, about 1 GB each
 #   make test TESTS=tests/core/test_tree.py                            some of the tests
 #   make test VENV=.venv-oldest CONSTRAINTS=.ci/oldest.txt        another environment, with other versions
+#   make test VENV=.venv-newest CONSTRAINTS=                      one with the versions of the day
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
 VENV ?= .venv
-CONSTRAINTS ?=
+CONSTRAINTS ?= .ci/newest.txt
 WORKERS ?= 2
 TESTS ?=
 
@@ -31,7 +32,7 @@ GPU_TESTS := $(addprefix tests/, kernels/test_sampling.py kernels/test_commit.py
 	unusable_prompts_are_refused_in_one_line unusable_models_are_refused_in_one_line) \
 	core/test_decoder.py::test_statistics_add_up)
 
-.PHONY: help setup demo test integration nightly mutants durations test-as-on-a-gpu gpu-miniature test-oldest test-libraries \
+.PHONY: help setup demo test integration nightly mutants durations test-as-on-a-gpu gpu-miniature test-oldest test-newest test-libraries \
 	check report record pictures clean requirements
 
 help:
@@ -48,6 +49,7 @@ help:
 	@echo "                  of the command line and the decoder a part"
 	@echo "make gpu-miniature     run all that bench/gpu.sh runs on a GPU, in miniature"
 	@echo "make test-oldest  run the tests that depend on versions, with the oldest versions allowed"
+	@echo "make test-newest  run them with the newest versions that there are today, instead of those of .ci/newest.txt"
 	@echo "make test-libraries  run the tests of models that other libraries quantise, which it installs"
 	@echo "make durations    write how long each test file takes into tests/durations.json"
 	@echo "make record       write what all kernels compile to into bench/results/compile_report.json"
@@ -71,7 +73,7 @@ durations: setup
 
 # Every part runs, whatever became of those before it.
 nightly: setup
-	@failed=; for part in slow triples today races mutants test-as-on-a-gpu gpu-miniature test-libraries; do \
+	@failed=; for part in slow triples today races mutants test-as-on-a-gpu gpu-miniature test-newest test-libraries; do \
 		$(MAKE) $$part || failed="$$failed $$part"; done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 .PHONY: slow triples today races
@@ -96,6 +98,9 @@ gpu-miniature: setup
 
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.ci/oldest.txt TESTS="$(VERSION_TESTS)"
+
+test-newest:
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS= TESTS="$(VERSION_TESTS)"
 
 test-libraries:
 	$(MAKE) setup VENV=.venv-libraries

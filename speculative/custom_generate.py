@@ -35,6 +35,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from heavypath.speculative.decoding.loop import Streamer
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.generation_defaults import NOTHING
+from heavypath.speculative.models.generic import CACHE_NAME
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.ranks.peers import ALONE, Peers
 
@@ -57,7 +58,7 @@ _UNSUPPORTED = {
     "output_hidden_states": (None, False),
 }
 # Arguments of a model's forward pass that the decoder takes care of itself; any other is refused.
-_SERVED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache", "cache_position")
+_SERVED = ("attention_mask", "position_ids", CACHE_NAME, "logits_to_keep", "use_cache", "cache_position")
 
 # What the decoder does by itself: penalties first of all, and filters last, in this order.
 _PENALTIES = (
@@ -145,7 +146,7 @@ class GenerateCall:
         if seed is None:
             seed = peers.decided(_drawn_seed) if options["temperature"] > 0 else 0
         pad = getattr(config, "_pad_token_tensor", config.pad_token_id)
-        past = self.model_kwargs.get("past_key_values")
+        past = self.model_kwargs.get(CACHE_NAME)
         return options | {
             "past": past if isinstance(past, TextCache) else None,
             "input_ids": self.input_ids,
@@ -167,7 +168,7 @@ class GenerateCall:
     ) -> "Tensor | SpeculativeOutput":
         """What transformers' generate returns for sequences LongTensor[B, T + new]."""
         if self._config.return_dict_in_generate:
-            fields: dict[str, Any] = {"scores": scores, "logits": logits, "past_key_values": cache, "stats": stats}
+            fields: dict[str, Any] = {"scores": scores, "logits": logits, CACHE_NAME: cache, "stats": stats}
             return SpeculativeOutput(sequences=sequences, **fields)  # pyright: ignore[reportArgumentType]
         return sequences
 
@@ -201,16 +202,16 @@ def _check_settings(config: GenerationConfig, input_ids: Tensor, model_kwargs: d
             raise _unsupported(name, "the decoder's forward pass takes input_ids and attention_mask alone")
     if model_kwargs.get("use_cache") is False:
         raise _unsupported("use_cache=False", "the decoder has caches of its own")
-    cache: Any = model_kwargs.get("past_key_values")
+    cache: Any = model_kwargs.get(CACHE_NAME)
     is_foreign = not isinstance(cache, TextCache | None)
     if is_foreign and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        why = "it takes the past_key_values that it returned, with return_dict_in_generate=True"
-        raise _unsupported(f"past_key_values of type {type(cache).__name__}", why)
+        why = f"it takes the {CACHE_NAME} that it returned, with return_dict_in_generate=True"
+        raise _unsupported(f"{CACHE_NAME} of type {type(cache).__name__}", why)
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     for given in (positions, mask):
         if isinstance(cache, TextCache) and given is not None and given.shape[-1] != input_ids.shape[1]:
             why = "give the whole text as input_ids; what the cache has of it is found and not computed again"
-            raise _unsupported("input_ids that begin behind past_key_values", why)
+            raise _unsupported(f"input_ids that begin behind {CACHE_NAME}", why)
     if positions is not None:
         mask = torch.ones_like(input_ids) if mask is None else mask.long()
         if not ((mask.cumsum(-1) - 1 == positions) | (mask == 0)).all():

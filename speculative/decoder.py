@@ -475,9 +475,9 @@ class SpeculativeDecoder:
         trace: as in `generate`; custom_generate=partial(decoder, trace=FILE, tokenizer=tokenizer).
 
         The other settings of transformers mean what they mean there. With return_dict_in_generate=True the answer is a
-        `SpeculativeOutput`: transformers' own, with the field `stats`, and with a TextCache as past_key_values, which a
-        later call takes as past_key_values, with the whole text as input_ids. Raises ValueError for those that the
-        decoder does not have, by name.
+        `SpeculativeOutput`: transformers' own, with the field `stats`, and a TextCache as cache (past_key_values before
+        transformers 5.24), which a later call takes under that name, with the whole text as input_ids. Raises
+        ValueError for those that the decoder does not have, by name.
         """
         call = GenerateCall(
             model=model,

@@ -10,8 +10,9 @@ rows:
 So a few integers say what is seen, and no mask of N x (L + N) is made. Once heavypath.speculative is imported,
 
     model.set_attn_implementation("heavypath")            # or from_pretrained(..., attn_implementation="heavypath")
-    model(tokens, position_ids=L + depths, past_key_values=cache, tree_subtree_end=tree.subtree_end)
+    model(tokens, position_ids=L + depths, cache=cache, tree_subtree_end=tree.subtree_end)
 
+(before transformers 5.24 the cache is called past_key_values)
 patches a loaded model. `set_attn_implementation("sdpa")` takes the patch off again. A tree is an argument of the call:
 see `attention_forward`. Calls that the kernel would not speed up go to transformers' own sdpa: those that need
 gradients or dropout, those without a tree on a CPU, and those whose mask is not a prefix and a tree (bidirectional or
@@ -45,7 +46,6 @@ _SERVED_ELSEWHERE = {
     "sinks": ("attention sinks", "eager"),
     "indices": ("sparse attention", "eager"),
     "block_indices": ("sparse attention", "eager"),
-    "cache": ("paged caches", "sdpa"),
 }
 
 
@@ -77,7 +77,7 @@ def attention_forward(
     query: [B, Hq, N, D]; key, value: [B, Hkv, S, D], which the cache returned; attention_mask: from `visible_rows`, or
     any other mask that sdpa takes.
 
-    A tree is given to the model's call, `model(tokens, position_ids=..., past_key_values=cache, tree_subtree_end=...)`:
+    A tree is given to the model's call, `model(tokens, position_ids=..., cache=cache, tree_subtree_end=...)`:
 
     tree_subtree_end:   int or long tensor [N] or [B, N], where each node's subtree ends in depth-first order; or
     tree_ancestor_mask: bool [N, N] or [B, N, N], [i, j] true where node j is node i or its ancestor, or that mask
@@ -92,7 +92,7 @@ def attention_forward(
     transformers numbers the nodes one after the other. The call's attention_mask, if any, has a column for each row of
     the cache and for each node.
 
-    Raises ValueError for what "heavypath" does not have: attention sinks, position biases, paged caches; trees under
+    Raises ValueError for what "heavypath" does not have: attention sinks, position biases; trees under
     masks other than causal or sliding-window ones with left padding; soft caps under bidirectional or additive masks.
     """
     if not kwargs.keys() <= _USUAL:

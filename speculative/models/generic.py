@@ -1,6 +1,6 @@
 """Any causal language model of transformers, called on tree nodes by its own forward pass.
 
-    model(tokens, position_ids=prefix + depths, past_key_values=KeyValueCache.at(rows, ...), attention_mask=4-D)
+    model(tokens, position_ids=prefix + depths, cache=KeyValueCache.at(rows, ...), attention_mask=4-D)
 
 With attn_implementation "sdpa" or "eager" a 4-D mask says what each node sees, one for each kind of layer if they see
 differently far; with "heavypath" our attention function is an argument of the call. A model's type does not tell
@@ -8,17 +8,26 @@ whether it really follows the mask, the positions and the cache; `probe` does.
 """
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from heavypath.speculative.models.attn_implementation import NAME
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits
 
+#: What transformers calls a cache: "cache", and before its version 5.24 "past_key_values".
+CACHE_NAME: str = ALL_CACHE_NAMES[0]
 _ATTENTION = ("sdpa", "eager", NAME)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The argument of a model's call that takes a cache; a model's own code may be older than the library."""
+    return "past_key_values" if "past_key_values" in signature(model.forward).parameters else CACHE_NAME
 
 
 class TransformersForward(Forward):
@@ -61,6 +70,7 @@ class TransformersForward(Forward):
                 f"{name} has attn_implementation={self._attention!r}, which takes no tree; "
                 f'call {name}.set_attn_implementation("sdpa"), or "eager", or "{NAME}"'
             )
+        self._cache_argument = cache_argument(model)
         self._read_layers()
 
     @property
@@ -98,7 +108,7 @@ class TransformersForward(Forward):
             arguments["attention_mask"] = each if len(self.windows) > 1 else each[self._kinds[0]]
             first_row = {kind: mask.first_row(window) for kind, window in self._window_of.items()}
             first_rows = [first_row[kind] for kind in self._kinds]
-        arguments["past_key_values"] = cache.at(cache_rows, mask.visible_rows, first_rows)
+        arguments[self._cache_argument] = cache.at(cache_rows, mask.visible_rows, first_rows)
         if taps is not None:
             arguments["output_hidden_states"] = True
         with self.alone:
@@ -131,11 +141,8 @@ class TransformersForward(Forward):
         """Find out how many layers keep keys and values, and of how many heads and columns."""
         forgetful = _ForgetfulCache()
         try:
-            self.model(
-                input_ids=torch.zeros(1, 2, dtype=torch.long, device=self.device),
-                past_key_values=forgetful,
-                use_cache=True,
-            )
+            tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+            self.model(input_ids=tokens, use_cache=True, **{self._cache_argument: forgetful})
         except Exception as error:
             raise self.refusal(f"{error or type(error).__name__}") from error
         shapes = forgetful.shapes

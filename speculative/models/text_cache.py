@@ -12,6 +12,7 @@ from transformers import Cache
 
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.models.generic import CACHE_NAME
 
 
 class Caching(Protocol):
@@ -51,7 +52,7 @@ class TextCache(Cache):
     A later prompt takes over the rows of its longest common prefix with any of the texts; they are copied, so that one
     cache serves as many continuations as one likes. `len()` is the number of texts, `nbytes` the memory it takes.
 
-    For transformers it is a `Cache`, so that its own generate takes it as past_key_values for a decoder. No model can
+    For transformers it is a `Cache`, so that its own generate takes it as cache= for a decoder. No model can
     be called with it.
     """
 
@@ -125,7 +126,7 @@ class TextCache(Cache):
         """Raise TypeError: no model can use it."""
         raise TypeError(
             "a model cannot be called with a TextCache; give it to SpeculativeDecoder.generate as past=, or to "
-            "transformers' generate as past_key_values= together with custom_generate=decoder"
+            f"transformers' generate as {CACHE_NAME}= together with custom_generate=decoder"
         )
 
     def __len__(self) -> int:

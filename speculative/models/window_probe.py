@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, TreeMask
+from heavypath.speculative.models.generic import cache_argument
 
 _NODES = 3
 _LARGEST = 1 << 14  # of the made-up values, which must fit into fp16
@@ -42,9 +43,8 @@ def _gap(forward: Forward, window: int) -> float:
     positions = torch.arange(_NODES, device=forward.device)[None]
     cache, rows = _edge_cache(forward, window, noise), positions + window
     visible_rows = window + _NODES
-    expected = forward.model(
-        input_ids=nodes, position_ids=positions, past_key_values=cache.at(rows, visible_rows), use_cache=True
-    ).logits.float()
+    seen = {cache_argument(forward.model): cache.at(rows, visible_rows)}
+    expected = forward.model(input_ids=nodes, position_ids=positions, use_cache=True, **seen).logits.float()
     mask = TreeMask(
         prefix_length=torch.full((), window, device=forward.device),
         visible_rows=visible_rows,

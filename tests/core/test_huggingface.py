@@ -16,6 +16,7 @@ from transformers.masking_utils import chunked_causal_mask_function
 from heavypath.kernels.attention.masks import pack_ancestors
 from heavypath.kernels.tree_attention import chain_attention
 from heavypath.speculative import TokenTree, huggingface
+from heavypath.speculative.models.generic import CACHE_NAME
 
 WINDOW = 7  # less than any text here
 FAMILIES = {
@@ -89,7 +90,7 @@ def read(model, implementation, make_cache=CACHES["no"], padding=None, parts=PAR
         mask = {}
         if padding is not None:
             mask = {"attention_mask": padding[:, :start], "position_ids": positions(padding)[:, new]}
-        logits.append(model(TEXT[:, new], past_key_values=cache, use_cache=cache is not None, **mask).logits)
+        logits.append(model(TEXT[:, new], **{CACHE_NAME: cache}, use_cache=cache is not None, **mask).logits)
     patched(model)
     logits = torch.cat(logits, 1)
     return logits if padding is None else logits[padding.bool()]
@@ -289,8 +290,8 @@ def test_a_node_of_a_tree_sees_what_its_path_sees(model, padding):
     for kind in ("a growing", "an all-keeping", "a static"):
         for given in TREES if kind == "a growing" else ["subtree_end"]:
             cache = CACHES[kind](model)
-            model(TEXT[:, :12], past_key_values=cache, **before)
-            logits = model(NODES, past_key_values=cache, **behind, **TREES[given]).logits
+            model(TEXT[:, :12], **{CACHE_NAME: cache}, **before)
+            logits = model(NODES, **{CACHE_NAME: cache}, **behind, **TREES[given]).logits
             assert_close(logits, expected)
 
 
@@ -314,11 +315,11 @@ def test_a_tree_after_prompts_of_different_lengths(family):
     model, lengths = patched(tiny(family)), torch.tensor([9, 12])
     cache = Cache(layers=[OwnRowsLayer(40) for _ in range(3)])
     right_padding = (torch.arange(12) < lengths[:, None]).long()
-    model(TEXT[:, :12], attention_mask=right_padding, past_key_values=cache)
+    model(TEXT[:, :12], attention_mask=right_padding, **{CACHE_NAME: cache})
     for layer in cache.layers:
         layer.lengths = lengths
     tree = {"tree_subtree_end": TREE.subtree_end, "tree_prefix_length": lengths}
-    logits = model(NODES, position_ids=lengths[:, None] + TREE.depths, past_key_values=cache, **tree).logits
+    logits = model(NODES, position_ids=lengths[:, None] + TREE.depths, **{CACHE_NAME: cache}, **tree).logits
     assert_close(logits, path_logits(model, [TEXT[0, :9], TEXT[1, :12]], NODES))
 
 
@@ -329,12 +330,12 @@ def test_a_tree_that_grows_level_by_level(kind):
     expected = path_logits(model, TEXT[:, :12], NODES, tree)
     for pack in (torch.clone, pack_ancestors):
         cache, logits = CACHES[kind](model), []
-        model(TEXT[:, :12], past_key_values=cache)
+        model(TEXT[:, :12], **{CACHE_NAME: cache})
         for level in tree.depths.unique():
             new = (tree.depths == level).nonzero()[:, 0]
             mask = pack(tree.mask()[new, : new[-1] + 1])
             position = (12 + tree.depths[new])[None]
-            out = model(NODES[:, new], position_ids=position, past_key_values=cache, tree_ancestor_mask=mask)
+            out = model(NODES[:, new], position_ids=position, **{CACHE_NAME: cache}, tree_ancestor_mask=mask)
             logits.append(out.logits)
         assert_close(torch.cat(logits, 1), expected)
 
@@ -426,7 +427,6 @@ def test_chunks_are_seen_from_their_beginning():
 
 WHOLE = torch.full((23,), 23)  # a chain of that many nodes, as a tree
 REFUSED = [
-    ("llama", {"cache": object()}, 'heavypath" .*has no paged caches.* use attn_implementation="sdpa"'),
     ("llama", {"position_bias": torch.zeros(1)}, 'has no position biases.* use attn_implementation="sdpa"'),
     ("llama", {"attention_mask": PADDING[:, :9]}, "cover cache and new tokens, 23 columns, got 9"),
     ("llama", {"tree_prefix_length": 3}, "tree_prefix_length needs tree_subtree_end or tree_ancestor_mask"),
@@ -454,9 +454,9 @@ def test_calls_that_it_cannot_serve_are_refused(family, arguments, message):
 @pytest.mark.parametrize("kind", ["a growing", "a static"])
 def test_a_mask_too_short_behind_a_cache_is_refused(kind):
     model = patched(tiny("llama"))
-    cache = model(TEXT[:, :9], past_key_values=CACHES[kind](model)).past_key_values
+    cache = model(TEXT[:, :9], **{CACHE_NAME: CACHES[kind](model)})[CACHE_NAME]
     with pytest.raises(ValueError, match="10 columns, got 1"):
-        model(TEXT[:, 9:10], attention_mask=torch.ones(2, 1), past_key_values=cache)
+        model(TEXT[:, 9:10], attention_mask=torch.ones(2, 1), **{CACHE_NAME: cache})
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache
 
 from heavypath.speculative import EarlyExit, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.workspace import Workspace
+from heavypath.speculative.models.generic import CACHE_NAME
 from heavypath.speculative.models.llama import LlamaForward
 
 IDS = torch.tensor([[3, 1, 4, 1, 6, 2, 5, 5, 2]])
@@ -196,7 +197,7 @@ def test_a_cache_says_what_it_is(tiny_pair):
     assert out.cache.nbytes == out.stats.cache_bytes
     assert "prompt tokens         12 computed, 0 reused" in str(out.stats)
     with pytest.raises(TypeError, match="a model cannot be called with a TextCache; give it to SpeculativeDecoder"):
-        tiny_pair[0](PROMPTS, past_key_values=out.cache)
+        tiny_pair[0](PROMPTS, **{CACHE_NAME: out.cache})
     for same in (copy.deepcopy(out), pickle.loads(pickle.dumps(out))):
         assert torch.equal(same.sequences, out.sequences)
         with pytest.raises(RuntimeError, match="a copy of a Generation has no cache"):
@@ -242,14 +243,14 @@ def test_transformers_generate_returns_and_takes_a_past(tiny_pair, computed):
     decoder = SpeculativeDecoder(*tiny_pair)
     settings = {"max_new_tokens": 6, "pad_token_id": 0, "custom_generate": decoder, "return_dict_in_generate": True}
     first = target.generate(PROMPTS, attention_mask=PADDING, **settings)
-    assert isinstance(first.past_key_values, Cache)
+    assert isinstance(first[CACHE_NAME], Cache)
     turn = torch.cat([first.sequences, IDS[:, :3].expand(4, -1)], 1)
     mask = torch.cat([PADDING, torch.ones(4, 9, dtype=torch.long)], 1)
     for inputs in ({"inputs": turn[:1]}, {"inputs": turn[:1], "attention_mask": mask[:1]},
                    {"inputs": turn, "attention_mask": mask}):  # fmt: skip
         expected = target.generate(**inputs, **settings | {"custom_generate": None})
         computed(target)
-        out = target.generate(**inputs, past_key_values=first.past_key_values, **settings)
+        out = target.generate(**inputs, **{CACHE_NAME: first[CACHE_NAME]}, **settings)
         assert computed(target) <= 3
         assert torch.equal(out.sequences, expected.sequences)
 
@@ -259,14 +260,14 @@ def test_transformers_generate_is_told_what_a_past_goes_with(tiny_pair):
     decoder = SpeculativeDecoder(*tiny_pair)
     past = decoder.generate(PROMPTS, 4, attention_mask=PADDING, pad_token_id=0).cache
     settings = {"max_new_tokens": 6, "pad_token_id": 0, "custom_generate": decoder}
-    with pytest.raises(ValueError, match="past_key_values of type DynamicCache: it takes the past_key_values that it"):
-        target.generate(IDS, past_key_values=DynamicCache(), **settings)
-    message = "input_ids that begin behind past_key_values: give the whole text as input_ids"
+    with pytest.raises(ValueError, match=f"{CACHE_NAME} of type DynamicCache: it takes the {CACHE_NAME} that it"):
+        target.generate(IDS, **{CACHE_NAME: DynamicCache()}, **settings)
+    message = f"input_ids that begin behind {CACHE_NAME}: give the whole text as input_ids"
     for mask in (torch.ones(1, 15), torch.tensor([[0] + [1] * 14])):
         with pytest.raises(ValueError, match=message):
-            target.generate(IDS, attention_mask=mask.long(), past_key_values=past, **settings)
+            target.generate(IDS, attention_mask=mask.long(), **{CACHE_NAME: past}, **settings)
     with pytest.raises(TypeError, match="together with custom_generate=decoder"):
-        target.generate(IDS.repeat(1, 3), past_key_values=past, max_new_tokens=2, pad_token_id=0)
+        target.generate(IDS.repeat(1, 3), **{CACHE_NAME: past}, max_new_tokens=2, pad_token_id=0)
 
 
 @pytest.mark.slow

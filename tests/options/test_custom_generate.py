@@ -36,6 +36,7 @@ from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.custom_generate import SpeculativeOutput
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.models import linear
+from heavypath.speculative.models.generic import CACHE_NAME
 from heavypath.speculative.models.llama import LlamaForward
 
 IDS = torch.tensor([[1, 2, 3]])
@@ -197,7 +198,7 @@ def test_a_setting_that_differs_from_the_decoders_own_is_a_processor(processors,
     ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
     ({"use_cache": False}, "use_cache=False"),
     ({"cache_implementation": "static"}, "cache_implementation='static'"),
-    ({"past_key_values": DynamicCache()}, "past_key_values"),
+    ({CACHE_NAME: DynamicCache()}, CACHE_NAME),
     ({"synced_gpus": True}, "synced_gpus"),
     ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
     ({"guidance_scale": 1.5}, "the logits processor UnbatchedClassifierFreeGuidance.* decode without guidance_scale"),
@@ -286,7 +287,7 @@ def test_a_cache_keeps_the_positions_that_it_was_made_for(tiny_pair):
     forward._rotary = forward._rotary_table(2)
     ids = torch.arange(40)[None] % 7
     forward.prefill(ids, cache)
-    keys = tiny_pair[0](ids, use_cache=True).past_key_values.layers[0].keys
+    keys = tiny_pair[0](ids, use_cache=True)[CACHE_NAME].layers[0].keys
     assert torch.allclose(cache.read(0)[0][:, :, :40], keys, atol=1e-5)
 
 
