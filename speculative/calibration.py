@@ -38,16 +38,15 @@ from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.drafts.kinds import AnyDraft, as_draft, describe, draft_parameter_count, parameter_count
-from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import METHODS, Kind, measured_row, row_of
 from heavypath.speculative.models.forward import Forward, TreeMask
-from heavypath.speculative.models.forward_of import forward_of
+from heavypath.speculative.models.forward_of import check_alone, forward_of
+from heavypath.speculative.output.options import NOTHING
 from heavypath.speculative.profile import (
     MeasuredAcceptance,
     Profile,
     streaming_of,
 )
-from heavypath.speculative.ranks.agreement import check_alone
 from heavypath.speculative.visits import StreamedVisits, Visits, costs_by_batch, default_batch_sizes
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.drafts.kinds import AnyDraft
-from heavypath.speculative.generation_defaults import NOTHING
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, row_of
+from heavypath.speculative.output.options import NOTHING
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.prompts import Prompt, tokens_of
 from heavypath.speculative.trees.tree import TokenTree

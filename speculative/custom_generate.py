@@ -5,7 +5,15 @@ transformers prepares the inputs, the settings, the logits processors and the st
     decoder(model, input_ids, logits_processor=, stopping_criteria=, generation_config=, **model_kwargs)
 
 So the processors that the decoder's own penalties and filters stand for are turned back into settings; all others stay
-processors.
+processors. Other settings of transformers mean what they mean there, or are refused by name.
+
+seed, tokenizer and trace are arguments of `generate`, too. Without a seed one is drawn from torch's generator, so that
+torch.manual_seed makes a text repeatable. transformers keeps a tokenizer to itself, so bind one for stop_strings and
+trace: custom_generate=functools.partial(decoder, tokenizer=tokenizer).
+
+With return_dict_in_generate=True the answer is a `SpeculativeOutput`: transformers' own, with the field `stats`, and a
+TextCache as cache (past_key_values before transformers 5.24), which a later call takes under that name, with the whole
+text as input_ids.
 """
 
 import sys
@@ -32,11 +40,10 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from heavypath.speculative.decoding.loop import Streamer
 from heavypath.speculative.decoding.statistics import Statistics
-from heavypath.speculative.generation_defaults import NOTHING
-from heavypath.speculative.models.generic import CACHE_NAME
-from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.models.text_cache import CACHE_NAME, TextCache
+from heavypath.speculative.output.options import NOTHING
+from heavypath.speculative.output.watchers import Streamer
 from heavypath.speculative.ranks.peers import ALONE, Peers
 
 # Settings that leave no trace among the processors and criteria, and the values with which they do nothing.
@@ -112,6 +119,13 @@ class GenerateCall:
     streamer: Streamer | None = None
     seed: int | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, input_ids: Tensor, seed: int | None, given: dict[str, Any]) -> "GenerateCall":
+        """The call that has these keyword arguments; those that are no field are the model's."""
+        names = ("logits_processor", "stopping_criteria", "generation_config", "streamer")
+        own = {name: given.pop(name) for name in names if name in given}
+        return cls(model, input_ids, seed=seed, model_kwargs=given, **own)
 
     def arguments(self, target: PreTrainedModel, peers: Peers = ALONE) -> dict[str, Any]:
         """The arguments of the decoder's own `generate`.

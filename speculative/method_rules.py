@@ -1,41 +1,14 @@
 """How a decoder's method draws and verifies: its row of the table, with the options that the decoder was given."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.nodes import Nodes, Verified
-from heavypath.kernels.noise import Noise
-from heavypath.kernels.typical.acceptance import Typical, typical_unchecked
 from heavypath.speculative.decoding.growing import VALUE_TEMPERATURE
-from heavypath.speculative.decoding.own_verifier import OwnVerifier
 from heavypath.speculative.decoding.processing import Processing
-from heavypath.speculative.decoding.rules import OWN, Rules, Verifier
+from heavypath.speculative.decoding.rules import OWN, Rules
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.methods import Method, check_independent, row_of
-
-
-@dataclass(frozen=True)
-class TypicalVerifier:
-    """A `Verifier` that takes what the target finds likely enough."""
-
-    typical: Typical
-
-    @property
-    def law_changed_by(self) -> str:
-        """In words."""
-        return f"typical acceptance, epsilon {self.typical.epsilon:g}, delta {self.typical.delta:g}"
-
-    def __call__(
-        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
-        target_filters: Filters, draft_filters: Filters, noise: Noise,
-    ) -> Verified:  # fmt: skip
-        """See `Verifier`; the draft is not asked."""
-        return typical_unchecked(
-            nodes, target_logits, typical=self.typical, max_depth=max_depth, filters=target_filters, noise=noise
-        )
 
 
 class MethodRules:
@@ -46,21 +19,15 @@ class MethodRules:
     Raises TypeError or ValueError for options that the method does not have, or that do not fit each other.
     """
 
-    def __init__(
-        self,
-        method: str,
-        verifier: Verifier | str | None,
-        epsilon: float | None,
-        delta: float | None,
-        draft_options: dict[str, Any],
-    ):
-        """draft_options: temperature, top_k, top_p and min_p of the draft; None for the target's."""
-        self._method, self._draft_options = method, draft_options
+    def __init__(self, method: str, options: Mapping[str, Any]):
+        """options: of `RuleOptions`; others are not looked at."""
+        self._method, verifier = method, options.get("verifier")
+        self._draft_options = {name: options.get(f"draft_{name}") for name in Filters._fields}
         self.row = row_of(method, verifier if isinstance(verifier, str) else None)
-        typical = self.row.typical(epsilon, delta)
-        self._typical_verifier = None if typical is None else TypicalVerifier(typical)
+        typical = self.row.typical(options.get("epsilon"), options.get("delta"))
+        self._typical_verifier = None if typical is None else verifier_of(typical)
         self.draft_filters(Filters()).check("draft_")
-        self.own_verifier = None if verifier is None or isinstance(verifier, str) else OwnVerifier(verifier)
+        self.own_verifier = None if verifier is None or isinstance(verifier, str) else verifier_of(verifier)
         if typical is not None and self.own_verifier is not None:
             raise ValueError(
                 f"{method!r} is its verification; with a verifier of your own give another method, as 'top-k'"
@@ -99,3 +66,11 @@ class MethodRules:
             changes=() if processing is None else (processing,),
             verifier=self._typical_verifier if verification == "typical" else self.own_verifier,
         )
+
+
+def verifier_of(given: Any) -> Any:
+    """What is called in the place of `verify_tree`, of a user's own verifier or a `Typical`."""
+    from heavypath.kernels.typical.acceptance import Typical
+    from heavypath.speculative.decoding.verifiers import OwnVerifier, TypicalVerifier
+
+    return TypicalVerifier(given) if isinstance(given, Typical) else OwnVerifier(given)

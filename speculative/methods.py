@@ -6,12 +6,11 @@ The table is at the end of this file, each method with its paper and with what d
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.typical.acceptance import Typical
 from heavypath.kernels.verifying.rule import Rule
 from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, Confidence, Growth
 from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT
@@ -19,6 +18,9 @@ from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.trees.branching import branching_tree
 from heavypath.speculative.trees.planning import Acceptance, sequoia_tree
 from heavypath.speculative.trees.tree import TokenTree
+
+if TYPE_CHECKING:
+    from heavypath.kernels.typical.acceptance import Typical
 
 # Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
 DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0127)
@@ -160,7 +162,7 @@ class Method:
         """Whether the text keeps the target's law, at any temperature."""
         return self.verification in LOSSLESS_FOR
 
-    def typical(self, epsilon: float | None, delta: float | None) -> Typical | None:
+    def typical(self, epsilon: float | None, delta: float | None) -> "Typical | None":
         """The limits of typical acceptance, None for its defaults; None for a method that verifies otherwise.
 
         Raises ValueError for limits of such a method, and for limits out of range.
@@ -168,7 +170,11 @@ class Method:
         given = {name: limit for name, limit in (("epsilon", epsilon), ("delta", delta)) if limit is not None}
         if self.verification != "typical" and given:
             raise ValueError(f"{' and '.join(given)} are options of typical acceptance, method 'typical-lossy'")
-        return Typical(**given).check() if self.verification == "typical" else None
+        if self.verification != "typical":
+            return None
+        from heavypath.kernels.typical.acceptance import Typical
+
+        return Typical(**given).check()
 
     @property
     def independent_sequences(self) -> bool:

@@ -33,7 +33,9 @@ from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs.table import standing_for
+from heavypath.speculative.decoding.engine import Watcher
 from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.tree_choice import as_drafted, best_plan, top
@@ -98,14 +100,12 @@ class Shapes(NamedTuple):
         return tuple(shape.tree for shape in self.shapes)
 
 
-class Replanner:
-    """Chooses among the shapes of one generation. `every`: steps between two choices."""
-
-    every, reads_counts, tree_of = EVERY, True, None
+class Replanner(Watcher):
+    """Chooses among the shapes of one generation."""
 
     def __init__(self, plan: StepPlan, shapes: Shapes):
         """plan: of the first steps, which names all shapes' trees."""
-        self._plan, self._shapes = plan, shapes.shapes
+        self._shapes = shapes.shapes
         self._nodes, self._has = _together([shape.planned for shape in self._shapes])
         batches = self._shapes[0].costs
         self._costs = {batch: np.array([shape.costs[batch] for shape in self._shapes]) for batch in batches}
@@ -115,15 +115,21 @@ class Replanner:
         self._before = torch.zeros(2, *self._expected.shape, dtype=torch.float64)
         self._counts = torch.zeros_like(self._before)
 
-    def __call__(self, counts: Tensor | None, running: int) -> StepPlan:
-        """The plan of the next steps. counts: LongTensor[2, any] on the host, as `commit` has them, of all steps."""
-        assert counts is not None
-        counts = counts[:, : self._expected.numel()].view_as(self._before).double()
-        self._counts = self._counts * 0.5 ** (self.every / HALF_LIFE) + counts - self._before
+    def looks_at(self, state: Sequences) -> Tensor:
+        """What was counted in all steps."""
+        return state.counts
+
+    def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
+        """The plan of the next steps."""
+        if steps % EVERY:
+            return plan
+        assert looked is not None
+        counts = looked[:, : self._expected.numel()].view_as(self._before).double()
+        self._counts = self._counts * 0.5 ** (EVERY / HALF_LIFE) + counts - self._before
         self._before = counts
         tokens = self._has @ node_probabilities(self._nodes, self.rates()).numpy()
         costs = self._costs[standing_for(running, self._costs)]
-        return replace(self._plan, tree=self._shapes[int((tokens / costs).argmax())].tree)
+        return replace(plan, tree=self._shapes[int((tokens / costs).argmax())].tree)
 
     def rates(self) -> Tensor:
         """The acceptance of this text, as far as it is known: fp64 [depth, child]."""

@@ -18,9 +18,6 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.attention.kernel import MAX_NODES
-from heavypath.speculative.costs.host import host_costs
-from heavypath.speculative.costs.roofline import Device, estimated_costs
-from heavypath.speculative.costs.streamed import streamed_bytes, streamed_costs
 from heavypath.speculative.costs.table import Costs
 from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, Confidence, Growth
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
@@ -44,16 +41,13 @@ def chosen_tree(
 
     given: the options that are not None. A tree is in heavy-path order
     """
-    device, levels, size, default = target.device, (draft or NO_DRAFT).levels, CPU_SIZE, None
-    chosen_by = "the default of a CPU"
-    estimated = not {"tree", "tree_size"} & given.keys()
-    if target.stream is not None and estimated:
-        default = default_tree(method, streamed_costs(target, (draft or NO_DRAFT).models), levels)
-        read = streamed_bytes(target.stream) / 1e9
-        size, chosen_by = max(2, len(default)), f"by costs estimated for {read:.3g} GB that each pass reads"
-    elif device.type == "cuda" and estimated:
-        default = default_tree(method, estimated_costs(target, (draft or NO_DRAFT).models, Device.of(device)), levels)
-        size, chosen_by = max(2, len(default)), f"by costs estimated for {torch.cuda.get_device_name(device)}"
+    levels, size, default, chosen_by = (draft or NO_DRAFT).levels, CPU_SIZE, None, "the default of a CPU"
+    is_plain = target.stream is None and target.device.type != "cuda"
+    if not (is_plain or {"tree", "tree_size"} & given.keys()):
+        from heavypath.speculative.costs.estimates import estimated_for, estimates
+
+        default = default_tree(method, estimates(target, (draft or NO_DRAFT).models), levels)
+        size, chosen_by = max(2, len(default)), f"by costs estimated for {estimated_for(target)}"
     tree = tree_of_options(method, given, size, levels) if given or default is None else default
     if isinstance(tree, TokenTree):
         tree, _ = tree.reordered("heavy_path")
@@ -95,13 +89,9 @@ def as_drafted(method: str, tree: TokenTree, confidence: Confidence | None) -> T
 
 def tree_by_estimates(method: str, target: Forward, draft: Draft | None, batch: int) -> TokenTree | Growth:
     """The tree of a method, in heavy-path order, for `batch` sequences together, by costs estimated for the device."""
-    device, drafting = target.device, (draft or NO_DRAFT).models
-    if target.stream is not None:
-        costs = streamed_costs(target, drafting, batch)
-    elif device.type == "cuda":
-        costs = estimated_costs(target, drafting, Device.of(device), batch)
-    else:
-        costs = host_costs(target, drafting, batch, range(1, CPU_SIZE + 1))
+    from heavypath.speculative.costs.estimates import estimates
+
+    costs = estimates(target, (draft or NO_DRAFT).models, batch, range(1, CPU_SIZE + 1))
     tree = default_tree(method, costs, (draft or NO_DRAFT).levels, batch)
     return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
 

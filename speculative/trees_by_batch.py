@@ -14,24 +14,26 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs.table import standing_for
+from heavypath.speculative.decoder_options import TreeOptions
 from heavypath.speculative.decoding.drafters import Shape
+from heavypath.speculative.decoding.engine import Watcher
 from heavypath.speculative.decoding.growing import Growth
-from heavypath.speculative.decoding.loop import Replan
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import METHODS, Method
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.profile import Profile
-from heavypath.speculative.replanning import Replanner, Shapes
 from heavypath.speculative.tree_choice import chosen_tree, top, tree_by_estimates
 from heavypath.speculative.trees.tree import TokenTree
+
+if TYPE_CHECKING:
+    from heavypath.speculative.profile import Profile
+    from heavypath.speculative.replanning import Shapes
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +106,7 @@ class EstimatedTrees:
 class ProfileTrees:
     """What a decoder drafts by a profile, for each way to sample and each number of sequences, computed once."""
 
-    def __init__(self, profile: Profile, method: str, draft: Draft | None):
+    def __init__(self, profile: "Profile", method: str, draft: Draft | None):
         self._profile, self._method, self._draft = profile, method, draft
         self._trees: dict[tuple[Filters, int], TokenTree | Growth] = {}
         self._shapes: dict[tuple[Filters, int], Shapes] = {}
@@ -114,10 +116,12 @@ class ProfileTrees:
         batches, rests = self._profile.costs.batches, rests and (self._draft or NO_DRAFT).can_rest
         return trees_up_to(most, batches, partial(self._tree, filters), self._method, rests=rests)
 
-    def shapes(self, filters: Filters, most: int = 1) -> Shapes:
+    def shapes(self, filters: Filters, most: int = 1) -> "Shapes":
         """What may be drafted where trees are chosen anew, for 1 to `most` running sequences."""
         key = filters, standing_for(most, self._profile.costs.batches)
         if key not in self._shapes:
+            from heavypath.speculative.replanning import Shapes
+
             levels = (self._draft or NO_DRAFT).levels
             self._shapes[key] = shapes = Shapes.of(self._profile, self._method, filters, levels, most)
             logger.debug("%d shapes for %s, by the profile", len(shapes.shapes), filters)
@@ -140,27 +144,24 @@ class ProfileTrees:
         return self._trees[filters, batch]
 
 
-class FollowBatch:
-    """Chooses the tree of the next steps by how many sequences are running; a `Replan`.
+class FollowBatch(Watcher):
+    """Chooses the tree of the next steps by how many sequences are running."""
 
-    every: steps between two choices; reads_counts: whether it asks what was accepted
-    """
+    def __init__(self, trees: TreesByBatch):
+        self.trees = trees
 
-    every, reads_counts = 1, False
-
-    def __init__(self, plan: StepPlan, trees: TreesByBatch):
-        self._plan, self.trees, self.tree_of = plan, trees, trees.of
-
-    def __call__(self, counts: Tensor | None, running: int) -> StepPlan:
+    def replanned(self, plan: StepPlan, steps: int, running: int, looked: Tensor | None) -> StepPlan:
         """The plan of the next steps."""
         tree = self.trees.of(running)
-        return self._plan if tree == self._plan.tree else replace(self._plan, tree=tree)
+        return plan if tree == plan.tree else replace(plan, tree=tree)
 
 
-def checked_profile(
-    given: Profile | str | Path | None, method: str, row: Method, *, is_own_verifier: bool, replan: bool
-) -> Profile | None:
-    """The profile that a decoder was given, or None; ValueError where the decoder cannot have one, or needs one."""
+def checked_profile(method: str, row: Method, options: Mapping[str, Any], *, is_own_verifier: bool) -> "Profile | None":
+    """The profile that a decoder was given, or None; ValueError where the decoder cannot have one, or needs one.
+
+    options: of the decoder
+    """
+    given, replan, others = options.get("profile"), options.get("replan", False), _given_trees(options)
     if given is not None and not row.is_lossless:
         raise ValueError(f"a profile is for methods that keep the target's law; give {method!r} tree or tree_size")
     if given is not None and is_own_verifier:
@@ -172,7 +173,19 @@ def checked_profile(
         raise ValueError("replan needs a profile, by which trees are chosen anew; `heavypath calibrate` makes one")
     if replan and method == "autoregressive":
         raise ValueError("method 'autoregressive' drafts nothing, so there is nothing to replan")
-    return given if given is None or isinstance(given, Profile) else Profile.load(given)
+    if given is None:
+        return None
+    if others:
+        raise ValueError(f"a profile says what trees to take; leave out {', '.join(others)}")
+    from heavypath.speculative.profile import Profile
+
+    return given if isinstance(given, Profile) else Profile.load(given)
+
+
+def _given_trees(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of trees that were given, but for a profile."""
+    names = [name for name in TreeOptions.__annotations__ if name not in ("profile", "replan")]
+    return {name: options[name] for name in names if options.get(name) is not None}
 
 
 class TreeSource:
@@ -185,13 +198,14 @@ class TreeSource:
     """
 
     def __init__(
-        self, method: str, row: Method, given: Mapping[str, Any], profile: Profile | None, *, replan: bool,
-        is_own_verifier: bool, target: Forward, draft: Draft | None,
+        self, method: str, row: Method, options: Mapping[str, Any], profile: "Profile | None", target: Forward,
+        draft: Draft | None, *, is_own_verifier: bool,
     ):  # fmt: skip
-        """given: the options of the tree that are not None; row: of the method; the profile fits the models."""
+        """options: of the decoder; row: of the method; the profile fits the models."""
+        given = _given_trees(options)
         self._row, self._is_own_verifier = row, is_own_verifier
         self.tree: TokenTree | Growth | None = None
-        self.tree_from, self._replan = "by the profile", replan
+        self.tree_from, self._replan = "by the profile", options.get("replan", False)
         self._by_profile, self._estimated = None, None
         if profile is not None:
             self._by_profile = ProfileTrees(profile, method, draft)
@@ -211,7 +225,11 @@ class TreeSource:
         return not self._is_own_verifier and (filters.temperature == 0 or raced)
 
     def by_batch(self, filters: Filters, most: int, rests: bool = True) -> TreesByBatch:
-        """See `SpeculativeDecoder.trees_by_batch`."""
+        """What steps draft while 1 to `most` sequences are decoded together, where the target is sampled so.
+
+        It is one tree where that was given by options; and where a sampled text would be another one in another batch,
+        unless a profile was given. rests: whether steps may draft nothing, which asks for `Workspace.turn`
+        """
         if self.tree is None:
             assert self._by_profile is not None
             return self._by_profile.up_to(most, filters, rests)
@@ -237,13 +255,20 @@ class TreeSource:
         shapes = self._by_profile.shapes(filters, batch).trees
         return shapes[0], TreesByBatch(dict(enumerate(shapes, 1)))
 
-    def changing(self, plan: StepPlan, filters: Filters, batch: int) -> Replan | None:
-        """What chooses the trees of a batch's later steps; None where they are all the same."""
+    def changing(self, plan: StepPlan, filters: Filters, batch: int) -> list[Watcher]:
+        """What chooses the trees of a batch's later steps; nothing where they are all the same."""
         if self.replans:
+            from heavypath.speculative.replanning import Replanner
+
             assert self._by_profile is not None
-            return Replanner(plan, self._by_profile.shapes(filters, batch))
+            return [Replanner(plan, self._by_profile.shapes(filters, batch))]
         trees = self.by_batch(filters, batch)
-        return FollowBatch(plan, trees) if len(trees.trees) > 1 else None
+        return [FollowBatch(trees)] if len(trees.trees) > 1 else []
+
+    def of_slots(self, filters: Filters, batch: int) -> Callable[[int], Shape] | None:
+        """The tree of so many running sequences; None where any may be drafted in any batch."""
+        trees = None if self.replans else self.by_batch(filters, batch)
+        return None if trees is None or len(trees.trees) < 2 else trees.of
 
     def in_words(self, tree: Shape, batch: int) -> str:
         """The size of a batch's tree, and what it was chosen by."""

@@ -64,9 +64,9 @@ from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoder import SpeculativeDecoder
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import demo_prompts
-from heavypath.speculative.generation_defaults import GivenSettings
 from heavypath.speculative.loading import Pair
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS
+from heavypath.speculative.output.options import SamplingOptions, settings_of
 from heavypath.speculative.output.text_stream import TextStream
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.ranks.agreement import RankMismatchError
@@ -194,6 +194,10 @@ def generate(
     pair = load(target, draft, dtype, memory, host_memory)
     ids = encode(pair, text, chat=chat)
     grammar = grammar_of(schema, regex, pair)
+    sampling: SamplingOptions = {
+        "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
+        "eos_token_id": pair.eos_token_ids, "stop_strings": stop or None,
+    }  # fmt: skip
     pieces: list[str] = []
     with reading(pair.target, ids.shape[1]) as end_status:
 
@@ -208,29 +212,17 @@ def generate(
             ids,
             max_new_tokens,
             temperature,
-            top_k,
-            top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            stop_strings=stop or None,
+            **sampling,
             logits_processor=None if grammar is None else [grammar],
             seed=seed,
-            eos_token_id=pair.eos_token_ids,
             streamer=TextStream(pair.tokenizer, write),
             tokenizer=pair.tokenizer,
             trace=trace,
         )
     if as_json:
         tokens = out.sequences[0, ids.shape[1] :].tolist()
-        in_force = GivenSettings(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            eos_token_id=pair.eos_token_ids,
-            stop_strings=stop or None,
-        ).filled_from(pair.target.generation_config, pair.target.config.get_text_config(decoder=True).vocab_size)
+        vocab_size = pair.target.config.get_text_config(decoder=True).vocab_size
+        in_force = settings_of(temperature, sampling, pair.target.generation_config, vocab_size)
         tree_size = len(decoder.tree_for(in_force.filters))
         settings = {
             "method": method,

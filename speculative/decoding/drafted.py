@@ -19,6 +19,10 @@ from heavypath.speculative.models.host import host_can_read
 Lap = Callable[[str], object]  # called with the name of a phase when it ends
 
 
+def no_lap(phase: str) -> None:
+    """Nobody times the phases."""
+
+
 class Reach(NamedTuple):
     """What the host knows of how far a batch's texts reach, where it does not know their lengths.
 

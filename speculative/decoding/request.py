@@ -12,12 +12,12 @@ from transformers import StoppingCriteriaList
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.processing import Processing
-from heavypath.speculative.decoding.stopping import Stopping
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.processors.kinds import Processor
 from heavypath.speculative.processors.settings import GivenProcessors, Penalties, Texts, chain_of
+from heavypath.speculative.processors.stopping import Stopping
 
 
 @dataclass(frozen=True)

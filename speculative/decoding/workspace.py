@@ -10,17 +10,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heavypath.kernels.commit import StateField
-from heavypath.kernels.native.recording import Recording
-from heavypath.speculative.decoding.graphs import Graphs
+from heavypath.speculative.decoding.launching import Launcher
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
-from heavypath.speculative.decoding.step import Step, Stepped, StepPlan
+from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.changes import LogitChange
 from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
 from heavypath.speculative.models.caches import KeyValueCache, RowCache
 from heavypath.speculative.models.text_cache import ModelRows, TextCache
-from heavypath.speculative.processors.draft import ProcessedSteps
-from heavypath.speculative.processors.texts import BatchProcessors
 
 logger = logging.getLogger(__name__)
 
@@ -73,22 +70,14 @@ def tree_rows(plan: StepPlan) -> int:
     return plan.rows + (plan.draft or NO_DRAFT).extra_nodes
 
 
-class Recorded(NamedTuple):
-    """A step on a CPU that can be replayed, and what it did, in tensors that each replay writes anew."""
-
-    recording: Recording
-    result: Stepped
-
-
 class Workspace:
-    """The caches of a target and, unless there is none, of a draft; the state of the batch; graphs of steps, if any."""
+    """The caches of a target and, unless there is none, of a draft; the state of the batch; what launches its steps."""
 
-    def __init__(self, plan: StepPlan, size: Size, graphs: Graphs[Stepped] | None = None):
+    def __init__(self, plan: StepPlan, size: Size, launcher: Launcher):
         target, draft = plan.target, plan.draft
-        self.size, self.graphs = size, graphs
+        self.size, self.launcher = size, launcher
         self.changes: tuple[LogitChange, ...] = ()  # that ask the host, of the generation that is under way
-        self.recordings = dict[tuple[Step, int], Recorded | None]()  # on a CPU; None where a step has an obstacle
-        if graphs is not None:
+        if launcher.outlives:
             self._home = torch.cuda.current_stream()
             self._left: Any = None  # the event at which the last generation ends
         self._target, self._draft = target, draft
@@ -127,6 +116,10 @@ class Workspace:
         """Bytes of both caches."""
         return sum(cache.nbytes for cache in (self.target_cache, self.draft_cache) if cache is not None)
 
+    def most_visible(self, plan: StepPlan) -> int:
+        """Rows of the longest prefix that there is room for."""
+        return self.size.cache_rows - tree_rows(plan)
+
     def fits(self, size: Size, plan: StepPlan) -> bool:
         """Whether a generation of this size, by this plan, can use it."""
         same_models = self._target is plan.target and (plan.draft is None or plan.draft is self._draft)
@@ -156,6 +149,9 @@ class Workspace:
         )
         self.changes = ()
         if request.processors is not None:
+            from heavypath.speculative.processors.draft import ProcessedSteps
+            from heavypath.speculative.processors.texts import BatchProcessors
+
             processors, stops = BatchProcessors(), request.stops.tolist()
             for member, own in enumerate(request.processors):
                 processors.begin(member, request.input_ids[member], own, stops, member)
@@ -258,7 +254,7 @@ class Workspace:
     def finish(self, request: Request, plan: StepPlan) -> TextCache:
         """The texts of a request that has been decoded, with their cache rows.
 
-        With graphs another generation will use the same memory, so the rows are copied; without, this one was the last.
+        Where another generation will use the same memory, the rows are copied.
         """
         draft = plan.draft
         numbers = self.state.numbers[:, : len(request.prompt)].cpu()
@@ -275,7 +271,7 @@ class Workspace:
         return TextCache(texts, slots.tolist(), models)
 
     def _kept(self, cache: RowCache, texts: Tensor) -> RowCache:
-        return cache if self.graphs is None else cache.trimmed(*texts.shape)
+        return cache.trimmed(*texts.shape) if self.launcher.outlives else cache
 
     def first(self, slots: int) -> tuple[Sequences, KeyValueCache, RowCache | None]:
         """Views of the state, the target's and the draft's cache for the first `slots` slots."""

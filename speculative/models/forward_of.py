@@ -8,18 +8,20 @@ patches and subclasses are part of. Either is tried on a small tree first (`prob
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.models.generic import TransformersForward
 from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward, is_as_published, with_a_layer_of_each_kind
 from heavypath.speculative.models.probe import gap
-from heavypath.speculative.models.window_probe import check_windows
+from heavypath.speculative.ranks.peers import ALONE, Peers
 from heavypath.speculative.ranks.shards import is_split, is_split_as_usual
+
+if TYPE_CHECKING:
+    from heavypath.speculative.models.generic import TransformersForward
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +54,40 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
         forward = LlamaForward(inner, name)
         logger.debug("%s runs by its own modules", name)
     else:
+        from heavypath.speculative.models.generic import TransformersForward
+
         forward = TransformersForward(inner, name)
         _check(forward, model)
         logger.debug("%s runs by transformers' forward pass", name)
     forward.watch(model)
     return forward
+
+
+def peers_of(models: Sequence[Forward], device: torch.device) -> Peers:
+    """The processes that some models' weights are split over; `ALONE` where all are whole in this one.
+
+    Raises what the checks of their weights raise, and of several processes what `agreement.agreement_of` does.
+    """
+    for model in models:
+        kinds = type(model.model).__name__, type(model).__name__
+        logger.debug("%s: a %s, %s on %s, by %s", model.name, kinds[0], model.dtype, model.device, kinds[1])
+    if any(model.ranks is not None for model in models):
+        from heavypath.speculative.ranks.agreement import agreement_of
+
+        return agreement_of(models, device)
+    for model in models:
+        model.check_weights()
+    return ALONE
+
+
+def check_alone(what: str, *models: Any) -> None:
+    """Raise ValueError for a model whose weights are split, since each rank would decide something by itself."""
+    for model in models:
+        if model.ranks is not None:
+            raise ValueError(
+                f"{what} runs in one process, got {model.name} split over {model.ranks.count}; load it in one, or "
+                "decode by `generate`"
+            )
 
 
 def _is_a_llama(model: PreTrainedModel, name: str) -> bool:
@@ -69,7 +100,7 @@ def _tolerance(forward: Forward) -> float:
     return _TOLERANCE.get(forward.dtype, 3e-3)
 
 
-def _check(forward: TransformersForward, model: nn.Module) -> None:
+def _check(forward: "TransformersForward", model: nn.Module) -> None:
     """Raise ValueError if the logits of a small tree are not those of its paths; of a draft, say so."""
     try:
         found = gap(forward, model)
@@ -78,6 +109,8 @@ def _check(forward: TransformersForward, model: nn.Module) -> None:
     if math.isnan(found):
         forward.check_weights()
     if found <= _tolerance(forward):
+        from heavypath.speculative.models.window_probe import check_windows
+
         return check_windows(forward, _tolerance(forward))
     what = f"a tree's logits differ from those of its paths by {found:.2g} standard deviations"
     if forward.name == "draft":

@@ -8,26 +8,18 @@ whether it really follows the mask, the positions and the cache; `probe` does.
 """
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
-from transformers.generation.utils import ALL_CACHE_NAMES
 
 from heavypath.speculative.models.attn_implementation import NAME
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, Taps, TreeMask, as_logits
+from heavypath.speculative.models.text_cache import cache_argument
 
-#: What transformers calls a cache: "cache", and before its version 5.24 "past_key_values".
-CACHE_NAME: str = ALL_CACHE_NAMES[0]
 _ATTENTION = ("sdpa", "eager", NAME)
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """The argument of a model's call that takes a cache; a model's own code may be older than the library."""
-    return "past_key_values" if "past_key_values" in signature(model.forward).parameters else CACHE_NAME
 
 
 class TransformersForward(Forward):

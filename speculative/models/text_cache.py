@@ -5,14 +5,23 @@ prefix serve a later text, whatever comes behind it in either of the two.
 """
 
 import weakref
+from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.models.generic import CACHE_NAME
+
+#: What transformers calls a cache: "cache", and before its version 5.24 "past_key_values".
+CACHE_NAME: str = ALL_CACHE_NAMES[0]
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The argument of a model's call that takes a cache; a model's own code may be older than the library."""
+    return "past_key_values" if "past_key_values" in signature(model.forward).parameters else CACHE_NAME
 
 
 class Caching(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.forward import Forward, TreeMask
-from heavypath.speculative.models.generic import cache_argument
+from heavypath.speculative.models.text_cache import cache_argument
 
 _NODES = 3
 _LARGEST = 1 << 14  # of the made-up values, which must fit into fp16

@@ -254,21 +254,15 @@ class Recorder:
 
 @contextmanager
 def recording(
-    trace: str | Path | None,
+    trace: str | Path,
     tokenizer: PreTrainedTokenizerBase | None,
     method: str,
     rules: Rules,
     target: Forward,
     draft: Draft | None,
     request: Request,
-) -> Iterator[Recorder | None]:
-    """A recorder that writes into the file `trace` while the block runs, or None if no trace is wanted.
-
-    trace: the file's path; rules: of this generation.
-    """
-    if trace is None:
-        yield None
-        return
+) -> Iterator[Recorder]:
+    """A recorder that writes into the file `trace` while the block runs. rules: of this generation."""
     if not isinstance(trace, (str, Path)):
         raise TypeError(f"trace must be the path of a file, got {type(trace).__name__}")
     with Path(trace).open("w", encoding="utf-8") as file:

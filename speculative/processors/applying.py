@@ -14,7 +14,7 @@ from heavypath.speculative.processors.matching import GrammarText, Path
 class Row(NamedTuple):
     """A text to be asked about: its processors, and what of it is drafted, for grammars, which know the rest."""
 
-    processors: Sequence[Processor | GrammarText]
+    processors: Sequence["Processor | GrammarText"]
     path: Path
 
 

@@ -7,14 +7,15 @@ on each other are given all nodes of one depth in a call; whatever else can be c
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 from transformers.generation import logits_process as theirs
 
-from heavypath.speculative.processors.grammar import Grammar
+if TYPE_CHECKING:
+    from heavypath.speculative.processors.grammar import Grammar
 
-Processor = Callable[..., Tensor] | Grammar  # of input_ids LongTensor[R, T'] and scores fp32 [R, V]
+Processor: TypeAlias = "Callable[..., Tensor] | Grammar"  # of input_ids LongTensor[R, T'] and scores fp32 [R, V]
 
 # Of transformers' classes: those whose rows do not depend on each other, and of these the ones that read scores alone.
 TEXTLESS = {
@@ -102,9 +103,11 @@ def lists_for(given: Sequence[Any] | None, batch: int) -> list[list[Processor]]:
 
 def _check(processor: object) -> None:
     name = name_of(processor)
-    if isinstance(processor, Grammar):
-        return
     if not callable(processor) or isinstance(processor, type):
+        from heavypath.speculative.processors.grammar import Grammar
+
+        if isinstance(processor, Grammar):
+            return
         given = f"the class {name}; make an object of it" if isinstance(processor, type) else repr(processor)
         raise TypeError(f"a logits processor is called with (input_ids, scores) and returns scores, got {given}")
     if isinstance(processor, theirs.PrefixConstrainedLogitsProcessor):

@@ -31,7 +31,7 @@ class _Text:
     stops: the tokens that end it; nobody is asked what follows them
     """
 
-    processors: tuple[Processor | GrammarText, ...]
+    processors: tuple["Processor | GrammarText", ...]
     ids: Tensor
     stops: frozenset[int]
     produced: int = 0
@@ -105,7 +105,7 @@ class BatchProcessors:
         return StepProcessors(texts, lefts)
 
 
-def _of_sequence(processor: Any, number: int) -> Processor | GrammarText:
+def _of_sequence(processor: Any, number: int) -> "Processor | GrammarText":
     """A processor as it is to be asked about one sequence of its batch alone."""
     if isinstance(processor, Grammar):
         return GrammarText(processor)
@@ -205,7 +205,7 @@ class StepProcessors:
         return largest
 
 
-def _names(processors: Sequence[Processor | GrammarText]) -> list[str]:
+def _names(processors: Sequence["Processor | GrammarText"]) -> list[str]:
     return ["Grammar" if isinstance(each, GrammarText) else name_of(each) for each in processors]
 
 

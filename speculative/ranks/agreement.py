@@ -30,7 +30,7 @@ from torch import Tensor
 
 from heavypath.kernels.nodes import Verified
 from heavypath.speculative.ranks.group import RankFailedError, Ranks, said_of, whole_ranks
-from heavypath.speculative.ranks.peers import ALONE, Peers
+from heavypath.speculative.ranks.peers import Peers
 from heavypath.speculative.ranks.shards import local_of
 
 logger = logging.getLogger(__name__)
@@ -216,37 +216,22 @@ class Agreement(Peers):
         return any(self.ranks.told(fact))
 
 
-def agreement_of(models: Sequence[Any], device: torch.device) -> Peers:
-    """How the ranks agree that some models' weights are split over; `ALONE` where all are whole in this process.
+def agreement_of(models: Sequence[Any], device: torch.device) -> Agreement:
+    """How the ranks agree that some models' weights are split over.
 
-    models: with `ranks`, as `Forward` has them, and `check_weights`, `name` and `weights`. Checks their weights: those
-    that each rank has for itself must be the same. Raises what the checks raise, on all ranks, and RankMismatchError;
-    ValueError where one model is split and another streamed.
+    models: as of `peers.peers_of`. Checks their weights: those that each rank has for itself must be the same. Raises
+    what the checks raise, on all ranks, and RankMismatchError; ValueError where one is split and another streamed.
     """
     ranks = whole_ranks([model.ranks for model in models])
+    assert ranks is not None
     streamed = [model.name for model in models if getattr(model, "stream", None) is not None]
-    if ranks is not None and streamed:
+    if streamed:
         raise ValueError(f"{streamed[0]} is streamed, and another model split over {ranks.count} processes; do one")
-    agreement = ALONE if ranks is None else Agreement(ranks, device)
+    agreement = Agreement(ranks, device)
     for model in models:
-        if isinstance(agreement, Agreement):
-            agreement.ranks.together(model.check_weights)
-            agreement.begin(own_weights(model))
-        else:
-            model.check_weights()
-        kinds = type(model.model).__name__, type(model).__name__
-        logger.debug("%s: a %s, %s on %s, by %s", model.name, kinds[0], model.dtype, model.device, kinds[1])
+        agreement.ranks.together(model.check_weights)
+        agreement.begin(own_weights(model))
     return agreement
-
-
-def check_alone(what: str, *models: Any) -> None:
-    """Raise ValueError for a model whose weights are split, since each rank would decide something by itself."""
-    for model in models:
-        if model.ranks is not None:
-            raise ValueError(
-                f"{what} runs in one process, got {model.name} split over {model.ranks.count}; load it in one, or "
-                "decode by `generate`"
-            )
 
 
 def own_weights(model: Any) -> dict[str, object]:

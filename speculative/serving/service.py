@@ -6,19 +6,21 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Protocol, Unpack
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.request import Prompts, Request
+from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import StepPlan
+from heavypath.speculative.drafts.draft import NO_DRAFT
+from heavypath.speculative.models.forward_of import check_alone
 from heavypath.speculative.models.host import host_can_read
-from heavypath.speculative.processors.settings import GivenProcessors
+from heavypath.speculative.output.options import RequestOptions, check_options
 from heavypath.speculative.serving.arrivals import Arrival, Arrivals, QueueFull
 from heavypath.speculative.serving.completion import Completion
 from heavypath.speculative.serving.progress import Reason
@@ -99,8 +101,7 @@ class Service:
         """Begin to serve.
 
         plan: for temperature 1 without filters; tree_of: one of its trees, for so many running requests
-        checked: makes a request of prompts, of how they are sampled, by name, and of keyword arguments for the rest, as
-            `SpeculativeDecoder.generate` does
+        checked: makes a request, as `request_of` does for the decoder's models
         draft_filters: how the draft is sampled where the target is sampled so
         """
         self._checked, self._draft_filters, self._seed = checked, draft_filters, seed
@@ -124,21 +125,12 @@ class Service:
         input_ids: Sequence[int] | Tensor,
         max_new_tokens: int = 128,
         temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
+        *,
         seed: int | None = None,
-        repetition_penalty: float | None = None,
-        min_new_tokens: int | None = None,
-        eos_token_id: int | Sequence[int] | Literal["model"] | None = "model",
-        stop_strings: str | Sequence[str] | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        stopping_criteria: Sequence[StoppingCriteria] | None = None,
-        logits_processor: Sequence[Any] | None = None,
-        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
         deadline: float | None = None,
         client: Hashable = None,
         group: Hashable = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """Take a request, from any thread, without waiting for anything.
 
@@ -148,12 +140,13 @@ class Service:
         client: whose it is: clients take turns, one may fill half of the queue, and the last free slot is kept for a
             client that has none. None, as for a program alone, is bound by nothing but the queue
         group: texts of a client that belong together; its groups take turns
-        The other arguments are those of `SpeculativeDecoder.generate`, with the same defaults.
+        options: `RequestOptions`, and all else that `SpeculativeDecoder.generate` has, too, with the same defaults
 
         Raises TypeError or ValueError for arguments that do not fit, QueueFull where as many requests wait as may, of
         all or of this client, and Closed behind `close`, or from the error that has ended the service.
         """
         self._arrivals.check_open()
+        check_options("submit", options, RequestOptions)
         prompt = torch.as_tensor(input_ids)
         prompt = prompt if len(input_ids) else prompt.long()  # a list of nothing has no type
         if prompt.dim() != 1 or prompt.dtype != torch.long:
@@ -167,21 +160,11 @@ class Service:
             raise ValueError(f"seed must be None or in 0 .. {MAX_SEQUENCES - 1}, got {seed!r}")
         request = self._checked(
             Prompts(prompt[None].to(self._device), sequence_ids=torch.tensor([name], device=self._device)),
-            {
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": top_p,
-                "min_p": min_p,
-                "repetition_penalty": repetition_penalty,
-                "min_new_tokens": min_new_tokens,
-                "eos_token_id": eos_token_id,
-                "stop_strings": stop_strings,
-            },
-            max_new_tokens=max_new_tokens,
+            max_new_tokens,
+            temperature,
+            options,
             seed=self._seed,
-            tokenizer=tokenizer,
-            stopping_criteria=stopping_criteria,
-            processors=GivenProcessors(logits_processor, prefix_allowed_tokens_fn, always=True),
+            processors_always=True,
         )
         if len(prompt) + request.max_new_tokens > self.limits.max_tokens:
             raise ValueError(
@@ -329,3 +312,41 @@ class Service:
         with self._lock:
             sums = {name: getattr(self._counts, name) + value for name, value in more.items()}
             self._counts = replace(self._counts, **sums)
+
+
+class Trees(Protocol):
+    """What `TreesByBatch` is."""
+
+    @property
+    def trees(self) -> tuple[TokenTree | Growth, ...]: ...  # noqa: D102
+    def of(self, running: int) -> TokenTree | Growth: ...  # noqa: D102
+
+
+def serve(
+    plan: StepPlan,
+    trees: Trees,
+    checked: Callable[..., Request],
+    draft_filters: Callable[[Filters], Filters],
+    slots: int,
+    runner: StepRunner,
+    *,
+    max_tokens: int | None = None,
+    queue: int = 64,
+    prefill_tokens: int = 256,
+    seed: int = 0,
+) -> Service:
+    """The service of a decoder, of which all but the numbers is; see `Service` and its `Limits`.
+
+    trees: for each number of running requests
+    max_tokens: default 2,048, and never more than the models have positions. seed: of the noise
+
+    Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
+    """
+    check_alone("serve", plan.target)
+    positions = min(model.max_positions for model in (plan.target, *(plan.draft or NO_DRAFT).models))
+    room = min(2048 if max_tokens is None else max_tokens, positions)
+    limits = Limits(slots, room, queue, prefill_tokens).check()
+    return Service(
+        replace(plan, tree=trees.of(slots), others=trees.trees), trees.of, checked, draft_filters,
+        limits=limits, seed=seed, cuda_graphs=runner.cuda_graphs,
+    )  # fmt: skip

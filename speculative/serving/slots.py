@@ -23,11 +23,12 @@ from torch import Tensor
 from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.sampling import seed_tensor
-from heavypath.speculative.decoding.graphs import Graphs
+from heavypath.speculative.decoding.drafted import no_lap
+from heavypath.speculative.decoding.engine import Engine, SlotNumbers
 from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.decoding.launching import Launcher
 from heavypath.speculative.decoding.processing import OwnSettings
 from heavypath.speculative.decoding.runner import StepRunner
-from heavypath.speculative.decoding.snapshots import Snapshots
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
 from heavypath.speculative.models.host import host_can_read
@@ -52,18 +53,12 @@ class Member:
     row: int
     seen: int = 0
 
-    def passed_on(self, numbers: list[list[int]], slot: int, output: Tensor) -> Reason | Exception | None:
-        """Pass on what is new by the state of a slot; why it ends, None if it goes on."""
-        length, produced, left, steps = (
-            numbers[field][slot]
-            for field in (StateField.LENGTHS, StateField.PRODUCED, StateField.LEFT, StateField.STEPS)
-        )
-        if left < 0:
-            return ValueError(
-                f"the target's logits hold NaN or +inf, or nothing but -inf, within a step after position {length}"
-            )
-        new = output[self.row, self.seen : produced].tolist()
-        self.seen, self.arrival.steps = produced, steps
+    def passed_on(self, numbers: SlotNumbers, output: Tensor) -> Reason | Exception | None:
+        """Pass on what is new by the numbers of its slot; why it ends, None if it goes on."""
+        if numbers.left < 0:
+            return numbers.error("")
+        new = output[self.row, self.seen : numbers.produced].tolist()
+        self.seen, self.arrival.steps = numbers.produced, numbers.steps
         return self.arrival.take(new)
 
 
@@ -133,12 +128,12 @@ class Slots:
             count_slots=max(1, plan.depth * plan.branching),
             penalised=0,
         )
-        self._workspace = Workspace(plan, size, Graphs(device) if cuda_graphs else None)
-        self._anteroom = Workspace(plan, size._replace(sequences=1))
+        self._workspace = self._runner.new_workspace(plan, size)
+        self._anteroom = Workspace(plan, size._replace(sequences=1), Launcher())
         self._state = self._workspace.state
         self._state.seed.copy_(seed_tensor(seed))
         self.cache_bytes = self._workspace.cache_bytes + self._anteroom.cache_bytes
-        self._snapshots = Snapshots[list[Member]]([self._state.numbers, self._state.output], late=not self._on_host)
+        self._engine = Engine[Member](self._runner, self._workspace, [self._state.output], waits=False)
         self._processors = BatchProcessors()
         self.running: list[Member] = []  # in the first slots, in their order
         self._rows = list(range(count))  # of `output` that nobody has
@@ -211,7 +206,7 @@ class Slots:
 
     def free(self) -> None:
         """Give the memory back."""
-        del self._workspace, self._anteroom, self._state, self._snapshots
+        del self._workspace, self._anteroom, self._state, self._engine
 
     def _arrange(self) -> int:
         """Bring those that take part in a step into the first slots; how many they are."""
@@ -256,31 +251,24 @@ class Slots:
         self._workspace.changes = (ProcessedSteps(self._processors),) if asked else ()
         # On a GPU, where each number of slots is a graph, there are few numbers.
         slots = count if self._on_host else min(self.limits.slots, 1 << (count - 1).bit_length())
-        self._runner.run(
+        outcome = self._engine.step(
             replace(self.plan, tree=self._tree_of(slots)),
-            self._workspace,
+            members,
             slots=slots,
             levels=max(arrival.left for arrival in arrivals) - 1,
             longest=max(arrival.prompt_length + len(arrival.tokens) for arrival in arrivals),
-            lap=_no_lap,
+            lap=no_lap,
         )
-        snapshot = self._snapshots.take(members)
-        if snapshot is None:
+        if outcome is None:
             return []
-        (numbers, output), members = snapshot
-        table = numbers[:, : len(members)].tolist()
-        ended = []
-        for slot, member in enumerate(members):
+        (output,), ended = outcome.looked, []
+        for member, numbers in zip(outcome.who, outcome.rows, strict=True):
             if member.arrival.has_ended:
                 continue
             try:
-                outcome = member.passed_on(table, slot, output)
+                reason = member.passed_on(numbers, output)
             except Exception as error:  # of a stopping criterion; the others' tokens are committed like these
-                outcome = error
-            if outcome is not None:
-                ended.append((member, outcome))
+                reason = error
+            if reason is not None:
+                ended.append((member, reason))
         return ended
-
-
-def _no_lap(phase: str) -> None:
-    """Phases are not timed here."""

@@ -65,7 +65,7 @@ def test_texts(row, enter, folder):
     found = texts(case, decoder)
     assert texts(case, decoder) == found  # under the same seed
     if row["way"] == "graph" and row["target"] in LLAMAS and "own" not in (row["verifier"], row["draft"]):
-        assert len(decoder.runner.idle.graphs) > 0
+        assert len(decoder.runner.idle.launcher.graphs) > 0
     if not exact:
         for place in everyone if greedy else []:
             assert float(greedy_gaps(case, place, found[place]).max()) < TIES[row["dtype"]]

@@ -38,7 +38,7 @@ def test_texts_are_those_of_a_cpu(sampling):
     def text(device, **graphs):
         decoder = SpeculativeDecoder(*(model.to(device) for model in models()), "sequoia", **TREE, **graphs)
         out = decoder.generate(prompts(*PROMPTS).to(device), NEW_TOKENS, seed=5, eos_token_id=None, **sampling)
-        assert not graphs.get("cuda_graphs") or len(decoder.runner.idle.graphs) > 0
+        assert not graphs.get("cuda_graphs") or len(decoder.runner.idle.launcher.graphs) > 0
         return out.sequences.cpu()
 
     expected = text("cpu")

@@ -18,8 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from heavypath.kernels import cache_compaction
 from heavypath.speculative import EarlyExit, Lookahead, PromptLookup, Retrieval, SpeculativeDecoder
+from heavypath.speculative.decoding.engine import Snapshots
 from heavypath.speculative.decoding.graphs import MOST, Graphs
-from heavypath.speculative.decoding.snapshots import Snapshots
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="real graphs have tests of their own")
 ONE = PROMPTS[:1]
@@ -94,7 +94,7 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(as_on_a_gpu, monk
     assert "GPT2LMHeadModel and AsksTheHost" in record.message
     assert record.message.endswith("operation not permitted when stream is capturing")
     assert torch.cuda.current_stream() == Stream(number=0)
-    assert len(decoder.runner.idle.graphs) == 0
+    assert len(decoder.runner.idle.launcher.graphs) == 0
 
 
 class Noted(Stream):
@@ -171,7 +171,7 @@ def test_after_warming_up_nothing_is_captured_or_allocated(batch, new, as_on_a_g
     decoder = SpeculativeDecoder(*pair, tree_size=2)
     assert decoder.warm_up(batch_size=batch, prompt_tokens=6, max_new_tokens=new, temperature=0.8) > 0
     workspace = decoder.runner.idle
-    assert len(workspace.graphs) == batch  # of 1 sequence; of 3, 2 and 1
+    assert len(workspace.launcher.graphs) == batch  # of 1 sequence; of 3, 2 and 1
     monkeypatch.setattr(Tape, "capture_begin", lambda *args, **kwargs: pytest.fail("captured"))
     assert torch.equal(decoder.generate(PROMPTS[:batch], new, **options).sequences, expected.sequences)
     assert decoder.runner.idle is workspace

@@ -16,7 +16,7 @@ from transformers.masking_utils import chunked_causal_mask_function
 from heavypath.kernels.attention.masks import pack_ancestors
 from heavypath.kernels.tree_attention import chain_attention
 from heavypath.speculative import TokenTree, huggingface
-from heavypath.speculative.models.generic import CACHE_NAME
+from heavypath.speculative.models.text_cache import CACHE_NAME
 
 WINDOW = 7  # less than any text here
 FAMILIES = {

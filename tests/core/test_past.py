@@ -18,8 +18,8 @@ from transformers import Cache, DynamicCache
 
 from heavypath.speculative import EarlyExit, SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding.workspace import Workspace
-from heavypath.speculative.models.generic import CACHE_NAME
 from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.models.text_cache import CACHE_NAME
 
 IDS = torch.tensor([[3, 1, 4, 1, 6, 2, 5, 5, 2]])
 PROMPTS = torch.tensor([[3, 1, 4, 1, 6, 2], [0, 0, 6, 2, 5, 5], [0, 0, 0, 0, 0, 2], [0, 1, 1, 2, 0, 4]])

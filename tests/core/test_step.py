@@ -24,8 +24,8 @@ from heavypath.speculative import (
     TokenTree,
     load_demo_pair,
 )
+from heavypath.speculative.decoding.engine import Snapshots
 from heavypath.speculative.decoding.processing import Processing
-from heavypath.speculative.decoding.snapshots import Snapshots
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft
 from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
@@ -71,7 +71,7 @@ def test_steps_done_by_rote_write_the_same_text(method, draft, shape, sampling, 
     for _ in range(1 + (batch == 3)):
         assert_alike(decoder.generate(PROMPTS[:batch], seed=3, **options), expected)
     assert Tape.replays >= 1
-    assert 0 < len(decoder.runner.idle.graphs) < 6
+    assert 0 < len(decoder.runner.idle.launcher.graphs) < 6
 
 
 def llama_without_values(layers: int) -> LlamaForward:
@@ -164,4 +164,4 @@ def test_a_graph_writes_the_text_of_the_eager_step(method, sampling):
     for seed, new in ((1, 40), (2, 64), (3, 20)):
         options = {"attention_mask": PADDING.cuda(), "seed": seed, "eos_token_id": 3, **sampling}
         assert_alike(*(decoder.generate(PROMPTS.cuda() + 40, new, **options) for decoder in (graphs, eager)))
-    assert len(graphs.runner.idle.graphs) >= 1
+    assert len(graphs.runner.idle.launcher.graphs) >= 1

@@ -333,7 +333,7 @@ def test_after_warming_up_each_step_is_a_graph_that_is_there(method, pair, done)
     graphs, eager = with_and_without_graphs(pair, method, tree_size=size(16, 3))
     new = size(40, 5)
     graphs.warm_up(batch_size=size(4, 1), prompt_tokens=9, max_new_tokens=new, temperature=0.8)
-    assert len(graphs.runner.idle.graphs) == size(3, 1)  # of 4 sequences, 2 and 1
+    assert len(graphs.runner.idle.launcher.graphs) == size(3, 1)  # of 4 sequences, 2 and 1
     assert "replay" in done
     done.clear()
     options = {"max_new_tokens": new, "temperature": 0.8, "eos_token_id": None, "seed": 3}

@@ -36,8 +36,8 @@ from heavypath.speculative import EarlyExit, PromptLookup, SpeculativeDecoder
 from heavypath.speculative.custom_generate import SpeculativeOutput
 from heavypath.speculative.demo import demo_prompts
 from heavypath.speculative.models import linear
-from heavypath.speculative.models.generic import CACHE_NAME
 from heavypath.speculative.models.llama import LlamaForward
+from heavypath.speculative.models.text_cache import CACHE_NAME
 
 IDS = torch.tensor([[1, 2, 3]])
 

@@ -65,7 +65,7 @@ def text_of(target, draft, ids, method="ersd", temperature=0.6, **options):
     mask = torch.ones_like(ids)
     mask[0, :3] = len(ids) == 1  # of two prompts the first is padded
     out = decoder.generate(ids, NEW, attention_mask=mask, temperature=temperature, seed=3, eos_token_id=None)
-    assert not decoder.runner.cuda_graphs or len(decoder.runner.idle.graphs) > 0
+    assert not decoder.runner.cuda_graphs or len(decoder.runner.idle.launcher.graphs) > 0
     return out
 
 

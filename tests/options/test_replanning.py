@@ -11,9 +11,10 @@ from tiny_models import tiny_llama
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import LOSSLESS_METHODS, Cascade, SpeculativeDecoder, TokenTree
+from heavypath.speculative.decoding.engine import Watcher
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.kinds import describe
-from heavypath.speculative.replanning import HALF_LIFE, WEIGHT, Replanner, Shape, Shapes, _together
+from heavypath.speculative.replanning import EVERY, HALF_LIFE, WEIGHT, Replanner, Shape, Shapes, _together
 from heavypath.speculative.trees.planning import expected_tokens, node_probabilities
 
 ACCEPTED = [[500, 150, 60], [480, 120, 70], [450, 100, 60], [450, 100, 60]]
@@ -33,7 +34,8 @@ def profile(target=None, draft=None, accepted=ACCEPTED):
 def replanner(rates, *shapes):
     shapes = shapes or (Shape(CHAIN, CHAIN, {1: 1.3}), Shape(WIDE, WIDE, {1: 1.0}))
     plan = StepPlan(None, None, shapes[0].tree, None, tuple(shape.tree for shape in shapes))
-    return Replanner(plan, Shapes(shapes, torch.tensor(rates, dtype=torch.float64)))
+    chooser = Replanner(plan, Shapes(shapes, torch.tensor(rates, dtype=torch.float64)))
+    return chooser, lambda counts: chooser.replanned(plan, EVERY, 1, counts).tree
 
 
 def counted(offered, accepted):
@@ -58,32 +60,32 @@ def test_the_profiles_own_best_tree_comes_first_and_each_shape_drafts():
 
 
 def test_the_acceptance_of_a_text_by_hand():
-    chosen = replanner([[0.5, 0.1], [0.4, 0.1]])
+    chooser, chosen = replanner([[0.5, 0.1], [0.4, 0.1]])
     table = counted([20, 10, 0], [10, 6, 0])
     table[0, 1], table[1, 1] = 20, 3  # second children of the root, of which 10 were tried
-    chosen(table, 1)
+    chosen(table)
     scale = (19 + WEIGHT) / (20 * 0.5 + 10 * 0.1 / 0.5 + 10 * 0.4 + WEIGHT)
     first = (10 + WEIGHT * scale * 0.5) / (20 + WEIGHT)
-    rates = chosen.rates()
+    rates = chooser.rates()
     assert float(rates[0, 0]) == pytest.approx(first)
     assert float(rates[0, 1]) == pytest.approx((1 - first) * (3 + WEIGHT * scale * 0.2) / (10 + WEIGHT))
     assert float(rates[1, 0]) == pytest.approx((6 + WEIGHT * scale * 0.4) / (10 + WEIGHT))
     assert float(rates[2].sum()) == 0  # the profile knows no third level
-    chosen = replanner([[0.6, 0.3, 0.1]] * 3)
-    chosen(counted([400, 0, 0], [400, 0, 0]), 1)
-    assert float(chosen.rates().sum(1).max()) <= 1 + 1e-12
+    chooser, chosen = replanner([[0.6, 0.3, 0.1]] * 3)
+    chosen(counted([400, 0, 0], [400, 0, 0]))
+    assert float(chooser.rates().sum(1).max()) <= 1 + 1e-12
 
 
 def test_the_shape_of_most_speed_is_drafted_and_counts_fade():
-    chosen = replanner([[0.4, 0.2, 0.1]] * 3)
+    _, chosen = replanner([[0.4, 0.2, 0.1]] * 3)
     by_profile = expected_tokens(CHAIN, [0.4]) / 1.3, expected_tokens(WIDE, [0.4, 0.2, 0.1])
     assert by_profile[0] < by_profile[1]
     sure = counted([100, 95, 90], [95, 90, 85])
-    assert chosen(sure, 1).tree == CHAIN, "nearly all is accepted, three levels deep"
-    for _ in range(8 * HALF_LIFE // chosen.every):
-        plan = chosen(sure, 1)  # nothing new is counted
-    assert plan.tree == WIDE, "what was counted long ago is forgotten"
-    assert chosen(sure + counted([60, 0, 0], [0, 0, 0]), 1).tree == WIDE
+    assert chosen(sure) == CHAIN, "nearly all is accepted, three levels deep"
+    for _ in range(8 * HALF_LIFE // EVERY):
+        tree = chosen(sure)  # nothing new is counted
+    assert tree == WIDE, "what was counted long ago is forgotten"
+    assert chosen(sure + counted([60, 0, 0], [0, 0, 0])) == WIDE
 
 
 def test_shapes_are_valued_together_as_each_alone():
@@ -105,25 +107,23 @@ def test_fewer_steps_are_taken_where_more_is_accepted_than_the_profile_says(meth
     out, other = (each.generate(prompt, max_new_tokens=50, temperature=0.0) for each in (decoder, fixed))
     assert out.stats.steps < other.stats.steps
     step, tree = out.stats.replans[0]
-    assert step == Replanner.every
+    assert step == EVERY
     assert tree in str(out.stats)
 
 
-class Schedule:
+class Schedule(Watcher):
     """Stands in the place of `Replanner`: a deep tree twice, and then shallow and deep ones in turn.
 
     delay: 1 where the host sees each step only after the next one, and chooses for the step behind that
     """
 
-    every, reads_counts = 1, False
-
-    def __init__(self, plan, deep, shallow, delay):
-        self.deep, self.shallow = (replace(plan, tree=tree) for tree in (deep, shallow))
+    def __init__(self, deep, shallow, delay):
+        self.deep, self.shallow = deep, shallow
         self.step = 1 + delay
 
-    def __call__(self, counts, running):
+    def replanned(self, plan, steps, running, looked):
         self.step += 1
-        return self.shallow if self.step > 2 and self.step % 2 else self.deep
+        return replace(plan, tree=self.shallow if self.step > 2 and self.step % 2 else self.deep)
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_drafts_are_told_what_deeper_trees_before_have_accepted(kind, as_on_a_gp
         decoder = SpeculativeDecoder(target, draft, "sequoia", tree=deep)
         plan_of = decoder._plan
         monkeypatch.setattr(decoder, "_plan", lambda request: replace(plan_of(request), others=(deep, shallow)))
-        monkeypatch.setattr(decoder._trees, "changing", lambda plan, *given: Schedule(plan, deep, shallow, delay))
+        monkeypatch.setattr(decoder.trees, "changing", lambda *_: [Schedule(deep, shallow, delay)])
         options = {"attention_mask": PADDING, "max_new_tokens": 16, "pad_token_id": 0, "temperature": 4.0, "seed": 4}
         return decoder.generate(PROMPTS, **options)
 

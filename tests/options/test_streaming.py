@@ -199,7 +199,7 @@ def test_the_default_tree_has_a_hundred_nodes_and_a_prompt_goes_through_in_one_p
     decoder, taken = SpeculativeDecoder(model, demo_pair[1]), []
     assert len(decoder.tree) == 128
     assert decoder.tree_from == "by costs estimated for 0.0273 GB that each pass reads"
-    trees = decoder.trees_by_batch(Filters(0.0), 8)
+    trees = decoder.trees.by_batch(Filters(0.0), 8)
     assert [len(trees.of(running)) for running in (1, 4, 8)] == [128, 32, 16], "a batch shares the nodes that are free"
     stream_of(model).on_take = taken.append
     out = decoder.generate(ids.repeat(1, 200)[:, :600], 1)

@@ -25,6 +25,7 @@ from heavypath.speculative import (
 from heavypath.speculative.costs.host import host_costs
 from heavypath.speculative.costs.roofline import Device, estimated_costs
 from heavypath.speculative.costs.table import Costs, CostsByBatch, standing_for
+from heavypath.speculative.decoding.engine import Watcher
 from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
@@ -32,7 +33,7 @@ from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.drafts.model import ModelDraft
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import Profile
-from heavypath.speculative.replanning import Replanner, Shapes
+from heavypath.speculative.replanning import EVERY, Replanner, Shapes
 from heavypath.speculative.tree_choice import tree_by_estimates
 from heavypath.speculative.trees_by_batch import BATCHES, TreesByBatch, trees_up_to
 
@@ -41,27 +42,23 @@ IDS = torch.tensor([4, 0, 7])
 FAST = Device(3.35e12, 989e12, 62e12)
 
 
-class AtRandom:
+class AtRandom(Watcher):
     """Stands in the place of `FollowBatch`: another tree before each step, the smallest among them."""
 
-    every, reads_counts = 1, False
-
-    def __init__(self, plan, trees, seed=0):
-        self.plan, self.trees, self.random = plan, trees, random.Random(seed)
+    def __init__(self, trees, seed=0):
+        self.trees, self.random = trees, random.Random(seed)
         self.chosen = []
 
-    def __call__(self, counts, running):
+    def replanned(self, plan, steps, running, looked):
         self.chosen.append(self.random.choice(self.trees))
-        return replace(self.plan, tree=self.chosen[-1])
+        return replace(plan, tree=self.chosen[-1])
 
 
 def at_random(monkeypatch, decoder, trees, chooser=AtRandom):
     """Have a decoder take these trees at random, from a generation's first step on."""
     choosers = []
-    monkeypatch.setattr(decoder._trees, "first", lambda *_: (trees[0], TreesByBatch(dict(enumerate(trees, 1)))))
-    monkeypatch.setattr(
-        decoder._trees, "changing", lambda plan, *_: choosers.append(chooser(plan, trees)) or choosers[-1]
-    )
+    monkeypatch.setattr(decoder.trees, "first", lambda *_: (trees[0], TreesByBatch(dict(enumerate(trees, 1)))))
+    monkeypatch.setattr(decoder.trees, "changing", lambda *_: choosers.append(chooser(trees)) or [choosers[-1]])
     return choosers
 
 
@@ -124,8 +121,8 @@ def test_a_cache_of_texts_does_not_claim_rows_of_a_draft_that_rested(first, monk
     target, draft = tiny_llama(1), tiny_llama(1)  # another model of equal weights
 
     class Once(AtRandom):
-        def __call__(self, counts, running):
-            return replace(self.plan, tree=ROOT)
+        def replanned(self, plan, steps, running, looked):
+            return replace(plan, tree=ROOT)
 
     with monkeypatch.context() as patch:
         resting = SpeculativeDecoder(target, draft, "ersd")
@@ -143,15 +140,15 @@ def test_trees_follow_the_batch_where_texts_do_not_depend_on_them(demo_pair):
     target, draft, _ = demo_pair
     for method in ("sequoia", "dyspec", "ersd", "typical-lossy"):
         decoder = SpeculativeDecoder(target, draft, method)
-        follows = [len(decoder.trees_by_batch(Filters(temperature), 64).trees) > 1 for temperature in (0.0, 1.0)]
+        follows = [len(decoder.trees.by_batch(Filters(temperature), 64).trees) > 1 for temperature in (0.0, 1.0)]
         assert follows == [True, method == "ersd"]
         fixed = SpeculativeDecoder(target, draft, method, tree_size=5)
-        assert fixed.trees_by_batch(Filters(0.0), 64).trees == (fixed.tree,)
+        assert fixed.trees.by_batch(Filters(0.0), 64).trees == (fixed.tree,)
     own = SpeculativeDecoder(target, draft, "sequoia", verifier=lambda *_, **__: None)
-    assert len(own.trees_by_batch(Filters(0.0), 64).trees) == 1, "a verifier of one's own may depend on trees"
+    assert len(own.trees.by_batch(Filters(0.0), 64).trees) == 1, "a verifier of one's own may depend on trees"
     replaced = SpeculativeDecoder(target, draft, "sequoia")
     replaced.tree = CHAIN
-    assert replaced.trees_by_batch(Filters(0.0), 64).trees == (CHAIN,)
+    assert replaced.trees.by_batch(Filters(0.0), 64).trees == (CHAIN,)
 
 
 def test_trees_of_the_shipped_pair_on_a_cpu(demo_pair):
@@ -201,12 +198,12 @@ def test_a_batch_that_is_decoded_without_drafts_is_not_said_to_have_a_bad_draft(
 def test_drafts_that_cannot_catch_up_draft_a_token_at_least(demo_pair):
     target, draft, _ = demo_pair
     for other in (PromptLookup(), load_demo_head(target)):
-        assert min(map(len, SpeculativeDecoder(target, other).trees_by_batch(Filters(0.0), 256).trees)) == 2
+        assert min(map(len, SpeculativeDecoder(target, other).trees.by_batch(Filters(0.0), 256).trees)) == 2
     decoder = SpeculativeDecoder(target, draft)
-    assert min(map(len, decoder.trees_by_batch(Filters(0.0), 256).trees)) == 1
-    assert min(map(len, decoder.trees_by_batch(Filters(0.0), 256, rests=False).trees)) == 2
+    assert min(map(len, decoder.trees.by_batch(Filters(0.0), 256).trees)) == 1
+    assert min(map(len, decoder.trees.by_batch(Filters(0.0), 256, rests=False).trees)) == 2
     merged = SpeculativeDecoder(target, Merge([draft, PromptLookup()]), "specinfer")
-    assert len(merged.trees_by_batch(Filters(0.0), 256).trees) == 1, "its trees have a child for each of its drafts"
+    assert len(merged.trees.by_batch(Filters(0.0), 256).trees) == 1, "its trees have a child for each of its drafts"
 
 
 def test_trees_up_to_a_batch_are_those_that_stand_for_it():
@@ -310,7 +307,7 @@ def test_re_planning_takes_the_costs_of_as_many_sequences_as_run():
     first = StepPlan(None, None, shapes.trees[0], None, shapes.trees)
     choose = Replanner(first, shapes)
     nothing = torch.zeros(2, first.depth * first.branching, dtype=torch.long)
-    sizes = [len(choose(nothing, running).tree) for running in (1, 4, 8)]
+    sizes = [len(choose.replanned(first, EVERY, running, nothing).tree) for running in (1, 4, 8)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[2] == 2
 

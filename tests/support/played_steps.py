@@ -17,7 +17,7 @@ from heavypath.speculative.decoding.drafters import drafter_of
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Step
-from heavypath.speculative.method_rules import TypicalVerifier
+from heavypath.speculative.decoding.verifiers import TypicalVerifier
 
 KERNELS = (
     "sampling", "trees.levels", "trees.growing", "trees.assembly", "verification", "verifying.top_down",

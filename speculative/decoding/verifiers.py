@@ -1,6 +1,7 @@
-"""A verifier of the user's own, checked."""
+"""Verifiers beside `verify_tree`: one of the user's own, checked, and typical acceptance."""
 
 import inspect
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.nodes import Nodes, Verified
 from heavypath.kernels.noise import Noise
+from heavypath.kernels.typical.acceptance import Typical, typical_unchecked
 from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.models.host import host_can_read
 
@@ -97,3 +99,24 @@ class OwnVerifier:
             raise ValueError(
                 f"verifier {self.name!r} must return next_token in 0 .. {vocab_size - 1}, got {next_token.tolist()}"
             )
+
+
+@dataclass(frozen=True)
+class TypicalVerifier:
+    """A `Verifier` that takes what the target finds likely enough."""
+
+    typical: Typical
+
+    @property
+    def law_changed_by(self) -> str:
+        """In words."""
+        return f"typical acceptance, epsilon {self.typical.epsilon:g}, delta {self.typical.delta:g}"
+
+    def __call__(
+        self, nodes: Nodes, target_logits: Tensor, draft_logits: Tensor | None, *, max_depth: int,
+        target_filters: Filters, draft_filters: Filters, noise: Noise,
+    ) -> Verified:  # fmt: skip
+        """See `Verifier`; the draft is not asked."""
+        return typical_unchecked(
+            nodes, target_logits, typical=self.typical, max_depth=max_depth, filters=target_filters, noise=noise
+        )

@@ -1,0 +1,83 @@
+"""The options of a `SpeculativeDecoder`, declared once."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from heavypath.speculative.decoding.growing import Confidence
+from heavypath.speculative.decoding.rules import Verifier
+from heavypath.speculative.trees.planning import Acceptance
+from heavypath.speculative.trees.tree import TokenTree
+
+if TYPE_CHECKING:
+    from heavypath.speculative.profile import Profile
+
+
+class TreeOptions(TypedDict, total=False):
+    """What trees a decoder drafts. All but tree_size are options of some methods, which the others refuse.
+
+    tree_size: nodes of the drafted tree, root included; a method whose trees cannot have that size takes the next
+        smaller one. Default: 5 on a CPU; 256 where weights are streamed; on a GPU the size and the levels that pay by
+        costs which `costs.roofline` estimates from the device and the models, for one sequence. At temperature 0, and
+        for ersd, whose texts do not depend on trees, the default follows the batch: several sequences have smaller
+        trees by estimated costs, down to plain decoding, and larger ones again while the batch shrinks
+    tree: a TokenTree to use instead, for methods whose trees do not grow
+    acceptance: [child] or [depth, child], the chance that child j of an accepted node is accepted, for planned trees
+    max_depth:  at most so many levels of planned and grown trees (default: log2 of the nodes)
+    width:      sequences of specinfer and spectr, children of a node in rsd-c, nodes on a level of grown trees
+    branching:  for rsd-c: children of a node at each level (default: those that promise most by `acceptance`)
+    threshold:  for chain, dyspec, eagle-2: slots of less value stay empty; see `decoding.growing`
+    confidence: for dyspec: how the draft's probabilities tell acceptance, as a `Confidence` (default: as measured on
+        the shipped pair), or "draft" for the paper's, where they are the acceptance
+    profile: what `heavypath calibrate` measured, as a file or a `Profile`, instead of all these: each step takes
+        the tree with which decoding is expected to be fastest, for as many sequences as are running. So a sampled text,
+        other than by ersd, is another sample of the same law in another batch, for the same seed and id; where that
+        must not be, calibrate with batch_sizes=[1]
+    replan: with a profile, change the tree every few steps by what was accepted of this text so far, see `replanning`
+    """
+
+    tree: TokenTree | None
+    tree_size: int | None
+    acceptance: Acceptance | None
+    max_depth: int | None
+    width: int | None
+    branching: Sequence[int] | None
+    threshold: float | None
+    confidence: Confidence | Literal["draft"] | None
+    profile: "Profile | str | Path | None"
+    replan: bool
+
+
+class RuleOptions(TypedDict, total=False):
+    """How a draft is sampled and its nodes are verified, and what a lossy method accepts.
+
+    verifier: what decides about drafted nodes. For methods whose papers have recursive rejection (chain, specinfer,
+        sequoia, dyspec, rsd-c, rsd-s) "rejection", or what accepts more of the same trees: "held" holds siblings back
+        (`heavypath.kernels.verifying.held`), "traversal" tries leaves before what is above them (`.traversal`),
+        "held_traversal" does both, for trees that do not grow; default: `methods.DEFAULT_VERIFIERS`. Or, for any method
+        and also at temperature 0, a callable as `Verifier` describes it, such as `top_down(rule)`: then the promise
+        of the same law is yours to keep, and there can be no profile, which measures the built-in ones
+    draft_temperature, draft_top_k, draft_top_p, draft_min_p: how the draft is sampled; None takes the target's setting.
+        Where the draft takes its likeliest tokens, draft_temperature is that of the probabilities by which trees grow
+        (default: 0.6)
+    epsilon, delta: for typical-lossy: a drafted token is accepted iff P > min(epsilon, delta exp(-H(P))), where the
+        target samples (default: 0.09 and 0.3)
+    """
+
+    verifier: Verifier | str | None
+    epsilon: float | None
+    delta: float | None
+    draft_temperature: float | None
+    draft_top_k: int | None
+    draft_top_p: float | None
+    draft_min_p: float | None
+
+
+class DecoderOptions(TreeOptions, RuleOptions, total=False):
+    """Which trees are drafted, how they are drawn and verified, and how steps run.
+
+    cuda_graphs: replay each step as one CUDA graph (default: on a GPU); False runs the same step eagerly, for a
+        debugger or a profiler. With graphs the decoder keeps their memory, caches included, for the next call
+    """
+
+    cuda_graphs: bool | None

@@ -1,0 +1,214 @@
+"""The options of `generate`, `submit` and `warm_up`, declared once, and the request that they make.
+
+What a call leaves out is taken from the target's generation_config, as transformers does. What is not set there either
+is off: no end of sequence, greedy text, no filter, no penalty. (transformers' own generate takes top_k=50 where nobody
+said anything.)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
+
+from heavypath.kernels.filtering import Filters
+from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
+from heavypath.speculative.drafts.draft import Drafting
+from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.models.text_cache import TextCache
+from heavypath.speculative.output.watchers import Streamer
+from heavypath.speculative.processors.settings import GivenProcessors
+from heavypath.speculative.processors.stopping import checked_criteria
+
+EosTokens = int | Sequence[int] | None | Literal["model"]
+_LEFT_OUT = {"eos_token_id": "model"}  # what stands for an argument that was left out, if it is not None
+
+# Every argument that would be taken from a generation_config, but for temperature, at the value that does nothing.
+NOTHING: dict[str, Any] = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "eos_token_id": None,
+}
+# Settings of a generation_config that `generate` does not have, and the values with which they change no text.
+_UNSERVED = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "num_return_sequences": (None, 1),
+    "penalty_alpha": (None, 0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "token_healing": (None, False),
+    "guidance_scale": (None, 1),
+    "encoder_repetition_penalty": (None, 1),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "max_time": (None,),
+}
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How the target is sampled, beside its temperature, which is 0 for greedy text, without the filters.
+
+    top_k, top_p, min_p: 0 for top_k and min_p, and 1 for top_p, are off.
+    repetition_penalty: 1 is none; more makes tokens of the text so far less likely, prompt included.
+    min_new_tokens: until there are so many, no end-of-sequence token is drawn.
+    eos_token_id: end of sequence, one token or several; None never stops early.
+    pad_token_id: fills what follows (default: the first eos_token_id).
+    stop_strings: a sequence ends with the token that completes one of them; needs the tokenizer.
+
+    These, and the temperature, are taken from target.generation_config where they are left out: without do_sample the
+    temperature is 0. What is not set there either is off. A setting there that changes the text and is no option here
+    is an error; max_length and max_new_tokens are not looked at.
+    """
+
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    min_new_tokens: int | None
+    eos_token_id: EosTokens
+    pad_token_id: int | None
+    stop_strings: str | Sequence[str] | None
+
+
+class RequestOptions(SamplingOptions, total=False):
+    """What a request has besides: a tokenizer for stop_strings and trace, criteria, and changes of the logits.
+
+    stopping_criteria: transformers' or your own, asked after each new token of each sequence, [1, T + new].
+    logits_processor: transformers' processors, `Grammar`s and functions of (input_ids LongTensor[R, T'], scores
+        fp32 [R, V]), one after the other on the logits of both models before the filters; in a batch also a list
+        with a list, or None, for each sequence. They are shown the prompt as given and what follows on the path to
+        a node. Other classes than transformers' own have one row at a time, and must answer by their arguments
+        alone. The host takes part in each step, so that on a GPU no CUDA graph is used.
+    prefix_allowed_tokens_fn: of (sequence, its text LongTensor[T']), the tokens that may follow.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    stopping_criteria: Sequence[StoppingCriteria] | None
+    logits_processor: Sequence[Any] | None
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None
+
+
+class GenerateOptions(RequestOptions, total=False):
+    """What `generate` has besides.
+
+    seed: the same seed gives the same text, for each sequence on its own (default: 0).
+    attention_mask: [B, T], with zeros for left padding.
+    sequence_ids: LongTensor[B] in 0 .. 2**27 - 1 (default 0 .. B - 1) names each sequence's noise: a sequence
+        decoded alone under its id gets the text that it has in the batch; but see `profile` of the decoder.
+    streamer: a transformers streamer for one sequence, or a list with one streamer for each sequence.
+    trace: a file to write what each step drafted and why it was accepted or not; with a tokenizer, as text too.
+    output_scores, output_logits: also return what each token was sampled from, and the model's own logits, as
+        transformers does. The host then waits for each step, and memory for B x new tokens x V numbers is needed.
+    past: the .cache of an earlier generation with this target, by this decoder or another. The longest prefix that
+        a prompt has in common with any of its texts is not computed again; input_ids are whole prompts all the
+        same. The cache is left as it is. The text is the same with and without, up to ties of rounding.
+    """
+
+    seed: int
+    attention_mask: Tensor | None
+    sequence_ids: Tensor | None
+    streamer: Streamer | Sequence[Streamer] | None
+    trace: str | Path | None
+    output_scores: bool
+    output_logits: bool
+    past: TextCache | None
+
+
+def check_options(what: str, given: Mapping[str, Any], has: Any) -> None:
+    """Raise TypeError for an option that there is not. what: has the options of a TypedDict `has`."""
+    for name in given:
+        if name not in has.__annotations__:
+            close = get_close_matches(name, [*has.__annotations__, "max_new_tokens", "temperature"], 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(has.__annotations__)}"
+            raise TypeError(f"{what} has no option {name!r}; {hint}")
+
+
+def request_of(
+    prompts: Prompts, target: Forward, drafting: Sequence[Drafting], max_new_tokens: int, temperature: float | None,
+    options: Mapping[str, Any], *, seed: int = 0, processors_always: bool = False,
+) -> Request:  # fmt: skip
+    """The request that options make, with what the target's generation config adds to them.
+
+    options: of `RequestOptions`; processors_always: as of `GivenProcessors`
+    Raises TypeError or ValueError for options that do not fit, or that a model cannot follow.
+    """
+    settings = settings_of(temperature, options, target.model.generation_config, target.vocab_size)
+    ending = Ending(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=settings.min_new_tokens,
+        eos_token_id=settings.eos_token_id,
+        pad_token_id=settings.pad_token_id,
+        criteria=checked_criteria(settings.stop_strings, options.get("tokenizer"), options.get("stopping_criteria")),
+    )
+    processors = GivenProcessors(
+        options.get("logits_processor"), options.get("prefix_allowed_tokens_fn"), settings.config, processors_always
+    )
+    return checked_request(
+        target, drafting, prompts, ending, filters=settings.filters, seed=seed,
+        repetition_penalty=settings.repetition_penalty, processors=processors,
+    )  # fmt: skip
+
+
+class Settings(NamedTuple):
+    """Settings with nothing left out; see `SpeculativeDecoder.generate`. A filter that is off is None.
+
+    config: whose settings of logits processors are in force, too; None for none
+    """
+
+    filters: Filters
+    repetition_penalty: float
+    min_new_tokens: int
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    stop_strings: str | Sequence[str] | None
+    config: GenerationConfig | None = None
+
+
+def settings_of(
+    temperature: float | None, given: Mapping[str, Any], config: GenerationConfig | None, vocab_size: int
+) -> Settings:
+    """The settings of a text, with what was left out taken from a model's config.
+
+    Tokens of the config that the model does not have end no text, and are no padding.
+
+    Raises ValueError for a setting of the config that changes the text and that `generate` does not have. Where
+    nothing but pad_token_id was left out, no other setting is looked at.
+    """
+    config = GenerationConfig() if config is None else config
+    found: dict[str, Any] = {name: given.get(name, _LEFT_OUT.get(name)) for name in SamplingOptions.__annotations__}
+    found["temperature"] = temperature
+    if found["pad_token_id"] is None and config.pad_token_id in range(vocab_size):
+        found["pad_token_id"] = config.pad_token_id
+    left_out = [name for name in ("temperature", *NOTHING) if found[name] == _LEFT_OUT.get(name)]
+    if left_out:
+        theirs = {name: getattr(config, name) for name in NOTHING}
+        eos = config.eos_token_id
+        ends = eos if isinstance(eos, Sequence) else [eos]
+        theirs["eos_token_id"] = [token for token in ends if token in range(vocab_size)]
+        own_temperature = 1.0 if config.temperature is None else config.temperature
+        theirs["temperature"] = own_temperature if config.do_sample else 0.0
+        for name in left_out:
+            found[name] = NOTHING[name] if theirs[name] is None else theirs[name]
+        if found["stop_strings"] is None:
+            found["stop_strings"] = config.stop_strings
+        _check_served(config)
+        found["config"] = config
+    filters = {name: found.pop(name) for name in ("top_k", "top_p", "min_p")}
+    filters = {name: None if value == NOTHING[name] else value for name, value in filters.items()}
+    return Settings(Filters(found.pop("temperature"), **filters), **found)
+
+
+def _check_served(config: GenerationConfig) -> None:
+    for name, without in _UNSERVED.items():
+        value = getattr(config, name, None)
+        if value not in without:
+            raise ValueError(
+                f"the target's generation_config has {name}={value!r}, which SpeculativeDecoder does not have; set "
+                f"target.generation_config.{name} = {without[-1]!r} to do without it"
+            )

@@ -1,0 +1,129 @@
+"""What watches the steps of a text: streamers, stopping criteria, and functions that look at each step."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from heavypath.speculative.decoding.engine import SlotNumbers, Watcher
+from heavypath.speculative.decoding.request import Request
+from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.decoding.step import Stepped, StepPlan
+from heavypath.speculative.drafts.draft import Draft
+from heavypath.speculative.output.scores import Chosen
+from heavypath.speculative.processors.stopping import Stopping
+from heavypath.speculative.ranks.peers import Peers
+
+OnStep = Callable[[Stepped, Sequences, Sequences], None]  # of what a step did, the state before it and after it
+
+
+class Streamer(Protocol):
+    """What transformers' streamers have: `put` is given the prompt, then new tokens; `end` comes after the last."""
+
+    def put(self, value: Tensor) -> None: ...  # noqa: D102
+    def end(self) -> None: ...  # noqa: D102
+
+
+def checked_streamers(given: Streamer | Sequence[Streamer] | None, batch: int) -> list[Streamer]:
+    """A streamer for each sequence, or none."""
+    streamers = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
+    if given is not None and len(streamers) != batch:
+        many = f"{len(streamers)} streamers" if isinstance(given, Sequence) else "one streamer"
+        raise ValueError(f"streamer must be one for each sequence, got {many} for a batch of {batch}")
+    return streamers
+
+
+class Streaming(Watcher):
+    """Gives each sequence's tokens to its streamer: the prompt now, new ones after each step."""
+
+    def __init__(self, streamers: Sequence[Streamer], request: Request):
+        self._streamers, self._given = streamers, [0] * len(streamers)
+        for streamer, prompt, length in zip(streamers, request.prompt, request.lengths, strict=True):
+            streamer.put(prompt[None, :length].cpu())
+
+    def looks_at(self, state: Sequences) -> Tensor:
+        """The new tokens."""
+        return state.output[: len(self._streamers)]
+
+    def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
+        """Give them on."""
+        assert looked is not None
+        for row in rows:
+            streamer = self._streamers[row.member]
+            streamer.put(looked[row.member, self._given[row.member] : row.produced].clone())
+            self._given[row.member] = row.produced
+            if row.left == 0:
+                streamer.end()
+
+
+class Criteria(Watcher):
+    """Asks stopping criteria, which only the first of several processes has to ask."""
+
+    waits = True
+
+    def __init__(self, stopping: Stopping, peers: Peers):
+        self._stopping, self._peers = stopping, peers
+        self._asked: dict[int, int] = {}  # for how many tokens of each sequence
+
+    def ends(self, rows: Sequence[SlotNumbers], state: Sequences) -> dict[int, int]:
+        """With how many of its new tokens each sequence ends that ends now."""
+
+        def ask() -> dict[int, int]:
+            kept = {
+                row.member: self._stopping.kept(
+                    row.member, state.output[row.member, : row.produced], self._asked.get(row.member, 0)
+                )
+                for row in rows
+            }
+            return {member: count for member, count in kept.items() if count is not None}
+
+        ends = self._peers.decided(ask)
+        self._asked |= {row.member: row.produced for row in rows}
+        return ends
+
+
+class Observing(Watcher):
+    """Calls a function after each step."""
+
+    waits = True
+
+    def __init__(self, observe: OnStep, lap: Callable[[str], object]):
+        self._observe, self._lap = observe, lap
+
+    def before(self, state: Sequences) -> None:
+        """Remember the state."""
+        self._before = replace(state, numbers=state.numbers.clone())
+
+    def see(self, stepped: Stepped, state: Sequences, rows: Sequence[SlotNumbers], looked: Tensor | None) -> None:
+        """Call the function."""
+        self._observe(stepped, self._before.first(len(stepped.verified.length)), state)
+        self._lap("trace")
+
+
+@contextmanager
+def watching(
+    request: Request, plan: StepPlan, method: str, draft: Draft | None, streamers: Sequence[Streamer],
+    options: Mapping[str, Any], lap: Callable[[str], object],
+) -> Iterator[tuple[list[Watcher], Chosen]]:  # fmt: skip
+    """What a call of `generate` asks to be done around the steps, for the block; and what collects the logits.
+
+    options: of `GenerateOptions`; lap: of the time that looking at a step takes
+    """
+    streamers, trace = plan.peers.of_first([*streamers], options.get("trace"))
+    watchers: list[Watcher] = [] if request.stopping is None else [Criteria(request.stopping, plan.peers)]
+    if streamers:
+        with plan.peers.holding():
+            watchers.append(Streaming(streamers, request))
+    chosen = Chosen(len(request.prompt))
+    with ExitStack() as files:
+        if trace is not None:
+            from heavypath.speculative.output.trace import recording
+
+            tokenizer = options.get("tokenizer")
+            recorder = files.enter_context(recording(trace, tokenizer, method, plan.rules, plan.target, draft, request))
+            watchers.append(Observing(recorder.step, lap))
+        if options.get("output_scores") or options.get("output_logits"):
+            watchers.append(Observing(chosen.step, lap))
+        yield watchers, chosen
