@@ -4,6 +4,7 @@
 transformers' own forward pass; `forward_of` chooses between the two.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,8 +21,7 @@ from heavypath.kernels.attention.prepared import first_row_seen, prepared_attent
 from heavypath.speculative.models.caches import KeyValueCache
 from heavypath.speculative.models.layer_weights import stream_of, streamed
 from heavypath.speculative.models.structure import structure_of, weight_versions
-from heavypath.speculative.ranks.group import Ranks, ranks_of
-from heavypath.speculative.ranks.shards import check_heads, local_of
+from heavypath.speculative.ranks.parts import WHOLE, Parts, is_split, local_of
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
 # The same for a model whose weights are read anew for each chunk: by kind of device about as many tokens as have their
@@ -122,6 +122,7 @@ class Forward(ABC):
     rope_limit: where rotary embeddings of type longrope change their factors, for all tokens of a text, because the
                 text has more positions than this; None for other types. A text must lie on one side of it: `settled`.
                 (Those of type dynamic change them beyond max_positions, which no text reaches.)
+    parts:      what this process has of the weights
     ranks:      the processes that the weights are split over, all of which call it alike; None for one process
     stream:     what reads the weights of its layers when they are needed; None if they are all in memory
 
@@ -146,9 +147,8 @@ class Forward(ABC):
             spread = f"{name} must be on one device, got one spread over {', '.join(devices)}"
             raise ValueError(spread + "; load it with device_map={'': device}")
         check_no_autocast(model.device)
-        self.ranks: Ranks | None = ranks_of(model, name)
-        if self.ranks is not None:
-            check_heads(model, name, self.ranks)
+        self.parts = parts_of(model, name)
+        self.ranks = self.parts.ranks
         self.stream = stream_of(model)
         if self.ranks is not None and self.stream is not None:
             raise ValueError(f"{name} is split over {self.ranks.count} processes and streamed; it can be one of these")
@@ -291,6 +291,17 @@ class Forward(ABC):
         if self.rope_limit is None:
             return positions
         return positions.where(prefix_length[:, None] >= self.rope_limit, positions.clamp(max=self.rope_limit - 1))
+
+
+def parts_of(model: nn.Module, name: str) -> Parts:
+    """What this process has of a model. Raises ValueError for weights that are split in more than one way."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # which may have gathered what is split
+    is_sharded = fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+    if is_sharded or any(map(is_split, model.modules())):
+        from heavypath.speculative.ranks.shards import shards_of
+
+        return shards_of(model, name)
+    return WHOLE
 
 
 def as_logits(logits: Tensor) -> Tensor:

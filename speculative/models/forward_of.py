@@ -14,11 +14,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.models.forward import Forward, parts_of
 from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward, is_as_published, with_a_layer_of_each_kind
 from heavypath.speculative.models.probe import gap
 from heavypath.speculative.ranks.peers import ALONE, Peers
-from heavypath.speculative.ranks.shards import is_split, is_split_as_usual
 
 if TYPE_CHECKING:
     from heavypath.speculative.models.generic import TransformersForward
@@ -44,13 +43,14 @@ def forward_of(model: nn.Module, name: str, layers: Sequence[int] | None = None)
     kind = inner.config.model_type
     for prepare in PREPARATIONS:
         prepare(inner)
+    parts = parts_of(inner, name)
     if layers is not None:  # only ever a draft, whose logits may be any
         if kind not in MODEL_TYPES:
             raise ValueError(f"an early exit needs a target of type {', '.join(MODEL_TYPES)}; got {kind!r}")
-        if any(map(is_split, inner.modules())) and not is_split_as_usual(inner):
+        if not parts.are_usual(inner):
             raise ValueError("an early exit needs a target that is whole, or split by its own tensor-parallel plan")
         forward = LlamaForward(inner, name, layers)
-    elif is_as_published(inner) and _is_a_llama(with_a_layer_of_each_kind(inner), name):
+    elif is_as_published(inner, parts) and _is_a_llama(with_a_layer_of_each_kind(inner), name):
         forward = LlamaForward(inner, name)
         logger.debug("%s runs by its own modules", name)
     else:

@@ -23,7 +23,7 @@ from heavypath.kernels.implementation import choose_impl
 from heavypath.speculative.models.forward import is_plain
 from heavypath.speculative.models.linear import Products
 from heavypath.speculative.models.structure import has_hooks
-from heavypath.speculative.ranks.shards import local_of
+from heavypath.speculative.ranks.parts import local_of
 
 # What is joined now, by the identity of the first parameter: all forward passes of a model share it.
 _shared: weakref.WeakValueDictionary[int, "_Together"] = weakref.WeakValueDictionary()

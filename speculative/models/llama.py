@@ -32,18 +32,7 @@ from heavypath.speculative.models.layer_weights import streamed, weights_of
 from heavypath.speculative.models.linear import Linears, Product, Products, each_alone
 from heavypath.speculative.models.native import native_pass
 from heavypath.speculative.models.structure import has_hooks
-from heavypath.speculative.ranks.group import Ranks
-from heavypath.speculative.ranks.shards import (
-    embedded,
-    is_split,
-    is_split_as_usual,
-    is_split_by_transformers,
-    joined,
-    local_of,
-    part_of,
-    parts_of,
-    summed,
-)
+from heavypath.speculative.ranks.parts import Parts, local_of
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
@@ -52,10 +41,10 @@ _SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 class _Layer:
     """A layer's modules and functions, looked up once: to find one module in another takes a microsecond."""
 
-    def __init__(self, layer: Any):
-        attention, mlp = layer.self_attn, layer.mlp
-        self.projections = parts_of([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gates = parts_of([mlp.gate_proj, mlp.up_proj])
+    def __init__(self, layer: Any, parts: Parts):
+        attention, mlp, self.parts = layer.self_attn, layer.mlp, parts
+        self.projections = [parts.of(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        self.gates = [parts.of(module) for module in (mlp.gate_proj, mlp.up_proj)]
         self.mixing, self.last = attention.o_proj, mlp.down_proj
         self.weights = weights_of(layer)
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
@@ -71,18 +60,14 @@ class _Layer:
         """All linear layers."""
         return [*self.projections, self.mixing, *self.gates, self.last]
 
-    def look_up(
-        self,
-        one: Callable[[nn.Module], Product],
-        together: Callable[[Sequence[nn.Module]], Products],
-        ranks: Ranks | None,
-    ) -> None:
+    def look_up(self, one: Callable[[nn.Module], Product], together: Callable[[Sequence[nn.Module]], Products]) -> None:
         """Find the functions that PyTorch multiplies by."""
         self.project, self.gate_and_up = together(self.projections), together(self.gates)
-        self.mix, self.down = (summed(layer, one(part_of(layer)), ranks) for layer in (self.mixing, self.last))
+        parts = self.parts
+        self.mix, self.down = (parts.summed(layer, one(parts.of(layer))) for layer in (self.mixing, self.last))
 
 
-def is_as_published(model: PreTrainedModel) -> bool:
+def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
     """Whether a model is of one of the `MODEL_TYPES`, made of transformers' own modules, without any hook or patch.
 
     `LlamaForward` does not call most of them, so what somebody put there would be left out. What transformers puts
@@ -90,7 +75,7 @@ def is_as_published(model: PreTrainedModel) -> bool:
     """
     kind = model.config.model_type
     hooked = [module for module in model.modules() if has_hooks(module)] if kind in MODEL_TYPES else []
-    if kind not in MODEL_TYPES or not all(map(is_split_by_transformers, hooked)):
+    if kind not in MODEL_TYPES or not all(map(parts.has_put, hooked)):
         return False
     try:
         inner: Any = model.model
@@ -103,7 +88,7 @@ def is_as_published(model: PreTrainedModel) -> bool:
         return False
     home = f"transformers.models.{kind}.modeling_{kind}"
     own = all(type(module).__module__ == type(module).forward.__module__ == home for module in passed_by)
-    return own and (not any(map(is_split, model.modules())) or is_split_as_usual(model))
+    return own and parts.are_usual(model)
 
 
 def with_a_layer_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
@@ -160,13 +145,13 @@ class LlamaForward(Forward):
         self.watch(model)  # as it is after weights were joined
         self.windows = {layer.window for layer in self._layers}
         self._head_dim: int = every[0].self_attn.head_dim
-        self._kv_heads: int = self.config.num_key_value_heads // (1 if self.ranks is None else self.ranks.count)
+        self._kv_heads: int = self.parts.heads(self.config.num_key_value_heads)
         self._rotary = self._rotary_table(1)
 
     def _look_up(self) -> None:
         """Find the functions of all layers."""
         model: Any = self.model
-        self._layers = [_Layer(model.model.layers[index]) for index in self._indices]
+        self._layers = [_Layer(model.model.layers[index], self.parts) for index in self._indices]
         self._norm = norm_of(model.model.norm)
         # Weights that pass through memory are multiplied as they lie there.
         copied = (local_of(weight) for _, weight in self.weights()) if self.stream is None else ()
@@ -175,9 +160,9 @@ class LlamaForward(Forward):
         joining = Joining(model)
         one, apart = (linears.one, linears.together) if self._native is None else (_itself, each_alone)
         for layer in self._layers:
-            layer.look_up(one, lambda modules: joining.products(modules) or apart(modules), self.ranks)
-        self._head = joined(model.lm_head, one(part_of(model.lm_head)), self.ranks)
-        self._embed = embedded(self.embedding, self.ranks)
+            layer.look_up(one, lambda modules: joining.products(modules) or apart(modules))
+        self._head = self.parts.joined(model.lm_head, one(self.parts.of(model.lm_head)))
+        self._embed = self.parts.embedded(self.embedding)
 
     def is_current(self) -> bool:
         """Whether the model still consists of what it did, and copies of its weights are what these are now."""

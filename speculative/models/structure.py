@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from heavypath.speculative.models.layer_weights import is_own
-from heavypath.speculative.ranks.shards import local_of
+from heavypath.speculative.ranks.parts import local_of
 
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of an adapter's layer in PEFT
 _PLAIN = (bool, int, float, str)

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from heavypath.kernels.nodes import Verified
 from heavypath.speculative.ranks.group import RankFailedError, Ranks, said_of, whole_ranks
+from heavypath.speculative.ranks.parts import local_of
 from heavypath.speculative.ranks.peers import Peers
-from heavypath.speculative.ranks.shards import local_of
 
 logger = logging.getLogger(__name__)
 

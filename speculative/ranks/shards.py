@@ -13,7 +13,7 @@ host and is no part of what a CUDA graph can hold.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,28 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import embedding as look_up
 
-from heavypath.speculative.ranks.group import Ranks
-
-Product = Callable[[Tensor], Tensor]  # of [rows, K]
+from heavypath.speculative.ranks.group import Ranks, ranks_of
+from heavypath.speculative.ranks.parts import WHOLE, Parts, Product, is_split, local_of
 
 _ROWS, _COLUMNS = (Shard(0),), (Shard(1),)
 _LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 _parts: "weakref.WeakKeyDictionary[nn.Module, nn.Linear]" = weakref.WeakKeyDictionary()
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor: all of it, unless it is a DTensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def part_owned(tensor: Tensor) -> float:
-    """The part of a tensor that each rank has; it is the same for all, even where one has a row more."""
-    return 1 / tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1.0
-
-
-def is_split(module: nn.Module) -> bool:
-    """Whether the module's own weights are split over ranks."""
-    return any(isinstance(weight, DTensor) for weight in module._parameters.values())
 
 
 def is_split_by_transformers(module: nn.Module) -> bool:
@@ -78,61 +62,80 @@ def _placements(weight: Tensor) -> object:
     return tuple(weight.placements) if isinstance(weight, DTensor) else None
 
 
-def part_of(module: Any) -> Any:
-    """A linear layer over this rank's own part of a split one, without a bias that is added once for all; or itself.
+class Shards(Parts):
+    """A rank's part of the weights."""
 
-    A module has one part, whoever asks: what is made of weights is found by them.
-    """
-    if not is_split(module):
-        return module
-    weight, bias = local_of(module.weight), None
-    if module.bias is not None and not _has_columns(module):
-        bias = local_of(module.bias)
-    part = _parts.get(module)
-    if part is None or part.weight is not weight or part.bias is not bias:
-        part = _parts[module] = nn.Linear(1, 1, device="meta")
-        part.in_features, part.out_features = weight.shape[1], weight.shape[0]
-        part._parameters = {"weight": weight, "bias": bias}  # pyright: ignore[reportAttributeAccessIssue]
-    return part
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+
+    def has_put(self, module: nn.Module) -> bool:
+        """See `Parts`."""
+        return is_split_by_transformers(module)
+
+    def are_usual(self, model: Any) -> bool:
+        """See `Parts`."""
+        return not any(map(is_split, model.modules())) or is_split_as_usual(model)
+
+    def heads(self, count: int) -> int:
+        """See `Parts`; `check_heads` knows that they can be shared out."""
+        return count // self.ranks.count
+
+    def of(self, module: Any) -> Any:
+        """A linear layer over this rank's part of a split one, without a bias that is added once for all; or itself.
+
+        A module has one part, whoever asks: what is made of weights is found by them.
+        """
+        if not is_split(module):
+            return module
+        weight, bias = local_of(module.weight), None
+        if module.bias is not None and not _has_columns(module):
+            bias = local_of(module.bias)
+        part = _parts.get(module)
+        if part is None or part.weight is not weight or part.bias is not bias:
+            part = _parts[module] = nn.Linear(1, 1, device="meta")
+            part.in_features, part.out_features = weight.shape[1], weight.shape[0]
+            part._parameters = {"weight": weight, "bias": bias}  # pyright: ignore[reportAttributeAccessIssue]
+        return part
+
+    def summed(self, module: Any, product: Product) -> Product:
+        """One all-reduce."""
+        if not is_split(module):
+            return product
+        bias = None if module.bias is None else local_of(module.bias)
+        if bias is None:
+            return lambda hidden: self.ranks.add(product(hidden))
+        return lambda hidden: self.ranks.add(product(hidden)) + bias
+
+    def joined(self, module: Any, product: Product) -> Product:
+        """One all-gather."""
+        if not is_split(module):
+            return product
+        columns: int = module.weight.shape[0]
+        return lambda hidden: self.ranks.joined(product(hidden), columns)
+
+    def embedded(self, module: Any) -> Callable[[Tensor], Tensor]:
+        """The embeddings [N, H] of tokens LongTensor[N], by a module that may be split by rows."""
+        if not is_split(module):
+            return module
+        rows = local_of(module.weight)
+        first = self.ranks.rank * -(-module.weight.shape[0] // self.ranks.count)
+
+        def of_tokens(tokens: Tensor) -> Tensor:
+            own = tokens - first
+            here = (own >= 0) & (own < len(rows))
+            found = look_up(own.where(here, 0), rows)
+            return self.ranks.add(found.where(here[:, None], torch.zeros_like(found[:1])))
+
+        return of_tokens
 
 
-def parts_of(modules: Sequence[Any]) -> list[Any]:
-    """The parts of several layers."""
-    return [part_of(module) for module in modules]
-
-
-def summed(module: Any, product: Product, ranks: Ranks | None) -> Product:
-    """The product of a layer that is split by columns, from that of its part; of a whole one the product itself."""
-    if ranks is None or not is_split(module):
-        return product
-    bias = None if module.bias is None else local_of(module.bias)
-    if bias is None:
-        return lambda hidden: ranks.add(product(hidden))
-    return lambda hidden: ranks.add(product(hidden)) + bias
-
-
-def joined(module: Any, product: Product, ranks: Ranks | None) -> Product:
-    """The product of a layer that is split by rows, from that of its part; of a whole one the product itself."""
-    if ranks is None or not is_split(module):
-        return product
-    columns: int = module.weight.shape[0]
-    return lambda hidden: ranks.joined(product(hidden), columns)
-
-
-def embedded(module: Any, ranks: Ranks | None) -> Callable[[Tensor], Tensor]:
-    """The embeddings [N, H] of tokens LongTensor[N], by a module that may be split by rows."""
-    if ranks is None or not is_split(module):
-        return module
-    rows = local_of(module.weight)
-    first = ranks.rank * -(-module.weight.shape[0] // ranks.count)
-
-    def of_tokens(tokens: Tensor) -> Tensor:
-        own = tokens - first
-        here = (own >= 0) & (own < len(rows))
-        found = look_up(own.where(here, 0), rows)
-        return ranks.add(found.where(here[:, None], torch.zeros_like(found[:1])))
-
-    return of_tokens
+def shards_of(model: nn.Module, name: str) -> Parts:
+    """This rank's part of a model; `WHOLE` if it is not split. Raises ValueError for one that cannot be called so."""
+    ranks = ranks_of(model, name)
+    if ranks is None:
+        return WHOLE
+    check_heads(model, name, ranks)
+    return Shards(ranks)
 
 
 def check_heads(model: Any, name: str, ranks: Ranks) -> None:

@@ -28,7 +28,6 @@ from heavypath.speculative.models.forward import (
 from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.models.linear import Linears
 from heavypath.speculative.models.llama import gated_of, norm_of, turns_of
-from heavypath.speculative.ranks.shards import embedded, joined, part_of
 
 
 class _Layer:
@@ -72,14 +71,14 @@ class HeadDraft(TappedDraft):
         _check_fits(head, target)
         self.embedding: Any = head.embed_tokens
         if self.embedding is None:
-            self.embedding = embedded(target.embedding, target.ranks)
+            self.embedding = target.parts.embedded(target.embedding)
         linears = self._linears = Linears(self.name, head.parameters())
         self._fc = linears.one(head.fc)
         self._tap_norms = None if head.fc_norm is None else [norm_of(each) for each in head.fc_norm]
         self._fc_norm = None if head.input_norm is None else norm_of(head.input_norm)
         self._layers = [_Layer(layer, linears) for layer in head.layers]
         self._norm = None if head.norm is None else norm_of(head.norm)
-        self._lm_head = joined(self.lm_head, linears.one(part_of(self.lm_head)), target.ranks)
+        self._lm_head = target.parts.joined(self.lm_head, linears.one(target.parts.of(self.lm_head)))
         offsets: Any = head.d2t
         self._proposed = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
         self._rotary = self._rotary_table(1)

@@ -16,7 +16,6 @@ from heavypath.speculative.drafts.medusa.heads import MedusaHeads
 from heavypath.speculative.drafts.tapped import TappedDraft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.forward import Forward, Taps, as_logits
-from heavypath.speculative.ranks.shards import joined, part_of
 
 
 class MedusaCache(RowCache):
@@ -65,7 +64,7 @@ class MedusaDraft(TappedDraft):
             )
         super().__init__(heads, target)
         self.heads, self.config, self.layers, self.levels = heads, config, config.layers, config.heads
-        self._lm_head = joined(self.target_lm_head, part_of(self.target_lm_head), target.ranks)
+        self._lm_head = target.parts.joined(self.target_lm_head, target.parts.of(self.target_lm_head))
 
     def new_cache(self, batch: int, rows: int) -> MedusaCache:
         """An empty cache of `rows` rows for each of `batch` sequences."""
