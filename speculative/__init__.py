@@ -57,23 +57,10 @@ from heavypath.speculative.streaming.offloaded import stream_layers
 from heavypath.speculative.streaming.stream import LayerStream
 from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
 from heavypath.speculative.training.documents import read_documents
-from heavypath.speculative.trees import acceptance, bounds, planning, tree
 from heavypath.speculative.trees.planning import Plan, expected_tokens, greedy_tree, select_tree, sequoia_tree
 from heavypath.speculative.trees.tree import TokenTree
 
 attn_implementation.register()
-
-# Modules that moved into folders can still be imported by their former paths.
-huggingface = attn_implementation
-_FORMER = {
-    "acceptance": acceptance,
-    "bounds": bounds,
-    "huggingface": huggingface,
-    "planning": planning,
-    "tree": tree,
-}
-for _name, _module in _FORMER.items():
-    sys.modules[f"{__name__}.{_name}"] = _module
 
 __all__ = [
     "LOSSLESS_METHODS",

@@ -42,22 +42,15 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.models.text_cache import CACHE_NAME, TextCache
-from heavypath.speculative.output.options import NOTHING
+from heavypath.speculative.output.options import NOTHING, UNSERVED
 from heavypath.speculative.output.watchers import Streamer
 from heavypath.speculative.ranks.peers import ALONE, Peers
 
 # Settings that leave no trace among the processors and criteria, and the values with which they do nothing.
-_UNSUPPORTED = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "penalty_alpha": (None, 0),
-    "dola_layers": (None,),
+_UNSUPPORTED = UNSERVED | {
     "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,),
     "use_mtp": (None, False),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "token_healing": (None, False),
     "use_cache": (None, True),
     "cache_implementation": (None,),
     "prefill_chunk_size": (None,),

@@ -34,16 +34,19 @@ NOTHING: dict[str, Any] = {
     "min_new_tokens": 0,
     "eos_token_id": None,
 }
-# Settings of a generation_config that `generate` does not have, and the values with which they change no text.
-_UNSERVED = {
+# Settings of a generation_config that `generate` does not have, and the values with which they change no text: those
+# that custom_generate finds there, too, and those that it finds among the processors and criteria.
+UNSERVED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
-    "num_return_sequences": (None, 1),
     "penalty_alpha": (None, 0),
     "dola_layers": (None,),
     "constraints": (None,),
     "force_words_ids": (None,),
     "token_healing": (None, False),
+}
+_UNSERVED: dict[str, tuple[Any, ...]] = UNSERVED | {
+    "num_return_sequences": (None, 1),
     "guidance_scale": (None, 1),
     "encoder_repetition_penalty": (None, 1),
     "encoder_no_repeat_ngram_size": (None, 0),

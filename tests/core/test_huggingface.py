@@ -15,7 +15,8 @@ from transformers.masking_utils import chunked_causal_mask_function
 
 from heavypath.kernels.attention.masks import pack_ancestors
 from heavypath.kernels.tree_attention import chain_attention
-from heavypath.speculative import TokenTree, huggingface
+from heavypath.speculative import TokenTree
+from heavypath.speculative.models import attn_implementation
 from heavypath.speculative.models.text_cache import CACHE_NAME
 
 WINDOW = 7  # less than any text here
@@ -64,8 +65,8 @@ def model(request):
 
 def by_kernel(monkeypatch):
     """Calls without a tree are served by tree_attention, as on a GPU, of at most 8 tokens at once; on a CPU by sdpa."""
-    monkeypatch.setattr(huggingface, "_takes_sdpa", lambda *_: False)
-    monkeypatch.setattr(huggingface, "_longest_chain", lambda query: 8)
+    monkeypatch.setattr(attn_implementation, "_takes_sdpa", lambda *_: False)
+    monkeypatch.setattr(attn_implementation, "_longest_chain", lambda query: 8)
 
 
 @pytest.fixture(params=["sdpa", "tree_attention"])
@@ -122,7 +123,7 @@ def test_logits_through_the_kernel(monkeypatch):
     model = made("gemma2", num_hidden_layers=2, head_dim=16, sliding_window=WINDOW)
     growing, parts = CACHES["a growing"], (9, 1, 13)
     expected = read(model, "eager", growing, PADDING, parts)
-    monkeypatch.setattr(huggingface, "chain_attention", partial(chain_attention, impl="triton"))
+    monkeypatch.setattr(attn_implementation, "chain_attention", partial(chain_attention, impl="triton"))
     torch.testing.assert_close(read(model, "heavypath", growing, PADDING, parts), expected, atol=1e-3, rtol=1e-3)
 
 
@@ -179,8 +180,8 @@ def test_compiled_generate_writes_the_greedy_text(family, layers):
 
 
 def test_a_model_is_patched_and_back(tmp_path, monkeypatch):
-    attention = Mock(side_effect=huggingface.attention_forward)
-    monkeypatch.setitem(huggingface.AttentionInterface._global_mapping, "heavypath", attention)
+    attention = Mock(side_effect=attn_implementation.attention_forward)
+    monkeypatch.setitem(attn_implementation.AttentionInterface._global_mapping, "heavypath", attention)
     tiny("llama").save_pretrained(tmp_path)
     model = type(tiny("llama")).from_pretrained(tmp_path, attn_implementation="heavypath")
     for implementation, calls in (("heavypath", 3), ("sdpa", 3), ("heavypath", 6)):
@@ -204,12 +205,12 @@ def test_gradients_are_those_of_sdpa_and_of_soft_capped_scores_those_of_eager(fa
 def test_on_a_gpu_sdpa_serves_gradients_and_dropout_only():
     with FakeTensorMode():
         states = torch.empty(1, 2, 3, 16, device="cuda")
-        assert not huggingface._takes_sdpa(states, states, states, dropout=0.0)
-        assert huggingface._takes_sdpa(states, states, states, dropout=0.1)
+        assert not attn_implementation._takes_sdpa(states, states, states, dropout=0.0)
+        assert attn_implementation._takes_sdpa(states, states, states, dropout=0.1)
         states.requires_grad_()
-        assert huggingface._takes_sdpa(states, states, states, dropout=0.0)
+        assert attn_implementation._takes_sdpa(states, states, states, dropout=0.0)
         with torch.no_grad():
-            assert not huggingface._takes_sdpa(states, states, states, dropout=0.0)
+            assert not attn_implementation._takes_sdpa(states, states, states, dropout=0.0)
 
 
 def test_dropout_is_that_of_sdpa():
@@ -237,7 +238,7 @@ def test_autocast_is_that_of_sdpa():
     ("family", "kind"), [("mistral", "a static"), pytest.param("llama", "a growing", marks=pytest.mark.slow)]
 )
 def test_compiled_decoding_has_the_operator_as_a_node(family, kind, monkeypatch):
-    monkeypatch.setattr(huggingface, "_has_kernel", lambda _: True)
+    monkeypatch.setattr(attn_implementation, "_has_kernel", lambda _: True)
     operators = set()
 
     def backend(graph, _):
@@ -384,7 +385,7 @@ def test_any_other_mask_is_served_as_sdpa_does_and_attention_weights_are_missed_
     family, name, monkeypatch
 ):
     warned = Mock()
-    monkeypatch.setattr(huggingface.logger, "warning_once", warned)
+    monkeypatch.setattr(attn_implementation.logger, "warning_once", warned)
     ours, expected = (patched(tiny(family), each)(TEXT, **OTHER_MASKS[name]).logits for each in ("heavypath", "sdpa"))
     assert_close(ours, expected)
     assert ("no attention weights" in str(warned.call_args)) == (name == "attention weights")
@@ -413,12 +414,12 @@ def test_a_bidirectional_model_is_served_as_sdpa_does():
 
 def test_chunks_are_seen_from_their_beginning():
     chunks = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
-    mask = huggingface.visible_rows(1, 6, 6, mask_function=chunks, local_size=4)
+    mask = attn_implementation.visible_rows(1, 6, 6, mask_function=chunks, local_size=4)
     first_and_count = [[int(row.nonzero()[0]), int(row.sum())] for row in mask[0, 0]]
     assert first_and_count == [[0, 1], [0, 2], [0, 3], [0, 4], [4, 1], [4, 2]]
     # the rows of a static cache behind the new tokens, in a chunk that is longer than both
     chunks = chunked_causal_mask_function(9, torch.zeros(1, dtype=torch.long))
-    mask = huggingface.visible_rows(1, 3, 6, mask_function=chunks, local_size=9)
+    mask = attn_implementation.visible_rows(1, 3, 6, mask_function=chunks, local_size=9)
     assert torch.equal(mask[0, 0], torch.ones(3, 6).tril().bool())
 
 
@@ -468,7 +469,7 @@ def test_models_it_cannot_serve_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r'has no dropout of 0\.5 for trees; use attn_implementation="eager"'):
         dropping(NODES, position_ids=TREE.depths[None], tree_subtree_end=TREE.subtree_end)
     by_kernel(monkeypatch)
-    monkeypatch.setattr(huggingface, "chain_attention", partial(chain_attention, impl="triton"))
+    monkeypatch.setattr(attn_implementation, "chain_attention", partial(chain_attention, impl="triton"))
     model = patched(made("llama", head_dim=20)).to(DEVICE)
     with pytest.raises(ValueError, match=r"head sizes 16 to 256.*use attn_implementation=\"sdpa\""):
         model(TEXT.to(DEVICE))
@@ -482,7 +483,7 @@ def test_models_it_cannot_serve_are_refused(monkeypatch):
 def test_attention_it_cannot_serve_is_refused(mask, options, message):
     query, key = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 3, 16)
     with pytest.raises(ValueError, match=message):
-        huggingface.attention_forward(nn.Module(), query, key, key, mask, **options)
+        attn_implementation.attention_forward(nn.Module(), query, key, key, mask, **options)
 
 
 @torch.no_grad()

@@ -9,14 +9,12 @@ import re
 import traceback
 from functools import cache
 from graphlib import TopologicalSorter
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
 
-import heavypath.speculative
 from heavypath.speculative import SpeculativeDecoder
 
 ROOT = Path(__file__).parents[2]
@@ -26,9 +24,6 @@ ORDER = (
 )  # fmt: skip
 APART = [{"trees", "models"}, {"cli", "examples"}]  # neither of the two imports the other
 MOST_MODULES, MOST_LINES, MEDIAN_LINES, MOST_PARAMETERS = 20, 500, 160, 8
-FORMER_PATHS = (  # of modules that moved into folders
-    "acceptance", "bounds", "calibration", "drafts", "huggingface", "planning", "profile", "tree",
-)  # fmt: skip
 # Functions whose parameters are somebody else's: the public interface, what transformers calls, and torch's operator.
 PUBLIC = {
     "gumbel_topk", "stochastic_beam", "tree_attention", "chain_attention", "verify_tree", "accept_typical", "calibrate",
@@ -213,11 +208,6 @@ def test_no_call_hides_its_arguments_in_a_tuple():
                     if not known and not text.endswith(("shape", "lead", "stride")):
                         wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {called}(*{text})")
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("module", FORMER_PATHS)
-def test_modules_that_moved_can_be_imported_by_their_former_paths(module):
-    assert getattr(heavypath.speculative, module) is import_module(f"heavypath.speculative.{module}")
 
 
 def test_few_functions_stand_between_generate_and_the_targets_first_operation(demo_pair, monkeypatch):

@@ -340,7 +340,7 @@ def test_a_model_on_several_devices_or_offloaded_is_refused(tiny_pair, monkeypat
     with pytest.raises(ValueError, match="target is on the meta device, it has no weights; load it first"):
         SpeculativeDecoder(offloaded, tiny_pair[1])
     spread, elsewhere = tiny_llama(1), Mock(device=torch.device("cuda:1"))
-    monkeypatch.setattr(spread, "parameters", lambda: [next(tiny_pair[0].parameters()), elsewhere])
+    monkeypatch.setattr(spread, "parameters", lambda recurse=True: [next(tiny_pair[0].parameters()), elsewhere])
     with pytest.raises(ValueError, match="target must be on one device, got one spread over cpu, cuda:1"):
         SpeculativeDecoder(spread, tiny_pair[1])
 
