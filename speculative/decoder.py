@@ -149,7 +149,7 @@ class SpeculativeDecoder:
         stats.tree = self.trees.in_words(plan.tree, len(input_ids))
         stats.law_changed_by, stats.verification = plan.rules.law_changed_by, plan.rules.verification
         logger.debug(
-            "%s, %d sequences, up to %d new tokens, %s, verified by %s%s",
+            "%s, %d sequences, up to %d new tokens, a tree of %s, verified by %s%s",
             self.method, len(input_ids), request.max_new_tokens, stats.tree, stats.verification,
             stats.law_changed_by and f"; the text's law is changed by {stats.law_changed_by}",
         )  # fmt: skip

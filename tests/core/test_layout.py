@@ -6,6 +6,7 @@ each other, but in no circle.
 
 import ast
 import re
+import sys
 import traceback
 from functools import cache
 from graphlib import TopologicalSorter
@@ -229,3 +230,29 @@ def test_few_functions_stand_between_generate_and_the_targets_first_operation(de
     step = ["decoder.generate", "loop.decode", "engine.step", "runner.run", "launching.run", "step.__call__"]
     step.append("llama.__call__")
     assert stacks[-1] == step, "the way of a step is README's"
+
+
+def test_a_step_enters_what_the_readme_says_that_it_enters(demo_pair):
+    """And that is few files; those of a step whose forward pass is in PyTorch."""
+    block = (ROOT / "README.md").read_text(encoding="utf-8").split("## How a step works")[1].split("```")[1]
+    listed, folder = [], ""
+    for name in re.findall(r"[\w/]+(?:\.py|/)(?=[\s,])", block):
+        folder = name[: name.rstrip("/").rindex("/") + 1] if "/" in name.rstrip("/") else folder
+        listed.append(folder + name.removeprefix(folder))
+    assert 12 < len(listed) <= 22
+    entered, here = set(), str(ROOT) + "/.editable/heavypath/"
+
+    def note(frame, event, given):
+        if event == "call" and frame.f_code.co_filename.startswith(here):
+            entered.add(frame.f_code.co_filename.removeprefix(here))
+
+    decoders = [SpeculativeDecoder(*demo_pair[:2], method) for method in ("sequoia", "dyspec", "typical-lossy")]
+    for decoder in decoders:
+        decoder._target._native = None
+    sys.setprofile(note)
+    try:
+        for decoder in decoders:
+            decoder.generate(torch.tensor([[14, 438, 199]]), 6, 0.8, top_k=20)
+    finally:
+        sys.setprofile(None)
+    assert [name for name in listed if not any(file.startswith(name) for file in entered)] == []
