@@ -18,7 +18,7 @@ def test_results_are_written_into_a_folder_that_is_made_as_by_every_script(tmp_p
     path, lacking = tmp_path / "new" / "folder" / "results.json", []
     script("common").write_results(path, {"device": "cpu"}, rows=[1, 2])
     assert json.loads(path.read_text()) == {"environment": {"device": "cpu"}, "rows": [1, 2]}
-    for path in sorted(BENCH.glob("*.py")):
+    for path in sorted(BENCH.rglob("*.py")):
         lines = path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
             near = "\n".join(lines[max(0, number - 3) : number + 1])

@@ -1,6 +1,6 @@
 """What the papers measured of targets larger than a GPU, beside what their own constants say.
 
-    python bench/offloading.py
+    python bench/research/offloading.py
 
 Sequoia (Chen et al. 2024) and DySpec (Xiong et al. 2024) decode Llamas whose weights lie in the host's memory. Each row
 is simulated by costs/simulation.py. In go
@@ -38,6 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import beside  # noqa: F401
 from common import argument_parser, environment, write_results
 from rich.console import Console
 from rich.table import Table
@@ -55,7 +56,7 @@ SEQUOIA, SPECINFER, SMALL = (768, 18), (769, 48), (64, 18)  # nodes and levels; 
 WITHIN = 0.15
 HERE, OWN = (
     "this repository: python bench/scale.py stream",
-    Path(__file__).parent / "results/scale-stream-slow-cpu.json",
+    Path(__file__).parents[1] / "results/scale-stream-slow-cpu.json",
 )
 
 

@@ -1,6 +1,6 @@
 """The papers' own comparisons, cell by cell and by every verifier, on the shipped pair.
 
-    python bench/papers.py [TABLE ...] [--json bench/results/papers-cpu.json] [--plot bench/results]
+    python bench/research/papers.py [TABLE ...] [--json bench/results/papers-cpu.json] [--plot bench/results]
 
     rsd-1        RSD's experiment 1 (Jeon et al. 2024, section 5): drafts of 2 to 5 levels, whatever they cost
     rsd-2        its experiment 2: drafts of the same number of nodes, 6 to 30
@@ -23,13 +23,14 @@ For each cell all prompts are continued as one batch, once with each verifier th
 
 MBSU and tokens/s are of the method's own rule. The last step of a text is cut short, by any verifier, which makes all
 tokens per forward a little low, those of large trees most. --json is written after each cell, and
-`python bench/papers_shown.py FILE` prints the tables of such a file for a README, and draws its figures.
+`python bench/research/papers_shown.py FILE` prints the tables of such a file for a README, and draws its figures.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple, cast
 
+import beside  # noqa: F401
 import torch
 from batches import Estimate, Texts, batch_of, tokens_per_forward
 from common import (

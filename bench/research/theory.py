@@ -1,6 +1,6 @@
 """The theory of the papers beside the shipped pair: six figures, and the numbers behind them.
 
-    python bench/theory.py [--quick] [--json bench/results/theory-cpu.json] [--plot bench/results]
+    python bench/research/theory.py [--quick] [--json bench/results/theory-cpu.json] [--plot bench/results]
 
 growth             expected tokens against the size and the shape of the tree, what twice the nodes bring, and what
                    bounds them (Sequoia, figures 1 and 4; ERSD, 3 and 4). The shapes share one acceptance vector:
@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import beside  # noqa: F401
 import torch
 from common import argument_parser, environment, paper_verifier, quiet_demo_pair, random_tree, write_results
 from rejection import positions

@@ -1,6 +1,6 @@
 """The tables and figures of papers.py, from the results that it has written.
 
-    python bench/papers_shown.py bench/results/papers-cpu.json [--plot bench/results]
+    python bench/research/papers_shown.py bench/results/papers-cpu.json [--plot bench/results]
 
 prints the tables in Markdown. Of each group and verifier the most tokens per forward are bold, if they are more than
 any other row's by over two standard errors of the difference, sqrt(a^2 + b^2) of the rows' own; in many groups none is.
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import beside  # noqa: F401
 from common import made
 from rich import box
 from rich.console import Console

@@ -1,6 +1,6 @@
 """Rejection rate against the number of children, for every way to verify: Sequoia's figure 3 on the shipped pair.
 
-    python bench/rejection.py [--temperatures 0.2 0.6 1.0] [--children 32] [--json FILE] [--plot FILE]
+    python bench/research/rejection.py [--temperatures 0.2 0.6 1.0] [--children 32] [--json FILE] [--plot FILE]
 
 The rate is the probability that none of k children is accepted, so that the step ends at this position. Positions are
 those that decoding meets: held-out prompts continued by samples of the target at the same temperature. With target P,
@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import beside  # noqa: F401
 import torch
 from common import PICTURE, argument_parser, environment, made, quiet_demo_pair, write_results
 from rich import box
