@@ -1,9 +1,6 @@
 """How long the public functions take on a CPU, for comparing two versions.
 
-    .venv/bin/python -m pytest bench/speed.py --benchmark-only            # a table
-    .venv/bin/python -m pytest bench/speed.py --benchmark-only --benchmark-json FILE
-
-What a GPU does, and comparisons with other programs, are other commands of this folder.
+python -m pytest bench/kernels/bench_functions.py --benchmark-only [--benchmark-json FILE]
 """
 
 import pytest
