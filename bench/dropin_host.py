@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 from common import Row, Run, argument_parser, environment, in_turns, kept, show, times_as_fast
-from fake_gpu import all_on_gpu, compile_for
+from machine_code import all_on_gpu, compile_for
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
