@@ -25,6 +25,7 @@ from heavypath.speculative import METHODS, TokenTree, load_demo_pair
 from heavypath.speculative.demo import DemoPair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PICTURE = "draw a picture to this file, a .png or .svg (needs matplotlib)"
 Run = Callable[[], object]
 Row = dict[str, Any]
 
