@@ -32,13 +32,13 @@ from torch import Tensor
 from heavypath.kernels.noise import Stream, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, verify_tree
-from heavypath.kernels.verifying.rule import WHOLE_TREE
 from heavypath.speculative import TokenTree
 
 TEMPERATURE, SPREAD, DRAFT_NOISE = 0.6, 3.0, 0.7
 PROBLEMS = 3 if DEVICE == "cuda" else 5
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 INDEPENDENT = ("with_replacement", "kseq")  # whose children are independent draws
+OURS = ("held", "held_traversal")  # of which there is no published code
 MOST_OF_NOISE = 1 << 20  # numbers that the loop is given for a race, which are drawn on the host
 
 
@@ -107,11 +107,10 @@ def loop_verify(
 
     target, draft = by_node(softmax, target_logits), by_node(softmax, draft_logits)
     coins = torch.rand(len(drawn)).tolist()
-    if method in WHOLE_TREE:
-        below, weights = post_order(children, drawn, target, draft, coins, held=method == "held_traversal")(0, 1.0)
+    if method == "traversal":
+        below, weights = post_order(children, drawn, target, draft, coins)(0, 1.0)
         return below, int(weights.multinomial(1))
-    attempt = {"kseq": k_sequential, "held": held_back}.get(method)
-    attempt = attempt or partial(one_by_one, replacement=method == "with_replacement")
+    attempt = k_sequential if method == "kseq" else partial(one_by_one, replacement=method == "with_replacement")
     while True:
         here, node = children[path[-1]], path[-1]
         if not here:
@@ -140,34 +139,12 @@ def one_by_one(
     return -1, target
 
 
-def held_back(target: Tensor, draft: Tensor, drawn: list[int], coins: list[float]) -> tuple[int, Tensor | None]:
-    """Held siblings, drawn without replacement: `target` is the part of P that no child holds, the rest is `weights`.
-
-    What it returns is the same as that of `one_by_one`.
-    """
-    weights: list[float] = []
-    for token in drawn:
-        taken = torch.minimum(draft, target)
-        chance = float(taken[token] / draft[token])
-        rest = float(1 - taken.sum())
-        scale = (1 - chance) / rest if rest > 0 else 0.0
-        weights = [*(weight * scale for weight in weights), chance]
-        target = (target - taken) * scale
-        draft = draft.index_fill(0, torch.tensor(token, device=draft.device), 0)
-        draft = draft / draft.sum()
-    for place in range(len(drawn)):
-        if coins[0] < sum(weights[: place + 1]):
-            return place, None
-    return -1, target
-
-
 def post_order(
     children: Sequence[Sequence[int]],
     drawn: list[int],
     target: Callable[[int], Tensor],
     draft: Callable[[int], Tensor],
     coins: list[float],
-    held: bool,
 ) -> Callable[[int, float], tuple[list[int], Tensor] | None]:
     """Traversal of children drawn without replacement: a function of a node and its weight.
 
@@ -178,23 +155,17 @@ def post_order(
     def visit(node: int, weight: float) -> tuple[list[int], Tensor] | None:
         left, leaving = weight * target(node), 1 - weight
         law = draft(node) if children[node] else left
-        holding: list[float] = []
         for child in children[node]:
             taken = torch.minimum(law, left)
             chance = float(taken[drawn[child]] / law[drawn[child]])
-            found = None if held else visit(child, chance)
+            found = visit(child, chance)
             if found is not None:
                 return [child, *found[0]], found[1]
-            rest = leaving + sum(holding) + float((left - taken).sum())
-            scale = (1 - chance if held else 1.0) / rest if rest > 0 else 0.0
+            rest = leaving + float((left - taken).sum())
+            scale = 1 / rest if rest > 0 else 0.0
             left, leaving = (left - taken) * scale, leaving * scale
-            holding = [*(other * scale for other in holding), chance] if held else []
             law = law.index_fill(0, torch.tensor(drawn[child], device=law.device), 0)
             law = law / law.sum()
-        for place, (child, share) in enumerate(zip(children[node], holding, strict=False)):
-            found = visit(child, share / (leaving + float(left.sum()) + sum(holding[place:]))) if share else None
-            if found is not None:
-                return [child, *found[0]], found[1]
         ending = float(left.sum())
         return ([], left) if node == 0 or coins[node] * (ending + leaving) < ending else None
 
@@ -276,7 +247,7 @@ class Problem:
         )
 
     def loop(self, lazy: bool) -> Callable[[], object] | None:
-        if self.case.table == "race" and self.noise is None:
+        if self.case.table in OURS or (self.case.table == "race" and self.noise is None):
             return None
         return partial(
             loop_verify,
