@@ -109,7 +109,7 @@ run_first() {
     step first-machine 30 bash -c 'nvidia-smi; gcc --version | head -1; command -v compute-sanitizer ncu nvcc
         "$0" -m pip list | grep -iE "^(setuptools|pytest|hypothesis|numpy|numba|cuda|nvidia)"; df -h . | tail -1; nproc
         "$0" -c "import heavypath; print(heavypath.__version__, heavypath.__path__)"' "$python"
-    kernel linear 60
+    kernel linear 90
     step first-texts 150 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_first_on_gpu.py
     [ -n "$small" ] && few=(-k "by_hand or one_launch or do_not_fit")
     step first-kernels 130 "${pytest[@]}" "${named[@]}" "${few[@]}" tests/kernels/test_layer_kernels.py \
@@ -165,8 +165,8 @@ run_kernels() {
     kernel attention 150
     kernel sampling 90
     kernel verification 120
-    kernel compaction 30
-    kernel ordering 40
+    kernel compaction 60
+    kernel ordering 60
     predictions kernel_attention kernel_sampling kernel_verification kernel_compaction kernel_ordering
 }
 

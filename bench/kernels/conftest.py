@@ -138,6 +138,7 @@ def on_host(benchmark, runs) -> None:
     benchmark(lambda: next(turns)())
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(config):
     if config.stash[ROWS]:
         show(config.stash[ROWS])
