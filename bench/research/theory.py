@@ -18,7 +18,7 @@ entropy            bits of a race's place and index against the divergence of ta
 Positions are those that decoding meets: held-out prompts continued by samples of the target, as in rejection.py. An
 expectation takes the accepted child to be independent from node to node, which decoding does not guarantee. The first
 token of a text is not counted, because no tree precedes it; the last step is cut short, which makes what was decoded
-about 1% low. Standard errors take groups of prompts as the independent units.
+about 1% low. Standard errors take prompts as the independent units (batches.py).
 
 --plot is a folder for theory-growth.png and the other figures (needs matplotlib).
 """
@@ -31,7 +31,17 @@ from typing import Any, NamedTuple
 
 import beside  # noqa: F401
 import torch
-from common import argument_parser, environment, paper_verifier, quiet_demo_pair, random_tree, show, write_results
+from batches import Texts, batch_of, tokens_per_forward
+from common import (
+    argument_parser,
+    environment,
+    paper_verifier,
+    quiet_demo_pair,
+    random_tree,
+    show,
+    token_ids,
+    write_results,
+)
 from rejection import positions
 from theory_figures import BATCH, BEST, BLOCK, CHAIN, ORDERS, RACE, SEQUENCES, SPECINFER, draw_figures
 from torch import Tensor
@@ -176,35 +186,16 @@ def limits(law: Sequence[float], vocabulary: int, sizes: Sequence[int]) -> dict[
 
 
 class Decoded(NamedTuple):
-    """Tokens per target forward, prefills left out, and its standard error over groups of prompts."""
+    """Tokens per target forward, prefills left out, and its standard error over prompts."""
 
     decoded: float
     standard_error: float
 
 
-def decode(
-    pair: DemoPair,
-    method: str,
-    tree: TokenTree,
-    prompts: Sequence[str],
-    *,
-    new_tokens: int,
-    temperature: float,
-    seed: int,
-) -> Decoded:
+def decode(pair: DemoPair, method: str, tree: TokenTree, texts: Texts, **asked: Any) -> Decoded:
+    """Of all prompts as one batch."""
     decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree=tree, verifier=paper_verifier(method))
-    tokens, steps = [], []
-    group = max(1, len(prompts) // 6)
-    for begin in range(0, len(prompts), group):
-        inputs = pair.tokenizer(list(prompts[begin : begin + group]), return_tensors="pt", padding=True)
-        stats = decoder.generate(
-            **inputs, max_new_tokens=new_tokens, temperature=temperature, seed=seed + begin, eos_token_id=None
-        ).stats
-        tokens.append(stats.new_tokens)
-        steps.append(stats.steps)
-    ratio, groups = sum(tokens) / sum(steps), len(steps)
-    off = sum((count - ratio * step) ** 2 for count, step in zip(tokens, steps, strict=True))  # of a ratio of sums
-    return Decoded(ratio, math.sqrt(off * groups / (groups - 1)) / sum(steps))
+    return Decoded(*tokens_per_forward(decoder.generate(texts.tokens, **texts.options, **asked).stats))
 
 
 def decoding_trees(
@@ -354,12 +345,10 @@ def measure(arguments: argparse.Namespace) -> dict:
     grown = [tree_blocks(random_tree(nodes, seed)) for seed in range(10)]
     random = {order: mean([each[order] for each in grown]) for order in ORDERS}
     curves = decoding_trees(acceptance, places, arguments.decoded_nodes)
-    decoded = {
-        (method, tree): decode(
-            pair, method, tree, prompts, new_tokens=arguments.new_tokens, temperature=first, seed=seed
-        )
-        for method, tree in {(method, tree) for trees in curves.values() for method, tree, _ in trees}
-    }
+    texts = batch_of(token_ids(pair.tokenizer, prompts))
+    asked = {"max_new_tokens": arguments.new_tokens, "temperature": first, "seed": seed}
+    trees = {(method, tree) for curve in curves.values() for method, tree, _ in curve}
+    decoded = {(method, tree): decode(pair, method, tree, texts, **asked) for method, tree in trees}
     return {
         "growth": {
             "temperature": first,
