@@ -248,6 +248,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=32, help="of the children, at each position")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
+    if arguments.miniature:
+        vars(arguments).update(temperatures=[1.0], children=4, prompts=2, new_tokens=3, draws=2)
     pair = quiet_demo_pair()
     prompts = demo_prompts()[: arguments.prompts]
     if len(prompts) < 2 or min(arguments.new_tokens, arguments.draws) < 1 or min(arguments.temperatures) <= 0:
