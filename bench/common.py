@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: options, facts about the machine, the shipped pair and the file of results."""
+"""What the scripts of this folder share: options, facts about the machine, how they time, print and keep results."""
 
 import argparse
 import json
@@ -6,21 +6,28 @@ import platform
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 import triton
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from heavypath.kernels.tickets import counters_for, new_counters
 from heavypath.speculative import METHODS, TokenTree, load_demo_pair
 from heavypath.speculative.demo import DemoPair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PICTURE = "draw a picture to this file, a .png or .svg (needs matplotlib)"
+Run = Callable[[], object]
+Row = dict[str, Any]
 
 
 def argument_parser(
@@ -50,16 +57,6 @@ def until_stopped() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         print("stopped before the end; this is what there is:", flush=True)
-
-
-def clock_of(device: str) -> Callable[[], float]:
-    """A clock in seconds. For a GPU it waits until that has done all it was given: phases can be told apart."""
-
-    def when_done() -> float:
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    return when_done if torch.device(device).type == "cuda" else time.perf_counter
 
 
 def environment(device: str = DEVICE) -> dict:
@@ -103,6 +100,41 @@ def _on_one_line(text: str) -> str:
     return re.sub(r"\n\s*", "", re.sub(r",\n\s*", ", ", text))
 
 
+def kept(measured: Iterable[Row], facts: dict, path: Path | None) -> list[Row]:
+    """All rows, which are measured as they are asked for, or those until it is stopped. Each one is written at once."""
+    rows: list[Row] = []
+    with until_stopped():
+        for row in measured:
+            rows.append(row)
+            write_results(path, facts, rows=rows)
+    return rows
+
+
+def show(rows: Sequence[Row], without: Collection[str] = (), title: str | None = None) -> None:
+    """Print rows as a table: a column for each field, but those named and those that hold more than a few numbers."""
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in without]
+    names = [name for name in names if any(_cell(row.get(name)) for row in rows)]
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        numbers = all(isinstance(row.get(name), int | float | None) for row in rows)
+        table.add_column(name.replace("_", " "), justify="right" if numbers else "left")
+    for row in rows:
+        table.add_row(*(_cell(row.get(name)) for name in names))
+    if title is not None:
+        print(f"\n{title}")
+    Console(highlight=False, markup=False, width=200).print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None or (isinstance(value, list | tuple) and len(value) > 3):
+        return ""
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_cell(each)}" for name, each in value.items())
+    return " - ".join(map(_cell, value)) if isinstance(value, list | tuple) else str(value)
+
+
 def quiet_demo_pair(device: str = "cpu") -> DemoPair:
     """The shipped pair; transformers prints neither warnings nor progress from then on."""
     transformers.logging.set_verbosity_error()
@@ -124,3 +156,101 @@ def random_tree(nodes: int, seed: int = 0) -> TokenTree:
 def paper_verifier(method: str) -> str | None:
     """The verifier by which a method is what its paper has, for SpeculativeDecoder: None where it has that anyway."""
     return "rejection" if METHODS[method].verifiers else None
+
+
+class Spread(NamedTuple):
+    """A median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        """Of some numbers, or of one."""
+        every = [*values]
+        low, middle, high = quantiles(every, n=4, method="inclusive") if len(every) > 1 else 3 * every
+        return cls(middle, low, high)
+
+    def __str__(self) -> str:
+        digits = 2 if self.median < 10 else 0
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} - {self.high:.{digits}f})"
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """A clock in seconds. For a GPU it waits until that has done all it was given: phases can be told apart."""
+
+    def when_done() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return when_done if torch.device(device).type == "cuda" else time.perf_counter
+
+
+def in_turns(
+    runs: Mapping[str, Run], rounds: int, seconds: float = 0.0, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of each run in each round. Runs take turns, and each round begins with another one.
+
+    There are so many rounds, more until so many seconds are over, and one before them, which warms up and is not
+    counted.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names, begin, number = [*runs], time.perf_counter(), -1
+    while number < rounds or time.perf_counter() - begin < seconds:
+        place = number % len(names)
+        for name in names[place:] + names[:place]:
+            start = clock()
+            runs[name]()
+            if number >= 0:
+                times[name].append(clock() - start)
+        number += 1
+    return times
+
+
+def times_as_fast(times: Mapping[str, Sequence[float]], name: str, other: str) -> Spread:
+    """How many times as fast one is as another: their ratio is taken within a round."""
+    return Spread.of(theirs / own for own, theirs in zip(times[name], times[other], strict=True))
+
+
+def captured(run: Run) -> Run:
+    """The same work as a CUDA graph. It is run three times before, which compiles it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph, counters = torch.cuda.CUDAGraph(), new_counters(DEVICE)
+    with torch.cuda.graph(graph), counters_for(counters):
+        run()
+
+    def replay() -> None:
+        graph.replay()
+        assert counters is not None  # they are there for as long as the graph is
+
+    return replay
+
+
+def gpu_milliseconds(run: Run, budget: int = 40) -> float:
+    """The median time on a GPU whose L2 cache is emptied before every run. budget: milliseconds to spend on it."""
+    return triton.testing.do_bench(run, warmup=budget // 4, rep=budget, return_mode="median")
+
+
+def copy_bandwidth(miniature: bool = False) -> float:
+    """Bytes a second, read and written, of a large copy on this device."""
+    bits = 10 if miniature else 29 if DEVICE == "cuda" else 25
+    source = torch.zeros(1 << bits, dtype=torch.bfloat16, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _roof_seconds(lambda: target.copy_(source))
+
+
+def matrix_flops(dtype: torch.dtype, miniature: bool = False) -> float:
+    """Floating-point operations a second of a large matrix product on this device."""
+    side = 64 if miniature else 8192 if DEVICE == "cuda" else 1024
+    left = torch.randn(side, side, device=DEVICE).to(dtype)
+    return 2 * side**3 / _roof_seconds(lambda: left @ left)
+
+
+def _roof_seconds(run: Run) -> float:
+    return gpu_milliseconds(run, 100) / 1e3 if DEVICE == "cuda" else median(in_turns({"": run}, 5, seconds=0.5)[""])

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from fake_gpu import on_gpu
+from machine_code import on_gpu
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -62,34 +62,6 @@ def attention(case: Attention) -> None:
         tree_attention(query, key, value, prefix_length=lengths, subtree_end=end, **options)
 
 
-def attention_cases() -> dict[str, Callable[[], None]]:
-    """Dtypes, head sizes, nodes x query heads of a key head, and options; every tile size, both kinds of tree."""
-    cases = [
-        *(Attention("bf16", 128, nodes, group) for nodes, group in ((1, 1), (1, 4), (64, 1), (64, 4), (256, 8))),
-        *(Attention("bf16", head_dim, 64, 4) for head_dim in (16, 32, 40, 64, 80, 192, 256)),
-        Attention("bf16", 64, 1, 4),
-        Attention("bf16", 256, 1, 4),
-        Attention("bf16", 64, 64, 1),
-        Attention("bf16", 128, 2048, 8, prefix=0),
-        Attention("bf16", 128, 2048, 8, prefix=0, masked=True),
-        Attention("bf16", 128, 64, 4, masked=True, queries=16),
-        Attention("bf16", 64, 256, 8, masked=True),
-        Attention("bf16", 128, 1, 4, padded=True, window=True),
-        Attention("bf16", 128, 64, 4, padded=True, window=True, softcap=True),
-        Attention("bf16", 128, 64, 4, masked=True, queries=16, window=True),
-        Attention("bf16", 256, 64, 2, masked=True, window=True, softcap=True),
-        *(Attention("bf16", 128, nodes, 4, chain=True) for nodes in (1, 512)),
-        Attention("bf16", 128, 1, 4, chain=True, padded=True, window=True),
-        Attention("bf16", 64, 512, 4, chain=True, padded=True, window=True, softcap=True),
-        Attention("fp16", 128, 64, 4),
-        Attention("fp32", 128, 1, 4),
-        Attention("fp32", 64, 64, 4),
-        Attention("fp32", 128, 64, 4),
-        Attention("fp32", 256, 64, 1, masked=True),
-    ]
-    return {str(case): partial(attention, case) for case in cases}
-
-
 def ordering(nodes: int, ranked: bool) -> None:
     from heavypath.kernels.ordering import heavy_path_order
 
@@ -135,25 +107,6 @@ def growing(by: str, dtype: str, width: int, vocabulary: int, **options) -> None
         level, _ = grow(slots, level, TopK(keys.long(), keys, keys), logits, roots, policy, impl="triton")
         level = level._replace(mask=on_gpu(level.mask))
     assemble(slots, roots, level, 32 if width < 64 else 2048, impl="triton")
-
-
-def growing_cases() -> dict[str, Callable[[], None]]:
-    cases = [
-        *(("slot", dtype, 16, 128256, {"confidence": True}) for dtype in ("bf16", "fp16", "fp32")),
-        ("slot", "bf16", 16, 128256, {}),
-        ("slot", "bf16", 16, 32000, {"likeliest": True}),
-        ("node", "bf16", 16, 32000, {"likeliest": True}),
-        ("beam", "bf16", 6, 32000, {}),
-        ("beam", "bf16", 6, 32000, {"likeliest": True}),
-        ("slot", "bf16", 1023, 32000, {"confidence": True}),
-        ("beam", "bf16", 1023, 32000, {}),
-    ]
-    return {
-        named("grow by", by, dtype, f"{width} wide", f"V{vocabulary}", **options): partial(
-            growing, by, dtype, width, vocabulary, **options
-        )
-        for by, dtype, width, vocabulary, options in cases
-    }
 
 
 def compaction(dtype: str, head_dim: int, places: int) -> None:
@@ -212,55 +165,10 @@ def turning(dtype: str, heads: int, kv_heads: int, head_dim: int, normed: bool =
     )
 
 
-def layer_cases() -> dict[str, Callable[[], None]]:
-    """Llama-2-7B and 68M, Qwen3-8B, the largest rows, and what has no power of two."""
-    norms = [("bf16", 4096, True), ("bf16", 4096, False), ("bf16", 768, True), ("fp16", 896, True)]
-    norms += [("fp32", 8192, True), ("bf16", 16384, True), ("fp32", 32768, True)]
-    turns = [("bf16", 32, 32, 128), ("bf16", 12, 12, 64), ("fp16", 32, 8, 128), ("fp32", 4, 2, 24), ("fp32", 8, 8, 256)]
-    return {
-        **{
-            named("norm", dtype, f"K{columns}", added=added): partial(norming, dtype, columns, added)
-            for dtype, columns, added in norms
-        },
-        **{
-            named("gate", dtype, f"F{columns}"): partial(gating, dtype, columns)
-            for dtype, columns in (("bf16", 11008), ("fp16", 14336), ("fp32", 96))
-        },
-        **{
-            named("rotary", dtype, f"{heads}:{kv_heads}", f"D{head_dim}"): partial(
-                turning, dtype, heads, kv_heads, head_dim
-            )
-            for dtype, heads, kv_heads, head_dim in turns
-        },
-        "rotary bf16 32:8 D128 normed": partial(turning, "bf16", 32, 8, 128, normed=True),
-    }
-
-
 def sampling(dtype: str, vocabulary: int, k: int, **options) -> None:
     from heavypath.kernels.sampling import gumbel_topk
 
     gumbel_topk(on_gpu(torch.empty(1, vocabulary, dtype=DTYPES[dtype])), k, impl="triton", **options)
-
-
-def sampling_cases() -> dict[str, Callable[[], None]]:
-    filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
-    cases = [
-        *(("bf16", 128256, k, {}) for k in (1, 4, 32, 64)),
-        ("fp16", 32000, 4, {}),
-        ("fp32", 32000, 4, {}),
-        ("bf16", 999, 4, {}),
-        ("bf16", 128256, 4, {"temperature": 0.0}),
-        ("bf16", 128256, 4, {"replacement": True}),
-        ("bf16", 128256, 8, filters | {"uniform_fill": True}),
-        *((dtype, 128256, 1, {name: value}) for dtype in ("bf16", "fp32") for name, value in filters.items()),
-        ("fp16", 999, 4, filters),
-        ("bf16", 128256, 4, {"seed": SEED}),
-        ("bf16", 128256, 8, filters | {"uniform_fill": True, "seed": SEED}),
-    ]
-    return {
-        named(dtype, f"V{vocabulary}", f"k{k}", **options): partial(sampling, dtype, vocabulary, k, **options)
-        for dtype, vocabulary, k, options in cases
-    }
 
 
 def scoring(dtype: str, nodes: int, vocabulary: int) -> None:
@@ -270,59 +178,12 @@ def scoring(dtype: str, nodes: int, vocabulary: int) -> None:
     sequence_scores(logits, on_gpu(torch.zeros(4, 2, 4, dtype=torch.float64))[:, 0], impl="triton")
 
 
-def scoring_cases() -> dict[str, Callable[[], None]]:
-    cases = [("bf16", 64, 128256), ("fp16", 1, 32000), ("fp32", 2, 1)]
-    return {
-        named("scores by sequence", dtype, f"{nodes} nodes", f"V{vocabulary}"): partial(
-            scoring, dtype, nodes, vocabulary
-        )
-        for dtype, nodes, vocabulary in cases
-    }
-
-
 def verification(method: str, dtype: str, nodes: int, vocabulary: int, **options) -> None:
     from heavypath.kernels.verification import verify_tree
 
     logits = on_gpu(torch.empty(1, nodes, vocabulary, dtype=DTYPES[dtype]))
     tokens, parents = on_gpu(torch.zeros(1, nodes, dtype=torch.long)), on_gpu(torch.arange(-1, nodes - 1))
     verify_tree(tokens, parents, logits, logits, method=method, max_depth=8, impl="triton", **options)
-
-
-def verification_cases() -> dict[str, Callable[[], None]]:
-    filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
-    cases = [
-        *((method, "bf16", 64, 128256, {}) for method in ("without_replacement", "with_replacement", "kseq", "race")),
-        ("held", "bf16", 64, 128256, {}),
-        ("held", "bf16", 64, 128256, {"replacement": True}),
-        ("held", "fp32", 2048, 32000, {}),
-        ("held", "bf16", 2, 1, {}),
-        ("held", "bf16", 64, 32000, filters | {"seed": SEED}),
-        ("without_replacement", "bf16", 768, 32000, {}),
-        ("without_replacement", "fp32", 2048, 32000, {}),
-        ("without_replacement", "fp16", 64, 999, {}),
-        ("without_replacement", "bf16", 2, 1, {}),  # sizes of 1, which Triton takes for constants
-        ("kseq", "bf16", 1, 1, {}),
-        ("without_replacement", "bf16", 64, 32000, filters),
-        ("with_replacement", "bf16", 64, 32000, filters),
-        ("without_replacement", "bf16", 64, 32000, {"draft_temperature": 0.0}),
-        *((method, "bf16", 64, 128256, {"seed": SEED}) for method in ("without_replacement", "kseq", "race")),
-        ("without_replacement", "bf16", 64, 32000, filters | {"seed": SEED}),
-        ("traversal", "bf16", 64, 128256, {}),
-        ("traversal", "bf16", 64, 128256, {"replacement": True}),
-        ("held_traversal", "bf16", 64, 128256, {}),
-        ("held_traversal", "bf16", 64, 32000, {"replacement": True, "seed": SEED}),
-        ("traversal", "bf16", 64, 32000, filters | {"seed": SEED}),
-        ("held_traversal", "bf16", 64, 32000, filters | {"replacement": True}),
-        ("traversal", "bf16", 64, 32000, {"draft_temperature": 0.0}),
-        ("traversal", "fp32", 2048, 32000, {}),
-        ("traversal", "fp16", 2, 1, {}),
-    ]
-    return {
-        named(method, dtype, f"{nodes} nodes", f"V{vocabulary}", **options): partial(
-            verification, method, dtype, nodes, vocabulary, **options
-        )
-        for method, dtype, nodes, vocabulary, options in cases
-    }
 
 
 def verification_by_laws(dtype: str, nodes: int, vocabulary: int, **options) -> None:
@@ -336,46 +197,12 @@ def verification_by_laws(dtype: str, nodes: int, vocabulary: int, **options) -> 
     )  # fmt: skip
 
 
-def laws_cases() -> dict[str, Callable[[], None]]:
-    filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
-    cases = [
-        ("bf16", 64, 128256, {"seed": SEED}),
-        ("fp32", 2048, 32000, {}),
-        ("fp16", 64, 999, {}),
-        ("bf16", 2, 1, {}),  # sizes of 1, which Triton takes for constants
-        ("bf16", 64, 32000, filters | {"seed": SEED}),
-    ]
-    return {
-        named("laws", dtype, f"{nodes} nodes", f"V{vocabulary}", **options): partial(
-            verification_by_laws, dtype, nodes, vocabulary, **options
-        )
-        for dtype, nodes, vocabulary, options in cases
-    }
-
-
 def accepting_typical(dtype: str, nodes: int, vocabulary: int, **options) -> None:
     from heavypath.kernels.typical.acceptance import accept_typical
 
     logits = on_gpu(torch.empty(1, nodes, vocabulary, dtype=DTYPES[dtype]))
     tokens, parents = on_gpu(torch.zeros(1, nodes, dtype=torch.long)), on_gpu(torch.arange(-1, nodes - 1))
     accept_typical(tokens, parents, logits, max_depth=8, impl="triton", **options)
-
-
-def typical_cases() -> dict[str, Callable[[], None]]:
-    filters = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
-    cases = [
-        ("bf16", 64, 128256, {}),
-        ("fp32", 2048, 32000, {}),
-        ("fp16", 2, 1, {}),  # sizes of 1, which Triton takes for constants
-        ("bf16", 1, 999, {}),
-        ("bf16", 64, 32000, filters | {"seed": SEED}),
-    ]
-    return {
-        named("typical", dtype, f"{nodes} nodes", f"V{vocabulary}", **options): partial(
-            accepting_typical, dtype, nodes, vocabulary, **options
-        )
-        for dtype, nodes, vocabulary, options in cases
-    }
 
 
 def retrieving(longest: int) -> None:
@@ -396,26 +223,115 @@ def packing(nodes: int, window: int | None) -> None:
     pack_ancestors(on_gpu(torch.ones(4, nodes).bool()), window, impl="triton")
 
 
-CASES = {
-    **layer_cases(),
-    **{
-        f"mask of {nodes}{' window' * windowed}": partial(packing, nodes, 100 if windowed else None)
-        for nodes, windowed in ((32, False), (2048, True))
-    },
-    **verification_cases(),
-    **laws_cases(),
-    **typical_cases(),
-    **sampling_cases(),
-    **scoring_cases(),
-    **attention_cases(),
-    **{f"retrieval of {longest}": partial(retrieving, longest) for longest in (8, 16)},
+def cases(function: Callable[..., None], words: str, *rows: tuple) -> dict[str, Callable[[], None]]:
+    """A case for each row of arguments, the last of which may be options by name. words: with the arguments' places."""
+    found = {}
+    for row in rows:
+        *given, options = row if isinstance(row[-1], dict) else (*row, {})
+        found[named(words.format(*given), **options)] = partial(function, *given, **options)
+    return found
+
+
+FILTERS: dict[str, Any] = {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
+ATTENTION = [  # every tile size, both kinds of tree
+    *(Attention("bf16", 128, nodes, group) for nodes, group in ((1, 1), (1, 4), (64, 1), (64, 4), (256, 8))),
+    *(Attention("bf16", head_dim, 64, 4) for head_dim in (16, 32, 40, 64, 80, 192, 256)),
+    Attention("bf16", 64, 1, 4),
+    Attention("bf16", 256, 1, 4),
+    Attention("bf16", 64, 64, 1),
+    Attention("bf16", 128, 2048, 8, prefix=0),
+    Attention("bf16", 128, 2048, 8, prefix=0, masked=True),
+    Attention("bf16", 128, 64, 4, masked=True, queries=16),
+    Attention("bf16", 64, 256, 8, masked=True),
+    Attention("bf16", 128, 1, 4, padded=True, window=True),
+    Attention("bf16", 128, 64, 4, padded=True, window=True, softcap=True),
+    Attention("bf16", 128, 64, 4, masked=True, queries=16, window=True),
+    Attention("bf16", 256, 64, 2, masked=True, window=True, softcap=True),
+    *(Attention("bf16", 128, nodes, 4, chain=True) for nodes in (1, 512)),
+    Attention("bf16", 128, 1, 4, chain=True, padded=True, window=True),
+    Attention("bf16", 64, 512, 4, chain=True, padded=True, window=True, softcap=True),
+    Attention("fp16", 128, 64, 4),
+    Attention("fp32", 128, 1, 4),
+    Attention("fp32", 64, 64, 4),
+    Attention("fp32", 128, 64, 4),
+    Attention("fp32", 256, 64, 1, masked=True),
+]
+CASES = {  # Llama-2-7B and 68M, Qwen3-8B, the largest rows, what has no power of two; sizes of 1 are Triton's constants
+    **cases(norming, "norm {} K{} added", ("bf16", 4096, True), ("bf16", 768, True), ("fp16", 896, True),
+            ("fp32", 8192, True), ("bf16", 16384, True), ("fp32", 32768, True)),
+    **cases(norming, "norm {} K{} added False", ("bf16", 4096, False)),
+    **cases(gating, "gate {} F{}", ("bf16", 11008), ("fp16", 14336), ("fp32", 96)),
+    **cases(turning, "rotary {} {}:{} D{}", ("bf16", 32, 32, 128), ("bf16", 12, 12, 64), ("fp16", 32, 8, 128),
+            ("fp32", 4, 2, 24), ("fp32", 8, 8, 256), ("bf16", 32, 8, 128, {"normed": True})),
+    "mask of 32": partial(packing, 32, None),
+    "mask of 2048 window": partial(packing, 2048, 100),
+    **cases(
+        verification, "{} {} {} nodes V{}",
+        *((method, "bf16", 64, 128256) for method in ("without_replacement", "with_replacement", "kseq", "race")),
+        ("held", "bf16", 64, 128256),
+        ("held", "bf16", 64, 128256, {"replacement": True}),
+        ("held", "fp32", 2048, 32000),
+        ("held", "bf16", 2, 1),
+        ("held", "bf16", 64, 32000, FILTERS | {"seed": SEED}),
+        ("without_replacement", "bf16", 768, 32000),
+        ("without_replacement", "fp32", 2048, 32000),
+        ("without_replacement", "fp16", 64, 999),
+        ("without_replacement", "bf16", 2, 1),
+        ("kseq", "bf16", 1, 1),
+        ("without_replacement", "bf16", 64, 32000, FILTERS),
+        ("with_replacement", "bf16", 64, 32000, FILTERS),
+        ("without_replacement", "bf16", 64, 32000, {"draft_temperature": 0.0}),
+        *((method, "bf16", 64, 128256, {"seed": SEED}) for method in ("without_replacement", "kseq", "race")),
+        ("without_replacement", "bf16", 64, 32000, FILTERS | {"seed": SEED}),
+        ("traversal", "bf16", 64, 128256),
+        ("traversal", "bf16", 64, 128256, {"replacement": True}),
+        ("held_traversal", "bf16", 64, 128256),
+        ("held_traversal", "bf16", 64, 32000, {"replacement": True, "seed": SEED}),
+        ("traversal", "bf16", 64, 32000, FILTERS | {"seed": SEED}),
+        ("held_traversal", "bf16", 64, 32000, FILTERS | {"replacement": True}),
+        ("traversal", "bf16", 64, 32000, {"draft_temperature": 0.0}),
+        ("traversal", "fp32", 2048, 32000),
+        ("traversal", "fp16", 2, 1),
+    ),
+    **cases(
+        verification_by_laws, "laws {} {} nodes V{}", ("bf16", 64, 128256, {"seed": SEED}), ("fp32", 2048, 32000),
+        ("fp16", 64, 999), ("bf16", 2, 1), ("bf16", 64, 32000, FILTERS | {"seed": SEED}),
+    ),
+    **cases(
+        accepting_typical, "typical {} {} nodes V{}", ("bf16", 64, 128256), ("fp32", 2048, 32000), ("fp16", 2, 1),
+        ("bf16", 1, 999), ("bf16", 64, 32000, FILTERS | {"seed": SEED}),
+    ),
+    **cases(
+        sampling, "{} V{} k{}",
+        *(("bf16", 128256, k) for k in (1, 4, 32, 64)),
+        ("fp16", 32000, 4),
+        ("fp32", 32000, 4),
+        ("bf16", 999, 4),
+        ("bf16", 128256, 4, {"temperature": 0.0}),
+        ("bf16", 128256, 4, {"replacement": True}),
+        ("bf16", 128256, 8, FILTERS | {"uniform_fill": True}),
+        *((dtype, 128256, 1, {name: value}) for dtype in ("bf16", "fp32") for name, value in FILTERS.items()),
+        ("fp16", 999, 4, FILTERS),
+        ("bf16", 128256, 4, {"seed": SEED}),
+        ("bf16", 128256, 8, FILTERS | {"uniform_fill": True, "seed": SEED}),
+    ),
+    **cases(scoring, "scores by sequence {} {} nodes V{}", ("bf16", 64, 128256), ("fp16", 1, 32000), ("fp32", 2, 1)),
+    **{str(case): partial(attention, case) for case in ATTENTION},
+    **cases(retrieving, "retrieval of {}", (8,), (16,)),
     **{f"tree of {nodes}": partial(committing, nodes, per_sequence=nodes > 64) for nodes in (1, 64, 2048)},
-    **{f"level of {nodes}": partial(placing, nodes) for nodes in (5, 2048)},
-    **growing_cases(),
+    **cases(placing, "level of {}", (5,), (2048,)),
+    **cases(
+        growing, "grow by {} {} {} wide V{}",
+        *(("slot", dtype, 16, 128256, {"confidence": True}) for dtype in ("bf16", "fp16", "fp32")),
+        ("slot", "bf16", 16, 128256),
+        ("slot", "bf16", 16, 32000, {"likeliest": True}),
+        ("node", "bf16", 16, 32000, {"likeliest": True}),
+        ("beam", "bf16", 6, 32000),
+        ("beam", "bf16", 6, 32000, {"likeliest": True}),
+        ("slot", "bf16", 1023, 32000, {"confidence": True}),
+        ("beam", "bf16", 1023, 32000),
+    ),
     **{f"{nodes} nodes": partial(ordering, nodes, ranked=False) for nodes in (64, 2048)},
     **{f"{nodes} nodes ranked": partial(ordering, nodes, ranked=True) for nodes in (64, 2048)},
-    **{
-        f"{dtype} D{head_dim} path {places}": partial(compaction, dtype, head_dim, places)
-        for dtype, head_dim, places in (("bf16", 128, 5), ("bf16", 128, 17), ("bf16", 128, 2048), ("bf16", 5, 2048))
-    },
-}
+    **cases(compaction, "{} D{} path {}", ("bf16", 128, 5), ("bf16", 128, 17), ("bf16", 128, 2048), ("bf16", 5, 2048)),
+}  # fmt: skip

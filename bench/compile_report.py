@@ -24,38 +24,48 @@ The exit status is 1 and a list says why if a case does not compile, if a kernel
 anything spills or takes more shared memory than there is, if 16-bit products of 64 rows and more lose wgmma on sm_90 or
 wait for each, or if the inner loop of any 16-bit products loads less than 16 bytes at a time.
 
-A case is compiled if the code that it depends on changed (compile_record.py says what that is). Otherwise its figures
+A case is compiled if the code that it depends on changed (py says what that is). Otherwise its figures
 are those that this machine or the repository keeps. One in ten of the cases that only the repository knows, drawn anew
 in every run, is compiled all the same: it is a fault if the repository keeps other figures. --anew compiles everything.
 --record writes the figures that the repository keeps; they belong into the commit that changes a kernel.
 """
 
 import argparse
+import ast
+import hashlib
+import inspect
 import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, NamedTuple
 
-import compile_record
+import machine_code
 import torch
 import triton
 from compile_cases import CASES
-from compile_record import Kernels
-from fake_gpu import GPUS, compile_for
-from machine_code import Figures, figures, kernel_name
+from machine_code import GPUS, Figures, compile_for, figures, kernel_name
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+PACKAGE = "heavypath.kernels"
+RECORD = Path(__file__).parent / "results" / "compile_report.json"
+CACHE = Path(__file__).parent.parent / "build" / "compile_report.json"
 CHUNK = 20  # cases that a process compiles
 SAMPLED = 10  # one in so many of the cases that only the repository knows is compiled again
+
+
+Kernels = dict[str, Figures]  # of the kernels that a case launches, by an identity that equal kernels of one run share
 
 
 class Row(NamedTuple):
@@ -79,10 +89,8 @@ class Found(NamedTuple):
 
 def find(archs: Sequence[int], names: Sequence[str], anew: bool) -> Found:
     """Take the kernels of all cases from where they are kept, or compile them; unless `anew`, keep what is compiled."""
-    keys = {(arch, name): compile_record.key_of(arch, name, CASES[name]) for arch in archs for name in names}
-    cached, recorded = (
-        {} if anew else compile_record.read(path) for path in (compile_record.CACHE, compile_record.RECORD)
-    )
+    keys = {(arch, name): key_of(arch, name, CASES[name]) for arch in archs for name in names}
+    cached, recorded = ({} if anew else read_record(path) for path in (CACHE, RECORD))
     only_recorded = [case for case, key in keys.items() if key in recorded and key not in cached]
     sample = random.sample(only_recorded, -(-len(only_recorded) // SAMPLED))
     unknown = [case for case, key in keys.items() if key not in cached and key not in recorded]
@@ -93,16 +101,107 @@ def find(archs: Sequence[int], names: Sequence[str], anew: bool) -> Found:
     }
     if not anew:
         new = {keys[case]: done for case, done in compiled.items() if not isinstance(done, str)}
-        compile_record.write(compile_record.CACHE, cached | new)
+        write_record(CACHE, cached | new)
     disagreements = [
-        f"sm_{arch} {name}: {compile_record.RECORD.name} is wrong: {change}"
+        f"sm_{arch} {name}: {RECORD.name} is wrong: {change}"
         for (arch, name), done in kernels.items()
         if (key := keys[arch, name]) in recorded and not isinstance(done, str)
-        for change in compile_record.differences(recorded[key], done)
+        for change in differences(recorded[key], done)
     ]
     before, trusted = sum(key in cached for key in keys.values()), len(only_recorded) - len(sample)
     origin = f"{len(keys)} cases: {len(compiled)} compiled now, {before} before on this machine, {trusted} as recorded"
     return Found(kernels, disagreements, origin)
+
+
+def key_of(arch: int, name: str, case: partial) -> str:
+    """The key of a case on an architecture. case: a function of compile_cases.py with its arguments."""
+    source = inspect.getsource(case.func)
+    parts = [triton.__version__, arch, GPUS[arch], code(source), case.args, case.keywords]
+    parts.append(code(inspect.getsource(machine_code)))
+    parts += [(used, module_code(used)) for used in modules_used(source)]
+    return f"sm_{arch} {name}: {hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+
+
+def modules_used(source: str) -> list[str]:
+    """Names of the modules of kernels/ that this code imports, and those that they import, and so on."""
+    used: set[str] = set()
+    new = imported(source)
+    while new:
+        used |= new
+        new = {name for user in new for name in imported(module_source(user))} - used
+    return sorted(used)
+
+
+@cache
+def imported(source: str) -> set[str]:
+    """Names of the modules of kernels/ that this code imports itself, inside functions too."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+        if isinstance(node, ast.ImportFrom) and node.module == PACKAGE:
+            names += [f"{node.module}.{each.name}" for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+        elif isinstance(node, ast.Import):
+            names += [each.name for each in node.names]
+    prefix = f"{PACKAGE}."
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+
+@cache
+def module_source(name: str) -> str:
+    found = find_spec(f"{PACKAGE}.{name}")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError(f"no module {PACKAGE}.{name}")
+    return Path(found.origin).read_text(encoding="utf-8")
+
+
+def module_code(name: str) -> str:
+    return code(module_source(name))
+
+
+@cache
+def code(source: str) -> str:
+    """The code without comments and docstrings."""
+    tree = ast.parse(textwrap.dedent(source))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def read_record(path: Path) -> dict[str, Kernels]:
+    """The kernels of each case by its key; none if there is no such file, or one of another form."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["fields"] != list(Figures._fields):
+            return {}
+        return {key: {name: Figures(*row) for name, row in rows.items()} for key, rows in kept["kernels"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def write_record(path: Path, kept: Mapping[str, Kernels]) -> None:
+    """A file that `read_record` reads, with one line for each case."""
+    head = f'"triton": "{triton.__version__}",\n"fields": {json.dumps(Figures._fields)},\n'
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(kernels)}" for key, kernels in kept.items())
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'{{\n{head}"kernels": {{\n{lines}\n}}\n}}\n', encoding="utf-8")
+
+
+def differences(kept: Kernels, compiled: Kernels) -> list[str]:
+    """What is otherwise in the second, but for seconds; kernels are compared in the order of their launches."""
+    if [row.kernel for row in kept.values()] != [row.kernel for row in compiled.values()]:
+        return [f"{names(kept.values())} became {names(compiled.values())}"]
+    return [
+        f"{before.kernel}: {field} {getattr(before, field)} became {getattr(after, field)}"
+        for before, after in zip(kept.values(), compiled.values(), strict=True)
+        for field in Figures._fields
+        if field != "seconds" and getattr(before, field) != getattr(after, field)
+    ]
+
+
+def names(rows: Iterable[Figures]) -> str:
+    return ", ".join(row.kernel for row in rows)
 
 
 def compile_all(cases: Iterable[Case]) -> dict[Case, Kernels | str]:
@@ -200,35 +299,15 @@ def rows_of(found: Mapping[Case, Kernels]) -> list[Row]:
     return rows
 
 
-def as_table(rows: Sequence[Row]) -> str:
-    """The rows of one architecture."""
-    columns: dict[str, Callable[[Figures], object]] = {
-        "regs": lambda row: row.registers,
-        "warps": lambda row: row.warps,
-        "spill": lambda row: row.spill,
-        "KiB": lambda row: f"{row.shared / 1024:.1f}",
-        "tmem": lambda row: row.tensor_memory,
-        "fit": lambda row: row.fit,
-        "dot": lambda row: row.dot,
-        "load": lambda row: row.load,
-        "ahead": lambda row: row.ahead,
-        "waits": lambda row: row.waits,
-        "loop": lambda row: row.loop,
-        "fp32": lambda row: row.fp32,
-        "exp": lambda row: row.special,
-        "seconds": lambda row: f"{row.seconds:.1f}",
-    }
-    lines = [["kernel", "case", *columns]]
-    lines += [[row.figures.kernel, row.case, *(str(cell(row.figures)) for cell in columns.values())] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    words = ("kernel", "case", "dot", "load")
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if name in words else cell.rjust(width)
-            for name, cell, width in zip(lines[0], line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+def shown(row: Row) -> dict[str, object]:
+    """A line of the table."""
+    found = row.figures
+    return {
+        "kernel": found.kernel, "case": row.case, "regs": found.registers, "warps": found.warps, "spill": found.spill,
+        "KiB": found.shared / 1024, "tmem": found.tensor_memory, "fit": found.fit, "dot": found.dot,
+        "load": found.load, "ahead": found.ahead, "waits": found.waits, "loop": found.loop, "fp32": found.fp32,
+        "exp": found.special, "seconds": found.seconds,
+    }  # fmt: skip
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -246,6 +325,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.record and (arguments.case or arguments.arch):
         parser.error("--record is for all cases on all architectures")
 
+    from common import made, show  # which processes that only compile do without
+
     os.environ.pop("TRITON_INTERPRET", None)
     archs = arguments.arch or list(GPUS)
     found = find(archs, names, arguments.anew)
@@ -255,21 +336,20 @@ def main(words: Sequence[str] | None = None) -> None:
     rows = rows_of(kernels)
     for arch in archs:
         own = [row for row in rows if row.arch == arch]
-        print(f"sm_{arch}, {GPUS[arch].shared} KiB of shared memory\n{as_table(own)}\n", flush=True)
+        show([shown(row) for row in own], title=f"sm_{arch}, {GPUS[arch].shared} KiB of shared memory")
         if not arguments.case:
             missing = package_kernels() - {row.figures.kernel for row in own}
             faults += [f"sm_{arch} {name}: it is in no case" for name in sorted(missing)]
     faults += [fault for row in rows for fault in faults_of(row)]
     print(found.origin)
     if arguments.record:
-        kept = {compile_record.key_of(arch, name, CASES[name]): done for (arch, name), done in kernels.items()}
-        compile_record.write(compile_record.RECORD, kept)
+        kept = {key_of(arch, name, CASES[name]): done for (arch, name), done in kernels.items()}
+        write_record(RECORD, kept)
     if arguments.json is not None:
         flat = [{"arch": row.arch, "case": row.case} | row.figures._asdict() for row in rows]
         versions = {"torch": torch.__version__, "triton": triton.__version__}
         written = {"environment": versions, "rows": flat, "faults": faults}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+        made(arguments.json).write_text(json.dumps(written, indent=1) + "\n")
     sys.exit("\n".join(faults) if faults else 0)
 
 

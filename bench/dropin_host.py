@@ -21,14 +21,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from statistics import median, quantiles
+from statistics import median
 from typing import NamedTuple
 
 import torch
-from common import argument_parser, environment, write_results
-from fake_gpu import all_on_gpu, compile_for
-from rich.console import Console
-from rich.table import Table
+from common import Row, Run, argument_parser, environment, in_turns, kept, show, times_as_fast
+from machine_code import all_on_gpu, compile_for
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -70,19 +68,12 @@ def calls(kind: Kind, anew: int) -> list[Callable[[], object]]:
     more = {"dropout": 0.0, "scaling": 0.1, "position_ids": None, "use_cache": True}
     few_queries, few_keys = torch.zeros(kind.batch, 1, min(kind.queries, 2), 16), torch.zeros(kind.batch, 1, 2, 16)
     query = torch.zeros(kind.batch, kind.queries, HEADS, HEAD_DIM, dtype=torch.bfloat16).transpose(1, 2)
-    cache = torch.zeros(kind.batch, HEADS, ROWS + anew, HEAD_DIM, dtype=torch.bfloat16)
+    cache = torch.zeros(kind.batch, HEADS, ROWS + anew + 1, HEAD_DIM, dtype=torch.bfloat16)
     ours = [
         partial(attention_forward, module, query, rows, rows, kind.mask, **kind.tree, **more)
-        for rows in (cache[:, :, : ROWS + longer] for longer in range(anew + 1))
+        for rows in (cache[:, :, : ROWS + longer] for longer in range(anew + 2))
     ]
     return [partial(sdpa_attention_forward, module, few_queries, few_keys, few_keys, kind.sdpa_mask, **more), *ours]
-
-
-def microseconds(call: Callable[[], object], times: int = CALLS) -> float:
-    start = time.thread_time_ns()
-    for _ in range(times):
-        call()
-    return (time.thread_time_ns() - start) / times / 1000
 
 
 @contextmanager
@@ -96,22 +87,32 @@ def without_launches() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def measure(kind: Kind, rounds: int) -> dict:
-    """Medians of the microseconds of a call, and of their ratio."""
-    sdpa, ours, *anew = calls(kind, rounds // 10)
-    taken = {"sdpa": [], "heavypath": [], "launched": [], "anew": []}
-    with all_on_gpu():
-        ours()
-    for index in range(rounds):
-        taken["sdpa"].append(microseconds(sdpa))
-        with all_on_gpu():
+def measured(rounds: int) -> Iterator[Row]:
+    """Medians of the microseconds of a call, and of their ratio, for each kind."""
+    for name, kind in kinds().items():
+        sdpa, ours, *anew = calls(kind, rounds)
+        unseen = iter(anew)
+
+        def launched(ours: Run = ours, times: int = CALLS) -> None:
+            with all_on_gpu():
+                for _ in range(times):
+                    ours()
+
+        def heavypath(launched: Run = launched) -> None:
             with without_launches():
-                taken["heavypath"].append(microseconds(ours))
-            taken["launched"].append(microseconds(ours))
-            if index % 10 == 0:
-                taken["anew"].append(microseconds(anew[index // 10], 1))
-    low, ratio, high = quantiles((b / a for a, b in zip(taken["sdpa"], taken["heavypath"], strict=True)), n=4)
-    return {by: median(each) for by, each in taken.items()} | {"ratio": ratio, "quartiles": [low, high]}
+                launched()
+
+        launched()
+        ways = {
+            "sdpa": lambda sdpa=sdpa: [sdpa() for _ in range(CALLS)],
+            "heavypath": heavypath,
+            "launched": launched,
+            "anew": lambda unseen=unseen, launched=launched: launched(next(unseen), 1),
+        }
+        times = in_turns(ways, rounds, clock=time.thread_time)
+        ratio = times_as_fast(times, "sdpa", "heavypath")
+        taken = {way: 1e6 * median(each) / (1 if way == "anew" else CALLS) for way, each in times.items()}
+        yield {"call": name, **taken, "ratio": ratio.median, "quartiles": ratio[1:]}
 
 
 def main() -> None:
@@ -123,17 +124,8 @@ def main() -> None:
     torch.cuda.graphs._cuda_isCurrentStreamCapturing = torch._C._is_tracing  # another question that C answers with no
     tickets.buffers[0, 0] = torch.zeros(4096, dtype=torch.int32)  # of GPU 0, for its stream 0
     attention_launch.tickets = lambda count, _: tickets.tickets(count, GPU)  # a tensor's device says that it is a CPU
-
-    table = Table("call", "sdpa, us", "heavypath, us", "ratio", "its quartiles", "launched, us", "anew, us")
-    results = []
-    for name, kind in kinds().items():
-        found = measure(kind, arguments.rounds)
-        results.append({"call": name} | found)
-        low, high = found["quartiles"]
-        cells = f"{found['sdpa']:.1f}", f"{found['heavypath']:.1f}", f"{found['ratio']:.2f}", f"{low:.2f} - {high:.2f}"
-        table.add_row(name, *cells, f"{found['launched']:.1f}", f"{found['anew']:.0f}")
-    Console(highlight=False).print(table)
-    write_results(arguments.json, environment("cpu") | {"rounds": arguments.rounds}, microseconds=results)
+    rounds = 2 if arguments.miniature else arguments.rounds
+    show(kept(measured(rounds), environment("cpu") | {"rounds": rounds}, arguments.json))
 
 
 if __name__ == "__main__":

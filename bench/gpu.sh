@@ -9,11 +9,11 @@
 #              one line of large.py
 #   tests      a CUDA graph writes the text of the eager step, and the tests of decoding and of each kernel
 #   large      large.py: decoding at the shapes of Llama-2-7B, with its phases and kernels, beside what was predicted
-#   kernels    kernel_*.py: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
+#   kernels    kernels/: each kernel beside its peers, FlashInfer, FlexAttention and sdpa among them
 #   stream     a target in the host's memory whose layers are copied for each pass writes its own text; scale.py device:
 #              what that costs by trees of all sizes, beside accelerate's way
-#   more       calibrate, plan, decoding.py, phases.py and verifiers.py (which may then be the default on a GPU) with the
-#              shipped pair; ranks where there are two GPUs; soak; compute-sanitizer, where it is there
+#   more       calibrate, plan, and decoding.py with the shipped pair: methods, phases, and verifiers (one of which may
+#              then be the default on a GPU); ranks where there are two GPUs; soak; compute-sanitizer, where it is there
 #   tiles      tiles.py: what if a kernel had other tiles
 #
 # Logs, JSON and pictures are in OUTDIR, and all of them in OUTDIR/PART.tar.gz, for where only few files can be fetched
@@ -59,7 +59,7 @@ step() { # step NAME SECONDS COMMAND...: run it, stop it after SECONDS or at the
 
 predictions() { # predictions FILE...: what these measured beside what was predicted
     for file in "$@"; do
-        [ -f "$out/$file.json" ] && "$python" bench/against_predictions.py "$out" --only "$file" | tee "$out/$file.predictions"
+        [ -f "$out/$file.json" ] && "$python" bench/predict.py against "$out" --only "$file" | tee "$out/$file.predictions"
     done
 }
 
@@ -80,24 +80,27 @@ PYTHON
 "$python" - <<'PYTHON' >"$out/environment.log"
 import importlib.util, platform, torch, transformers, triton
 gpu = torch.cuda.is_available()
-names = ("xdist", "pytest_timeout", "matplotlib", "flashinfer", "peft")
+names = ("xdist", "pytest_timeout", "flashinfer", "peft")
 has = {name: importlib.util.find_spec(name) is not None for name in names}
-print(int(gpu), torch.cuda.device_count(), *(int(has[name]) for name in names[:3]))
+print(int(gpu), torch.cuda.device_count(), *(int(has[name]) for name in names[:2]))
 print("device", torch.cuda.get_device_name() if gpu else "none: no GPU was found")
 print("python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__,
       "transformers", transformers.__version__, *(f"{name} {'yes' if there else 'no'}" for name, there in has.items()))
 PYTHON
-read -r gpu gpus xdist limits matplotlib <"$out/environment.log" || exit 1
+read -r gpu gpus xdist limits <"$out/environment.log" || exit 1
 tail -2 "$out/environment.log"
 [ "$gpu" = 1 ] && small=${MINIATURE:-} || small=1
 mini=(${small:+--miniature})
 small_models=(--miniature --target 8 384 12 896 --draft 2 384 12 512 --vocabulary 1100 --new-tokens 8) # of large.py
-workers=() plot=() named=(-vv) # which undoes -q: the log has the name of each test
+workers=() named=(-vv) # which undoes -q: the log has the name of each test
 [ "$xdist" = 1 ] && workers=(-n "$([ -n "$small" ] && echo 0 || echo 12)")
 [ "$limits" = 1 ] && named+=(--timeout 90 --timeout-method thread) # ends the process: a kernel that hangs is not asked
-[ "$matplotlib" = 1 ] && plot=(--plot "$out/kernel_attention.png")
 # Warnings are no errors here: the project does not pin the versions on such a machine. A test file may be cut: -rfE.
 pytest=("$python" -m pytest -q -rfE -W default --durations=8 -p no:cacheprovider "${workers[@]}")
+kernel() { # kernel NAME SECONDS: its benchmark
+    step "kernel_$1" "$2" "$python" -m pytest -q -rfE -p no:cacheprovider "bench/kernels/bench_$1.py" --benchmark-only \
+        --benchmark-columns=median,iqr,rounds --benchmark-json "$out/kernel_$1.json" "${mini[@]}"
+}
 played=() # where there is no GPU, as on one that is played
 [ "$gpu" = 1 ] || played=(env "PYTHONPATH=$PWD/tests/support:$PWD/tests/support/stand_in${PYTHONPATH:+:$PYTHONPATH}")
 
@@ -106,7 +109,7 @@ run_first() {
     step first-machine 30 bash -c 'nvidia-smi; gcc --version | head -1; command -v compute-sanitizer ncu nvcc
         "$0" -m pip list | grep -iE "^(setuptools|pytest|hypothesis|numpy|numba|cuda|nvidia)"; df -h . | tail -1; nproc
         "$0" -c "import heavypath; print(heavypath.__version__, heavypath.__path__)"' "$python"
-    step linear_gpu 60 "$python" bench/linear_gpu.py "${mini[@]}" --json "$out/linear_gpu.json"
+    kernel linear 90
     step first-texts 150 "${played[@]}" env HEAVYPATH_NATIVE=0 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_first_on_gpu.py
     [ -n "$small" ] && few=(-k "by_hand or one_launch or do_not_fit")
     step first-kernels 130 "${pytest[@]}" "${named[@]}" "${few[@]}" tests/kernels/test_layer_kernels.py \
@@ -118,7 +121,7 @@ run_first() {
     else
         step first-large 90 "$python" bench/large.py "${line[@]}" "${small_models[@]}" --sizes 4
     fi
-    predictions linear_gpu large
+    predictions kernel_linear large
 }
 
 run_tests() {
@@ -126,7 +129,10 @@ run_tests() {
         layer_kernels)
     local files=("${kernels[@]/#/tests/kernels/test_}")
     files=("${files[@]/%/.py}" tests/core/test_huggingface.py)
-    [ -n "$small" ] && few=(-k "by_hand or nothing_to_do or equal_siblings") || few=()
+    # In miniature one small test of each file.
+    local some="by_hand or nothing_to_do or at_the_edge or stand_alone or in_memory_draws or point_masses or one_window"
+    some+=" or rows_apart or infinite_row or needs_no_cache"
+    [ -n "$small" ] && few=(-k "$some") || few=()
     step tests-gpu 250 "${pytest[@]}" "${named[@]}" -m gpu tests/core/test_step.py tests/gpu/test_on_gpu.py \
         tests/core/test_first_on_gpu.py tests/core/test_decoder.py tests/gpu/test_ranks_on_gpu.py
     step tests-kernels 280 "${pytest[@]}" "${named[@]}" "${few[@]}" "${files[@]}"
@@ -154,12 +160,14 @@ run_stream() {
 }
 
 run_kernels() {
-    step warm-up 150 "$python" bench/warm_up.py "${mini[@]}" --processes "$([ -n "$small" ] && echo 1 || echo 14)"
-    step kernel_attention 150 "$python" bench/kernel_attention.py "${mini[@]}" --json "$out/kernel_attention.json" "${plot[@]}"
-    step kernel_sampling 90 "$python" bench/kernel_sampling.py "${mini[@]}" --json "$out/kernel_sampling.json"
-    step kernel_verification 120 "$python" bench/kernel_verification.py "${mini[@]}" --json "$out/kernel_verification.json"
-    step kernel_compaction 30 "$python" bench/kernel_compaction.py "${mini[@]}" --json "$out/kernel_compaction.json"
-    step kernel_ordering 40 "$python" bench/kernel_ordering.py "${mini[@]}" --json "$out/kernel_ordering.json"
+    # Side by side what they launch is only compiled.
+    step warm-up 150 "$python" -m pytest -q -p no:cacheprovider -o addopts=--import-mode=importlib "${workers[@]}" \
+        bench/kernels --benchmark-disable -k heavypath "${mini[@]}"
+    kernel attention 150
+    kernel sampling 90
+    kernel verification 120
+    kernel compaction 60
+    kernel ordering 60
     predictions kernel_attention kernel_sampling kernel_verification kernel_compaction kernel_ordering
 }
 
@@ -171,9 +179,9 @@ run_more() {
     [ ! -f "$out/profile.json" ] ||
         step plan 30 "$python" -m heavypath.speculative plan "$out/profile.json" --svg "$out/tree.svg"
     step decoding 150 "$python" bench/decoding.py "${mini[@]}" "${prompts[@]}" --json "$out/decoding.json"
-    step phases 60 "$python" bench/phases.py "${mini[@]}" --json "$out/phases.json"
-    step verifiers 90 "$python" bench/verifiers.py "${mini[@]}" --prompts 8 --seeds 1 --max-new-tokens 64 --timed 8 \
-        --tree "sequoia 64" --tree "chain 8" --tree "dyspec 64" --tree "specinfer 4 x 8" --json "$out/verifiers.json"
+    step phases 60 "$python" bench/decoding.py --sweep phases "${mini[@]}" --json "$out/phases.json"
+    step verifiers 90 "$python" bench/decoding.py --sweep verifier "${mini[@]}" --prompts 8 --seeds 1 --timed 8 \
+        --max-new-tokens 64 --tree "sequoia 64" "chain 8" "dyspec 64" "specinfer 4 x 8" --json "$out/verifiers.json"
     # Ranks have a GPU each; in miniature two processes share a CPU.
     if [ -n "$small" ] || [ "$gpus" -ge 2 ]; then
         step ranks 120 "$python" bench/scale.py ranks "${mini[@]}" --ranks 1 2 --json "$out/ranks.json" \

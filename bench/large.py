@@ -27,28 +27,32 @@ that waits for the GPU after each. SIGINT and SIGTERM end the measurement, and w
 """
 
 import argparse
-import json
 import math
-import platform
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
 import torch
-import transformers
-from common import clock_of, made, processor, until_stopped
+from common import (
+    argument_parser,
+    captured,
+    clock_of,
+    copy_bandwidth,
+    environment,
+    in_turns,
+    quiet_demo_pair,
+    until_stopped,
+    write_results,
+)
 from enlarging import LLAMA_7B, LLAMA_68M, Widths, enlarged
-from large_table import Ratio, Row, lines
-from profiled import kernels_of
-from timing import captured, copy_bandwidth
+from large_table import Ratio, Row, kernels_of, print_rows
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from heavypath.speculative import SpeculativeDecoder, load_demo_pair
+from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.comparison import ASSISTED, PLAIN, transformers_runner
 from heavypath.speculative.decoder import Generation
 from heavypath.speculative.decoding.runner import StepRunner
@@ -127,9 +131,9 @@ class Bench:
         self.begin = time.perf_counter()
         self.rows: list[Row] = []
         self.given = arguments
-        self.gpu = torch.device(arguments.device).type == "cuda"
+        self.gpu, self.clock = torch.device(arguments.device).type == "cuda", clock_of(arguments.device)
         self.dtype: torch.dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.gpu else "float32"))
-        target, draft, tokenizer = load_demo_pair()
+        target, draft, tokenizer = quiet_demo_pair()
         shape = arguments.vocabulary, self.dtype, arguments.device
         self.say("making the models")
         self.target = enlarged(target, Widths(*arguments.target), *shape)
@@ -148,16 +152,9 @@ class Bench:
     def late(self) -> bool:
         return time.perf_counter() - self.begin > 60 * self.given.minutes
 
-    def clock(self) -> float:
-        if self.gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     def keep(self) -> None:
         """Write what there is, should the rest not come to an end."""
-        if self.given.json is not None:
-            found = {"environment": self.facts(), "rows": [asdict(row) for row in self.rows]}
-            made(self.given.json).write_text(json.dumps(found, indent=1) + "\n")
+        write_results(self.given.json, self.facts(), rows=[asdict(row) for row in self.rows])
 
     def section(self, batch: int, temperature: float) -> None:
         """The lines of a batch size and a temperature: each on its own first, then all of them prompt by prompt."""
@@ -301,22 +298,14 @@ class Bench:
         state.copy_(numbers)
         only_models = captured(models) if self.gpu else models
         step = again(lambda: runner.run(plan, workspace, **where))
-        seconds = self.in_turn(step, again(only_models))
+        repeats = 20 if self.gpu and not self.given.miniature else 1
+        ways = {"step": step, "models": again(only_models)}
+        taken = in_turns({name: lambda way=way: [way() for _ in range(repeats)] for name, way in ways.items()}, 5,
+                         clock=self.clock)  # fmt: skip
+        seconds = [median(each) / repeats for each in taken.values()]
         kernels = kernels_of(step, repeats=10 if self.gpu else 2)[:MOST_KERNELS]
         state.copy_(numbers)
         return seconds, kernels
-
-    def in_turn(self, *runs: Callable[[], object]) -> list[float]:
-        """Seconds that each takes: medians of rounds."""
-        times: list[list[float]] = [[] for _ in runs]
-        repeats = 20 if self.gpu and not self.given.miniature else 1
-        for _ in range(6):
-            for run, own in zip(runs, times, strict=True):
-                begin = self.clock()
-                for _ in range(repeats):
-                    run()
-                own.append((self.clock() - begin) / repeats)
-        return [median(own[1:]) for own in times]
 
     def peak(self, method: str, run: Callable[[], object]) -> int | None:
         """Bytes of the weights that a method needs, and the most that `run` takes besides."""
@@ -330,26 +319,19 @@ class Bench:
         return sum(weights) + torch.cuda.max_memory_allocated() - before
 
     def facts(self) -> dict[str, Any]:
-        return {
+        asked = {name: getattr(self.given, name) for name in ("vocabulary", "prompts", "new_tokens")}
+        return environment(self.given.device) | asked | {
             "gpu": self.gpu,
-            "device": torch.cuda.get_device_name() if self.gpu else processor(),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
             "target": Widths(*self.given.target)._asdict(),
             "draft": Widths(*self.given.draft)._asdict(),
-            "vocabulary": self.given.vocabulary,
-            "prompts": self.given.prompts,
             "prompt_tokens": PROMPT,
-            "new_tokens": self.given.new_tokens,
             "weight_bytes": self.weight_bytes,
             "bytes_read_of_the_target": self.bytes_read,
             "bandwidth": self.bandwidth,
             "read_ms": self.read_seconds * 1e3,
             "seconds": time.perf_counter() - self.begin,
-        }
+        }  # fmt: skip
 
 
 def heard(plan: StepPlan, calls: list[Call]) -> StepPlan:
@@ -368,7 +350,7 @@ def prompt(tokenizer: PreTrainedTokenizerBase, number: int) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, threads=False, device=True)
     widths = {"type": int, "nargs": 4, "metavar": tuple(name.upper() for name in Widths._fields)}
     parser.add_argument("--target", default=LLAMA_7B, **widths)
     parser.add_argument("--draft", default=LLAMA_68M, **widths)
@@ -381,21 +363,15 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--minutes", type=float, default=7.5, help="start nothing after so many")
     parser.add_argument("--bandwidth", type=float, help="bytes a second (default: measured by a large copy)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--miniature", action="store_true", help="measure each thing as seldom as can be")
     arguments = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
     bench = Bench(arguments)
     with until_stopped():
         for batch in arguments.batches:
             for temperature in arguments.temperatures:
                 bench.section(batch, temperature)
     bench.keep()
-    print("\n".join(lines(bench.facts(), bench.rows)))
+    print_rows(bench.facts(), bench.rows)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The table that large.py prints: a line of it with all that was measured, and how it is shown."""
+"""The table that large.py prints: a line of it with all that was measured, the kernels of a step, how it is shown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from profiled import kernel_lines
+import torch
+from common import show
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 NO_GPU = "not measured: no GPU: steps as CUDA graphs beside eager ones, GiB, seconds to record a graph"
 
@@ -58,69 +60,71 @@ class Row:
         return f"batch {self.batch}, temperature {self.temperature:g}: {self.method}{nodes}"
 
 
-def lines(facts: dict[str, Any], rows: list[Row]) -> list[str]:
-    """What is printed: of each method the size with the most tokens a second."""
+def print_rows(facts: dict[str, Any], rows: list[Row]) -> None:
+    """Of each method the size with the most tokens a second; then kernels and phases, and what failed."""
     target, draft = (f"{facts[name]['layers']} x {facts[name]['hidden']}" for name in ("target", "draft"))
     best: dict[tuple[int, float, str], Row] = {}
     for row in rows:
         if row.tokens_per_second is not None:
             key = row.batch, row.temperature, row.method
             best[key] = max(best.get(key, row), row, key=lambda row: row.tokens_per_second or 0)
-    failed = [f"{row}: {row.failed}"[:138] for row in rows if row.failed is not None]
-    return [
+    print(
         f"{facts['device']}, {facts['dtype']}: {target} and {draft}; {facts['prompts']} prompts, {facts['new_tokens']} "
-        f"new; copy {facts['bandwidth'] / 1e12:.2f} TB/s: {facts['read_ms']:.2f} ms to read the target",
-        line(COLUMNS),
-        *(line(cells(row)) for row in best.values()),
-        *kernels_and_phases(rows),
-        *failed[:3],
-        *[f"and {len(failed) - 3} more lines failed"] * (len(failed) > 3),
-        *[NO_GPU] * (facts["gpu"] is False),
-    ]
-
-
-def kernels_and_phases(rows: list[Row]) -> list[str]:
-    """Of the first line with a tree that was taken apart."""
-    shown = [row for row in rows if row.kernels and row.method != "autoregressive"][:1]
-    found = []
-    for row in shown:
-        found += [f"kernels of a step, {row}:", *kernel_lines(row.kernels or [], most=16)]
+        f"new; copy {facts['bandwidth'] / 1e12:.2f} TB/s: {facts['read_ms']:.2f} ms to read the target"
+    )
+    show([cells(row) for row in best.values()])
+    for row in [row for row in rows if row.kernels and row.method != "autoregressive"][:1]:
+        kernels = row.kernels or []
+        show(kernels[:16], title=f"kernels of a step, {row}, {sum(each['microseconds'] for each in kernels):.0f} us")
         if row.phases_ms is not None:
-            found.append("its phases, ms: " + ", ".join(f"{name} {each:.3f}" for name, each in row.phases_ms.items()))
-    return found
+            show([{"phase": name, "ms": each} for name, each in row.phases_ms.items()])
+    failed = [f"{row}: {row.failed}"[:138] for row in rows if row.failed is not None]
+    print(*failed[:3], *[f"and {len(failed) - 3} more lines failed"] * (len(failed) > 3), sep="\n")
+    if not facts["gpu"]:
+        print(NO_GPU)
 
 
-COLUMNS = {"b": 1, "T": -3, "method": -14, "nodes": 5, "tok/fwd": 7, "tok/s": 5, "x plain": 16, "x assist": 8}
-COLUMNS |= {"ms/step (eager)": 15, "alone": 6, "models": 6, "rest (as run)": 14, "x limit (call)": 14}
-COLUMNS |= {"GiB": 4, "graph": 5}  # how wide; negative: to the left
+def cells(row: Row) -> dict[str, Any]:
+    """A line of the table; in brackets what large.py says of a column."""
+
+    def beside(value: float | None, other: float | None, spec: str) -> str | None:
+        shown = None if value is None else format(value, spec)
+        return shown if shown is None or other is None else f"{shown} ({other:{spec}})"
+
+    return {
+        "b": row.batch,
+        "T": row.temperature,
+        "method": row.method.removeprefix("transformers "),
+        "nodes": row.nodes,
+        "tok/fwd": row.tokens_per_forward,
+        "tok/s": row.tokens_per_second,
+        "x plain": row.over_plain and str(row.over_plain),
+        "x assist": row.over_assisted and row.over_assisted.median,
+        "ms/step (eager)": beside(row.step_ms, row.eager_step_ms, ".2f"),
+        "alone": row.alone_ms,
+        "models": row.models_ms,
+        "rest (as run)": beside(row.rest_alone, row.rest, ".1%"),
+        "x limit (call)": beside(row.over_limit, row.over_limit_of_call, ".2f"),
+        "GiB": row.peak_bytes and row.peak_bytes / 2**30,
+        "graph": row.record_seconds,
+    }
 
 
-def line(entries: Iterable[str]) -> str:
-    pairs = zip(entries, COLUMNS.values(), strict=True)
-    return " ".join(entry.rjust(width) if width > 0 else entry.ljust(-width) for entry, width in pairs).rstrip()
+def kernels_of(run: Callable[[], object], repeats: int) -> list[dict]:
+    """Of one run by PyTorch's profiler, those that take longest first: means over the repeats.
 
-
-def cells(row: Row) -> list[str]:
-    """The entries of a line; "-" for what was not measured."""
-
-    def number(value: float | None, spec: str, beside: float | None = None) -> str:
-        shown = "-" if value is None else format(value, spec)
-        return shown if beside is None else f"{shown} ({beside:{spec}})"
-
-    return [
-        str(row.batch),
-        f"{row.temperature:g}",
-        row.method.removeprefix("transformers "),
-        str(row.nodes or "-"),
-        number(row.tokens_per_forward, ".2f"),
-        number(row.tokens_per_second, ".0f"),
-        str(row.over_plain or "-"),
-        number(None if row.over_assisted is None else row.over_assisted.median, ".2f"),
-        number(row.step_ms, ".2f", row.eager_step_ms),
-        number(row.alone_ms, ".2f"),
-        number(row.models_ms, ".2f"),
-        number(row.rest_alone, ".1%", row.rest),
-        number(row.over_limit, ".2f", row.over_limit_of_call),
-        number(None if row.peak_bytes is None else row.peak_bytes / 2**30, ".1f"),
-        number(row.record_seconds, ".2f"),
-    ]
+    On a GPU these are what it did, also what a CUDA graph launched; without one, operations of PyTorch.
+    """
+    gpu = ProfilerActivity.CUDA in supported_activities()
+    run()
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as profiler:
+        for _ in range(repeats):
+            run()
+        if gpu:
+            torch.cuda.synchronize()
+    found = []
+    for event in profiler.key_averages():
+        spent = event.self_device_time_total if gpu else event.self_cpu_time_total
+        if spent > 0:
+            found.append({"microseconds": spent / repeats, "count": event.count / repeats, "name": event.key[:160]})
+    return sorted(found, key=lambda kernel: -kernel["microseconds"])

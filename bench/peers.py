@@ -34,15 +34,23 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from common import argument_parser, environment, quiet_demo_pair, token_ids, until_stopped, write_results
+from common import (
+    Spread,
+    argument_parser,
+    environment,
+    quiet_demo_pair,
+    show,
+    token_ids,
+    until_stopped,
+    write_results,
+)  # fmt: skip
 from enlarging import widened
-from gguf_export import write_gguf
-from llama_programs import (
+from llama_cpp import (
     COMPLETION,
     FOLDER,
     SIMPLE,
@@ -56,10 +64,8 @@ from llama_programs import (
     missing,
     plain_runner,
     speculative_runner,
-)
-from rich import box
-from rich.console import Console
-from rich.table import Table
+    write_gguf,
+)  # fmt: skip
 from transformers import LlamaForCausalLM
 
 from heavypath.speculative import SpeculativeDecoder
@@ -81,23 +87,6 @@ class Way(NamedTuple):
 
 
 Turn = tuple[str, int]  # the name of a way to decode, and the number of its threads
-
-
-class Figures(NamedTuple):
-    """A median and quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        digits = 2 if self.median < 10 else 0
-        return f"{self.median:.{digits}f} ({self.low:.{digits}f} - {self.high:.{digits}f})"
-
-
-def figures(values: Sequence[float]) -> Figures:
-    low, _, high = quantiles(values, method="inclusive") if len(values) > 1 else 3 * [*values]
-    return Figures(median(values), low, high)
 
 
 def llama_ways(folder: Path, target: Path, draft: Path, lacking: list[str]) -> dict[str, Way]:
@@ -149,9 +138,7 @@ def ways_in_python(target: LlamaForCausalLM, draft: LlamaForCausalLM, methods: S
     return ways
 
 
-def measured(
-    ways: dict[Turn, Way], prompts: list[list[int]], asked: Asked, rounds: int, report: Callable[[str], object]
-) -> Iterator[dict[Turn, Timed]]:
+def measured(ways: dict[Turn, Way], prompts: list[list[int]], asked: Asked, rounds: int) -> Iterator[dict[Turn, Timed]]:
     """The runs of all ways on the first prompt, the second and so on; then in the next round. The seed is the round."""
 
     def run(turn: Turn, prompt: list[int], asked: Asked) -> Timed:
@@ -159,16 +146,11 @@ def measured(
         return ways[turn].run(prompt, asked._replace(threads=turn[1]))
 
     for turn, way in ways.items():
-        report(f"warm-up: {turn[0]}")
         if way.whose != LLAMA:  # whose programs warm up themselves
             run(turn, prompts[0], asked._replace(new_tokens=min(WARM_UP_TOKENS, asked.new_tokens)))
     for number in range(rounds):
-        for place, prompt in enumerate(prompts):
-            runs = {}
-            for turn in ways:
-                report(f"round {number + 1} of {rounds}, prompt {place + 1} of {len(prompts)}: {turn[0]}")
-                runs[turn] = run(turn, prompt, asked._replace(seed=number))
-            yield runs
+        for prompt in prompts:
+            yield {turn: run(turn, prompt, asked._replace(seed=number)) for turn in ways}
 
 
 def summary(ways: dict[Turn, Way], groups: list[dict[Turn, Timed]], greedy: bool) -> dict[str, Any]:
@@ -182,52 +164,38 @@ def summary(ways: dict[Turn, Way], groups: list[dict[Turn, Timed]], greedy: bool
         own = [turn for turn in fastest.values() if ways[turn].whose == whose and (greedy or ways[turn].keeps_law)]
         return max(own, key=lambda turn: median(speeds[turn]), default=None)
 
-    def ratio(turn: Turn | None, to: Turn | None) -> Figures | None:
+    def ratio(turn: Turn | None, to: Turn | None) -> Spread | None:
         if turn is None or to is None:
             return None
-        return figures([a / b for a, b in zip(speeds[turn], speeds[to], strict=True)])
+        return Spread.of([a / b for a, b in zip(speeds[turn], speeds[to], strict=True)])
 
     bests = {whose: best(whose) for whose in (OURS, LLAMA, TRANSFORMERS)}
     plain = fastest.get("autoregressive")
     rows = []
     for name in dict.fromkeys(name for name, _ in ways):
-        turn = fastest[name]
-        equal = [
-            all(a == b for a, b in zip(group[turn].text, group[fastest[PLAIN]].text, strict=False))  # some write more
-            for group in groups
-        ]
-        rows.append(
-            {
-                "name": name,
-                "threads": turn[1],
-                "tokens_per_second": figures(speeds[turn]),
-                "over_transformers": ratio(turn, bests[TRANSFORMERS]),
-                "over_llama_cpp": ratio(turn, bests[LLAMA]),
-                "over_plain": ratio(turn, plain) if ways[turn].whose == OURS else None,
-                "equal": sum(equal) / len(equal) if greedy else None,
-                "lossless": greedy or ways[turn].keeps_law,
-                "speeds": {str(threads): speeds[name, threads] for other, threads in ways if other == name},
-            }
-        )
+        turn, text = fastest[name], fastest[PLAIN]
+        equal = [all(a == b for a, b in zip(group[turn].text, group[text].text, strict=False)) for group in groups]
+        rows.append({  # some write more
+            "name": name, "threads": turn[1], "tokens_per_second": Spread.of(speeds[turn]),
+            "over_transformers": ratio(turn, bests[TRANSFORMERS]), "over_llama_cpp": ratio(turn, bests[LLAMA]),
+            "over_plain": ratio(turn, plain) if ways[turn].whose == OURS else None,
+            "equal": sum(equal) / len(equal) if greedy else None, "lossless": greedy or ways[turn].keeps_law,
+            "speeds": {str(threads): speeds[name, threads] for other, threads in ways if other == name},
+        })  # fmt: skip
     return {"rows": rows, "best": {whose: None if turn is None else turn[0] for whose, turn in bests.items()}}
 
 
-def show(console: Console, title: str, found: dict[str, Any]) -> None:
-    columns = ("", "threads", "tokens/s (quartiles)", "/ transformers", "/ llama.cpp", "/ plain", "text")
-    table = Table(*columns, title=title, box=box.SIMPLE_HEAD)
+def print_summary(title: str, found: dict[str, Any]) -> None:
+    shown = []
     for row in found["rows"]:
-        ratios = [row[f"over_{to}"] for to in ("transformers", "llama_cpp", "plain")]
-        equal = row["equal"]
-        table.add_row(
-            row["name"],
-            str(row["threads"]),
-            str(row["tokens_per_second"]),
-            *("-" if ratio is None else f"{ratio.median:.2f}" for ratio in ratios),
-            f"{equal:.0%} equal" if equal is not None else "same law" if row["lossless"] else "other law",
-        )
-    console.print(table)
-    bests = ", ".join(f"{name} of {whose}" for whose, name in found["best"].items() if name is not None)
-    console.print(f"best: {bests}", soft_wrap=True)
+        ratios = {f"/ {to}": row[f"over_{to}"] and f"{row[f'over_{to}'].median:.2f}"
+                  for to in ("transformers", "llama_cpp", "plain")}  # fmt: skip
+        law = "same law" if row["lossless"] else "other law"
+        text = law if row["equal"] is None else f"{row['equal']:.0%} equal"
+        line = {"": row["name"], "threads": row["threads"], "tokens/s (quartiles)": str(row["tokens_per_second"])}
+        shown.append(line | ratios | {"text": text})
+    show(shown, title=title)
+    print("best:", ", ".join(f"{name} of {whose}" for whose, name in found["best"].items() if name is not None))
 
 
 @torch.no_grad()
@@ -272,7 +240,7 @@ def main(given: Sequence[str] | None = None) -> None:
         print(how_to_get(lacking, folder))
     target, draft, tokenizer = quiet_demo_pair()
     prompts = [ids[0].tolist() for ids in token_ids(tokenizer, demo_prompts()[: arguments.prompts])]
-    console, results = Console(highlight=False, width=100), []
+    results = []
     facts = environment("cpu") | {
         name: getattr(arguments, name) for name in ("prompts", "max_new_tokens", "rounds", "factor", "threads")
     }
@@ -295,13 +263,12 @@ def main(given: Sequence[str] | None = None) -> None:
                 asked = Asked(arguments.max_new_tokens, temperature, threads=1, seed=0)
                 groups = []
                 try:
-                    with console.status("") as status:
-                        for group in measured(ways, prompts, asked, arguments.rounds, status.update):
-                            groups.append(group)
+                    for group in measured(ways, prompts, asked, arguments.rounds):
+                        groups.append(group)
                 finally:  # what there is when it is stopped
                     if groups:
                         found = summary(ways, groups, greedy=temperature == 0)
-                        show(console, f"{pair} pair, temperature {temperature}", found)
+                        print_summary(f"{pair} pair, temperature {temperature}", found)
                         cell = {"pair": pair, "temperature": temperature}
                         results.append(cell | {"runs": len(groups)} | found)
                         write_results(arguments.json, facts, cells=results)

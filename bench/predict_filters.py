@@ -1,6 +1,4 @@
-"""What the cuts of filters should take on a GPU, from bytes, instructions, passes and waiting; no GPU is needed.
-
-    python bench/predict_filters.py [--json FILE]
+"""What the cuts of filters should take on a GPU, from bytes, instructions, passes and waiting (predict.py filters).
 
 The launch (kernels/filter_cuts.py) reads every row once for its largest logit and its sum, and then takes some passes
 over it, which all multiprocessors share (kernels/sharing.py). How many is found by running the search, in NumPy, on
@@ -19,15 +17,11 @@ With many rows other rows' chunks fill that time, and instructions bind, of whic
 from issuing some. Instructions are counted in the machine code for sm_90 (triton 3.9).
 """
 
-import json
 from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 from assumed_gpu import H200, SCHEDULERS, Gpu
-from common import argument_parser
-from rich.console import Console
-from rich.table import Table
 
 from heavypath.kernels.filter_cuts import CHUNK, LANES, THRESHOLDS
 
@@ -110,29 +104,12 @@ def predict(filters: str, dtype: str, vocabulary: int, rows: int, gpu: Gpu = H20
     )  # fmt: skip
 
 
-def predictions() -> list[Prediction]:
+def rows() -> list[dict]:
+    """All predictions."""
     return [
-        predict(filters, dtype, vocabulary, rows)
+        predict(filters, dtype, vocabulary, rows)._asdict()
         for filters in FILTERS
         for dtype in DTYPES
         for vocabulary in VOCABULARIES
         for rows in ROWS
     ]
-
-
-def main() -> None:
-    arguments = argument_parser(__doc__).parse_args()
-    found = predictions()
-    table = Table("filters", "dtype", "tokens", "rows", "passes", "MB", "M instructions", "us", box=None)
-    for one in found:
-        numbers = (f"{one.passes:.1f}", f"{one.mbytes:.1f}", f"{one.minstructions:.0f}", f"{one.microseconds:.1f}")
-        table.add_row(one.filters, one.dtype, f"{one.vocabulary:,}", str(one.rows), *numbers)
-    Console().print(table)
-    if arguments.json is not None:
-        written = {"assumed": H200._asdict(), "predictions": [one._asdict() for one in found]}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,4 @@
-"""What the launch that decides about a tree's nodes should take on a GPU, from bytes, instructions and waiting; no GPU.
-
-    python bench/predict_verification.py [--json FILE]
+"""What the launch that decides about a tree's nodes should take on a GPU, from bytes, instructions and waiting.
 
 Two things take time (kernels/verifying/decision.py, kernels/sharing.py):
 
@@ -35,14 +33,10 @@ walk needs which ends at the accepted node 16, one behind the other; the most of
 Instructions are counted in the machine code for sm_90 of 64 nodes x 128,256 tokens in bfloat16 (triton 3.9).
 """
 
-import json
 from math import ceil
 from typing import NamedTuple
 
 from assumed_gpu import H200, SCHEDULERS, Gpu
-from common import argument_parser
-from rich.console import Console
-from rich.table import Table
 
 from heavypath.kernels.verifying.distributions import CHUNK, LANES, PIECE
 from heavypath.kernels.verifying.k_seq import SEARCH_STEPS
@@ -166,25 +160,13 @@ SHAPES += [Shape("traversal", 64, 20, 7, vocabulary, chains=3) for vocabulary in
 SHAPES += [Shape("traversal", 9, 8, 1, vocabulary, chains=8) for vocabulary in (32_000, 128_256)]  # a chain
 
 
-def main() -> None:
-    parser = argument_parser(__doc__, threads=False)
-    arguments = parser.parse_args()
-    table = Table("method", "nodes", "tokens", "passes", "first pass", "by", "a pass", "decide, us")
-    rows = []
+def rows() -> list[dict]:
+    """All predictions: the first pass is as long as what bounds it most."""
+    found = []
     for shape in SHAPES:
         first, one = first_pass(shape), shared_pass(shape)
         slowest = max(first, key=first.__getitem__)
-        total = decide(shape)
-        rows.append(shape._asdict() | {"first_pass": first, "pass": one, "microseconds": total})
-        cells = shape.method, shape.nodes, shape.vocabulary, shape.passes, f"{first[slowest]:.1f}", slowest
-        table.add_row(*map(str, cells), f"{sum(one.values()):.1f}", f"{total:.1f}")
-    Console(width=120).print(table)
-    if arguments.json is not None:
-        codes = {"chain": CHAIN._asdict(), "held": HELD._asdict(), "kseq": K_SEQ._asdict()}
-        written = {"gpu": H200._asdict(), **codes, "rows": rows}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        row = {"method": shape.method, "nodes": shape.nodes, "vocabulary": shape.vocabulary, "passes": shape.passes}
+        row |= {"first_pass": first, "shared_pass": one, "first_pass_us": first[slowest], "bound_by": slowest}
+        found.append(row | {"a_pass_us": sum(one.values()), "microseconds": decide(shape)})
+    return found

@@ -21,17 +21,16 @@ waited      share of the call in which the GPU waited for weights, where that is
 import argparse
 import gc
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import DEVICE, environment, quiet_demo_pair, until_stopped, write_results
-from scale_stream import BESIDE, of_steps, remove, shown, write_target
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from common import DEVICE, until_stopped
+from scale_stream import BESIDE, Rows, remove, write_target
+from transformers import AutoModelForCausalLM
 
 from heavypath.speculative import SpeculativeDecoder, load_streamed
-from heavypath.speculative.demo import demo_prompts
+from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.streaming.host_layers import Pinned
 
@@ -60,32 +59,29 @@ def run(arguments: argparse.Namespace) -> None:
         Bench(arguments, Path(folder)).run()
 
 
-class Bench:
-    """The rows, and what they need."""
+class Bench(Rows):
+    """The rows of this part."""
+
+    SETTINGS = ("gpu_gigabytes", "gpu_memory", "gpu_host_memory", "gpu_width")
 
     def __init__(self, arguments: argparse.Namespace, folder: Path):
-        self.given, self.folder = arguments, folder / "target"
-        # Where a GPU is played, products of 16 bits are wrong.
-        self.dtype = torch.float32 if arguments.miniature else torch.bfloat16
-        small, draft, tokenizer = quiet_demo_pair()
-        write_target(self.folder, small, arguments.gpu_gigabytes * 1e9, arguments.gpu_width, self.dtype)
-        self.draft = draft.to(DEVICE, self.dtype)
-        texts = demo_prompts()[: arguments.texts]
-        length = 8 if arguments.miniature else 48
-        self.prompts = [tokenizer(text, return_tensors="pt").input_ids[:, :length].to(DEVICE) for text in texts]
-        self.rows: list[dict[str, Any]] = []
+        super().__init__(arguments, DEVICE, 8 if arguments.miniature else 48)
+        self.folder = folder / "target"
+        dtype = torch.float32 if arguments.miniature else torch.bfloat16  # of a GPU that is played 16 bits are wrong
+        write_target(self.folder, self.small, arguments.gpu_gigabytes * 1e9, arguments.gpu_width, dtype)
+        self.draft = self.draft.to(DEVICE, dtype)
         self.rate = 0.0
 
     def run(self) -> None:
         """All rows."""
-        given, temperatures = self.given, (0.0,) if self.given.miniature else (0.0, 0.6)
+        given = self.given
         self.raw()
         self.of_accelerate()
         model = load_streamed(self.folder, given.gpu_memory, device=DEVICE)
         stream: Any = stream_of(model)
-        self.add(way="memory", stream=stream.nbytes, pinned=stream.host.nbytes)
-        self.of_generate("generate", model)
-        for temperature in temperatures:
+        self.add("memory", stream=stream.nbytes, pinned=stream.host.nbytes)
+        self.of_generate("generate", model, 8)
+        for temperature in (0.0,) if given.miniature else (0.0, 0.6):
             self.of_trees("pinned", model, temperature)
         stream.close()
         del model, stream
@@ -98,8 +94,7 @@ class Bench:
 
     def raw(self) -> None:
         """Copy pinned memory, as nothing else does; bytes a second."""
-        nbytes = RAW // 1000 if self.given.miniature else RAW
-        pinned = Pinned()
+        nbytes, pinned = RAW // 1000 if self.given.miniature else RAW, Pinned()
         source, target = pinned.memory(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
         target.copy_(source, non_blocking=True)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -110,67 +105,33 @@ class Bench:
         torch.cuda.synchronize()
         pinned.unpin()
         self.rate = 8e3 * nbytes / begin.elapsed_time(end)
-        self.add(way="raw", bandwidth=self.rate)
+        self.add("raw", bandwidth=self.rate)
 
     def of_accelerate(self) -> None:
         """transformers' generate by accelerate's hooks, with as many layers on the GPU as the stream has there."""
         model = load_streamed(self.folder, self.given.gpu_memory, device=DEVICE)
         stream: Any = stream_of(model)
-        layers = model.config.num_hidden_layers
-        passing = stream.layers
+        here = model.config.num_hidden_layers - stream.layers
+        layers = {f"model.layers.{number}": f"{DEVICE}:0" if number < here else "cpu"
+                  for number in range(model.config.num_hidden_layers)}  # fmt: skip
         stream.close()
-        places = dict.fromkeys(BESIDE, f"{DEVICE}:0")
-        places |= {
-            f"model.layers.{number}": f"{DEVICE}:0" if number < layers - passing else "cpu" for number in range(layers)
-        }
         del model, stream
         gc.collect()
+        places = dict.fromkeys(BESIDE, f"{DEVICE}:0") | layers
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype="auto", device_map=places).eval()
-        self.of_generate("accelerate", model)
+        self.of_generate("accelerate", model, 8)
 
-    def of_generate(self, way: str, model: LlamaForCausalLM) -> None:
-        """transformers' greedy generate: each token is a pass over the weights."""
-        count, ends = min(8, self.given.new_tokens), []
-        for number in (1, count + 1):  # the prompt, and the prompt with further tokens
-            begin = time.perf_counter()
-            model.generate(self.prompts[0], max_new_tokens=number, min_new_tokens=number, do_sample=False)
-            torch.cuda.synchronize()
-            ends.append(time.perf_counter() - begin)
-        self.add(way=way, seconds_per_token=(ends[1] - ends[0]) / count, tokens_per_step=1.0)
+    def before(self, decoder: SpeculativeDecoder, options: dict[str, Any]) -> None:
+        if not self.given.miniature:  # it compiles kernels and captures graphs
+            decoder.generate(self.prompts[0], min(self.given.new_tokens, 8), **options)
 
-    def of_trees(self, regime: str, model: LlamaForCausalLM, temperature: float) -> None:
-        """The decoder with trees of all sizes."""
-        plain = None
-        for nodes in self.given.nodes:
-            if nodes == 1:
-                decoder = SpeculativeDecoder(model, method="autoregressive")
-            else:
-                decoder = SpeculativeDecoder(model, self.draft, "sequoia", tree_size=nodes)
-            new = self.given.new_tokens
-            if not self.given.miniature:  # it compiles kernels and captures graphs
-                decoder.generate(self.prompts[0], min(new, 8), temperature=temperature, eos_token_id=None)
-            stats = [
-                decoder.generate(ids, new, temperature=temperature, eos_token_id=None).stats for ids in self.prompts
-            ]
-            counts = [each.streaming for each in stats if each.streaming is not None]
-            whole = sum(each.total_seconds for each in stats)
-            bandwidth = sum(each.bytes_read for each in counts) / whole
-            found = of_steps(stats)
-            plain = found["seconds_per_token"] if nodes == 1 else plain
-            known = not any(each.untimed for each in counts)
-            self.add(
-                way=f"{regime}, T={temperature:g}, {nodes} nodes",
-                **found,
-                times_plain=None if plain is None else plain / found["seconds_per_token"],
-                bandwidth=bandwidth,
-                of_raw=bandwidth / self.rate if regime == "pinned" else None,
-                waited=sum(each.waiting for each in counts) / whole if known else None,
-            )
-
-    def add(self, way: str, **figures: Any) -> None:
-        """Print a row, and write all."""
-        self.rows.append({"way": way, **{name: value for name, value in figures.items() if value is not None}})
-        print(shown(self.rows[-1]), flush=True)
-        names = ("gpu_gigabytes", "gpu_memory", "gpu_host_memory", "gpu_width")
-        facts = environment(DEVICE) | {name: getattr(self.given, name) for name in names}
-        write_results(self.given.json, facts | {"dtype": str(self.dtype)}, rows=self.rows)
+    def read(self, regime: str, every: list[Statistics]) -> dict[str, float | None]:
+        counts = [each.streaming for each in every if each.streaming is not None]
+        whole = sum(each.total_seconds for each in every)
+        bandwidth = sum(each.bytes_read for each in counts) / whole
+        known = not any(each.untimed for each in counts)
+        return {
+            "bandwidth": bandwidth,
+            "of_raw": bandwidth / self.rate if regime == "pinned" else None,
+            "waited": sum(each.waiting for each in counts) / whole if known else None,
+        }

@@ -32,10 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from common import environment, quiet_demo_pair, random_tree, write_results
+from common import environment, quiet_demo_pair, random_tree, show, write_results
 from enlarging import Widths, enlarged
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
@@ -49,7 +47,6 @@ from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.ranks.group import Ranks
 from heavypath.speculative.trees.planning import sequoia_tree
 
-COLUMNS = ("ranks", "forward_ms", "speedup", "cpu_ms", "step_ms", "tokens", "waiting", "collectives", "kilobytes")
 ACCEPTANCE = [0.6, 0.15, 0.08, 0.05]  # of children, to plan a tree
 
 
@@ -89,7 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
             facts = {"parameters": parameters, "nodes": arguments.rank_nodes, "threads": arguments.rank_threads}
             machine = environment(arguments.device) | {"load": os.getloadavg()[0]}
             write_results(arguments.json, machine, **facts, rows=rows)
-    _show(rows, parameters, arguments.rank_nodes)
+    show(rows, title=f"{parameters / 1e6:.0f}M parameters, {arguments.rank_nodes} nodes")
 
 
 def _in_processes(count: int, folder: str, arguments: argparse.Namespace) -> dict:
@@ -109,14 +106,6 @@ def _in_processes(count: int, folder: str, arguments: argparse.Namespace) -> dic
     every = [json.loads(line) for line in told]
     slowest = {name: max(each[name] for each in every) for name in ("forward_ms", "cpu_ms", "step_ms", "waiting")}
     return {"ranks": count} | every[0] | slowest
-
-
-def _show(rows: list[dict], parameters: int, nodes: int) -> None:
-    table = Table(*COLUMNS, title=f"{parameters / 1e6:.0f}M parameters, {nodes} nodes")
-    for row in rows:
-        cells = [row[name] for name in COLUMNS]
-        table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells))
-    Console(width=120).print(table)
 
 
 class Meter:

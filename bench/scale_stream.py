@@ -39,7 +39,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from common import environment, made, quiet_demo_pair, until_stopped, write_results
+from common import Row, clock_of, environment, made, quiet_demo_pair, token_ids, until_stopped, write_results
 from enlarging import Widths, enlarged
 from safetensors.torch import save_file
 from torch import Tensor
@@ -87,15 +87,69 @@ def run(arguments: argparse.Namespace) -> None:
         Bench(arguments, Path(folder)).run()
 
 
-class Bench:
-    """The rows, and what they need."""
+class Rows:
+    """The rows of this part or of "device", which are printed and written one by one, and what both time alike."""
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path):
-        self.given, self.folder = arguments, folder
+    SETTINGS: tuple[str, ...] = ()  # of the command line, for the file
+
+    def __init__(self, arguments: argparse.Namespace, device: str, length: int):
+        self.given, self.device, self.clock = arguments, device, clock_of(device)
         self.small, self.draft, tokenizer = quiet_demo_pair()
         texts = demo_prompts()[: arguments.texts]
-        self.prompts = [tokenizer(text, return_tensors="pt").input_ids[:, :48] for text in texts]
-        self.rows: list[dict[str, Any]] = []
+        self.prompts = [ids[:, :length] for ids in token_ids(tokenizer, texts, device)]
+        self.rows: list[Row] = []
+
+    def add(self, way: str, **figures: Any) -> None:
+        """Print a row, and write all."""
+        self.rows.append({"way": way, **{name: value for name, value in figures.items() if value is not None}})
+        print(shown(self.rows[-1]), flush=True)
+        facts = environment(self.device) | {name: getattr(self.given, name) for name in self.SETTINGS}
+        write_results(self.given.json, facts | {"load": os.getloadavg()[0]}, rows=self.rows)
+
+    def of_generate(self, way: str, model: LlamaForCausalLM, most: int, **figures: Any) -> None:
+        """transformers' greedy generate: of few tokens, each of which is a pass over the weights."""
+        count, seconds = min(most, self.given.new_tokens), []
+        for number in (1, count + 1):  # the prompt, and the prompt with further tokens
+            begin = self.clock()
+            model.generate(self.prompts[0], max_new_tokens=number, min_new_tokens=number, do_sample=False)
+            seconds.append(self.clock() - begin)
+        self.add(way, seconds_per_token=(seconds[1] - seconds[0]) / count, tokens_per_step=1.0, **figures)
+
+    def of_trees(self, regime: str, model: LlamaForCausalLM, temperature: float) -> None:
+        """The decoder with trees of all sizes."""
+        plain, options = None, {"temperature": temperature, "eos_token_id": None}
+        for nodes in self.given.nodes:
+            drafting = {"draft": self.draft, "method": "sequoia", "tree_size": nodes}
+            decoder = SpeculativeDecoder(model, **drafting if nodes > 1 else {"method": "autoregressive"})
+            self.before(decoder, options)
+            new = self.given.new_tokens if nodes > 1 or self.device == "cuda" else min(self.given.new_tokens, 8)
+            every = [decoder.generate(ids, new, **options).stats for ids in self.prompts]
+            steps, tokens = sum(stats.steps for stats in every), sum(stats.new_tokens for stats in every)
+            behind = sum(stats.total_seconds - stats.seconds["prefill"] for stats in every)
+            plain = behind / tokens if nodes == 1 else plain
+            self.add(
+                f"{regime}, T={temperature:g}, {nodes} nodes", seconds_per_token=behind / tokens,
+                tokens_per_step=tokens / steps, seconds_per_step=behind / steps,
+                times_plain=None if plain is None else plain * tokens / behind, **self.read(regime, every),
+            )  # fmt: skip
+
+    def before(self, decoder: SpeculativeDecoder, options: dict[str, Any]) -> None:
+        """What comes before a row of trees."""
+
+    def read(self, regime: str, every: list[Statistics]) -> dict[str, float | None]:
+        """Figures of what was read in some generations."""
+        raise NotImplementedError
+
+
+class Bench(Rows):
+    """The rows of this part."""
+
+    SETTINGS = ("gigabytes", "memory", "limit", "width", "slow_gigabytes", "slow_memory", "slow_width", "rate")
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path):
+        super().__init__(arguments, "cpu", 48)
+        self.folder = folder
+        self.source: Path | None = None  # whose raw rate is measured around each row
         self.raws: list[float] = []
 
     def run(self) -> None:
@@ -110,12 +164,18 @@ class Bench:
         given = self.given
         write_target(fast, self.small, given.gigabytes * 1e9, given.width)
         with memory_limited(given.limit):
-            self.raw(fast)
+            self.source = fast
+            self.raw()
             self.of_accelerate(fast)
             model = self.load(fast, given.memory)
-            self.of_generate("generate", model, fast)
-            self.of_trees("full speed", model, fast, 0.0)
+            self.raw()
+            before = stream_of(model).counts()
+            self.of_generate("generate", model, 4)
+            bandwidth = stream_of(model).counts().since(before).bandwidth
+            self.add("generate, read", bandwidth=bandwidth, of_raw=bandwidth / self.around())
+            self.of_trees("full speed", model, 0.0)
             stream_of(model).close()
+        self.source = None
         remove(fast)
 
     def slowed(self, slow: Path) -> None:
@@ -125,7 +185,7 @@ class Bench:
         model = self.load(slow, given.slow_memory)
         stream_of(model).slots.read = Slowed(given.rate)
         for temperature in (0.0, 0.6):
-            self.of_trees(f"{given.rate / 1e6:.0f} MB/s", model, None, temperature)
+            self.of_trees(f"{given.rate / 1e6:.0f} MB/s", model, temperature)
         stream_of(model).close()
         remove(slow)
 
@@ -135,17 +195,21 @@ class Bench:
         before = anonymous_memory()
         model = load_streamed(folder, memory)
         model.generate(self.prompts[0], max_new_tokens=2, do_sample=False)
-        taken = anonymous_memory() - before
-        self.add(way="memory", taken=taken, stream=stream_of(model).nbytes, asked=bytes_of(memory))
+        taken, asked = anonymous_memory() - before, bytes_of(memory)
+        self.add("memory", taken=taken, stream=stream_of(model).nbytes, asked=asked, of_asked=taken / asked)
         return model
 
-    def raw(self, folder: Path) -> float:
+    def raw(self) -> None:
         """Read all files past the page cache, at most 4 GB of them; bytes a second."""
-        forget(folder)
-        rate = raw_rate(folder)
-        self.raws.append(rate)
-        self.add(way="raw", bandwidth=rate)
-        return rate
+        if self.source is not None:
+            forget(self.source)
+            self.raws.append(raw_rate(self.source))
+            self.add("raw", bandwidth=self.raws[-1])
+
+    def around(self) -> float:
+        """The raw rate before and behind a row."""
+        self.raw()
+        return sum(self.raws[-2:]) / 2
 
     def of_accelerate(self, folder: Path) -> None:
         """transformers' generate by accelerate's hooks, cold and warm."""
@@ -157,63 +221,18 @@ class Bench:
         forget(folder)
         begin = time.perf_counter()
         model.generate(self.prompts[0], max_new_tokens=1, do_sample=False)
-        self.add(way="accelerate, the prompt", seconds=time.perf_counter() - begin)
-        self.of_generate("accelerate, warm", model, None)
+        self.add("accelerate, the prompt", seconds=time.perf_counter() - begin)
+        self.of_generate("accelerate, warm", model, 4)
 
-    def of_generate(self, way: str, model: LlamaForCausalLM, folder: Path | None) -> None:
-        """transformers' greedy generate: of few tokens, each of which is a pass over the weights."""
-        if folder is not None:
-            self.raw(folder)
-        count, stream = min(4, self.given.new_tokens), stream_of(model)
-        for number in (1, count + 1):  # the prompt, and the prompt with further tokens
-            before, begin = None if stream is None else stream.counts(), time.perf_counter()
-            model.generate(self.prompts[0], max_new_tokens=number, min_new_tokens=number, do_sample=False)
-            seconds = time.perf_counter() - begin
-            if number == 1:
-                prompt = seconds
-        counts = {} if stream is None or before is None else {"bandwidth": stream.counts().since(before).bandwidth}
-        of_raw = {"of_raw": counts["bandwidth"] / self.around(folder)} if folder is not None else {}
-        self.add(way=way, seconds_per_token=(seconds - prompt) / count, tokens_per_step=1.0, **counts, **of_raw)
+    def before(self, decoder: SpeculativeDecoder, options: dict[str, Any]) -> None:
+        self.raw()
 
-    def around(self, folder: Path) -> float:
-        """The raw rate before and behind a row."""
-        return (self.raws[-1] + self.raw(folder)) / 2
-
-    def of_trees(self, regime: str, model: LlamaForCausalLM, folder: Path | None, temperature: float) -> None:
-        plain = None
-        for nodes in self.given.nodes:
-            if nodes == 1:
-                decoder = SpeculativeDecoder(model, method="autoregressive")
-            else:
-                decoder = SpeculativeDecoder(model, self.draft, "sequoia", tree_size=nodes)
-            if folder is not None:
-                self.raw(folder)
-            new = min(self.given.new_tokens, 8) if nodes == 1 else self.given.new_tokens
-            every = [
-                decoder.generate(ids, new, temperature=temperature, eos_token_id=None).stats for ids in self.prompts
-            ]
-            bandwidth = sum(stats.streaming.bytes_read for stats in every) / sum(s.streaming.reading for s in every)
-            found = of_steps(every)
-            plain = found["seconds_per_token"] if nodes == 1 else plain
-            self.add(
-                way=f"{regime}, T={temperature:g}, {nodes} nodes",
-                **found,
-                times_plain=None if plain is None else plain / found["seconds_per_token"],
-                bandwidth=bandwidth,
-                of_raw=None if folder is None else bandwidth / self.around(folder),
-                waited=sum(stats.streaming.waiting for stats in every) / sum(stats.total_seconds for stats in every),
-            )
-
-    def add(self, way: str, **figures: Any) -> None:
-        """Print a row, and write all."""
-        self.rows.append({"way": way, **{name: value for name, value in figures.items() if value is not None}})
-        part = f"  {figures['taken'] / figures['asked']:.2f} of what was asked" if "asked" in figures else ""
-        print(shown(self.rows[-1]) + part, flush=True)
-        facts = environment("cpu") | {
-            name: getattr(self.given, name)
-            for name in ("gigabytes", "memory", "limit", "width", "slow_gigabytes", "slow_memory", "slow_width", "rate")
-        }
-        write_results(self.given.json, facts | {"load": os.getloadavg()[0]}, rows=self.rows)
+    def read(self, regime: str, every: list[Statistics]) -> dict[str, float | None]:
+        counts = [stats.streaming for stats in every]
+        bandwidth = sum(each.bytes_read for each in counts) / sum(each.reading for each in counts)
+        waited = sum(each.waiting for each in counts) / sum(stats.total_seconds for stats in every)
+        of_raw = None if self.source is None else bandwidth / self.around()
+        return {"bandwidth": bandwidth, "of_raw": of_raw, "waited": waited}
 
 
 SHOWN = {  # a figure's name in the table, its format, its unit
@@ -229,18 +248,8 @@ SHOWN = {  # a figure's name in the table, its format, its unit
     "stream": ("MB of the stream", ".0f", 1e-6),
     "pinned": ("MB pinned", ".0f", 1e-6),
     "asked": ("MB asked", ".0f", 1e-6),
+    "of_asked": ("of asked", ".2f", 1),
 }
-
-
-def of_steps(every: list[Statistics]) -> dict[str, float]:
-    """What steps behind the prompts took, and brought, in some generations."""
-    seconds = sum(stats.total_seconds - stats.seconds["prefill"] for stats in every)
-    tokens, steps = sum(stats.new_tokens for stats in every), sum(stats.steps for stats in every)
-    return {
-        "seconds_per_token": seconds / tokens,
-        "tokens_per_step": tokens / steps,
-        "seconds_per_step": seconds / steps,
-    }
 
 
 def shown(row: dict[str, Any]) -> str:

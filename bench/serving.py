@@ -31,7 +31,6 @@ from heavypath.speculative.demo import demo_prompts
 
 AT_ONCE = 16
 SHORTEST, LONGEST = 16, 128
-BLUE, GRAY, GREEN, ORANGE = "#2b6cb8", "#9aa1ab", "#0f7a57", "#a84e06"
 
 
 @dataclass
@@ -165,27 +164,15 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     bars, lines = figure.subplots(1, 2, width_ratios=[1, 1.2])
     burst = [row for row in rows if row["load"].endswith("at once")][::-1]
-    colours = {"heavypath ersd": BLUE, "heavypath autoregressive": GREEN, "heavypath serve": ORANGE}
-
-    def colour(name: str) -> str:
-        return next((shade for begin, shade in colours.items() if name.startswith(begin)), GRAY)
-
-    bars.barh([row["way"] for row in burst], [row["tokens_per_second"] for row in burst])
-    for bar, row in zip(bars.patches, burst, strict=True):
-        bar.set_color(colour(row["way"]))
+    names = [row["way"] for row in burst][::-1]
+    colours = {name: f"C{place % 10}" for place, name in enumerate(names)}
+    bars.barh(names[::-1], [row["tokens_per_second"] for row in burst], color=[colours[row["way"]] for row in burst])
     bars.set_xlabel(f"tokens/s, {burst[0]['load']}")
-    names = dict.fromkeys(row["way"] for row in rows)
     for name in names:
-        if name.startswith("heavypath ersd") and not name.endswith(" 8 slots") and len(names) > 4:
-            continue
         of_way = [row for row in rows if row["way"] == name and row["load"].endswith("/s")]
         rates = [float(row["load"].removesuffix("/s")) for row in of_way]
-        style = "--" if name == "transformers generate" else "-"
-        lines.plot(rates, [row["first_p50_ms"] for row in of_way], style, marker="o", color=colour(name), label=name)
-    lines.set_xscale("log")
-    lines.set_yscale("log")
-    lines.set_xlabel("requests a second")
-    lines.set_ylabel("ms to the first token, median")
+        lines.plot(rates, [row["first_p50_ms"] for row in of_way], marker="o", color=colours[name], label=name)
+    lines.set(xscale="log", yscale="log", xlabel="requests a second", ylabel="ms to the first token, median")
     lines.legend(fontsize=8, frameon=False)
     figure.savefig(made(path))
 

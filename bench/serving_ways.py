@@ -68,33 +68,46 @@ class Heavypath:
             yield len(tokens)
 
 
+class Server:
+    """`heavypath serve` with the shipped pair, in a process of its own, at the address `base`."""
+
+    def __init__(self, *options: str):
+        command = [sys.executable, "-m", "heavypath.speculative", "serve", "--port", "0", "--max-tokens", "512"]
+        self.process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        said = ""
+        for line in self.process.stderr:
+            said += line
+            if found := re.search(r"at (http://\S+)/v1", line):
+                self.base = found[1]
+                return
+        raise RuntimeError(f"the server did not start: {said}")
+
+    def stop(self) -> str:
+        """End it; what it said since it had started."""
+        self.process.terminate()
+        return self.process.communicate(timeout=120)[1]
+
+
 class OverHttp:
-    """The same as `heavypath serve`, in a process of its own, asked for streams, whose pieces count as tokens."""
+    """A server that is asked for streams, whose pieces count as tokens."""
 
     def __init__(self, method: str, slots: int, temperature: float):
-        self._command = [sys.executable, "-m", "heavypath.speculative", "serve", "--port", "0", "--queue", "1024"]
-        self._command += ["--method", method, "--slots", str(slots), "--max-tokens", "512"]
-        self._temperature, self._base, self._said = temperature, "", ""
+        self._options = ("--queue", "1024", "--method", method, "--slots", str(slots))
+        self._temperature = temperature
 
     def __enter__(self) -> "OverHttp":
-        self._process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True)
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._said += line
-            if found := re.search(r"at (http://\S+)/v1", line):
-                self._base = found[1]
-                return self
-        raise RuntimeError(self._said)
+        self._server = Server(*self._options)
+        return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.terminate()
-        self._process.communicate()
+        self._server.stop()
 
     async def tokens(self, ask: Ask) -> AsyncIterator[int]:
         body: dict[str, Any] = {"model": "heavypath-demo", "prompt": ask.prompt, "max_tokens": ask.new_tokens}
         body |= {"temperature": self._temperature, "seed": ask.seed, "ignore_eos": True, "stream": True}
         body["stream_options"] = {"include_usage": True}
-        async with aclosing(events(self._base, body)) as stream:
+        async with aclosing(events(self._server.base, body)) as stream:
             async for event in stream:
                 if "error" in event:
                     raise RuntimeError(event["error"]["message"])
@@ -104,15 +117,20 @@ class OverHttp:
                     yield 1
 
 
-async def events(base: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The events of a stream of /v1/completions, or the one error."""
-    address = urlsplit(base)
+async def connection(base: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which a request of /v1/completions has been sent."""
+    address, content = urlsplit(base), json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+    await writer.drain()
+    return reader, writer
+
+
+async def events(base: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream, or the one error."""
+    reader, writer = await connection(base, body)
     try:
-        content = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
-        await writer.drain()
         while line := await reader.readline():
             if line.startswith((b"data: {", b'{"error"')):
                 yield json.loads(line.removeprefix(b"data: "))

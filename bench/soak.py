@@ -19,7 +19,6 @@ import json
 import random
 import re
 import resource
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -30,11 +29,11 @@ from urllib.parse import urlsplit
 
 import torch
 from common import argument_parser, environment, quiet_demo_pair, write_results
+from serving_ways import Server, connection
 
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.demo import demo_prompts
 
-PATH = "/v1/completions"
 MEMORY = 30e6  # bytes that may come and go; see tests/core/test_soak.py
 CHECKED = 2000  # texts that are compared with `generate`, at most
 PATIENCE = 120.0  # seconds for one answer
@@ -70,22 +69,13 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     seconds = 6.0 if arguments.miniature else 60 * arguments.minutes
 
-    command = [sys.executable, "-m", "heavypath.speculative", "serve", "--port", "0", "--max-tokens", "512"]
-    command += ["--slots", str(arguments.slots), "--queue", str(2 * arguments.clients)]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    server = Server("--slots", str(arguments.slots), "--queue", str(2 * arguments.clients))
     try:
-        assert server.stderr is not None
-        for said in server.stderr:
-            if found := re.search(r"at (http://\S+)/v1", said):
-                break
-        else:
-            raise RuntimeError("the server did not start")
-        record = asyncio.run(soak(found[1], server.pid, seconds, arguments.clients, arguments.seed))
+        record = asyncio.run(soak(server.base, server.process.pid, seconds, arguments.clients, arguments.seed))
     finally:
-        server.terminate()
-        _, errors = server.communicate(timeout=PATIENCE)
-    if server.returncode != 0 or errors.strip() != "heavypath: stopped":
-        record.wrong.insert(0, f"the server ended with {server.returncode}, and said: {errors.strip()[:3000]}")
+        errors = server.stop().strip()
+    if server.process.returncode != 0 or errors != "heavypath: stopped":
+        record.wrong.insert(0, f"the server ended with {server.process.returncode}, and said: {errors[:3000]}")
     print("requests:", ", ".join(f"{count} {name}" for name, count in sorted(record.counts.items())))
     compare_texts(record, arguments.seed)
     grown = growth(record.resident)
@@ -166,16 +156,6 @@ def body_of(chance: random.Random, *, stream: bool) -> dict[str, Any]:
     body |= {"seed": chance.randrange(1 << 27), "ignore_eos": chance.random() < 0.5}
     body |= chance.choice([{}, {}, {"top_p": 0.9}, {"top_k": 20}, {"stop": "\n\n"}, {"stop": ["return", ")"]}])
     return body
-
-
-async def connection(base: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection on which a request has been sent."""
-    address, content = urlsplit(base), json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    head = f"POST {PATH} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    await writer.drain()
-    return reader, writer
 
 
 async def ask(base: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -18,10 +18,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from common import DEVICE, argument_parser, environment, random_tree
-from rich.console import Console
-from rich.table import Table
-from timing import alternated, captured, gpu_milliseconds, kept
+from common import DEVICE, argument_parser, captured, environment, gpu_milliseconds, in_turns, kept, random_tree, show
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
@@ -57,10 +54,6 @@ TILES = [
 SPLITS = [Choice(f"splits of {rows} rows", "attention.launch", {"MIN_SPLIT": rows}) for rows in (128, 512, 1024)]
 MOVED = [Choice(f"{units} units", "cache_compaction", {"_TILE": units}) for units in (1024, 2048, 4096, 16384)]
 REGISTERS = [Choice(f"at most {most} registers", options={"maxnreg": most}) for most in (64, 96, 128, 168)]
-
-
-def present() -> Choice:
-    return Choice(PRESENT)
 
 
 @contextmanager
@@ -180,16 +173,13 @@ def answers(questions: list[Question]) -> Iterator[dict]:
     """A row for each choice of each question."""
     for question in questions:
         run, expected, base = question.problem(), None, None
-        for choice in [present(), *question.choices] if DEVICE == "cuda" else [present()]:
+        for choice in [Choice(PRESENT), *(question.choices if DEVICE == "cuda" else [])]:
             row: dict[str, Any] = {"table": question.table, "case": question.case, "choice": choice.name}
             try:
                 with chosen(choice), torch.inference_mode():
                     found = run()
-                    milliseconds = (
-                        gpu_milliseconds(captured(run))
-                        if DEVICE == "cuda"
-                        else min(alternated({"it": run}, seconds=0.0)["it"])
-                    )
+                    on_gpu = DEVICE == "cuda"
+                    milliseconds = gpu_milliseconds(captured(run)) if on_gpu else 1e3 * min(in_turns({"": run}, 5)[""])
                 expected, base = (found, milliseconds) if base is None else (expected, base)
                 row["microseconds"], row["of_the_present"] = 1e3 * milliseconds, milliseconds / base
                 if isinstance(found, Tensor):
@@ -205,22 +195,17 @@ def main() -> None:
     parser.add_argument("--only", choices=tables, help="one of the tables")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    questions = [
-        each for each in (MINIATURE if arguments.miniature else QUESTIONS) if arguments.only in (None, each.table)
-    ]
-    rows = kept(answers(questions), environment(), arguments)
-    table = Table("case", "choice", "us", "of the present", "", box=None, pad_edge=False)
+    asked = MINIATURE if arguments.miniature else QUESTIONS
+    questions = [each for each in asked if arguments.only in (None, each.table)]
+    rows = kept(answers(questions), environment(), arguments.json)
+    shown = []
     for case in dict.fromkeys(row["case"] for row in rows):
         here = [row for row in rows if row["case"] == case]
         timed = sorted((row for row in here if "microseconds" in row), key=lambda row: row["microseconds"])
-        for row in timed[:4] + [row for row in timed[4:] if row["choice"] == PRESENT]:
-            wrong = "" if row.get("same", True) else "WRONG"
-            figures = f"{row['microseconds']:.1f}", f"{row['of_the_present']:.2f}"
-            table.add_row(row["case"], row["choice"], *figures, wrong)
-        for row in here:
-            if "failed" in row or not row.get("same", True):
-                table.add_row(row["case"], row["choice"], "", "", row.get("failed", "WRONG")[:60])
-    Console(highlight=False, width=160).print(table)
+        wrong = [row for row in here if "failed" in row or not row.get("same", True)]
+        shown += [row for row in timed if row in timed[:4] or row["choice"] == PRESENT or row in wrong]
+        shown += [row for row in wrong if row not in timed]
+    show(shown)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ REJECTION = DRAWS[:2]  # the verifications that are recursive rejection, each by
 # Words for `verifier` of SpeculativeDecoder: what may verify the trees of a method whose paper has recursive rejection.
 # "rejection" is that; the others are `verification` of a row.
 VERIFIERS = ("rejection", "held", "traversal", "held_traversal")
-# The one of them that a method has where none is given, by kind of device: where bench/verifiers.py has shown on such a
+# The one of them that a method has where none is given, by kind of device: where bench/decoding.py has shown on such a
 # device that it accepts more and the text comes no later. On other devices a method has what its paper has.
 DEFAULT_VERIFIERS: dict[str, dict[str, str]] = {
     "cpu": {

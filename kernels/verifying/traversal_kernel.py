@@ -13,7 +13,7 @@ behind one that sets their counters to zero:
 Nodes that no weight reaches have no chain: those below a child that cannot be accepted, and behind one that is accepted
 for certain. What takes time is the longest way down, where a step to the j-th child costs the j - 1 passes before it.
 A walk that stops at the accepted node would need fewer passes, but one after the other; and a launch for each level the
-sum of the most passes of each level. `bench/predict_verification.py` has the figures.
+sum of the most passes of each level. `python bench/predict.py verification` has the figures.
 """
 
 # A type checker does not understand Triton kernels.

@@ -33,8 +33,8 @@ NOTES = (
     "nodes; wire, what ranks tell each other; drafting; kernels, the small ones.",
     "limited by: what lets decoding gain most if it cost nothing, and the gain then; acceptance, if nothing of this "
     "matters: the gain if the likeliest path were always accepted.",
-    "Nothing is measured here: speculative/costs/simulation.py has the formulas, bench/offloading.py what they make of "
-    "published rows.",
+    "Nothing is measured here: speculative/costs/simulation.py has the formulas, "
+    "bench/research/offloading.py what they make of published rows.",
 )
 
 

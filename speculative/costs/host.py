@@ -2,7 +2,7 @@
 
 A compiled pass reads each weight once, and multiplies it with all rows: B n of them, for trees of n nodes in a batch of
 B. Up to FREE rows the products take no longer than reading; from there on each MORE rows take as long as reading again
-(`python bench/linear.py` has the figures). Besides, threads wait for each other after every product:
+(bench/kernels/bench_linear.py has the figures). Besides, threads wait for each other after every product:
 
     t(n) = bytes / BANDWIDTH (1 + max(0, B n - FREE) / MORE) + (layers + 1) LAYER + B layers SEQUENCE_LAYER
 

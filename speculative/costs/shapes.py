@@ -68,7 +68,7 @@ class Shape:
         return replace(self, itemsize=bits / 8)
 
 
-SHAPES = {  # by the models' own config.json, of the papers that bench/offloading.py simulates
+SHAPES = {  # by the models' own config.json, of the papers that bench/research/offloading.py simulates
     "llama-2-7b": Shape.llama(32, 4096, 11008, 32, 32),
     "llama-2-13b": Shape.llama(40, 5120, 13824, 40, 40),
     "llama-2-22b": Shape.llama(40, 6656, 17920, 52, 52),  # chargoddard/llama2-22b

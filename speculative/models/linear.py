@@ -4,7 +4,7 @@
 
 A step multiplies few rows by every weight, so its time is that of reading the weights. PyTorch hands such a product to
 MKL, which reads at a third of the memory's speed from 2 rows on; `heavypath.kernels.native`, from a weight that lies in
-blocks of as many outputs as its sums take registers, at four fifths (`python bench/linear.py`). These blocks are a
+blocks of as many outputs as its sums take registers, at four fifths (bench/kernels/bench_linear.py). These blocks are a
 second copy of the weights, which a log line names with its size. Where there is no memory for it, or no compiler for
 the kernels, a warning says so, and weights are multiplied as they lie, those of fp32 by oneDNN: it takes a third
 to nine tenths of MKL's time.

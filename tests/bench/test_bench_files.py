@@ -10,7 +10,7 @@ import tarfile
 import pytest
 from bench_scripts import BENCH, script
 
-ELSEWHERE = ("picture_trace.py", "theory_figures.py")  # a temporary folder; the folder that theory.py has made
+ELSEWHERE = ("pictures.py", "theory_figures.py")  # a temporary folder; the folder that theory.py has made
 
 
 def test_results_are_written_into_a_folder_that_is_made_as_by_every_script(tmp_path):
@@ -18,7 +18,7 @@ def test_results_are_written_into_a_folder_that_is_made_as_by_every_script(tmp_p
     path, lacking = tmp_path / "new" / "folder" / "results.json", []
     script("common").write_results(path, {"device": "cpu"}, rows=[1, 2])
     assert json.loads(path.read_text()) == {"environment": {"device": "cpu"}, "rows": [1, 2]}
-    for path in sorted(BENCH.glob("*.py")):
+    for path in sorted(BENCH.rglob("*.py")):
         lines = path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
             near = "\n".join(lines[max(0, number - 3) : number + 1])
@@ -28,10 +28,22 @@ def test_results_are_written_into_a_folder_that_is_made_as_by_every_script(tmp_p
     assert not lacking
 
 
+def test_every_command_of_this_folder_that_a_text_names_is_there():
+    """Of the READMEs, the list of changes, the Makefile and the package; what is gone is named by its commit."""
+    root, sweeps = BENCH.parent, script("decoding").SWEEPS
+    texts = [*root.glob("*.md"), *root.glob("*/*.md"), root / "Makefile", root / "pyproject.toml", BENCH / "gpu.sh"]
+    for path in [*texts, *(root / "kernels").rglob("*.py"), *(root / "speculative").rglob("*.py")]:
+        text = re.sub(r"\s+", " ", path.read_text(encoding="utf-8"))
+        for name in re.findall(r"(?<!:)\bbench/[\w/]+\.(?:py|sh)\b", text):
+            assert (root / name).exists(), f"{path.name}: {name}"
+        for sweep in re.findall(r"--sweep ([\w-]+)", text):
+            assert sweep in sweeps, f"{path.name}: {sweep}"
+
+
 def test_every_prediction_names_a_row_that_is_measured_and_says_where_it_comes_from():
     """By the cases that the scripts have; fields are looked up in what they write."""
-    cases = {name: {str(case) for case in script(name).CASES}
-             for name in ("kernel_attention", "kernel_sampling", "kernel_verification")}  # fmt: skip
+    kernels = {f"kernel_{name}": script(f"bench_{name}")
+               for name in ("attention", "sampling", "verification", "ordering", "compaction")}  # fmt: skip
     figures = json.loads((BENCH / "predictions.json").read_text())["figures"]
     places = [json.dumps([each["file"], each["where"], each.get("field"), each.get("kernels")]) for each in figures]
     assert len(set(places)) == len(places)
@@ -40,8 +52,9 @@ def test_every_prediction_names_a_row_that_is_measured_and_says_where_it_comes_f
         assert {"file", "where", "unit", "predicted", "from"} <= each.keys()
         assert {"H100", "H200"} == each["predicted"].keys()
         assert ("field" in each) != ("kernels" in each)
-        if each["file"] in cases:
-            assert each["where"]["case"] in cases[each["file"]]
+        if bench := kernels.get(each["file"]):
+            assert each["where"]["case"] in map(str, bench.CASES)
+            assert each["where"]["way"] in bench.WAYS
         for kernel in re.findall(r"\w+_kernel", each.get("kernels", "")):
             assert f"def {kernel}(" in sources, f"no kernel is named {kernel} any more"
 
@@ -58,14 +71,29 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path):
         common | {"file": "large", "field": "absent"},
         common | {"file": "absent", "field": "step.ms"},
     ]
-    found = script("against_predictions").compared(tmp_path, predictions)
-    assert [line[1:5] for line in found] == [["4 us", "2 (H100)", "2.00", "3 missed"], ["3 us", "2 (H100)", "1.50", ""]]
+    found = [[*line.values()][1:5] for line in script("predict").compared(tmp_path, predictions)]
+    assert found == [["4 us", "2 (H100)", "2.00", "3 missed"], ["3 us", "2 (H100)", "1.50", ""]]
+    benchmarks = {"benchmarks": [{"extra_info": {"method": "a", "device": "NVIDIA H200", "microseconds": 2.0}}]}
+    (tmp_path / "kernel.json").write_text(json.dumps(benchmarks))
+    found = script("predict").compared(tmp_path, [common | {"file": "kernel", "field": "microseconds"}])
+    assert [line["predicted"] for line in found] == ["1 (H200)"]
 
 
 def gpu_sh(*arguments):
     command = ["bash", BENCH / "gpu.sh", *arguments]
     given = {"capture_output": True, "text": True, "check": False}
     return subprocess.run(command, **given, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_in_miniature_a_test_of_each_kernel_is_tried():
+    text = (BENCH / "gpu.sh").read_text()
+    words = "".join(re.findall(r'some\+?="([^"$]+)"', text)).split(" or ")
+    assert len(words) > 9
+    kernels = re.search(r"local kernels=\(([^)]+)\)", text)[1].split()
+    files = [*(f"kernels/test_{name}.py" for name in kernels), "core/test_huggingface.py"]
+    for file in files:
+        names = re.findall(r"^def (test_\w+)", (BENCH.parent / "tests" / file).read_text(), re.M)
+        assert any(word in name for word in words for name in names), file
 
 
 @pytest.mark.slow
@@ -80,10 +108,10 @@ def test_everything_for_a_gpu_runs_in_miniature(part, tmp_path):
 def test_on_a_gpu_each_step_is_tried_and_one_archive_left_even_if_all_fail(tmp_path):
     """By a Python that says that there is no GPU, and fails at all else."""
     python, out = tmp_path / "python", tmp_path / "out"
-    python.write_text('#!/bin/sh\n[ "$1" = - ] && echo 0 0 0 0 0\n')
+    python.write_text('#!/bin/sh\n[ "$1" = - ] && echo 0 0 0 0\n')
     python.chmod(0o755)
     done = gpu_sh(out, "first", python)
-    steps = ["first-machine", "linear_gpu", "first-texts", "first-kernels", "first-large"]
+    steps = ["first-machine", "kernel_linear", "first-texts", "first-kernels", "first-large"]
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].endswith("failed: " + " ".join(f"{step} (exit 1)" for step in steps))
     with tarfile.open(out / "first.tar.gz") as archive:

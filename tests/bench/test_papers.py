@@ -123,7 +123,7 @@ def test_a_table_in_markdown(tmp_path, capsys):
     rows = [row("2 levels", "SD", own=2.0, held=2.0), row("2 levels", "RSD-C [2, 1]", own=1.625, held=2.34)]
     rows += [row("3 levels", "SpecTr (2, 3)", own=1.0)]
     (tmp_path / "papers.json").write_text(json.dumps({"environment": {}, "rsd-1": rows}))
-    script("papers_shown").main([str(tmp_path / "papers.json")])
+    script("papers").main(["--results", str(tmp_path / "papers.json")])
     lines = lines_of(capsys.readouterr().out)
     assert lines[0] == ["", "", "nodes", "levels", "own", "held", "traversal", "held traversal", "MBSU", "tokens/s"]
     assert lines[1] == ["2 levels", "SD", "3", "2", "**2.00 ± 0.12**", "2.00 ± 0.12", "-", "-", "1.50", "50"]
@@ -145,7 +145,7 @@ def test_no_winner_is_bold_whose_lead_over_any_other_is_within_the_noise():
 
 def test_the_readmes_tables_are_those_of_the_file_of_results(capsys):
     """Figure by figure, bold ones included."""
-    script("papers_shown").main([str(BENCH / "results" / "papers-cpu.json")])
+    script("papers").main(["--results", str(BENCH / "results" / "papers-cpu.json")])
     readme = (BENCH / "README.md").read_text(encoding="utf-8")
     section = readme.split("\n## The papers' comparisons\n")[1].split("\n## ")[0]
     assert lines_of(section) == lines_of(capsys.readouterr().out)

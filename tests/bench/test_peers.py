@@ -14,12 +14,12 @@ def program(folder, name, lines):
 
 
 def asked(tokens=3):
-    return script("llama_programs").Asked(tokens, 0.0, 1, 0)
+    return script("llama_cpp").Asked(tokens, 0.0, 1, 0)
 
 
 def test_weights_and_tokens_are_exported_as_llama_cpp_reads_them():
     """Rows of a head stand in the pairs that are rotated together: of two heads of four channels 0 and 2, 1 and 3."""
-    export = script("gguf_export")
+    export = script("llama_cpp")
     assert export.paired(torch.arange(8.0).view(8, 1), 4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     assert export.spelled([7, 12345]) == "<0007><12345>"
     assert export.tokens_spelled("\n <0007><12345>[end of text]") == [7, 12345]
@@ -29,7 +29,7 @@ def test_a_program_that_ends_without_its_figures_is_run_again(tmp_path):
     figures = 'echo "0.1 I decoded    4 tokens in    0.002 seconds, speed: 2000.000 t/s" >&2'
     lines = f"printf '<0001><0002><0003><0004><0005>'; [ -e $0.ran ] && {figures}; >$0.ran"
     program(tmp_path, "llama-speculative", lines)
-    programs, models = script("llama_programs"), (tmp_path / "a.gguf", tmp_path / "b.gguf")
+    programs, models = script("llama_cpp"), (tmp_path / "a.gguf", tmp_path / "b.gguf")
     run = programs.speculative_runner(tmp_path, "llama-speculative", models, programs.Drafting(2))
     assert run([1, 2], asked()) == (4, 0.002, [3, 4, 5])
 
@@ -37,7 +37,7 @@ def test_a_program_that_ends_without_its_figures_is_run_again(tmp_path):
 def test_plain_decoding_is_timed_by_its_passes_of_one_token_and_none_without_figures(tmp_path):
     lines = "prompt eval time = 9.00 ms / 2 tokens ( 4.5 ms per token)\nx:  eval time =  10.00 ms /   2 runs   (5.0"
     program(tmp_path, "llama-completion", f"printf '<0003><0004><0005>'; printf '{lines}' >&2")
-    run = script("llama_programs").plain_runner(tmp_path, tmp_path / "a.gguf")
+    run = script("llama_cpp").plain_runner(tmp_path, tmp_path / "a.gguf")
     assert run([1, 2], asked()) == (2, 0.01, [3, 4, 5])
     program(tmp_path, "llama-completion", "echo 'no such option' >&2; exit 1")
     with pytest.raises(RuntimeError, match=r"(?s)status 1.*-n 3.*no such option"):
@@ -46,7 +46,7 @@ def test_plain_decoding_is_timed_by_its_passes_of_one_token_and_none_without_fig
 
 def test_each_counts_with_its_best_number_of_threads_and_the_best_of_llama_cpp_keeps_the_law():
     """For two prompts ours takes 1 s and 2 s with one thread, the lossless one of llama.cpp 2 s each with two."""
-    peers, timed = script("peers"), script("llama_programs").Timed
+    peers, timed = script("peers"), script("llama_cpp").Timed
     table = {  # program and seconds for either prompt, by way and number of threads
         ("lossless", 1): ("llama.cpp", 3, 3), ("lossless", 2): ("llama.cpp", 2, 2),
         ("lossy", 1): ("llama.cpp", 0.5, 0.5), ("transformers generate", 1): ("transformers", 4, 4),

@@ -49,7 +49,7 @@ def modules() -> dict[str, Path]:
 
 
 def with_bench() -> list[Path]:
-    return [*modules().values(), *(ROOT / "bench").glob("*.py")]
+    return [*modules().values(), *(ROOT / "bench").rglob("*.py")]
 
 
 @cache

@@ -11,11 +11,12 @@ from fresh_python import python
 
 pytestmark = pytest.mark.integration
 
-report, record, machine_code = map(script, ("compile_report", "compile_record", "machine_code"))
+report, machine_code = map(script, ("compile_report", "machine_code"))
+record = report
 FUSED = """
 import re, sys
 sys.path.insert(0, BENCH)
-from fake_gpu import compile_for
+from machine_code import compile_for
 
 launched = []
 compile_for(90, launched.append)
@@ -270,7 +271,7 @@ def test_of_what_the_repository_keeps_some_is_compiled_again_and_must_agree(kept
     names = list(report.CASES)[:20]
     kernels = report.find([90], names, anew=False).kernels
     keys = {(arch, name): record.key_of(arch, name, report.CASES[name]) for arch, name in kernels}
-    record.write(record.RECORD, {keys[case]: found for case, found in kernels.items()})
+    record.write_record(record.RECORD, {keys[case]: found for case, found in kernels.items()})
     record.CACHE.unlink()
     found = report.find([90], names, anew=False)
     assert len(kept[-1]) == 2
@@ -278,7 +279,7 @@ def test_of_what_the_repository_keeps_some_is_compiled_again_and_must_agree(kept
     assert found.origin == "20 cases: 2 compiled now, 0 before on this machine, 18 as recorded"
 
     wrong = {name: row._replace(registers=7) for name, row in next(iter(kernels.values())).items()}
-    record.write(record.RECORD, dict.fromkeys(keys.values(), wrong))
+    record.write_record(record.RECORD, dict.fromkeys(keys.values(), wrong))
     record.CACHE.unlink()
     found = report.find([90], names, anew=False)
     assert len(found.disagreements) == 2
@@ -288,12 +289,12 @@ def test_of_what_the_repository_keeps_some_is_compiled_again_and_must_agree(kept
 
 def test_a_file_of_another_form_is_no_record(tmp_path):
     path, kernels = tmp_path / "kept.json", {"a case": {"one": figures()}}
-    assert record.read(path) == {}
-    record.write(path, kernels)
-    assert record.read(path) == kernels
+    assert record.read_record(path) == {}
+    record.write_record(path, kernels)
+    assert record.read_record(path) == kernels
     for other in (path.read_text().replace('"special"', '"exp"'), "[]"):
         path.write_text(other)
-        assert record.read(path) == {}
+        assert record.read_record(path) == {}
 
 
 def test_kernels_that_come_or_go_are_a_difference_and_how_long_compiling_took_is_none():

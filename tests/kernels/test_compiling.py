@@ -13,7 +13,7 @@ LAUNCHES = """
 import sys, threading
 sys.path.insert(0, BENCH)
 import torch
-from fake_gpu import compile_for
+from machine_code import compile_for
 from triton import knobs
 from triton.compiler import CompiledKernel
 from heavypath.kernels.compiling import compile_all, uncompiled_launches

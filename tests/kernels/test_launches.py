@@ -10,7 +10,7 @@ SAME_VARIANT = """
 import random, sys
 sys.path.insert(0, BENCH)
 import torch
-from fake_gpu import all_on_gpu, compile_for
+from machine_code import all_on_gpu, compile_for
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from heavypath.kernels.attention import variant

@@ -1,4 +1,4 @@
-"""bench/rejection.py and bench/bernoulli.py: their formulas against enumeration, and the commands themselves."""
+"""bench/research/rejection.py: its formulas against enumeration, and the command itself."""
 
 import json
 from itertools import combinations, permutations, product
@@ -8,7 +8,7 @@ import pytest
 import torch
 from bench_scripts import script
 
-rejection, bernoulli = script("rejection"), script("bernoulli")
+rejection = script("rejection")
 TARGET, DRAFT = [0.05, 0.5, 0.15, 0.3], [0.4, 0.25, 0.3, 0.05]
 TOKENS = range(len(TARGET))
 COUNTS = [1, 2, 3]
@@ -80,18 +80,6 @@ def test_the_summary_names_the_lowest_and_what_is_not_told_from_it():
     race = result["methods"]["race"]
     assert race["rejection"] == pytest.approx([0.7, 0.2])
     assert race["standard_error"] == pytest.approx([0, 0.1 / 3**0.5], abs=1e-6)
-
-
-def test_two_distinct_children_of_two_tokens_always_suffice(tmp_path):
-    rates = bernoulli.acceptance(torch.tensor([0.8, 0.3, 0.01]), torch.tensor([0.5, 0.3, 0.99]))
-    assert rates["without replacement"].tolist() == pytest.approx([1, 1, 1])
-    # By hand, target 0.8 and draft 0.5: one child 1 - 0.3. SpecInfer's second is right half the time that the first
-    # is rejected. An accepted 1 among two independent children has probability 0.75 at most.
-    assert float(rates["one child"][0]) == pytest.approx(0.7)
-    assert float(rates["with replacement"][0]) == pytest.approx(0.85)
-    assert float(rates["most for i.i.d."][0]) == pytest.approx(0.95)
-    bernoulli.main(["--grid", "5", "--json", str(tmp_path / "out.json")])
-    assert json.loads((tmp_path / "out.json").read_text())["least"]["without replacement"] == 1
 
 
 def test_a_command_prints_and_writes_its_table_and_draws_a_picture(capsys, tmp_path):

@@ -3,9 +3,9 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from bench_scripts import BENCH, script
 
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.costs.hardware import DEVICES, Hardware
@@ -15,7 +15,6 @@ from heavypath.speculative.costs.simulation import AHEAD, Parts, Setting, simula
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.trees.planning import expected_tokens, greedy_tree
 
-BENCH = Path(__file__).parents[2] / "bench"
 PUBLISHED = {  # billions of parameters, by the models' cards
     "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-22b": 21.8, "llama-2-70b": 68.98, "vicuna-33b": 32.5,
     "tinyllama-1.1b": 1.10, "llama-3-8b": 8.03, "llama-3-70b": 70.55,
@@ -166,8 +165,7 @@ def test_settings_that_cannot_be_are_refused(make, message):
 
 def test_the_papers_rows_follow_from_their_own_constants(monkeypatch, capsys):
     """And from nothing else: what is simulated does not read what it is compared with."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    import offloading
+    offloading = script("offloading")
 
     rows = [row for row in offloading.rows() if row.tokens is not None]
     far = [(row.device, row.target) for row in rows if abs(row.ratio - 1) > offloading.WITHIN]

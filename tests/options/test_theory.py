@@ -91,8 +91,8 @@ def test_the_command_prints_its_tables(tmp_path, capsys):
     theory.main([*COMMAND, "--json", str(tmp_path / "theory.json")])
     printed = capsys.readouterr().out
     written = json.loads((tmp_path / "theory.json").read_text())
-    assert f"{written['growth']['shapes']['best tree']['8']:.2f}" in printed
-    assert f"{written['races']['1.0']['mean']['race']:.3f}" in printed
+    assert f"{written['growth']['shapes']['best tree']['8']:.3g}" in printed
+    assert f"{written['races']['1.0']['mean']['race']:.3g}" in printed
     assert [row["nodes"] for row in written["decoding"]["chain"]] == [2]
     assert written["environment"]["prompts"] == 2
 

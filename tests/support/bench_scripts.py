@@ -8,6 +8,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 
 def script(name):
-    if str(BENCH) not in sys.path:
-        sys.path.append(str(BENCH))  # at the end, where it hides no other module
+    for folder in map(str, (BENCH, BENCH / "research", BENCH / "kernels")):
+        if folder not in sys.path:
+            sys.path.append(folder)  # at the end, where it hides no other module
     return importlib.import_module(name)

@@ -1,18 +1,15 @@
-"""The tables and figures of papers.py, from the results that it has written.
+"""The tables and figures of papers.py.
 
-    python bench/papers_shown.py bench/results/papers-cpu.json [--plot bench/results]
-
-prints the tables in Markdown. Of each group and verifier the most tokens per forward are bold, if they are more than
-any other row's by over two standard errors of the difference, sqrt(a^2 + b^2) of the rows' own; in many groups none is.
+Of each group and verifier the most tokens per forward are bold, if they are more than any other row's by over two
+standard errors of the difference, sqrt(a^2 + b^2) of the rows' own; in many groups none is.
 """
 
-import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import beside  # noqa: F401
 from common import made
 from rich import box
 from rich.console import Console
@@ -70,50 +67,44 @@ def is_more(row: Mapping[str, Any], other: Mapping[str, Any], verifier: str) -> 
 
 def draw(results: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path) -> None:
     """Draw the tables that have a figure and a row, each to papers-<table>.png in the folder."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     for name, drawn in FIGURES.items():
         if results.get(name):
-            figure = drawn(pyplot, results[name])
+            figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+            drawn(figure, results[name])
             figure.savefig(made(folder / f"papers-{name}.png"), dpi=100)
-            pyplot.close(figure)
 
 
-def draw_rsd(pyplot, rows: Sequence[Mapping[str, Any]]):
+Rows = Sequence[Mapping[str, Any]]
+
+
+def draw_rsd(figure: Any, rows: Rows) -> None:
     """Every shape of each family, by group: by the papers' rules, and by traversal."""
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
-    groups = [*dict.fromkeys(row["group"] for row in rows)]
-    for axes, verifier in zip(panels, (OWN, "traversal"), strict=True):
+    panels, groups = figure.subplots(1, 2, sharey=True), [*dict.fromkeys(row["group"] for row in rows)]
+    titles = {OWN: "the papers' rules: rejection, K-SEQ for SpecTr", "traversal": "traversal"}
+    for axes, (verifier, title) in zip(panels, titles.items(), strict=True):
         for place, (family, (marker, color)) in enumerate(FAMILIES.items()):
             chosen = [row for row in rows if row["label"].split()[0] == family and verifier in row["tokens"]]
-            for group in groups:
-                shapes = [row for row in chosen if row["group"] == group]
-                for number, row in enumerate(shapes):
-                    at = groups.index(group) + 0.21 * (place - 1.5) + 0.045 * (number - (len(shapes) - 1) / 2)
-                    axes.errorbar(
-                        at, row["tokens"][verifier], row["standard_error"][verifier], color=color, marker=marker,
-                        markersize=4.5, linewidth=0.9,
-                    )  # fmt: skip
-            if chosen:
-                axes.errorbar([], [], [], color=color, marker=marker, markersize=4.5, linewidth=0.9, label=family)
-        for border in range(1, len(groups)):
-            axes.axvline(border - 0.5, color="0.85", linewidth=0.8)
+            at = []
+            for row in chosen:
+                near = [other for other in chosen if other["group"] == row["group"]]
+                aside = 0.21 * (place - 1.5) + 0.045 * (near.index(row) - (len(near) - 1) / 2)
+                at.append(groups.index(row["group"]) + aside)
+            tokens, errors = ([row[key][verifier] for row in chosen] for key in ("tokens", "standard_error"))
+            axes.errorbar(
+                at, tokens, errors, color=color, marker=marker, markersize=4.5, linestyle="none", label=family
+            )
         axes.set_xticks(range(len(groups)), groups)
-        axes.tick_params(axis="x", length=0)
         axes.grid(axis="y", alpha=0.3)
+        axes.set_title(title, fontsize=11)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(FAMILIES), fontsize=9)
     panels[0].set_ylabel("tokens per target forward")
-    panels[0].set_title("the papers' rules: rejection, K-SEQ for SpecTr", fontsize=11)
-    panels[1].set_title("traversal", fontsize=11)
-    return figure
 
 
-def draw_robustness(pyplot, rows: Sequence[Mapping[str, Any]]):
+def draw_robustness(figure: Any, rows: Rows) -> None:
     """One tree at several temperatures and top-p, by each method's own rule and by held traversal."""
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True, width_ratios=(5, 3))
+    axes = figure.subplots(1, 2, sharey=True, width_ratios=(5, 3))
     cut = [row for row in rows if "top_p" in row]
     whole = [
         row | {"top_p": 1.0} for row in rows if cut and row not in cut and row["temperature"] == cut[0]["temperature"]
@@ -127,61 +118,50 @@ def draw_robustness(pyplot, rows: Sequence[Mapping[str, Any]]):
             chosen = [row for row in shown if row["method"] == method and verifier in row["tokens"]]
             at = [places.index(row[name]) + 0.04 * (number - 2) for row in chosen]  # beside each other
             tokens, errors = ([row[key][verifier] for row in chosen] for key in ("tokens", "standard_error"))
-            panel.errorbar(
-                at, tokens, errors, linestyle="-" if verifier == OWN else "--", color=colors[method], marker="o",
-                markersize=4.5, linewidth=1.4, label=method if verifier == OWN else f"{method}, held traversal",
-            )  # fmt: skip
+            label, style = (method, "-") if verifier == OWN else (f"{method}, held traversal", "--")
+            panel.errorbar(at, tokens, errors, linestyle=style, color=colors[method], marker="o", label=label)
         panel.set_xticks(range(len(places)), [f"{place:g}" for place in places])
         panel.grid(axis="y", alpha=0.3)
     axes[0].set(xlabel="temperature", ylabel="tokens per target forward", ylim=(1, None))
     axes[1].set(xlabel=f"top-p, at temperature {cut[0]['temperature']:g}" if cut else "top-p")
     axes[0].legend(fontsize=9, loc="lower left", ncols=2)
     figure.suptitle("One tree of 64 nodes, planned for T = 0.6")
-    return figure
 
 
-def draw_specinfer(pyplot, rows: Sequence[Mapping[str, Any]]):
+def draw_specinfer(figure: Any, rows: Rows) -> None:
     """Tokens per forward by width and depth, by rejection and by held traversal, in one scale of colour."""
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
+    panels = figure.subplots(1, 2, sharey=True)
     widths, depths = ([*dict.fromkeys(int(row[key].split()[1]) for row in rows)] for key in ("group", "label"))
     most = max(value for row in rows for value in row["tokens"].values())
-    for axes, (verifier, title) in zip(
-        panels, {OWN: "multi-step speculative sampling", "held_traversal": "held traversal"}.items(), strict=True
-    ):
+    titles = {OWN: "multi-step speculative sampling", "held_traversal": "held traversal"}
+    for axes, (verifier, title) in zip(panels, titles.items(), strict=True):
         grid = [[float("nan")] * len(depths) for _ in widths]
         for row in rows:
-            width, depth = (int(row[key].split()[1]) for key in ("group", "label"))
-            grid[widths.index(width)][depths.index(depth)] = row["tokens"][verifier]
+            up, along = widths.index(int(row["group"].split()[1])), depths.index(int(row["label"].split()[1]))
+            value = grid[up][along] = row["tokens"][verifier]
+            color = "white" if value < 1 + 0.6 * (most - 1) else "black"
+            axes.text(along, up, f"{value:.2f}", ha="center", va="center", color=color)
         image = axes.imshow(grid, origin="lower", cmap="viridis", vmin=1, vmax=most, aspect="auto")
-        for up, line in enumerate(grid):
-            for along, value in enumerate(line):
-                if value == value:  # it was measured
-                    dark = value < 1 + 0.6 * (most - 1)
-                    axes.text(along, up, f"{value:.2f}", ha="center", va="center", color="white" if dark else "black")
         axes.set_xticks(range(len(depths)), depths)
         axes.set_yticks(range(len(widths)), widths)
-        axes.set(xlabel="depth: tokens of a sequence")
+        axes.set_xlabel("depth: tokens of a sequence")
         axes.set_title(title, fontsize=11)
     panels[0].set_ylabel("width: sequences")
     figure.colorbar(image, ax=panels, label="tokens per target forward", shrink=0.9)
-    return figure
 
 
-def draw_dyspec(pyplot, rows: Sequence[Mapping[str, Any]]):
+def draw_dyspec(figure: Any, rows: Rows) -> None:
     """The nodes of each step's tree, in falling order."""
-    figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
     groups, labels = ([*dict.fromkeys(row[key] for row in rows)] for key in ("group", "label"))
     for row in rows:
-        axes.plot(
-            sorted(row["drafted"], reverse=True), color=COLORS[labels.index(row["label"]) % len(COLORS)],
-            linestyle=("-", "--")[groups.index(row["group"]) % 2],
-            label=f"{row['group']}, {row['label']}: {row['tokens'][OWN]:.2f} tokens",
-        )  # fmt: skip
+        color, style = COLORS[labels.index(row["label"]) % len(COLORS)], ("-", "--")[groups.index(row["group"]) % 2]
+        label = f"{row['group']}, {row['label']}: {row['tokens'][OWN]:.2f} tokens"
+        axes.plot(sorted(row["drafted"], reverse=True), color=color, linestyle=style, label=label)
     axes.set(xlabel="steps, largest trees first", ylabel="drafted nodes", yscale="log")
     axes.set_title("DySpec's trees grow while a slot is worth more than a threshold", fontsize=11)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     axes.grid(alpha=0.3)
-    return figure
 
 
 FIGURES = {
@@ -190,18 +170,7 @@ FIGURES = {
 }  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, metavar="FILE", help="which papers.py --json has written")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="a folder for the figures (needs matplotlib)")
-    arguments = parser.parse_args(argv)
-    results = {name: rows for name, rows in json.loads(arguments.results.read_text()).items() if name != "environment"}
-    console = Console(highlight=False, markup=False, width=160)
+def print_markdown(results: Mapping[str, Rows]) -> None:
+    """All tables, for a README."""
     for name, rows in results.items():
-        console.print(table_of(name, rows, box.MARKDOWN))
-    if arguments.plot is not None:
-        draw(results, arguments.plot)
-
-
-if __name__ == "__main__":
-    main()
+        Console(highlight=False, markup=False, width=160).print(table_of(name, rows, box.MARKDOWN))

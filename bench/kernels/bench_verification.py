@@ -1,13 +1,13 @@
 """verify_tree against a straightforward loop in PyTorch, and against the time that reading the logits takes.
 
-    python bench/kernel_verification.py [--only race] [--json FILE] [--plot FILE]
+    python -m pytest bench/kernels/bench_verification.py --benchmark-only [-k race] [--benchmark-json FILE]
 
 16 / 64 / 256 / 768 nodes x 32,000 / 128,256 tokens, every method, temperature 0.6, no filters, batch 1; bfloat16 logits
 on a GPU, float32 on a CPU, where shapes that would take more than half a GiB are left out. The root has 8 children and
 every other node 2 or 1 by turns, in heavy-path order. Target logits are normal with a standard deviation of 3, draft
 logits are these plus 0.7 times normal noise: the first child of a node is accepted in about 6 of 10 cases. Children are
 drawn from the draft in the way that the method requires. The work depends on what is accepted, so 5 problems are drawn
-of each shape (3 on a GPU).
+of each shape (3 on a GPU), which take turns.
 
 loop       what published code does: softmax (or arg-max) of the rows of all nodes, then from the root, child after
            child in draw order, the coin against residual / draft, a new residual and a new draft row after each
@@ -15,38 +15,35 @@ loop       what published code does: softmax (or arg-max) of the rows of all nod
            tests/bench/test_bench_verification.py
 lazy loop  the same, but it normalises a row only when the walk reaches it
 
-On a GPU each time is the median of triton.testing.do_bench, which empties the L2 cache before every run; heavypath is
-captured in a CUDA graph ("eager" is not), the loops wait for the host. On a CPU all three run by turns and a ratio is
-the median of the ratios within a round. MB are what a method must read of the logits: the rows of the nodes that its
-walk reaches; in brackets the rows of all nodes (of the draft, of those with children), which it reads if it treats the
-nodes in parallel. Fractions of the roof are those of the speed of a large copy, measured in the same run, for both.
+The loops wait for the host: on a GPU they are called from Python. Bytes are what a method must read of the logits: the
+rows of the nodes that its walk reaches; all_MB those of all nodes (of the draft, of those with children), which it
+reads if it treats the nodes in parallel.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from statistics import mean, median
+from functools import cache, partial
+from statistics import mean
 from typing import NamedTuple
 
 import torch
-from common import DEVICE, PICTURE, argument_parser, environment
-from rich.table import Table
-from timing import alternated, captured, compared, copy_bandwidth, gpu_milliseconds, measure_cases
+from common import DEVICE
 from torch import Tensor
 
 from heavypath.kernels.noise import Stream, gumbel_noise
 from heavypath.kernels.sampling import gumbel_topk
 from heavypath.kernels.verification import DRAFT_AWARE, VERIFICATION_METHODS, verify_tree
-from heavypath.kernels.verifying.rule import WHOLE_TREE
 from heavypath.speculative import TokenTree
 
 TEMPERATURE, SPREAD, DRAFT_NOISE = 0.6, 3.0, 0.7
 PROBLEMS = 3 if DEVICE == "cuda" else 5
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 INDEPENDENT = ("with_replacement", "kseq")  # whose children are independent draws
+OURS = ("held", "held_traversal")  # of which there is no published code
+MOST_OF_NOISE = 1 << 20  # numbers that the loop is given for a race, which are drawn on the host
 
 
 class Case(NamedTuple):
-    """A shape; the tables are the methods."""
+    """A shape and a method."""
 
     table: str
     nodes: int
@@ -55,8 +52,9 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         return f"{self.table} {self.nodes} x {self.vocabulary}"
 
-    def fits_a_cpu(self) -> bool:
-        return 5 * 4 * self.nodes * self.vocabulary <= 1 << 29  # logits and probabilities of both, and noise
+    def runs_here(self) -> bool:
+        """Logits and probabilities of both models, and noise, have room."""
+        return DEVICE == "cuda" or 5 * 4 * self.nodes * self.vocabulary <= 1 << 29
 
 
 CASES = [
@@ -65,21 +63,7 @@ CASES = [
     for nodes in (16, 64, 256, 768)
     for method in VERIFICATION_METHODS
 ]
-
-
 MINIATURE = [Case(method, 16, 100) for method in ("without_replacement", "race")]
-MOST_OF_NOISE = 1 << 20  # numbers that the loop is given for a race, which are drawn on the host
-
-
-def cases(miniature: bool) -> list[Case]:
-    """Those that run on this machine."""
-    return MINIATURE if miniature else [case for case in CASES if DEVICE == "cuda" or case.fits_a_cpu()]
-
-
-def warm_up(case: Case) -> None:
-    """Compile what our kernels need for a case."""
-    with torch.inference_mode():
-        Problem(case, 0).heavypath()()
 
 
 def loop_verify(
@@ -123,11 +107,10 @@ def loop_verify(
 
     target, draft = by_node(softmax, target_logits), by_node(softmax, draft_logits)
     coins = torch.rand(len(drawn)).tolist()
-    if method in WHOLE_TREE:
-        below, weights = post_order(children, drawn, target, draft, coins, held=method == "held_traversal")(0, 1.0)
+    if method == "traversal":
+        below, weights = post_order(children, drawn, target, draft, coins)(0, 1.0)
         return below, int(weights.multinomial(1))
-    attempt = {"kseq": k_sequential, "held": held_back}.get(method)
-    attempt = attempt or partial(one_by_one, replacement=method == "with_replacement")
+    attempt = k_sequential if method == "kseq" else partial(one_by_one, replacement=method == "with_replacement")
     while True:
         here, node = children[path[-1]], path[-1]
         if not here:
@@ -156,34 +139,12 @@ def one_by_one(
     return -1, target
 
 
-def held_back(target: Tensor, draft: Tensor, drawn: list[int], coins: list[float]) -> tuple[int, Tensor | None]:
-    """Held siblings, drawn without replacement: `target` is the part of P that no child holds, the rest is `weights`.
-
-    What it returns is the same as that of `one_by_one`.
-    """
-    weights: list[float] = []
-    for token in drawn:
-        taken = torch.minimum(draft, target)
-        chance = float(taken[token] / draft[token])
-        rest = float(1 - taken.sum())
-        scale = (1 - chance) / rest if rest > 0 else 0.0
-        weights = [*(weight * scale for weight in weights), chance]
-        target = (target - taken) * scale
-        draft = draft.index_fill(0, torch.tensor(token, device=draft.device), 0)
-        draft = draft / draft.sum()
-    for place in range(len(drawn)):
-        if coins[0] < sum(weights[: place + 1]):
-            return place, None
-    return -1, target
-
-
 def post_order(
     children: Sequence[Sequence[int]],
     drawn: list[int],
     target: Callable[[int], Tensor],
     draft: Callable[[int], Tensor],
     coins: list[float],
-    held: bool,
 ) -> Callable[[int, float], tuple[list[int], Tensor] | None]:
     """Traversal of children drawn without replacement: a function of a node and its weight.
 
@@ -194,23 +155,17 @@ def post_order(
     def visit(node: int, weight: float) -> tuple[list[int], Tensor] | None:
         left, leaving = weight * target(node), 1 - weight
         law = draft(node) if children[node] else left
-        holding: list[float] = []
         for child in children[node]:
             taken = torch.minimum(law, left)
             chance = float(taken[drawn[child]] / law[drawn[child]])
-            found = None if held else visit(child, chance)
+            found = visit(child, chance)
             if found is not None:
                 return [child, *found[0]], found[1]
-            rest = leaving + sum(holding) + float((left - taken).sum())
-            scale = (1 - chance if held else 1.0) / rest if rest > 0 else 0.0
+            rest = leaving + float((left - taken).sum())
+            scale = 1 / rest if rest > 0 else 0.0
             left, leaving = (left - taken) * scale, leaving * scale
-            holding = [*(other * scale for other in holding), chance] if held else []
             law = law.index_fill(0, torch.tensor(drawn[child], device=law.device), 0)
             law = law / law.sum()
-        for place, (child, share) in enumerate(zip(children[node], holding, strict=False)):
-            found = visit(child, share / (leaving + float(left.sum()) + sum(holding[place:]))) if share else None
-            if found is not None:
-                return [child, *found[0]], found[1]
         ending = float(left.sum())
         return ([], left) if node == 0 or coins[node] * (ending + leaving) < ending else None
 
@@ -291,7 +246,9 @@ class Problem:
             rows=torch.arange(self.case.nodes, device=DEVICE)[None],
         )
 
-    def loop(self, lazy: bool) -> Callable[[], object]:
+    def loop(self, lazy: bool) -> Callable[[], object] | None:
+        if self.case.table in OURS or (self.case.table == "race" and self.noise is None):
+            return None
         return partial(
             loop_verify,
             self.children,
@@ -310,70 +267,28 @@ class Problem:
         return (len(reached) + inner) * self.case.vocabulary * DTYPE.itemsize
 
 
-def measured(case: Case, facts: dict) -> dict:
-    """One row of the table."""
-    row = {"case": str(case)} | case._asdict() | {"dtype": str(DTYPE).removeprefix("torch.")}
-    times: dict[str, list[float]] = {}
-    accepted, reached_bytes, eager = [], [], []
+@cache
+def problems(case: Case) -> list[Problem]:
+    """Those of the last case alone, which are large."""
+    problems.cache_clear()
+    return [Problem(case, seed) for seed in range(PROBLEMS)]
+
+
+WAYS: dict[str, Callable[[Problem], Callable[[], object] | None]] = {
+    "heavypath": Problem.heavypath,
+    "heavypath, eager": lambda problem: problem.heavypath() if DEVICE == "cuda" else None,
+    "loop, eager": partial(Problem.loop, lazy=False),
+    "lazy loop, eager": partial(Problem.loop, lazy=True),
+}
+
+
+def test_verification(case, way, timed):
     torch.manual_seed(0)
+    drawn = problems(case)
     with torch.inference_mode():
-        for seed in range(PROBLEMS):
-            problem = Problem(case, seed)
-            runs = {"heavypath": problem.heavypath()}
-            if case.table != "race" or problem.noise is not None:
-                runs |= {"loop": problem.loop(False), "lazy loop": problem.loop(True)}
-            verified = runs["heavypath"]()
-            accepted.append(int(verified.length))
-            reached_bytes.append(problem.bytes(verified.path[0, : accepted[-1] + 1].tolist()))
-            if DEVICE == "cuda":
-                eager.append(gpu_milliseconds(runs["heavypath"]))
-                runs["heavypath"] = captured(runs["heavypath"])
-                more = {name: [gpu_milliseconds(run)] for name, run in runs.items()}
-            else:
-                more = alternated(runs, seconds=0.2 if case.nodes * case.vocabulary > 10_000 else 0.0)
-            for name, values in more.items():
-                times.setdefault(name, []).extend(values)
-    row |= {"accepted": mean(accepted), "bytes": mean(reached_bytes), "all_bytes": problem.bytes(range(case.nodes))}
-    row |= compared(times) | ({"eager_milliseconds": median(eager)} if eager else {})
-    row["roof_milliseconds"] = row["bytes"] / facts["bytes_a_second"] * 1e3
-    row["fraction_of_roof"] = row["roof_milliseconds"] / row["milliseconds"]["heavypath"]
-    row["fraction_of_roof_all"] = row["fraction_of_roof"] * row["all_bytes"] / row["bytes"]
-    return row
-
-
-def as_table(rows: list[dict]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("case", "us", "accepted", "MB", "of roof", "times as fast as"):
-        table.add_column(heading, justify="left" if heading in ("case", "times as fast as") else "right")
-    for row in rows:
-        table.add_row(
-            row["case"],
-            f"{row['milliseconds']['heavypath'] * 1e3:.1f}",
-            f"{row['accepted']:.1f}",
-            f"{row['bytes'] / 1e6:.2f} ({row['all_bytes'] / 1e6:.1f})",
-            f"{row['fraction_of_roof']:.1%} ({row['fraction_of_roof_all']:.0%})",
-            "; ".join(
-                f"{name} {ratio:.2f} ({low:.2f} to {high:.2f})"
-                for (name, ratio), (low, high) in zip(
-                    row["ratio"].items(), row["ratio_quartiles"].values(), strict=True
-                )
-            ),
-        )
-    return table
-
-
-def main() -> None:
-    parser = argument_parser(__doc__, plot=PICTURE)
-    parser.add_argument("--only", choices=VERIFICATION_METHODS, help="one of the methods")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    facts = environment() | {"bytes_a_second": copy_bandwidth(arguments.miniature)}
-    rows = measure_cases(cases(arguments.miniature), measured, as_table, facts, arguments)
-    for row in rows if DEVICE == "cpu" else ():
-        if (row["nodes"], row["vocabulary"]) == (64, 32000):
-            shares = [1 / value for value in (row["ratio"]["loop"], *reversed(row["ratio_quartiles"]["loop"]))]
-            print("{}: {:.2f} ({:.2f} to {:.2f}) of the loop's time; the bar is 0.25".format(row["case"], *shares))
-
-
-if __name__ == "__main__":
-    main()
+        verified = [problem.heavypath()() for problem in drawn]
+    accepted = [int(each.length) for each in verified]
+    reached = [each.path[0, : length + 1].tolist() for each, length in zip(verified, accepted, strict=True)]
+    read = mean(problem.bytes(nodes) for problem, nodes in zip(drawn, reached, strict=True))
+    whole = drawn[0].bytes(range(case.nodes))
+    timed(*(WAYS[way](problem) for problem in drawn), read=read, accepted=mean(accepted), all_MB=whole / 1e6)

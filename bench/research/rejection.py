@@ -1,6 +1,6 @@
 """Rejection rate against the number of children, for every way to verify: Sequoia's figure 3 on the shipped pair.
 
-    python bench/rejection.py [--temperatures 0.2 0.6 1.0] [--children 32] [--json FILE] [--plot FILE]
+    python bench/research/rejection.py [--temperatures 0.2 0.6 1.0] [--children 32] [--json FILE] [--plot FILE]
 
 The rate is the probability that none of k children is accepted, so that the step ends at this position. Positions are
 those that decoding meets: held-out prompts continued by samples of the target at the same temperature. With target P,
@@ -31,12 +31,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import beside  # noqa: F401
 import torch
-from common import PICTURE, argument_parser, environment, made, quiet_demo_pair, write_results
-from rich import box
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from common import PICTURE, argument_parser, environment, made, quiet_demo_pair, show, write_results
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
@@ -200,71 +197,46 @@ def positions(
         yield target_logits, draft_logits
 
 
-def as_table(temperature: str, result: dict) -> Table:
+def print_table(temperature: str, result: dict) -> None:
     """Rates at powers of two, a row for each method."""
-    children = len(result["lowest"])
-    largest_error = max(max(method["standard_error"]) for method in result["methods"].values())
-    shown = [2**power for power in range(children.bit_length())]
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
-    table.title = f"rejection rate at temperature {temperature}"
-    table.caption = f"  * lowest, or not told from it; standard errors over prompts up to {largest_error:.3f}"
-    table.add_column("method", no_wrap=True)
-    for count in shown:
-        table.add_column(f"k = {count}", justify="right", no_wrap=True)
-    for heading in ("exponent b", "r²"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    shown, rows = [2**power for power in range(len(result["lowest"]).bit_length())], []
     for name, method in result["methods"].items():
-        if name == BOUND:
-            table.add_section()
-        cells = [
-            f"{method['rejection'][count - 1]:.3f}{'*' if name in result['lowest'][str(count)] else ' '}"
-            for count in shown
-        ]
+        marks = {count: "*" * (name in result["lowest"][str(count)]) for count in shown}
+        cells = {f"k = {count}": f"{method['rejection'][count - 1]:.3f}{marks[count]}" for count in shown}
         law = method["power_law"]
-        fit = [] if None in law.values() else [f"{law['exponent']:.2f} ± {law['exponent_standard_error']:.2f}"]
-        table.add_row(name, *cells, *fit, *[f"{law['r_squared']:.3f}" for _ in fit])
-    return table
+        exponent = None if None in law.values() else f"{law['exponent']:.2f} ± {law['exponent_standard_error']:.2f}"
+        rows.append({"method": name} | cells | {"exponent b": exponent, "r²": law["r_squared"]})
+    show(rows, title=f"rejection rate at temperature {temperature}")
+    error = max(max(method["standard_error"]) for method in result["methods"].values())
+    print(f"  * lowest, or not told from it; standard errors over prompts up to {error:.3f}")
 
 
 def draw_plot(results: dict[str, dict], path: Path) -> None:
     """One panel for each temperature, both axes logarithmic."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
-    figure, panels = pyplot.subplots(
-        1, len(results), figsize=(3.9 * len(results), 4.6), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axes, (temperature, result) in zip(panels[0], results.items(), strict=True):
+    figure = Figure(figsize=(3.9 * len(results), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
+    for axes, (temperature, result) in zip(panels, results.items(), strict=True):
         for place, (name, method) in enumerate(result["methods"].items()):
             rate = method["rejection"]
-            look = {"color": "0.45", "linestyle": (0, (4, 2)), "linewidth": 1.2}
-            if name != BOUND:
-                look = {"color": f"C{place}", "linewidth": 2.4 if name == SEQUOIA else 1.5}
-            axes.plot(range(1, len(rate) + 1), rate, label=LABELS[name], zorder=3 if name == SEQUOIA else 2, **look)
+            look = {"color": f"C{place}", "linewidth": 2.4 if name == SEQUOIA else 1.5}
+            if name == BOUND:
+                look = {"color": "0.45", "linestyle": (0, (4, 2)), "linewidth": 1.2}
+            axes.plot(range(1, len(rate) + 1), rate, label=LABELS[name], **look)
         law = result["methods"][SEQUOIA]["power_law"]
         if law["exponent"] is not None:
             fitted = [law["factor"] * count ** -law["exponent"] for count in range(1, len(rate) + 1)]
-            axes.plot(range(1, len(rate) + 1), fitted, "k:", linewidth=1.4, zorder=4, label="power law of Sequoia's")
+            axes.plot(range(1, len(rate) + 1), fitted, "k:", label="power law of Sequoia's")
             text = f"{law['factor']:.2f} $k^{{-{law['exponent']:.2f}}}$,  $r^2$ = {law['r_squared']:.3f}"
             axes.text(0.04, 0.04, text, transform=axes.transAxes)
-        ticks = [2**power for power in range(len(rate).bit_length())]
         axes.set(xscale="log", yscale="log", title=f"temperature {temperature}", xlabel="children k")
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_yticks([tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if tick >= axes.get_ylim()[0]])
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(ticks := [2**power for power in range(len(rate).bit_length())], [str(tick) for tick in ticks])
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("rejection rate: none of k accepted")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    panels[0].set_ylabel("rejection rate: none of k accepted")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle("How often all k children are rejected, on the shipped demo pair")
     figure.savefig(made(path), dpi=100)
-    pyplot.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -276,6 +248,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=32, help="of the children, at each position")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
+    if arguments.miniature:
+        vars(arguments).update(temperatures=[1.0], children=4, prompts=2, new_tokens=3, draws=2)
     pair = quiet_demo_pair()
     prompts = demo_prompts()[: arguments.prompts]
     if len(prompts) < 2 or min(arguments.new_tokens, arguments.draws) < 1 or min(arguments.temperatures) <= 0:
@@ -283,29 +257,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not 1 <= arguments.children <= pair.target.config.vocab_size:
         parser.error(f"--children must be in 1 .. {pair.target.config.vocab_size}, got {arguments.children}")
 
-    console, results = Console(highlight=False, width=100), {}
+    results = {}
     for temperature in arguments.temperatures:
         contexts = positions(
             pair, prompts, new_tokens=arguments.new_tokens, temperature=temperature, seed=arguments.seed
         )
-        progress = track(
-            contexts, f"temperature {temperature}", total=len(prompts), console=Console(stderr=True), transient=True
-        )
         rates = [
             rejection_rates(
-                target_logits,
-                draft_logits,
+                *logits,
                 arguments.children,
                 temperature=temperature,
                 draws=arguments.draws,
                 seed=arguments.seed + 1,  # the texts were drawn with the noise of --seed
                 row=index * arguments.new_tokens * arguments.draws,
             )
-            for index, (target_logits, draft_logits) in enumerate(progress)
+            for index, logits in enumerate(contexts)
         ]
         result = summary({name: torch.stack([rate[name] for rate in rates]) for name in LABELS})
         results[str(temperature)] = result
-        console.print(as_table(str(temperature), result))
+        print_table(str(temperature), result)
     facts = environment("cpu") | {"prompts": len(prompts)}
     facts |= {name: getattr(arguments, name) for name in ("new_tokens", "draws", "seed")}
     write_results(arguments.json, facts, temperature=results)

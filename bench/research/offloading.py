@@ -1,6 +1,6 @@
 """What the papers measured of targets larger than a GPU, beside what their own constants say.
 
-    python bench/offloading.py
+    python bench/research/offloading.py
 
 Sequoia (Chen et al. 2024) and DySpec (Xiong et al. 2024) decode Llamas whose weights lie in the host's memory. Each row
 is simulated by costs/simulation.py. In go
@@ -38,9 +38,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common import argument_parser, environment, write_results
-from rich.console import Console
-from rich.table import Table
+import beside  # noqa: F401
+from common import argument_parser, environment, show, write_results
 
 from heavypath.speculative.costs.hardware import DEVICES
 from heavypath.speculative.costs.shapes import SHAPES, Shape
@@ -55,7 +54,7 @@ SEQUOIA, SPECINFER, SMALL = (768, 18), (769, 48), (64, 18)  # nodes and levels; 
 WITHIN = 0.15
 HERE, OWN = (
     "this repository: python bench/scale.py stream",
-    Path(__file__).parent / "results/scale-stream-slow-cpu.json",
+    Path(__file__).parents[1] / "results/scale-stream-slow-cpu.json",
 )
 
 
@@ -199,18 +198,9 @@ def own_rows() -> list[Published]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = argument_parser(__doc__, threads=False).parse_args(argv)
-    papers, own, console = rows(), own_rows(), Console(width=132, highlight=False)
+    papers, own = rows(), own_rows()
     for source in dict.fromkeys(row.source for row in [*papers, *own]):
-        table = Table(title=source, title_justify="left", box=None, pad_edge=False)
-        for heading in ("GPU", "target", "what"):
-            table.add_column(heading)
-        for heading in ("baseline", "link", "tree", "tokens/step", "published", "simulated", "ratio"):
-            table.add_column(heading, justify="right")
-        for row in [*papers, *own]:
-            if row.source == source:
-                table.add_row(row.device, row.target, row.what, *_figures(row))
-        console.print(table)
-        console.print()
+        show([shown(row) for row in [*papers, *own] if row.source == source], title=source)
     known = [row for row in papers if row.tokens is not None]
     parts = {
         "the papers' rows": known,
@@ -219,8 +209,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for name, chosen in parts.items():
         simulated, flat = (_near([getattr(row, key) for row in chosen]) for key in ("ratio", "flat"))
-        console.print(f"Of {name} {simulated}; {flat} if a tree cost no more than a token.")
-    console.print(f"{len(papers) - len(known)} rows gave the tokens of a step.")
+        print(f"Of {name} {simulated}; {flat} if a tree cost no more than a token.")
+    print(f"{len(papers) - len(known)} rows gave the tokens of a step.")
     facts = [
         {
             "source": row.source, "what": row.what, "device": row.device, "target": row.target, "tree": row.tree,
@@ -239,21 +229,16 @@ def _near(ratios: Sequence[float]) -> str:
     return f"{near} of {len(away)} within {WITHIN:.0%}, {sum(away) / len(away):.1%} off on average"
 
 
-def _figures(row: Published) -> list[str]:
-    """The cells of a row: seconds of a token."""
-    nodes, depth = row.tree
-    given = f"({row.step / row.seconds:.2f})" if row.tokens is None else f"{row.tokens:.2f}"
-    simulated = "given" if row.simulated is None else f"{row.simulated:.3f}"
-    ratio = "" if row.ratio is None else f"{row.ratio:.2f}" + ("" if abs(row.ratio - 1) <= WITHIN else " !")
-    return [
-        f"{row.setting.step(1, 0):.2f}",
-        f"{row.link:.0%}",
-        f"{nodes}, {depth}",
-        given,
-        f"{row.seconds:.3f}",
-        simulated,
-        ratio,
-    ]
+def shown(row: Published) -> dict[str, object]:
+    """A line of the table: seconds of a token."""
+    beyond = row.ratio is not None and abs(row.ratio - 1) > WITHIN
+    return {
+        "GPU": row.device, "target": row.target, "what": row.what, "baseline": row.setting.step(1, 0),
+        "link": f"{row.link:.0%}", "tree": ", ".join(map(str, row.tree)),
+        "tokens/step": f"({row.step / row.seconds:.2f})" if row.tokens is None else f"{row.tokens:.2f}",
+        "published": row.seconds, "simulated": row.simulated,
+        "ratio": None if row.ratio is None else f"{row.ratio:.2f}" + " !" * beyond,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

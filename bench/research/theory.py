@@ -1,6 +1,6 @@
 """The theory of the papers beside the shipped pair: six figures, and the numbers behind them.
 
-    python bench/theory.py [--quick] [--json bench/results/theory-cpu.json] [--plot bench/results]
+    python bench/research/theory.py [--miniature] [--json bench/results/theory-cpu.json] [--plot bench/results]
 
 growth             expected tokens against the size and the shape of the tree, what twice the nodes bring, and what
                    bounds them (Sequoia, figures 1 and 4; ERSD, 3 and 4). The shapes share one acceptance vector:
@@ -18,7 +18,7 @@ entropy            bits of a race's place and index against the divergence of ta
 Positions are those that decoding meets: held-out prompts continued by samples of the target, as in rejection.py. An
 expectation takes the accepted child to be independent from node to node, which decoding does not guarantee. The first
 token of a text is not counted, because no tree precedes it; the last step is cut short, which makes what was decoded
-about 1% low. Standard errors take groups of prompts as the independent units.
+about 1% low. Standard errors take prompts as the independent units (batches.py).
 
 --plot is a folder for theory-growth.png and the other figures (needs matplotlib).
 """
@@ -29,12 +29,20 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import beside  # noqa: F401
 import torch
-from common import argument_parser, environment, paper_verifier, quiet_demo_pair, random_tree, write_results
+from batches import Texts, batch_of, tokens_per_forward
+from common import (
+    argument_parser,
+    environment,
+    paper_verifier,
+    quiet_demo_pair,
+    random_tree,
+    show,
+    token_ids,
+    write_results,
+)
 from rejection import positions
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from theory_figures import BATCH, BEST, BLOCK, CHAIN, ORDERS, RACE, SEQUENCES, SPECINFER, draw_figures
 from torch import Tensor
 
@@ -178,35 +186,16 @@ def limits(law: Sequence[float], vocabulary: int, sizes: Sequence[int]) -> dict[
 
 
 class Decoded(NamedTuple):
-    """Tokens per target forward, prefills left out, and its standard error over groups of prompts."""
+    """Tokens per target forward, prefills left out, and its standard error over prompts."""
 
     decoded: float
     standard_error: float
 
 
-def decode(
-    pair: DemoPair,
-    method: str,
-    tree: TokenTree,
-    prompts: Sequence[str],
-    *,
-    new_tokens: int,
-    temperature: float,
-    seed: int,
-) -> Decoded:
+def decode(pair: DemoPair, method: str, tree: TokenTree, texts: Texts, **asked: Any) -> Decoded:
+    """Of all prompts as one batch."""
     decoder = SpeculativeDecoder(pair.target, pair.draft, method, tree=tree, verifier=paper_verifier(method))
-    tokens, steps = [], []
-    group = max(1, len(prompts) // 6)
-    for begin in range(0, len(prompts), group):
-        inputs = pair.tokenizer(list(prompts[begin : begin + group]), return_tensors="pt", padding=True)
-        stats = decoder.generate(
-            **inputs, max_new_tokens=new_tokens, temperature=temperature, seed=seed + begin, eos_token_id=None
-        ).stats
-        tokens.append(stats.new_tokens)
-        steps.append(stats.steps)
-    ratio, groups = sum(tokens) / sum(steps), len(steps)
-    off = sum((count - ratio * step) ** 2 for count, step in zip(tokens, steps, strict=True))  # of a ratio of sums
-    return Decoded(ratio, math.sqrt(off * groups / (groups - 1)) / sum(steps))
+    return Decoded(*tokens_per_forward(decoder.generate(texts.tokens, **texts.options, **asked).stats))
 
 
 def decoding_trees(
@@ -317,43 +306,24 @@ def rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def tables(results: dict) -> list[Table]:
-    """What the figures show, as tables."""
-    grown, decoded = Table(title="expected tokens by tree size"), Table(title="tokens per target forward")
+def print_tables(results: dict) -> None:
+    """What the figures show."""
     curves = results["growth"]["shapes"] | results["growth"]["limits"]
     sizes = [size for size in curves[BEST] if size >= 4]
-    grown.add_column("shape or bound")
-    for size in sizes:
-        grown.add_column(str(size), justify="right")
-    for name, curve in curves.items():
-        if name != "4-ary":
-            grown.add_row(name, *(f"{curve.get(size, curve.get(size - 1, math.nan)):.2f}" for size in sizes))
-    for heading in ("tree", "nodes", "expected", "decoded", "standard error"):
-        decoded.add_column(heading, justify="left" if heading == "tree" else "right")
-    for name, rows in results["decoding"].items():
-        for row in rows:
-            values = (f"{row[key]:.2f}" for key in ("expected", "decoded", "standard_error"))
-            decoded.add_row(name, str(row["nodes"]), *values)
-    by_bin = Table(title="acceptance by draft probability")
-    for heading in ("temperature", "draft probability", "acceptance", "share of draws"):
-        by_bin.add_column(heading, justify="right")
-    for temperature, rows in results["draft-probability"].items():
-        for row in rows:
-            by_bin.add_row(temperature, *(f"{row[key]:.2f}" for key in ("draft", "acceptance", "share")))
-    blocks = Table("tree", *(order.replace("_", "-") for order in ORDERS), title=f"{BLOCK} x {BLOCK} blocks of a tree")
-    for name, tree in results["blocks"].items():
-        blocks.add_row(f"{name}, {tree['nodes']} nodes", *(f"{tree['tree'][order]:.0f}" for order in ORDERS))
-    one = Table("temperature", "1 - TV", "race", "its bound", title="acceptance of one child, mean over positions")
-    for temperature, result in results["races"].items():
-        one.add_row(temperature, *(f"{result['mean'][key]:.3f}" for key in ("overlap", "race", "bound")))
-    keys = ("divergence", "place", "index", "finer", "upper")
-    bits = Table("temperature", "D", "H of place", "H of K", "finer bound", "bound", title="bits, mean over positions")
-    for temperature, points in results["entropy"].items():
-        bits.add_row(temperature, *(f"{mean(points[key]):.2f}" for key in keys))
-    made = [grown, decoded, by_bin, blocks, one, bits]
-    for table in made:
-        table.box, table.title_justify = box.SIMPLE_HEAD, "left"
-    return made
+    grown = [{"shape or bound": name} | {str(size): curve.get(size, curve.get(size - 1)) for size in sizes}
+             for name, curve in curves.items()]  # fmt: skip
+    show(grown, title="expected tokens by tree size")
+    decoded = [{"tree": name} | row for name, rows in results["decoding"].items() for row in rows]
+    show(decoded, title="tokens per target forward")
+    by_bin = [{"temperature": name} | row for name, rows in results["draft-probability"].items() for row in rows]
+    show(by_bin, title="acceptance by draft probability")
+    blocks = [{"tree": f"{name}, {found['nodes']} nodes"} | found["tree"] for name, found in results["blocks"].items()]
+    show(blocks, title=f"{BLOCK} x {BLOCK} blocks of a tree")
+    one = [{"temperature": name} | found["mean"] for name, found in results["races"].items()]
+    show(one, title="acceptance of one child, mean over positions: overlap is 1 - TV")
+    bits = [{"temperature": name} | {key: mean(each) for key, each in points.items()}
+            for name, points in results["entropy"].items()]  # fmt: skip
+    show(bits, title="bits, mean over positions")
 
 
 def measure(arguments: argparse.Namespace) -> dict:
@@ -375,12 +345,10 @@ def measure(arguments: argparse.Namespace) -> dict:
     grown = [tree_blocks(random_tree(nodes, seed)) for seed in range(10)]
     random = {order: mean([each[order] for each in grown]) for order in ORDERS}
     curves = decoding_trees(acceptance, places, arguments.decoded_nodes)
-    decoded = {
-        (method, tree): decode(
-            pair, method, tree, prompts, new_tokens=arguments.new_tokens, temperature=first, seed=seed
-        )
-        for method, tree in {(method, tree) for trees in curves.values() for method, tree, _ in trees}
-    }
+    texts = batch_of(token_ids(pair.tokenizer, prompts))
+    asked = {"max_new_tokens": arguments.new_tokens, "temperature": first, "seed": seed}
+    trees = {(method, tree) for curve in curves.values() for method, tree, _ in curve}
+    decoded = {(method, tree): decode(pair, method, tree, texts, **asked) for method, tree in trees}
     return {
         "growth": {
             "temperature": first,
@@ -424,19 +392,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, default=1024, help="of the largest tree, a power of two")
     parser.add_argument("--decoded-nodes", type=int, default=64, help="of the largest tree that is decoded")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a small run, for a look at the figures")
     arguments = parser.parse_args(argv)
-    if arguments.quick:
-        small = {
-            "prompts": 4,
-            "new_tokens": 24,
-            "draws": 8,
-            "races": 512,
-            "points": 40,
-            "nodes": 256,
-            "decoded_nodes": 8,
-        }
-        vars(arguments).update(small)
+    if arguments.miniature:
+        vars(arguments).update(prompts=4, new_tokens=24, draws=8, races=512, points=40, nodes=256, decoded_nodes=8)
     if min(arguments.temperatures) <= 0 or min(arguments.prompts, arguments.new_tokens, arguments.decoded_nodes) < 2:
         parser.error("expected temperatures above 0, and at least 2 prompts, new tokens and nodes")
     if arguments.plot is not None:
@@ -444,9 +402,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"--plot must be a folder, got the file {arguments.plot}")
         arguments.plot.mkdir(parents=True, exist_ok=True)
     results = measure(arguments)
-    console = Console(highlight=False, width=110)
-    for table in tables(results):
-        console.print(table)
+    print_tables(results)
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}
     write_results(arguments.json, environment("cpu") | settings, **rounded(results))
     if arguments.plot is not None:

@@ -1,6 +1,7 @@
 """The papers' own comparisons, cell by cell and by every verifier, on the shipped pair.
 
-    python bench/papers.py [TABLE ...] [--json bench/results/papers-cpu.json] [--plot bench/results]
+    python bench/research/papers.py [TABLE ...] [--json bench/results/papers-cpu.json] [--plot bench/results]
+    python bench/research/papers.py --results bench/results/papers-cpu.json [--plot bench/results]
 
     rsd-1        RSD's experiment 1 (Jeon et al. 2024, section 5): drafts of 2 to 5 levels, whatever they cost
     rsd-2        its experiment 2: drafts of the same number of nodes, 6 to 30
@@ -22,14 +23,17 @@ For each cell all prompts are continued as one batch, once with each verifier th
     tokens/s     the first prompts one by one, on the machine at hand; without any meaning for a GPU. "-" by --timed 0
 
 MBSU and tokens/s are of the method's own rule. The last step of a text is cut short, by any verifier, which makes all
-tokens per forward a little low, those of large trees most. --json is written after each cell, and
-`python bench/papers_shown.py FILE` prints the tables of such a file for a README, and draws its figures.
+tokens per forward a little low, those of large trees most. --json is written after each cell; --results prints the
+tables of such a file in Markdown, and draws its figures, and measures nothing.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
 
+import beside  # noqa: F401
 import torch
 from batches import Estimate, Texts, batch_of, tokens_per_forward
 from common import (
@@ -41,7 +45,7 @@ from common import (
     until_stopped,
     write_results,
 )
-from papers_shown import OWN, draw, table_of
+from papers_shown import OWN, draw, print_markdown, table_of
 from rich import box
 from rich.console import Console
 
@@ -243,7 +247,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, help="after each prompt; default: 64, and 48 for large")
     parser.add_argument("--timed", type=int, default=3, help="prompts that are also decoded one by one, for tokens/s")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, metavar="FILE", help="what --json has written, to be shown")
     arguments = parser.parse_args(argv)
+    if arguments.results is not None:
+        results = json.loads(arguments.results.read_text())
+        results.pop("environment")
+        print_markdown(results)
+        if arguments.plot is not None:
+            draw(results, arguments.plot)
+        return
     names = arguments.tables or [*TABLES]
     if unknown := [name for name in names if name not in TABLES]:
         parser.error(f"expected tables among {', '.join(TABLES)}, got {', '.join(unknown)}")

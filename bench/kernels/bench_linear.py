@@ -1,0 +1,141 @@
+"""How fast a few rows are multiplied by a weight, of the bytes of the weight that can be read in that time.
+
+    python -m pytest bench/kernels/bench_linear.py --benchmark-only [-k float32] [--benchmark-json FILE]
+
+linear     torch.nn.functional.linear: MKL in fp32, oneDNN in bf16, cuBLAS on a GPU, from the weight as it is
+oneDNN     the operator that torch.compile uses for linear layers, from the weight as it is
+reordered  the same from a copy of the weight in blocks of oneDNN's own form
+heavypath  `heavypath.kernels.native`, from a copy in blocks, as the decoder does it
+together   that for all layers with one input at once (three of a third of the rows each)
+templates  torch.compile's own C++ templates from frozen weights of 3456 x 1280, chosen by its autotuning: it takes
+           minutes, and only where TEMPLATES is set in the environment
+read       the weight is read, by a dot product with itself, and nothing else is done
+
+Each product uses another weight, and all of them together fill 200 MB, 600 MB on a GPU, so that weights come from
+memory: a time is that of one product. A GPU has only `linear`, in bfloat16, with the shapes of a layer of Llama-2-7B:
+keys, queries and values at once, attention's output, gate and up at once, and down.
+"""
+
+import os
+from functools import cache, cached_property, partial
+from typing import NamedTuple
+
+import torch
+from common import DEVICE
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from heavypath.speculative.models.linear import Linears
+
+ON_A_CPU = ((160, 160), (320, 320), (1024, 320), (1280, 1280), (3456, 1280), (4096, 4096), (11008, 4096), (32000, 2048))
+ON_A_GPU = ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008))
+BYTES = 600_000_000 if DEVICE == "cuda" else 200_000_000
+MOST_ROWS = 64
+
+
+class Case(NamedTuple):
+    """Products of so many rows by weights of this shape, which fill so many bytes."""
+
+    weight: tuple[int, int]
+    rows: int
+    dtype: torch.dtype
+    nbytes: int = BYTES
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{kind}, {self.weight[0]} x {self.weight[1]}, {self.rows} rows"
+
+    def runs_here(self) -> bool:
+        return True
+
+
+CASES = (
+    [Case(weight, rows, torch.bfloat16) for weight in ON_A_GPU for rows in (1, 33, 64, 128, 256)]
+    if DEVICE == "cuda"
+    else [
+        Case(weight, rows, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+        for weight in ON_A_CPU
+        for rows in (1, 2, 4, 5, 8, 16, MOST_ROWS)
+    ]
+)
+MINIATURE = [Case((96, 64), rows, torch.bfloat16, 100_000) for rows in (1, 33)]
+
+
+def layer_of(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+def one_dnn(rows: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+
+
+class Products:
+    """The weights of one shape, and what each way makes of them: a product for each weight, of the rows alone."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, nbytes: int):
+        count = max(2, -(-nbytes // (shape[0] * shape[1] * dtype.itemsize)))
+        self.shape = shape
+        self.weights = [torch.randn(shape, device=DEVICE).to(dtype) for _ in range(count)]
+
+    @cached_property
+    def linears(self) -> Linears:
+        return Linears("weights", self.weights)
+
+    def linear(self) -> list:
+        return [partial(linear, weight=weight) for weight in self.weights]
+
+    def one_dnn(self) -> list:
+        return [partial(one_dnn, weight=weight) for weight in self.weights]
+
+    def reordered(self) -> list:
+        try:
+            copies = [torch.ops.mkldnn._reorder_linear_weight(weight, MOST_ROWS) for weight in self.weights]
+        except RuntimeError:  # this CPU has no such form
+            return []
+        return [partial(one_dnn, weight=weight) for weight in copies]
+
+    def native(self) -> list:
+        return [self.linears.one(layer_of(weight)) for weight in self.weights]
+
+    def together(self) -> list:
+        parts = ([layer_of(part.contiguous()) for part in weight.tensor_split(3)] for weight in self.weights)
+        return [self.linears.together(layers) for layers in parts]
+
+    def read(self) -> list:
+        flat = [weight.view(-1).view(torch.float32) for weight in self.weights]
+        return [lambda rows, each=each: torch.dot(each, each) for each in flat]
+
+    def templates(self) -> list:
+        if self.shape != (3456, 1280) or "TEMPLATES" not in os.environ:
+            return []
+        options = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+        torch.compiler.reset()
+        return [torch.compile(layer_of(weight).eval(), options=options, dynamic=False) for weight in self.weights]
+
+
+WAYS = {
+    "linear": Products.linear,
+    "oneDNN": Products.one_dnn,
+    "reordered": Products.reordered,
+    "heavypath": Products.native,
+    "together": Products.together,
+    "templates": Products.templates,
+    "read": Products.read,
+}
+products = cache(Products)
+
+
+def test_products_of_few_rows(case, way, timed):
+    problem = products(case.weight, case.dtype, case.nbytes)
+    there = WAYS[way](problem) if DEVICE == "cpu" or way == "linear" else []
+    hidden = torch.randn(case.rows, case.weight[1], device=DEVICE).to(case.dtype)
+
+    def run() -> None:
+        for product in there:
+            product(hidden)
+
+    read = problem.weights[0].nbytes
+    timed(run if there else None, read=read, count=len(problem.weights))

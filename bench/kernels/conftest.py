@@ -1,0 +1,144 @@
+"""Benchmarks of single kernels on pytest-benchmark: a file for each kernel, and what they share.
+
+    python -m pytest bench/kernels --benchmark-only [-k "attention and demo"] [--miniature] [--benchmark-json FILE]
+    python -m pytest bench/kernels --benchmark-disable -n 14 -k heavypath    # compiles all that a GPU will launch
+
+A file has CASES, its shapes, of which those with `runs_here()` are timed; MINIATURE, the least that runs every line;
+WAYS, the contenders by name: from a case each makes what is timed, or None where it has nothing for that case; and one
+test, which gives that to `timed`. Ways of a case are a group of the table, in which the fastest is 1.0.
+
+On a GPU a time is the median of triton.testing.do_bench, which empties the L2 cache before every run, of a CUDA graph;
+ways that are called from Python say so ("eager"). A peer that cannot do a case is named and passed over.
+
+Roofs are the least time of what the problem needs: bytes at the speed of a large copy, FLOPs at that of a large matrix
+product, both measured in the same run. The last table has each time, and its share of the later roof.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from common import DEVICE, captured, copy_bandwidth, gpu_milliseconds, matrix_flops, processor, show
+
+ROWS = pytest.StashKey[list]()
+
+
+class DeviceClock:
+    """What pytest-benchmark reads in place of the time: how long a GPU has worked, by do_bench."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def run(self, work: Callable[[], object]) -> None:
+        self.seconds += gpu_milliseconds(work) / 1e3
+
+
+CLOCK = DeviceClock()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--miniature", action="store_true", help="the least that runs every line")
+
+
+def pytest_configure(config):
+    config.stash[ROWS] = []
+    config.addinivalue_line("filterwarnings", "default")  # those of peers are no errors
+
+
+def pytest_generate_tests(metafunc):
+    """A test for each case and each way."""
+    if "case" in metafunc.fixturenames:
+        small, module = metafunc.config.getoption("--miniature"), metafunc.module
+        cases = module.MINIATURE if small else [case for case in module.CASES if case.runs_here()]
+        metafunc.parametrize("case", cases, ids=str)
+    if "way" in metafunc.fixturenames:
+        metafunc.parametrize("way", [*metafunc.module.WAYS])
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if DEVICE == "cuda" and "timed" in item.fixturenames:
+            item.add_marker(pytest.mark.benchmark(timer=CLOCK))
+        if config.getoption("--miniature"):
+            item.add_marker(pytest.mark.benchmark(max_time=0.01, min_rounds=1))
+
+
+@cache
+def bytes_a_second(miniature: bool) -> float:
+    return copy_bandwidth(miniature)
+
+
+@cache
+def flops_a_second(dtype: torch.dtype, miniature: bool) -> float:
+    return matrix_flops(dtype, miniature)
+
+
+@pytest.fixture
+def timed(benchmark, request, case, way):
+    """Times what a way has made of a case; of several runs each has its turn, and the median counts.
+
+    read, flops: bytes and operations of a run, the latter with their dtype; roof: seconds that bound it besides. count:
+    equal pieces of work in a run, one of which is reported. facts: what else is kept.
+    """
+    small = request.config.getoption("--miniature")
+
+    def measure(*runs, read=0, flops=(0, torch.float32), roof=0.0, count=1, **facts):
+        if None in runs or not runs:
+            pytest.skip(f"{way} has nothing for {case}")
+        name = request.node.path.stem.removeprefix("bench_")
+        device = torch.cuda.get_device_name() if DEVICE == "cuda" else processor()
+        benchmark.group = f"{name}: {case}"
+        benchmark.extra_info |= {"case": str(case), "way": way, "device": device, "threads": torch.get_num_threads()}
+        with torch.inference_mode():
+            try:
+                on_gpu(benchmark, runs, "eager" in way) if DEVICE == "cuda" else on_host(benchmark, runs)
+            except RuntimeError as error:
+                if way.startswith("heavypath"):
+                    raise
+                pytest.skip(f"{way} failed: {type(error).__name__}: {error}"[:300])
+        if benchmark.stats is None:  # by --benchmark-disable
+            return
+        seconds = benchmark.stats.stats.median / count
+        roofs = [
+            roof,
+            read / bytes_a_second(small) if read else 0,
+            flops[0] and flops[0] / flops_a_second(flops[1], small),
+        ]
+        row = {"kernel": name, "case": str(case), "way": way, "microseconds": 1e6 * seconds}
+        row |= {"MB": read / 1e6} if read else {}
+        row |= {"of_roof": max(roofs) / seconds} if max(roofs) else {}
+        benchmark.extra_info |= row | facts
+        request.config.stash[ROWS].append(row | facts)
+
+    return measure
+
+
+def on_gpu(benchmark, runs, eager: bool) -> None:
+    if not benchmark.enabled:  # it is to be compiled, and no more
+        for run in runs:
+            run()
+        return
+    graphs = runs if eager else [captured(run) for run in runs]
+    turns: Iterator = itertools.cycle(graphs)
+    benchmark.pedantic(lambda: CLOCK.run(next(turns)), rounds=len(runs))
+
+
+def on_host(benchmark, runs) -> None:
+    turns: Iterator = itertools.cycle(runs)
+    benchmark(lambda: next(turns)())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(config):
+    if config.stash[ROWS]:
+        show(config.stash[ROWS])

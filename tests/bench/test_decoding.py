@@ -1,0 +1,52 @@
+"""bench/decoding.py: each sweep runs in miniature and keeps its rows; what a sweep lacks is refused."""
+
+import json
+
+import pytest
+import torch
+from bench_scripts import script
+
+decoding = script("decoding")
+ELSEWHERE = {"first-tokens", "busy"}  # whole processes; a calibration, which a busy machine makes to be refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sweep", [name for name in decoding.SWEEPS if name not in ELSEWHERE])
+def test_a_sweep_in_miniature_prints_and_keeps_its_rows(sweep, tmp_path, capsys):
+    path, threads = tmp_path / "rows.json", torch.get_num_threads()
+    try:
+        decoding.main(["--sweep", sweep, "--miniature", "--threads", "1", "--json", str(path)])
+    finally:
+        torch.set_num_threads(threads)
+    written = json.loads(path.read_text())
+    assert written["environment"]["sweep"] == sweep
+    assert len(capsys.readouterr().out.splitlines()) >= len(written["rows"]) > 0
+
+
+@pytest.mark.parametrize("wrong", [
+    ["--sweep", "chat", "--batch", "2"], ["--sweep", "verifier", "--tree", "oak"], ["--sweep", "nothing"],
+])  # fmt: skip
+def test_what_a_sweep_lacks_is_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        decoding.parsed(wrong)
+    assert "error: " in capsys.readouterr().err
+
+
+def test_sequences_end_after_their_own_numbers_of_tokens():
+    ends = decoding.ends_at(torch.tensor([[1, 2], [3, 4]]), [1, 3])
+    assert [ends(torch.tensor([[3, 4, *[0] * new]]), None) for new in (1, 2, 3)] == [False, False, True]
+    assert ends(torch.tensor([[1, 2, 0]]), None)
+
+
+def test_a_row_is_compared_within_its_round_and_each_round_begins_with_another_way():
+    common, order, now = script("common"), [], [0.0]
+
+    def way(name, seconds):
+        order.append(name)
+        now[0] += seconds
+
+    ways = {"slow": lambda: way("slow", 4.0), "fast": lambda: way("fast", 2.0)}
+    times = common.in_turns(ways, rounds=2, clock=lambda: now[0])
+    assert times == {"slow": [4.0, 4.0], "fast": [2.0, 2.0]}
+    assert order == ["fast", "slow", "slow", "fast", "fast", "slow"], "the first round warms up"
+    assert common.times_as_fast(times, "fast", "slow") == (2, 2, 2)
