@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import torch
 from common import argument_parser, environment, quiet_demo_pair, token_ids, until_stopped, write_results
+from markov import PRIOR, falling, markov_acceptance, markov_table
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -31,7 +32,6 @@ from heavypath.speculative.calibration import CHILDREN, DEPTH, Extent, Way, walk
 from heavypath.speculative.demo import DemoPair, demo_prompts
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.forward_of import forward_of
-from heavypath.speculative.trees.markov import PRIOR, falling, markov_acceptance, markov_table
 from heavypath.speculative.trees.planning import PathAcceptance
 
 CASES = (("sequoia", 1.0), ("sequoia", 0.6), ("ersd", 1.0))

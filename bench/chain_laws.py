@@ -3,7 +3,7 @@
     python bench/chain_laws.py [--texts 6] [--tokens 160] [--temperature 1] [--length 8] [--json FILE]
 
 The target continues each prompt a few times. The ratios of its probabilities and the draft's along these texts say how
-many tokens of a chain are accepted by either (`trees/chains.py`), so both are compared on the very same texts, and
+many tokens of a chain are accepted by either (`chains.py`), so both are compared on the very same texts, and
 nothing is decoded. "as roots" is the mean over all tokens as roots, which is too much, since fewer steps begin where a
 text is easy. The standard error of the gain is a jackknife over the prompts.
 """
@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from chains import chain_tokens, length_laws
 from common import argument_parser, environment, quiet_demo_pair, token_ids, until_stopped, write_results
 from rich.console import Console
 from rich.progress import track
@@ -21,7 +22,6 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.demo import DemoPair, demo_prompts
-from heavypath.speculative.trees.chains import chain_tokens, length_laws
 
 
 @torch.inference_mode()

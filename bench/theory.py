@@ -31,6 +31,15 @@ from typing import Any, NamedTuple
 
 import torch
 from common import argument_parser, environment, paper_verifier, quiet_demo_pair, random_tree, write_results
+from races import (
+    entropy_bits,
+    entropy_bounds,
+    overlap,
+    race_acceptance,
+    race_acceptance_bound,
+    race_index_entropy,
+    tokens_per_doubling,
+)
 from rejection import positions
 from rich import box
 from rich.console import Console
@@ -42,16 +51,7 @@ from heavypath.kernels.sampling import gumbel_topk
 from heavypath.speculative import SpeculativeDecoder, TokenTree, expected_tokens, greedy_tree
 from heavypath.speculative.demo import DemoPair, demo_prompts
 from heavypath.speculative.trees.acceptance import chain_acceptance
-from heavypath.speculative.trees.bounds import (
-    entropy_bits,
-    entropy_bounds,
-    overlap,
-    race_acceptance,
-    race_acceptance_bound,
-    race_index_entropy,
-    tokens_per_doubling,
-    tree_bounds,
-)
+from heavypath.speculative.trees.bounds import tree_bounds
 
 CHILDREN = 64  # of a node, when shapes are compared
 
