@@ -31,6 +31,7 @@ second one walks (`walk`).
 """
 
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -208,7 +209,7 @@ def _reference(given: VerifyInputs) -> Verified:
     ranks = sibling_order(parents) if ranks is None else ranks
     tossed = coins(int(noise.seed), rows.gather(1, parents.cpu().clamp(min=0)).numpy(), ranks.cpu().numpy())
     walk = _traverse if given.rule.method in WHOLE_TREE else _walk_down
-    ends = [
+    ends: list[tuple[list[int], Any]] = [
         walk(_Sequence(given, number, tree, tossed[number].tolist(), rows[number].numpy()))
         for number, tree in enumerate(plain_trees(given.nodes))
     ]
@@ -259,7 +260,7 @@ def _traverse(sequence: _Sequence) -> tuple[list[int], np.ndarray]:
     return sequence.end(node, left)
 
 
-def _walk_down(sequence: _Sequence) -> tuple[list[int], np.ndarray | int]:
+def _walk_down(sequence: _Sequence) -> tuple[list[int], Any]:
     """The path, decided node by node from the root down, and the weights of the tokens after it, or the token."""
     given, tree = sequence.given, sequence.tree
     node, depth, reached = 0, 0, [0]  # the last accepted node, its depth, and it with its siblings of equal token

@@ -108,7 +108,7 @@ class Arguments(Structure):
     """The structure that a compiled kernel is given. A tensor stands for its address, and is kept."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        self.kept = given, named
+        self.kept: list[object] = [given, named]
         super().__init__(*map(_plain, given), **{name: _plain(value) for name, value in named.items()})
 
 

@@ -44,8 +44,8 @@ the draft's support is used up, the chain restarts as in `residual`, with c such
 drawn again changes l and c, though its t is 0. A child that the draft could not have drawn is skipped.
 
 One coin decides at a node, that of its first child: x_j is accepted where it lies in W_1 + ... + W_{j-1} and below
-W_1 + ... + W_j. Single children so get the decisions of `residual`. On a GPU every child but a single one takes a pass
-over both rows: one more than of rejection where that rejects all of them.
+W_1 + ... + W_j. Single children so get the decisions of `residual`, whose `Chain.hold` is the reference. On a GPU every
+child but a single one takes a pass over both rows: one more than of rejection where that rejects all of them.
 """
 
 # pyright: reportOperatorIssue=false

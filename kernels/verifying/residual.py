@@ -63,7 +63,7 @@ class Chain:
 
     def draw_from(self, log_draft: np.ndarray) -> None:
         """Say what the next children are drawn from."""
-        self.log_draft, self.largest = log_draft, float(log_draft.max())
+        self.log_draft, self.largest = log_draft, float(np.float32(log_draft.max()))
         self.draft = np.exp2(log_draft - np.float32(self.largest))  # Q up to a factor, of which `largest` is log2
         self.mass = float(self.draft.sum())  # R
 
