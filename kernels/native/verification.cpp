@@ -13,11 +13,11 @@ struct Verification {
     int64_t batch, nodes, vocab, max_depth, method, independent;
     const int64_t *tokens, *parents, *ranks, *noise_rows;  // [B, N]; of parents and ranks sequences lie
     int64_t tree_step;                                     // this far apart: N, or 0 for all the same
-    const int64_t* laws;           // [B, N], the row of the draft's that each node was drawn from; null: its parent's
-    const float *target, *draft;   // [B, N, V]; the draft's is null for a root alone, and may have more rows with laws
-    int64_t target_step, draft_step;                       // from one sequence to the next
+    const int64_t* laws;              // [B, N], the draft's row that each node was drawn from; null: its parent's
+    const float *target, *draft;      // [B, N, V]; the draft's is null for a root alone, and [B, M, V] with laws
+    int64_t target_step, draft_step;  // from one sequence to the next
     Filters target_filters, draft_filters;
-    double log_epsilon, log_delta;        // of typical acceptance, to base 2
+    double log_epsilon, log_delta;  // of typical acceptance, to base 2
     const int64_t* seed;
     int64_t *path, *length, *next_token;  // [B, max_depth + 1], [B], [B]
     int64_t* bad;                         // side (0 target, 1 draft), sequence and node of a row without distribution
@@ -273,7 +273,7 @@ int64_t k_seq(const Tree& tree, int64_t node, const Numbers& children, std::vect
     return -1;
 }
 
-// The accepted child of a node by a rule that asks for the draft's logits, or -1 and what the recovered token is drawn by.
+// The accepted child of a node by a rule that asks for the draft's logits; -1, and what is left there, for none.
 int64_t accepted(const Tree& tree, int64_t node, const Numbers& children, std::vector<float>& left) {
     const Verification& call = tree.call;
     if (children.empty()) return -1;
