@@ -105,7 +105,7 @@ inline std::vector<float> log_weights(const Tree& tree, bool of_draft, int64_t n
 }
 
 constexpr double LITTLE = 0x1p-60;  // as in the reference
-constexpr int SEARCH_STEPS = 40;    // at most, for g of K-SEQ
+constexpr int SEARCH_STEPS = 12;    // likewise, for g of K-SEQ
 
 // What is still to be emitted at one node, while its children are offered one after the other; see the reference.
 struct Chain {
@@ -248,7 +248,7 @@ int64_t k_seq(const Tree& tree, int64_t node, const Numbers& children, std::vect
     // Regula falsi with the Illinois rule: the least g is in [low, high], and high always satisfies the condition.
     double low = 1, high = std::max<double>(count, 1), low_gap = gap_at(low), high_gap = gap_at(high);
     if (low_gap >= 0) high = low;
-    for (int step = 0, before = -1; step < SEARCH_STEPS && high - low > high * 0x1p-24; step++) {
+    for (int step = 0, before = -1; step < SEARCH_STEPS && high > low; step++) {
         const double slope = high_gap - low_gap;
         const double between = high - high_gap * (high - low) / (slope == 0 ? 1 : slope);
         const double middle = std::min(std::max(between, low), high), gap = gap_at(middle);

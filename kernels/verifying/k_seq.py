@@ -11,9 +11,8 @@ the algorithm is
     accept x_k  iff  coin_k < P(x_k) / (g Q(x_k))
     all rejected     recovered token ~ P - min(P, g Q) A(g) / C(g)
 
-The target's law is kept for every g with C(g) >= A(g), so the search for the least one may stop anywhere above it. It
-is bisection in the reference, regula falsi with the Illinois rule elsewhere. A child that the draft could not have
-drawn is skipped, as if absent.
+The target's law is kept for every g with C(g) >= A(g), so the search for the least one may stop anywhere above it. The
+search is regula falsi with the Illinois rule. A child that the draft could not have drawn is skipped, as if absent.
 
 On a GPU the last of a node's programs tries its children (see `decision`); each step of the search is a pass over both
 rows, which is shared by programs that are free (see `sharing`). It ends once fp32 cannot tell the bounds of g apart.
@@ -29,7 +28,6 @@ import triton.language as tl
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
 
 SEARCH_STEPS = tl.constexpr(12)  # of the search for g
-_HALVINGS = 36  # of the bounds of g, in the reference
 
 
 def k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> tuple[list[float | None], np.ndarray]:
@@ -40,25 +38,36 @@ def k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> tu
 
     A threshold is None for a child that the draft could not have drawn.
     """
-    log_target, log_draft = (logs - np.log2(np.exp2(logs).sum()) for logs in map(np.float64, (log_target, log_draft)))
+    log_target, log_draft = (logs - np.log2(np.exp2(logs).sum()) for logs in (log_target, log_draft))
     target, draft = np.exp2(log_target), np.exp2(log_draft)
     children = sum(log_draft[token] > -np.inf for token in drawn)
 
-    def measured(g: float) -> tuple[float, float]:
-        """C(g) and A(g)."""
-        cover = float(np.minimum(target, g * draft).sum())
-        return cover, 1 - max(1 - cover / g, 0.0) ** children
+    def measured(g: float) -> tuple[float, float, float]:
+        """C(g), A(g) and their difference."""
+        cover = float(np.minimum(target, target.dtype.type(g) * draft).sum())
+        accepting = 1 - max(1 - cover / g, 0.0) ** children
+        return cover, accepting, cover - accepting
 
-    low, high = 1.0, max(1.0, float(children))
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        cover, accepting = measured(middle)
-        low, high = (low, middle) if cover >= accepting else (middle, high)
-    cover, accepting = measured(high)
+    # Regula falsi with the Illinois rule: the least g is in [low, high], and high always satisfies the condition.
+    low, high, before = 1.0, max(1.0, float(children)), None
+    low_gap, high_gap = measured(low)[2], measured(high)[2]
+    high = low if low_gap >= 0 else high
+    for _ in range(SEARCH_STEPS.value if high > low else 0):
+        slope = high_gap - low_gap
+        middle = min(max(high - high_gap * (high - low) / (slope or 1.0), low), high)
+        _, _, gap = measured(middle)
+        if gap >= 0:
+            low_gap = low_gap / 2 if before == "enough" else low_gap
+            high, high_gap, before = middle, gap, "enough"
+        else:
+            high_gap = high_gap / 2 if before == "too little" else high_gap
+            low, low_gap, before = middle, gap, "too little"
+    cover, accepting, _ = measured(high)
     share = min(accepting / max(cover, np.finfo(np.float64).tiny), 1.0)
-    ratios = (np.exp2(log_target[token] - log_draft[token]) / high for token in drawn)
+    ratios = (np.exp2(float(log_target[token]) - float(log_draft[token])) / high for token in drawn)
     thresholds = [ratio if log_draft[token] > -np.inf else None for token, ratio in zip(drawn, ratios, strict=True)]
-    return thresholds, np.maximum(target - share * np.minimum(target, high * draft), 0)
+    covered = np.minimum(target, target.dtype.type(high) * draft)
+    return thresholds, np.maximum(target - target.dtype.type(share) * covered, 0)
 
 
 @triton.jit
