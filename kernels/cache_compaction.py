@@ -13,7 +13,6 @@ long, so that what it reads before it writes fits in registers. It moves bits, w
 where addresses and strides allow, and returns early where nothing moves.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 
@@ -27,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.native.steps import compact
 
 MAX_PATH = 2048  # columns of path that the kernel takes
@@ -49,9 +48,9 @@ def compact_cache(
     path: LongTensor[B, P], node 0, accepted nodes, then anything; length: LongTensor[B], accepted nodes, < P;
     prefix_length: LongTensor[B], cache rows before the root.
 
-    impl: "triton": one launch and no host synchronisation; CUDA tensors, or any under Triton's interpreter; P up to
-          2,048; one Hkv, D and element size in all layers, and elements of a row side by side (a last stride of 1),
-          while S and other strides may differ. "torch": anything. "auto": triton for CUDA tensors, else torch.
+    impl: see `implementation`; "triton" is one launch without host synchronisation, for P up to 2,048; one Hkv, D and
+          element size in all layers, and elements of a row side by side (a last stride of 1), while S and other
+          strides may differ.
 
     Triton's first call with certain caches copies their addresses to the device: before a CUDA graph captures the
     function, call it once with these caches (length 0 moves nothing).
@@ -101,7 +100,6 @@ def compact_unchecked(caches: Sequence[Tensor], *, path: Tensor, length: Tensor,
 
 
 def _check_kernel_takes(caches: Sequence[Tensor], path: Tensor) -> None:
-    check_can_launch(path)
     if path.shape[1] > MAX_PATH:
         raise ValueError(f"impl 'triton' takes paths of at most {MAX_PATH}, got {path.shape[1]}; take impl 'torch'")
     kinds = set()

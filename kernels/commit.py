@@ -12,7 +12,6 @@ In PyTorch operations this would take fifty launches on a few numbers each. The 
 each sequence.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
@@ -25,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.native.steps import commit as commit_natively
 from heavypath.kernels.nodes import Nodes, Verified
 
@@ -83,15 +82,12 @@ def commit(
     depths:    LongTensor shaped as nodes.parents; the root's is 0
     verified:  what `verify_tree` accepted of them
     branching: the most children that any node has
-    impl:      "triton" is one launch without host synchronisation; it takes CUDA tensors, or any tensors under Triton's
-               interpreter. "native", compiled code, and "torch" take CPU tensors. "auto" is triton for CUDA
-               tensors, else native where a compiler is there, else torch.
+    impl:      see `implementation`; "triton" is one launch without host synchronisation, and "torch" takes CPU tensors
 
     Only the device is checked: a decoder calls this with tensors that other functions have checked.
     """
     impl = choose_impl("commit", impl, nodes.tokens, native=True)
     if impl == "triton":
-        check_can_launch(nodes.tokens)
         _launch(state, nodes, depths, verified, branching)
     elif impl == "native":
         commit_natively(state, nodes, depths, verified, branching)

@@ -15,7 +15,6 @@ three passes are usual, and six at most.
 The programs of a launch share each pass (see `sharing`). What is summed, and in which order, depends on the row alone.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 

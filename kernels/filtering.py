@@ -12,7 +12,6 @@ Applied in Hugging Face's order, each to the renormalised result of the one befo
 On a GPU `filter_cuts` finds out where the filters cut a row off; what reads the row drops the tokens behind the cut.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 
@@ -97,7 +96,7 @@ def filtered_scores(logits: np.ndarray, largest: np.ndarray, filters: Filters) -
         threshold = np.partition(logits, place)[..., place, None]
         scaled = np.where(logits < threshold, -math.inf, scaled)
     if filters.top_p is not None and filters.top_p < 1:
-        order = largest_first(logits, vocab_size)
+        order = (-logits).argsort(-1, kind="stable")
         weights = np.exp(np.take_along_axis(scaled, order, -1)).astype(np.float64)
         before = weights.cumsum(-1) - weights  # the mass before each token
         outside = np.empty(order.shape, dtype=bool)
@@ -107,21 +106,6 @@ def filtered_scores(logits: np.ndarray, largest: np.ndarray, filters: Filters) -
     if filters.min_p:
         scaled = np.where(scaled < np.float32(math.log(filters.min_p)), -math.inf, scaled)
     return scaled.astype(np.float32, copy=False)
-
-
-def largest_first(logits: np.ndarray, count: int) -> np.ndarray:
-    """The `count` tokens with the largest of fp32 logits [..., V], largest first, equal ones by index.
-
-    Logit and token are packed into one 64-bit integer: NumPy sorts integers ten times as fast as it finds the order of
-    a row of numbers.
-    """
-    bits = (logits + np.float32(0)).view(np.int32)  # adding 0 makes -0.0 equal to 0.0
-    keys = (~(bits ^ ((bits >> 31) & 0x7FFFFFFF))).astype(np.int64) << 32
-    keys |= np.arange(logits.shape[-1])
-    if count < logits.shape[-1]:
-        keys = np.partition(keys, count - 1)[..., :count]
-    keys.sort(-1)
-    return keys & 0xFFFFFFFF
 
 
 def filtered_logprobs(logits: Tensor, filters: Filters) -> Tensor:
@@ -143,6 +127,13 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LEAST = tl.constexpr(LEAST_TEMPERATURE)
 LOG2E = tl.constexpr(1 / math.log(2))
 HIDDEN_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a logit that are 0 in fp32
+
+
+def check_kernel_takes(**logits: Tensor | None) -> None:
+    """Raise ValueError for logits of a dtype that no kernel has."""
+    for name, value in logits.items():
+        if value is not None and value.dtype not in HIDDEN_BITS:
+            raise ValueError(f"impl 'triton' takes fp32, fp16 or bf16 {name}, got {value.dtype}; take impl 'torch'")
 
 
 @triton.jit

@@ -68,13 +68,14 @@ def choose_impl(function: str, impl: str, tensor: Tensor, *, native: bool = Fals
     if impl not in ("torch", "triton"):
         others = "'auto', 'native', 'triton' or 'torch'" if native else "'auto', 'triton' or 'torch'"
         raise ValueError(f"{function} has impl {others}, got {impl!r}")
-    return impl
-
-
-def check_can_launch(tensor: Tensor) -> None:
-    """Raise ValueError where a kernel cannot run on this tensor's device."""
-    if not tensor.is_cuda and not knobs.runtime.interpret:
+    if impl == "triton" and not tensor.is_cuda and not knobs.runtime.interpret:
         raise ValueError(
             f"impl 'triton' needs CUDA tensors, got {tensor.device}; on a CPU take impl 'torch', "
             "or set TRITON_INTERPRET=1 before Python starts to run the kernel in Triton's interpreter"
         )
+    return impl
+
+
+def in_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its last axis is not contiguous."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,10 +1,15 @@
-"""A drafted tree's nodes, and what a verification accepts of them: what verification and commit hand to each other."""
+"""Drafted trees: what a verification takes and what it accepts, which it and a commit hand to each other."""
 
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.noise import Noise
+from heavypath.kernels.ordering import sibling_order
+from heavypath.kernels.verifying.rule import Rule
 
 
 class Nodes(NamedTuple):
@@ -36,6 +41,27 @@ class Laws(NamedTuple):
     rows: Tensor
 
 
+class VerifyInputs(NamedTuple):
+    """Drafted trees and all that decides about them.
+
+    target_logits:  [B, N, V], the target's after each node
+    draft_logits:   [B, N, V], those that each node's children were drawn from, or `Laws`; None for a rule that does not
+                    ask for them, and for trees of a root alone
+    max_depth:      edges of the deepest path considered
+    target_filters, draft_filters: what turns both into distributions
+    noise:          its rows are [B, N]
+    """
+
+    nodes: Nodes
+    target_logits: Tensor
+    draft_logits: Tensor | Laws | None
+    rule: Rule
+    max_depth: int
+    target_filters: Filters
+    draft_filters: Filters
+    noise: Noise
+
+
 class Verified(NamedTuple):
     """What one verification accepted.
 
@@ -50,15 +76,41 @@ class Verified(NamedTuple):
     next_token: Tensor
 
 
-def paths_to(last: np.ndarray, length: np.ndarray, parent: np.ndarray, max_depth: int) -> np.ndarray:
-    """The path of each sequence down to node last [B] behind length [B] edges, int64 [B, max_depth + 1], then -1."""
-    every, path = np.arange(len(last)), np.full((len(last), max_depth + 1), -1)
-    path[:, 0] = 0
-    for position in range(length.max(), 0, -1):  # from the last node up to the root
-        on_path = length >= position
-        path[:, position] = np.where(on_path, last, -1)
-        last = np.where(on_path, parent[every, last], last)
-    return path
+class PlainTree(NamedTuple):
+    """One sequence's nodes on the host: their tokens, their parents, and all nodes by rank and then by index."""
+
+    tokens: list[int]
+    parents: list[int]
+    order: list[int]
+
+    def below(self, nodes: list[int]) -> list[int]:
+        """The children of some nodes, in draw order, without absent ones."""
+        return [child for child in self.order if self.parents[child] in nodes and self.tokens[child] >= 0]
+
+    def alike(self, siblings: list[int], token: int) -> list[int]:
+        """Those of siblings that carry a token."""
+        return [node for node in siblings if self.tokens[node] == token]
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root down to this one."""
+        path = [node]
+        while path[0] > 0:
+            path.insert(0, self.parents[path[0]])
+        return path
+
+
+def plain_trees(nodes: Nodes) -> list[PlainTree]:
+    """The trees of nodes [B, N]."""
+    ranks = sibling_order(nodes.parents) if nodes.ranks is None else nodes.ranks
+    fields = (nodes.tokens, nodes.parents, ranks.argsort(dim=1, stable=True))
+    return [*map(PlainTree, *(field.tolist() for field in fields))]
+
+
+def as_verified(paths: list[list[int]], next_tokens: np.ndarray, given: VerifyInputs) -> Verified:
+    """`Verified` of each sequence's path from the root, and the token after it."""
+    path = [[*nodes, *[-1] * (given.max_depth + 1 - len(nodes))] for nodes in paths]
+    fields = torch.tensor(path), torch.tensor([len(nodes) - 1 for nodes in paths]), torch.from_numpy(next_tokens)
+    return Verified(*(field.to(given.nodes.tokens.device) for field in fields))
 
 
 def per_sequence(name: str, value: Tensor, batch: int, nodes: int) -> Tensor:
@@ -68,6 +120,26 @@ def per_sequence(name: str, value: Tensor, batch: int, nodes: int) -> Tensor:
             f"{name} must be a LongTensor [{nodes}] or [{batch}, {nodes}], got {value.dtype} {[*value.shape]}"
         )
     return value.expand(batch, nodes)
+
+
+def check_trees(tokens: Tensor, parents: Tensor, target_logits: Tensor, rows: Tensor | None) -> Tensor:
+    """The parents [B, N]; ValueError for shapes, dtypes or devices that do not fit each other."""
+    if tokens.dim() != 2 or tokens.dtype != torch.long or tokens.shape[1] == 0:
+        raise ValueError(f"tokens must be a LongTensor [B, N] with N >= 1, got {tokens.dtype} {[*tokens.shape]}")
+    batch, nodes = tokens.shape
+    parents = per_sequence("parents", parents, batch, nodes)
+    check_logits("target_logits", target_logits, batch, nodes)
+    if rows is not None and (rows.shape != tokens.shape or rows.dtype != torch.long):
+        raise ValueError(f"rows must be a LongTensor {[batch, nodes]}, got {rows.dtype} {[*rows.shape]}")
+    check_devices(tokens, parents=parents, target_logits=target_logits, rows=rows)
+    return parents
+
+
+def check_devices(tokens: Tensor, **others: Tensor | None) -> None:
+    """Raise ValueError for a tensor that is on another device than tokens."""
+    for name, value in others.items():
+        if value is not None and value.device != tokens.device:
+            raise ValueError(f"{name} must be on the device of tokens, {tokens.device}, got {value.device}")
 
 
 def check_logits(name: str, logits: Tensor, batch: int, nodes: int) -> None:
@@ -124,9 +196,18 @@ def check_values(tokens: Tensor, parents: Tensor, ranks: Tensor | None, rows: Te
         raise ValueError(f"rows must be at least 0, got {int(rows.min())}")
 
 
-def tree_depth(parents: Tensor) -> int:
-    """Edges on the longest path from the root; parents LongTensor[B, N]."""
+def depth_of(parents: Tensor, max_depth: int | None) -> int:
+    """max_depth, or the edges on the longest path from the root; parents LongTensor[B, N]."""
+    if max_depth is not None:
+        if max_depth < 0:
+            raise ValueError(f"max_depth must be at least 0, got {max_depth}")
+        return max_depth
     depth, node = 0, torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
     while (node := parents.gather(1, node.clamp(min=0)).where(node >= 0, -1)).ge(0).any():
         depth += 1
     return depth
+
+
+def nothing_verified(tokens: Tensor, depth: int) -> Verified:
+    """The answer for a batch of none."""
+    return Verified(tokens.new_zeros(0, depth + 1), tokens.new_zeros(0), tokens.new_zeros(0))

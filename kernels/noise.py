@@ -16,12 +16,10 @@ Small E and so large G, which win races, come from small u. Both logarithms are 
 fp32 once, so that a CPU, a GPU and Triton's interpreter agree on every bit of it.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from enum import IntEnum
-from functools import lru_cache
 from numbers import Integral
 from typing import NamedTuple
 
@@ -55,49 +53,15 @@ class Noise(NamedTuple):
     rows: Tensor | None
 
 
-_FACTORS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
-_KEY_STEPS = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint32) * np.arange(10, dtype=np.uint32)[:, None]
-_LANES = 4096  # counters that go through the rounds together, few enough for the cache of a CPU core
-
-
 def philox(seed: int, c0: Words, c1: Words, c2: Words, c3: Words) -> np.ndarray:
     """Ten rounds of Philox-4x32: words, uint32 [..., 4], of the low 32 bits of four counters that broadcast."""
-    words = np.empty((*np.broadcast(c0, c1, c2, c3).shape, 4), dtype=np.uint32)
-    words[..., 0], words[..., 1], words[..., 2], words[..., 3] = c0, c1, c2, c3
-    counters = words.reshape(-1, 4)
-    for start in range(0, len(counters), _LANES):
-        _ten_rounds(seed, counters[start : start + _LANES])
-    return words
-
-
-def _ten_rounds(seed: int, words: np.ndarray) -> None:
-    """Run the rounds on words [n, 4], in place.
-
-    Words 0 and 2 of all lanes form one array, each word in 64 bits: NumPy is fastest on one dimension of one type.
-    """
-    lanes = len(words)
-    factors, keys = _factors_and_keys(seed, lanes)
-    memory = np.zeros((3, 2 * lanes), dtype=np.uint64)
-    even, *products = memory
-    half = memory.view(np.uint32).reshape(3, 2, lanes, 2).transpose(0, 3, 1, 2)  # low and high halves of both words
-    (zero, two), *lows = half[:, 0]
-    both, highs = half[0, 0].reshape(-1), half[1:, 1]
-    zero[:], one, two[:], three = words.T
-    turns = [(product, *high, *low) for product, high, low in zip(products, highs, lows, strict=True)]
-    for key, (product, high_0, high_2, low_0, low_2) in zip(keys, 5 * turns, strict=True):
-        np.multiply(even, factors, product)
-        np.bitwise_xor(high_2, one, zero)
-        np.bitwise_xor(high_0, three, two)
-        np.bitwise_xor(both, key, both)
-        one, three = low_2, low_0
-    words[:, 0], words[:, 1], words[:, 2], words[:, 3] = zero, one, two, three
-
-
-@lru_cache(maxsize=8)  # a decoder asks for few different numbers of lanes, under one seed
-def _factors_and_keys(seed: int, lanes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The multipliers of all lanes, uint64 [2 * lanes], and the keys of the ten rounds, uint32 [10, 2 * lanes]."""
-    key = np.array([seed & _MASK, seed >> 32 & _MASK], dtype=np.uint32)
-    return _FACTORS.repeat(lanes), (key + _KEY_STEPS).repeat(lanes, axis=1)
+    c0, c1, c2, c3 = (np.asarray(counter).astype(np.uint64) & _MASK for counter in (c0, c1, c2, c3))
+    low, high = seed & _MASK, seed >> 32 & _MASK
+    for _ in range(10):
+        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = odd >> 32 ^ c1 ^ low, odd & _MASK, even >> 32 ^ c3 ^ high, even & _MASK
+        low, high = low + 0x9E3779B9 & _MASK, high + 0xBB67AE85 & _MASK
+    return np.stack(np.broadcast_arrays(c0, c1, c2, c3), -1).astype(np.uint32)
 
 
 def noise_bits(seed: int, stream: Stream, noise_rows: np.ndarray, count: int, draws: int | None = None) -> np.ndarray:

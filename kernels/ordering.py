@@ -12,7 +12,6 @@ of sizes gives every offset. This is for trees that are drafted on a GPU; `Token
 host.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 
@@ -24,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import choose_impl
 
 MAX_NODES = 2048  # of the kernel: parent, size, rank and node have 11 bits each in a sorting key
 _FIELD = tl.constexpr(MAX_NODES)
@@ -51,8 +50,7 @@ def heavy_path_order(parents: Tensor, ranks: Tensor | None = None, *, impl: str 
     parents: LongTensor[N] or [B, N], parents[0] = -1 and parents[i] < i. -1 elsewhere marks an absent node, which has
              no children; absent nodes come last, in index order.
     ranks:   LongTensor shaped as parents, different among siblings and in [0, N); default: 0, 1, 2, ... in index order
-    impl:    "triton": one launch and no host synchronisation; CUDA tensors, or any under Triton's interpreter; at most
-             2,048 nodes. "torch": anything. "auto": triton for CUDA tensors, else torch.
+    impl:    see `implementation`; "triton" is one launch without host synchronisation, for at most 2,048 nodes
 
     Raises ValueError for shapes, dtypes or options that do not fit and, on the CPU, for values that are no trees. On a
     GPU a node whose parent does not come before it counts as absent.
@@ -64,12 +62,8 @@ def heavy_path_order(parents: Tensor, ranks: Tensor | None = None, *, impl: str 
     if ranks is not None and (ranks.dtype != torch.long or ranks.shape != parents.shape):
         raise ValueError(f"ranks must be a LongTensor {[*parents.shape]}, got {ranks.dtype} {[*ranks.shape]}")
     impl = choose_impl("heavy_path_order", impl, parents)
-    if impl == "triton":
-        check_can_launch(parents)
-        if parents.shape[-1] > MAX_NODES:
-            raise ValueError(
-                f"impl 'triton' takes at most {MAX_NODES} nodes, got {parents.shape[-1]}; take impl 'torch'"
-            )
+    if impl == "triton" and parents.shape[-1] > MAX_NODES:
+        raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {parents.shape[-1]}; take impl 'torch'")
 
     batched = parents.view(-1, parents.shape[-1])
     batched_ranks = None if ranks is None else ranks.view(batched.shape)
@@ -103,45 +97,29 @@ def sibling_order(parents: Tensor) -> Tensor:
 
 
 def _reference(parents: Tensor, ranks: Tensor | None) -> Ordering:
-    """The recurrences at the top of this file, for trees [B, N]."""
-    batch, nodes = parents.shape
-    index, tree = np.arange(nodes), np.arange(batch)[:, None]
-    parent = parents.cpu().numpy()
-    parent = np.where((parent >= 0) & (parent < index), parent, -1)
-    drafted = parent >= 0
-    rank = sibling_order(torch.from_numpy(parent)).numpy() if ranks is None else ranks.cpu().numpy().clip(0, nodes - 1)
-    rank = np.where(drafted, rank, 0)
+    """Visit one tree [N] after the other."""
+    before = torch.arange(parents.shape[1], device=parents.device)
+    parents = parents.where((parents >= 0) & (parents < before), -1)
+    ranks = sibling_order(parents) if ranks is None else ranks.clamp(0, parents.shape[1] - 1)
+    fields = torch.tensor([*map(_visited, parents.tolist(), ranks.tolist())], dtype=torch.long, device=parents.device)
+    return Ordering(*fields.view(-1, 4, parents.shape[1]).unbind(1))
 
-    # Column N stands above the roots.
-    above = np.full((batch, nodes + 1), nodes)
-    above[:, :nodes][drafted] = parent[drafted]
-    size = np.ones((batch, nodes + 1))
-    size[:, nodes] = 0
-    doubled = []
-    for _ in range((nodes - 1).bit_length()):
-        doubled.append(above)
-        size += np.bincount((above + tree * (nodes + 1)).ravel(), size.ravel(), size.size).reshape(size.shape)
-        above = above[tree, above]
-    size = size[:, :nodes].astype(np.int64)
 
-    visit = ((parent + 1) * (nodes + 1) + np.where(drafted, nodes - size, 0)) * nodes + rank
-    visit = np.argsort(visit, axis=1, kind="stable")  # nodes by (parent, -size, rank)
-    family, before = parent[tree, visit], size[tree, visit]
-    before = before.cumsum(1) - before
-    begins = np.ones_like(drafted)
-    begins[:, 1:] = family[:, 1:] != family[:, :-1]
-    offset = 1 + before - np.maximum.accumulate(np.where(begins, before, 0), 1)
-    position = np.zeros((batch, nodes + 1), np.int64)
-    position[tree, visit] = offset
-    for above in doubled:
-        position = position + position[tree, above]
-    position = position[:, :nodes] - 1
-
-    permutation = np.empty_like(position)
-    permutation[tree, position] = index
-    parent = np.where(drafted, position[tree, np.maximum(parent, 0)], -1)
-    fields = (permutation, *(field[tree, permutation] for field in (parent, rank, position + size)))
-    return Ordering(*(torch.from_numpy(field).to(parents.device) for field in fields))
+def _visited(parent: list[int], rank: list[int]) -> tuple[list[int], ...]:
+    """The fields of one tree's `Ordering`."""
+    nodes = range(len(parent))
+    size, children = [1] * len(parent), [[] for _ in nodes]
+    for node in reversed(nodes):
+        if parent[node] >= 0:
+            size[parent[node]] += size[node]
+            children[parent[node]].insert(0, node)
+    order, waiting = [], [node for node in reversed(nodes) if parent[node] < 0]
+    while waiting:
+        order.append(waiting.pop())
+        waiting += sorted(children[order[-1]], key=lambda child: (-size[child], rank[child]))[::-1]
+    number = {node: place for place, node in enumerate(order)} | {-1: -1}
+    ranks = [rank[node] if parent[node] >= 0 else 0 for node in order]
+    return order, [number[parent[node]] for node in order], ranks, [number[node] + size[node] for node in order]
 
 
 @triton.jit

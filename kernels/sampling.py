@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores, largest_first
-from heavypath.kernels.implementation import check_can_launch, choose_impl, opaque
+from heavypath.kernels.filtering import Filters, check_kernel_takes, filtered_scores
+from heavypath.kernels.implementation import choose_impl, opaque
 from heavypath.kernels.native.sampling import draw
 from heavypath.kernels.noise import Noise, Stream, check_seed, gumbels, noise_bits
 from heavypath.kernels.sampling_kernel import launch_topk
-
-_FEW = 8  # up to this many draws of a row are found one after the other, without sorting
 
 
 class TopK(NamedTuple):
@@ -72,12 +70,9 @@ def gumbel_topk(
                   LongTensor[..., R] >= 0 (default 0, 1, 2, ...)
     replacement:  k independent draws instead of k different tokens
     uniform_fill: where the support has fewer than k tokens, draw the rest uniformly from the other tokens
-    impl:         "triton" is one launch, or two with filters, without host synchronisation; it takes CUDA tensors, or
-                  any tensors under Triton's interpreter. "native" is compiled code for CPU tensors. "torch" takes
-                  anything. "auto" is triton for CUDA tensors, else native where a compiler is there, else torch.
-                  All draw the same tokens, without gradients; keys and logprobs agree to fp32 rounding of
-                  the normaliser. Where top_p or min_p falls on a token within rounding, one may keep the token and the
-                  other drop it.
+    impl:         see `implementation`; "triton" is one launch, or two with filters, without host synchronisation. All
+                  draw the same tokens, without gradients; keys and logprobs agree to fp32 rounding of the normaliser.
+                  Where top_p or min_p falls on a token within rounding, one may keep the token and the other drop it.
 
     Raises ValueError for a bad shape, dtype or option, and for negative rows on a CPU.
     """
@@ -99,118 +94,65 @@ def gumbel_topk(
     check_seed(seed, logits.device)
     impl = choose_impl("gumbel_topk", impl, logits, native=True)
     if impl == "triton":
-        if logits.dtype not in HIDDEN_BITS:
-            raise ValueError(f"impl 'triton' takes fp32, fp16 or bf16 logits, got {logits.dtype}; take impl 'torch'")
-        check_can_launch(logits)
-
-    fields = _run(
-        impl,
-        logits.reshape(-1, vocab_size),
-        k,
-        filters,
-        noise=Noise(seed, rows),
-        replacement=replacement,
-        uniform_fill=uniform_fill,
-    )
+        check_kernel_takes(logits=logits)
+    draws = {"replacement": replacement, "uniform_fill": uniform_fill}
+    fields = _draw(impl, logits.reshape(-1, vocab_size), k, filters, Noise(seed, rows), **draws)
     return TopK(*(field.view(*lead, k) for field in fields))
 
 
 def draw_unchecked(
-    logits: Tensor,
-    k: int,
-    *,
-    filters: Filters,
-    noise: Noise,
-    replacement: bool = False,
-    uniform_fill: bool = False,
+    logits: Tensor, k: int, *, filters: Filters, noise: Noise, replacement: bool = False, uniform_fill: bool = False
 ) -> TopK:
     """`gumbel_topk` without its checks, for logits [R, V] and noise.rows LongTensor[R]; impl is "auto"."""
     impl = choose_impl("draw_unchecked", "auto", logits, native=True)
-    fields = _run(impl, logits, k, filters, noise=noise, replacement=replacement, uniform_fill=uniform_fill)
-    return TopK._make(fields)
+    return TopK._make(_draw(impl, logits, k, filters, noise, replacement=replacement, uniform_fill=uniform_fill))
 
 
-def _run(
-    impl: str, logits: Tensor, k: int, filters: Filters, *, noise: Noise, replacement: bool, uniform_fill: bool
+def _draw(
+    impl: str, logits: Tensor, k: int, filters: Filters, noise: Noise, **draws: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw from logits [R, V] with noise.rows LongTensor[R]: tokens, keys and logprobs [R, k]."""
     if impl == "native":
-        return draw(logits, k, filters, noise=noise, replacement=replacement, uniform_fill=uniform_fill)
+        return draw(logits, k, filters, noise=noise, **draws)
     run = launch_topk if impl == "triton" else _reference
-    return run(logits, k, filters, noise=noise, stream=Stream.DRAFT, replacement=replacement, uniform_fill=uniform_fill)
+    return run(logits, k, filters, noise=noise, stream=Stream.DRAFT, **draws)
 
 
 @np.errstate(all="ignore")
 def _reference(
-    logits: Tensor,
-    k: int,
-    filters: Filters,
-    *,
-    noise: Noise,
-    stream: Stream,
-    replacement: bool,
-    uniform_fill: bool,
+    logits: Tensor, k: int, filters: Filters, *, noise: Noise, stream: Stream, replacement: bool, uniform_fill: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw from logits [R, V] with noise.rows LongTensor[R]: tokens, keys and logprobs [R, k].
-
-    It computes in NumPy, whose calls cost less than PyTorch's on short rows.
-    """
-    device, vocab_size = logits.device, logits.shape[-1]
+    """Draw from logits [R, V] with noise.rows LongTensor[R]: tokens, keys and logprobs [R, k]."""
     values = logits.detach().float().cpu().numpy()
-    seed = int(noise.seed)
+    vocab_size, seed, noisy = values.shape[1], int(noise.seed), filters.temperature > 0
     noise_rows = np.arange(len(values)) if noise.rows is None else noise.rows.cpu().numpy()
-    largest, noisy = values.max(-1, keepdims=True), filters.temperature > 0
+    largest = values.max(-1, keepdims=True)
     scores = filtered_scores(values, largest, filters if noisy else Filters())  # [R, V]
     normalizer = np.log(np.exp(scores).sum(-1, keepdims=True, dtype=np.float64))
     if noisy and replacement:
-        keys = scores[:, None] + gumbels(seed, stream, noise_rows, vocab_size, draws=k)  # [R, k, V], independent draws
-        tokens = keys.argmax(-1)
-        ranked = keys.max(-1)
+        independent = scores[:, None] + gumbels(seed, stream, noise_rows, vocab_size, draws=k)  # [R, k, V]
+        tokens, ranked = independent.argmax(-1), independent.max(-1)
     else:
         keys = scores + gumbels(seed, stream, noise_rows, vocab_size) if noisy else values
-        ranked, tokens = stable_topk(keys, min(k, vocab_size))
-        if k > vocab_size:
-            beyond = (0, 0), (0, k - vocab_size)
-            ranked, tokens = np.pad(ranked, beyond, constant_values=-np.inf), np.pad(tokens, beyond)
-    logprobs = scores[np.arange(len(scores))[:, None], tokens] - normalizer
+        keys = np.pad(keys, ((0, 0), (0, max(0, k - vocab_size))), constant_values=-np.inf)
+        tokens = (-keys).argsort(-1, kind="stable")[:, :k]  # of equal keys the lower token first
+        ranked = np.take_along_axis(keys, tokens, -1)
+    logprobs = np.take_along_axis(scores, np.minimum(tokens, vocab_size - 1), -1) - normalizer
     keys = ranked - normalizer if noisy else ranked
     undefined = largest - np.inf  # -inf, but NaN in a row with NaN or +inf in it
     defined = ranked > undefined
-    if not defined.all():
-        tokens, keys, logprobs = (
-            np.where(defined, field, none) for field, none in ((tokens, -1), (keys, undefined), (logprobs, undefined))
-        )
-    if uniform_fill and noisy and not replacement and not defined.all():
+    tokens = np.where(defined, tokens, -1)
+    keys, logprobs = np.where(defined, keys, undefined), np.where(defined, logprobs, undefined)
+    if uniform_fill and noisy and not replacement:
         # Tokens outside the support follow in the order of their words of noise, which is uniformly random.
-        words = noise_bits(seed, Stream.FILL, noise_rows, vocab_size).astype(np.int64)
-        words[scores > -np.inf] = 1 << 32
-        words[np.isnan(undefined[:, 0])] = 1 << 32
-        filler = words.argsort(-1, kind="stable")[:, :k]
-        filler = np.where(np.take_along_axis(words, filler, -1) < 1 << 32, filler, -1)
-        filler = np.pad(filler, ((0, 0), (0, k - filler.shape[1])), constant_values=-1)
-        place = np.arange(k) - defined.sum(-1, keepdims=True)
-        tokens = np.where(defined, tokens, np.take_along_axis(filler, np.maximum(place, 0), -1))
+        words = noise_bits(seed, Stream.FILL, noise_rows, vocab_size)
+        for row in np.flatnonzero(~np.isnan(undefined[:, 0])):
+            drawn, outside = int(defined[row].sum()), np.flatnonzero(~(scores[row] > -np.inf))
+            filler = outside[words[row, outside].argsort(kind="stable")][: k - drawn]
+            tokens[row, drawn : drawn + len(filler)] = filler
     fields = tokens, keys.astype(np.float32), logprobs.astype(np.float32)
-    tokens, keys, logprobs = (torch.from_numpy(field).to(device) for field in fields)
+    tokens, keys, logprobs = (torch.from_numpy(field).to(logits.device) for field in fields)
     return tokens, keys, logprobs
-
-
-def stable_topk(values: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k largest values of each row of fp32 [R, V], and their indices; of equal values the lower index comes first.
-
-    Where fewer than k values are above -inf, the remaining indices mean nothing.
-    """
-    if k <= _FEW:
-        left, place = values if k == 1 else values.copy(), np.arange(len(values))
-        ranked, tokens = np.empty((len(values), k), dtype=values.dtype), np.empty((len(values), k), dtype=np.int64)
-        for rank in range(k):
-            tokens[:, rank] = token = left.argmax(-1)
-            ranked[:, rank] = left[place, token]
-            if rank < k - 1:
-                left[place, token] = -np.inf
-        return ranked, tokens
-    tokens = largest_first(values, k)
-    return np.take_along_axis(values, tokens, -1), tokens
 
 
 class Beam(NamedTuple):

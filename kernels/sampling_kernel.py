@@ -11,7 +11,6 @@ their tokens, and stops when no bound is above the k-th best key. So the result 
 cut into chunks and groups.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 

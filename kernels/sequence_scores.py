@@ -10,7 +10,6 @@ bit of every score: their largest is 0, and what is subtracted and divided by th
 has all of the probability, whatever the noise.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from heavypath.kernels.filter_cuts import cuts_by_sequence, filtered
 from heavypath.kernels.filtering import LEAST, LEAST_TEMPERATURE, Filters, score
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.native.sampling import sequence_scores as scores_natively
 
 LOWEST = torch.finfo(torch.float32).min
@@ -98,7 +97,6 @@ def _scores_kernel(
 
 def _on_gpu(logits: Tensor, settings: Tensor) -> Tensor:
     """The scores by two launches: where each row is cut off, and what is left of it."""
-    check_can_launch(logits)
     batch, count, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     scores = torch.empty(logits.shape, device=logits.device)

@@ -43,7 +43,6 @@ The counters, int32, are zero before and after a launch (see `tickets`):
     rows + 1 .. 2 rows      each row's chunks that are done in this pass
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
 import torch

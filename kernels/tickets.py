@@ -11,7 +11,6 @@ and beside any other graph: whoever captures it gives them by `counters_for`, si
 else the graph sets some in its own memory to zero before each kernel.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportCallIssue=false
 
 import threading

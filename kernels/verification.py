@@ -30,37 +30,44 @@ On a GPU a first launch decides for all nodes at once (`decision`, or `gumbel_to
 second one walks (`walk`).
 """
 
-from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores
-from heavypath.kernels.implementation import check_can_launch, choose_impl, opaque
-from heavypath.kernels.native.verification import NATIVE_METHODS, verify
+from heavypath.kernels.filtering import Filters, check_kernel_takes, filtered_scores
+from heavypath.kernels.implementation import choose_impl, opaque
+from heavypath.kernels.native.verification import verify
 from heavypath.kernels.nodes import (
     Laws,
     Nodes,
+    PlainTree,
     Verified,
+    VerifyInputs,
+    as_verified,
+    check_devices,
     check_draft_logits,
     check_law_values,
-    check_logits,
+    check_trees,
     check_values,
-    paths_to,
+    depth_of,
+    nothing_verified,
     per_sequence,
-    tree_depth,
+    plain_trees,
 )
 from heavypath.kernels.noise import Noise, Stream, check_seed, coins, gumbels
 from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.sampling_kernel import launch_topk
 from heavypath.kernels.verifying.decision import Decided, decide
-from heavypath.kernels.verifying.distributions import best_token, log_probs, readable, used_rows
+from heavypath.kernels.verifying.distributions import best_tokens, log_weights, used_row, verified_by_draws
+from heavypath.kernels.verifying.drafted_tree import laid_out
 from heavypath.kernels.verifying.k_seq import k_seq
-from heavypath.kernels.verifying.laws import LOGARITHMS, decide_by_laws, laws_chain
-from heavypath.kernels.verifying.residual import residual_chain
+from heavypath.kernels.verifying.laws import LOGARITHMS, decide_by_laws
+from heavypath.kernels.verifying.residual import Chain
 from heavypath.kernels.verifying.rule import DRAFT_AWARE, VERIFICATION_METHODS, WHOLE_TREE, Rule
-from heavypath.kernels.verifying.traversal import traverse
+from heavypath.kernels.verifying.traversal import in_post_order
 from heavypath.kernels.verifying.traversal_kernel import launch_traversal
 from heavypath.kernels.verifying.walk import launch_walk
 
@@ -118,12 +125,9 @@ def verify_tree(
                    draft_temperature > 0. draft_logits may then have more rows than there are nodes, [B, M, V]; and
                    draws from different ones must be independent, each with a row of noise of its own. What it says of
                    the root means nothing
-    impl:          "triton" is two launches, or four for traversal, without host synchronisation where
-                   max_depth is given; it takes fp32, fp16 or bf16 logits, CUDA tensors, or any tensors under Triton's
-                   interpreter. "native" is compiled code for CPU tensors, for the methods greedy, target_sample, race,
-                   traversal and held_traversal. "torch" takes anything. "auto" is triton for CUDA tensors, else native
-                   where the method has it and a compiler is there, else torch. All accept the same nodes, except where
-                   a coin is within fp32 rounding of its threshold.
+    impl:          see `implementation`; "triton" is two launches, or four for traversal, without host synchronisation
+                   where max_depth is given, and takes fp32, fp16 or bf16 logits. All accept the same nodes, except
+                   where a coin is within fp32 rounding of its threshold.
 
     Raises ValueError for bad shapes, dtypes or options, and on CPU for values out of range and NaN logits.
     """
@@ -139,61 +143,39 @@ def verify_tree(
             "laws are for method 'with_replacement' with draft_temperature > 0; "
             f"got method {method!r} with draft_temperature {draft_filters.temperature:g}; leave laws out"
         )
-    impl = choose_impl("verify_tree", impl, tokens, native=method in NATIVE_METHODS)
+    impl = choose_impl("verify_tree", impl, tokens, native=True)
 
-    if tokens.dim() != 2 or tokens.dtype != torch.long or tokens.shape[1] == 0:
-        raise ValueError(f"tokens must be a LongTensor [B, N] with N >= 1, got {tokens.dtype} {[*tokens.shape]}")
+    parents = check_trees(tokens, parents, target_logits, rows)
     batch, nodes = tokens.shape
-    parents = per_sequence("parents", parents, batch, nodes)
-    check_logits("target_logits", target_logits, batch, nodes)
     if method in DRAFT_AWARE and nodes > 1:
         if draft_logits is None:
             raise ValueError(f"method {method!r} needs draft_logits, got None")
         check_draft_logits(draft_logits, target_logits, laws)
     draft_logits = draft_logits if method in DRAFT_AWARE and nodes > 1 else None
-    if rows is not None and (rows.shape != tokens.shape or rows.dtype != torch.long):
-        raise ValueError(f"rows must be a LongTensor {[batch, nodes]}, got {rows.dtype} {[*rows.shape]}")
     ranks = None if ranks is None else per_sequence("ranks", ranks, batch, nodes)
     laws = None if laws is None else per_sequence("laws", laws, batch, nodes)
-    tensors = {
-        "parents": parents,
-        "target_logits": target_logits,
-        "draft_logits": draft_logits,
-        "ranks": ranks,
-        "rows": rows,
-        "laws": laws,
-    }
-    for name, value in tensors.items():
-        if value is not None and value.device != tokens.device:
-            raise ValueError(f"{name} must be on the device of tokens, {tokens.device}, got {value.device}")
+    check_devices(tokens, draft_logits=draft_logits, ranks=ranks, laws=laws)
     check_seed(seed, tokens.device)
     if impl == "triton":
-        for name, logits in (("target_logits", target_logits), ("draft_logits", draft_logits)):
-            if logits is not None and logits.dtype not in HIDDEN_BITS:
-                raise ValueError(
-                    f"impl 'triton' takes fp32, fp16 or bf16 {name}, got {logits.dtype}; take impl 'torch'"
-                )
-        check_can_launch(tokens)
+        check_kernel_takes(target_logits=target_logits, draft_logits=draft_logits)
     if tokens.device.type == "cpu":
         check_values(tokens, parents, ranks, rows, target_logits.shape[-1])
         if laws is not None and draft_logits is not None:
             check_law_values(laws, draft_logits.shape[1])
-    depth = tree_depth(parents) if max_depth is None else max_depth
-    if depth < 0:
-        raise ValueError(f"max_depth must be at least 0, got {max_depth}")
+    depth = depth_of(parents, max_depth)
     if batch == 0:
-        return Verified(tokens.new_zeros(0, depth + 1), tokens.new_zeros(0), tokens.new_zeros(0))
-    run = _verifier(rule, impl)
-    return run(
+        return nothing_verified(tokens, depth)
+    given = VerifyInputs(
         Nodes(tokens, parents, ranks),
         target_logits,
         draft_logits if laws is None or draft_logits is None else Laws(draft_logits, laws),
-        rule=rule,
-        max_depth=depth,
-        target_filters=target_filters,
-        draft_filters=draft_filters,
-        noise=Noise(seed, rows),
+        rule,
+        depth,
+        target_filters,
+        draft_filters,
+        Noise(seed, rows),
     )
+    return _IMPLEMENTATIONS[impl](given)
 
 
 def verify_unchecked(
@@ -209,221 +191,146 @@ def verify_unchecked(
 ) -> Verified:
     """`verify_tree` without its checks, which cost a decoder on a CPU about 20% of its time.
 
-    target_logits, draft_logits: [B, N, V]; draft_logits is None for a rule whose method is not in DRAFT_AWARE, and for
-    trees of a root alone, and `Laws` where siblings were drawn from different distributions. noise.rows:
-    LongTensor[B, N]. The rest as `verify_tree`; impl is "auto".
+    draft_logits is None for a rule whose method is not in DRAFT_AWARE, and for trees of a root alone. The rest as in
+    `VerifyInputs`; impl is "auto".
     """
-    impl = choose_impl("verify_unchecked", "auto", nodes.tokens, native=rule.method in NATIVE_METHODS)
-    run = _verifier(rule, impl)
-    return run(
-        nodes.per_sequence(),
-        target_logits,
-        draft_logits,
-        rule=rule,
-        max_depth=max_depth,
-        target_filters=target_filters,
-        draft_filters=draft_filters,
-        noise=noise,
+    impl = choose_impl("verify_unchecked", "auto", nodes.tokens, native=True)
+    given = VerifyInputs(
+        nodes.per_sequence(), target_logits, draft_logits, rule, max_depth, target_filters, draft_filters, noise
     )
-
-
-def _verifier(rule: Rule, impl: str) -> Callable[..., Verified]:
-    """The function that verifies by a rule, with the arguments of `verify_unchecked`."""
-    if impl == "triton":
-        return _launch
-    if impl == "native":
-        return verify
-    return traverse if rule.method in WHOLE_TREE else _reference
+    return _IMPLEMENTATIONS[impl](given)
 
 
 @np.errstate(all="ignore")
-def _reference(
-    nodes: Nodes,
-    target_logits: Tensor,
-    draft_logits: Tensor | Laws | None,
-    *,
-    rule: Rule,
-    max_depth: int,
-    target_filters: Filters,
-    draft_filters: Filters,
-    noise: Noise,
-) -> Verified:
-    """Walk down from the root, level by level, for all sequences at once.
-
-    Parents and ranks of nodes are [B, N], logits [B, N, V]. It computes in NumPy, whose calls cost less than PyTorch's
-    on short rows.
-    """
-    method, (tokens, parents, ranks) = rule.method, nodes
-    batch, count = tokens.shape
-    device, vocab_size = tokens.device, target_logits.shape[-1]
-    checked = device.type == "cpu"
+def _reference(given: VerifyInputs) -> Verified:
+    """Verify one tree after the other, by the formulas."""
+    (tokens, parents, ranks), noise = given.nodes, given.noise
+    rows = torch.arange(tokens.numel()).view_as(tokens) if noise.rows is None else noise.rows.cpu()
     ranks = sibling_order(parents) if ranks is None else ranks
-    seed = int(noise.seed)
-    token, parent, rank = (field.cpu().numpy() for field in (tokens, parents, ranks))
-    row = np.arange(batch * count).reshape(batch, count) if noise.rows is None else noise.rows.cpu().numpy()
-    index, every = np.arange(count), np.arange(batch)[:, None]
-    law = None
-    if isinstance(draft_logits, Laws):
-        draft_logits, law = draft_logits.logits, draft_logits.rows.expand(batch, -1).cpu().numpy()
-    target, draft = readable(target_logits), None if draft_logits is None else readable(draft_logits)
-    above = np.maximum(parent, 0)
-    present = (parent >= 0) & (token >= 0)
-    order = rank * count + index  # by rank, then by index
-    coin = np.zeros(token.shape) if draft is None else coins(seed, row[every, above], rank)
-    last, length = np.zeros((2, batch), dtype=np.int64)  # the last accepted node, and how many were accepted
-    next_token = last - 1
+    tossed = coins(int(noise.seed), rows.gather(1, parents.cpu().clamp(min=0)).numpy(), ranks.cpu().numpy())
+    walk = _traverse if given.rule.method in WHOLE_TREE else _walk_down
+    ends: list[tuple[list[int], Any]] = [
+        walk(_Sequence(given, number, tree, tossed[number].tolist(), rows[number].numpy()))
+        for number, tree in enumerate(plain_trees(given.nodes))
+    ]
+    if given.rule.method in DRAFT_AWARE:
+        return verified_by_draws(given, ends)
+    return as_verified([path for path, _ in ends], np.array([token for _, token in ends]), given)
 
-    # Of the A sequences that have accepted a node at every level so far:
-    sequence, node = np.arange(batch), last  # the last accepted node: its distribution decides
-    reached = index + every * 0 == 0  # that node, and its siblings of equal token
-    state = [token, above, present, order, coin, row]
-    for level in range(max_depth + 1):
-        token, above, present, order, coin, row = state
-        here = every[: len(node)]
-        noise_rows = row[here[:, 0], node]
-        candidate = reached[here, above] & present  # [A, N]
-        if level == max_depth:
-            candidate[:] = False
 
-        if method in DRAFT_AWARE:
-            offered = candidate.sum(1)
-            width = int(offered.max())
-            children = np.where(candidate, order, count * count).argsort(1)[:, :width]  # [A, K]
-            drawn = np.where(index[:width] < offered[:, None], token[here, children], -1)
-            target_row, largest = used_rows(target, "target", sequence, node, checked)
-            log_target = log_probs(target_row, largest, target_filters)  # [A, V]
-            choice, recovered = offered * 0 - 1, log_target
-            inner = offered.nonzero()[0]
-            if len(inner):
-                assert draft is not None
-                log_draft, tried, their_coins = None, drawn[inner], coin[here, children][inner]
-                if draft_filters.temperature > 0 and law is None:
-                    first = above[inner, children[inner, 0]]  # of equal siblings, one that has children
-                    draft_row, largest = used_rows(draft, "draft", sequence[inner], first, checked)
-                    log_draft = log_probs(draft_row, largest, draft_filters)
-                if law is not None:
-                    own = law[sequence[inner, None], children[inner]]  # [A', K]
-                    own = np.where(tried >= 0, own, own[:, :1])
-                    used = (used_rows(draft, "draft", sequence[inner], one, checked) for one in own.T)
-                    log_laws = (log_probs(rows, largest, draft_filters) for rows, largest in used)
-                    choice[inner], recovered = laws_chain(log_target[inner], log_laws, tried, their_coins)
-                elif method == "kseq":
-                    assert log_draft is not None
-                    choice[inner], recovered = k_seq(log_target[inner], log_draft, tried, their_coins)
-                else:
-                    choice[inner], recovered = residual_chain(
-                        log_target[inner], log_draft, tried, their_coins, rule.independent, held=method == "held"
-                    )
-            stop = (choice < 0).nonzero()[0]
-            if len(stop):
-                weights = recovered
-                if len(inner) < len(node):
-                    weights = np.exp2(log_target)
-                    if len(inner):
-                        weights[inner[choice[inner] < 0]] = recovered
-                    weights = weights[stop]
-                keys = np.log(weights.astype(np.float64))
-                keys += gumbels(seed, Stream.TARGET, noise_rows[stop], vocab_size)
-                next_token[sequence[stop]] = best_token(keys)
-            taken = choice >= 0
-            if not taken.any():
-                break
-            node = children[here[:, 0], choice]  # where taken
-            reached = candidate & (token == token[here[:, 0], node][:, None])
+class _Sequence:
+    """One sequence of what is verified: its tree, the coins of its nodes, and what is read of its rows."""
+
+    def __init__(self, given: VerifyInputs, number: int, tree: PlainTree, tossed: list[float], rows: np.ndarray):
+        self.given, self.number, self.tree, self.coins, self.rows = given, number, tree, tossed, rows
+
+    def log_target(self, node: int) -> np.ndarray:
+        """log2 of the target's distribution after a node, up to a constant."""
+        return log_weights(used_row(self.given.target_logits, "target", self.number, node), self.given.target_filters)
+
+    def log_draft(self, row: int) -> np.ndarray | None:
+        """The same of a row of the draft's; None for point masses."""
+        filters, draft = self.given.draft_filters, self.given.draft_logits
+        if draft is None or filters.temperature == 0:
+            return None
+        draft = draft.logits if isinstance(draft, Laws) else draft
+        return log_weights(used_row(draft, "draft", self.number, row), filters)
+
+    def end(self, node: int, left: np.ndarray | None) -> tuple[list[int], np.ndarray]:
+        """The path to the last accepted node, and the weights of the tokens after it: what is left there, or P."""
+        weights = np.exp2(self.log_target(node)) if left is None or not left.any() else left
+        return self.tree.path(node), weights
+
+    def chosen(self, node: int) -> int:
+        """The token that the target chooses after a node, where it does so before it looks at the children."""
+        row, method = used_row(self.given.target_logits, "target", self.number, node), self.given.rule.method
+        keys = row - row.max()  # NaN in a row with NaN or +inf in it
+        if method != "greedy":
+            stream = Stream.DRAFT if method == "race" else Stream.TARGET
+            keys = filtered_scores(row, row.max(keepdims=True), self.given.target_filters)
+            keys = keys + gumbels(int(self.given.noise.seed), stream, self.rows[node, None], len(row))[0]
+        return int(best_tokens(keys[None])[0])
+
+
+def _traverse(sequence: _Sequence) -> tuple[list[int], np.ndarray]:
+    """The path by traversal, and the weights of the tokens after it."""
+    given, tree = sequence.given, sequence.tree
+    visits = in_post_order(tree, sequence.log_target, sequence.log_draft, given.rule, given.max_depth)
+    node, _, left = next(visit for visit in visits if visit.node == 0 or sequence.coins[visit.node] < visit.ending)
+    return sequence.end(node, left)
+
+
+def _walk_down(sequence: _Sequence) -> tuple[list[int], Any]:
+    """The path, decided node by node from the root down, and the weights of the tokens after it, or the token."""
+    given, tree = sequence.given, sequence.tree
+    node, depth, reached = 0, 0, [0]  # the last accepted node, its depth, and it with its siblings of equal token
+    while True:
+        children = tree.below(reached) if depth < given.max_depth else []
+        if given.rule.method in DRAFT_AWARE:
+            child, left = _accepted(sequence, node, children)
+            if child is None:
+                return sequence.end(node, left)
         else:
-            target_row, largest = used_rows(target, "target", sequence, node, checked)
-            keys = target_row - largest  # NaN in a row with NaN or +inf in it
-            if method != "greedy":
-                stream = Stream.DRAFT if method == "race" else Stream.TARGET
-                keys = filtered_scores(target_row, largest, target_filters)
-                keys += gumbels(seed, stream, noise_rows, vocab_size)
-            next_token[sequence] = winner = best_token(keys)
-            reached = candidate & (token == winner[:, None])
-            taken = reached.any(1)
-            if not taken.any():
-                break
-            node = np.where(reached, order, count * count).argmin(1)
-
-        if not taken.all():
-            state = [field[taken] for field in state]
-            sequence, node, reached = sequence[taken], node[taken], reached[taken]
-        last[sequence] = node
-        length[sequence] += 1
-
-    path = paths_to(last, length, parent, max_depth)
-    return Verified(*(torch.from_numpy(field).to(device) for field in (path, length, next_token)))
+            token = sequence.chosen(node)
+            child = next(iter(tree.alike(children, token)), None)
+            if child is None:
+                return tree.path(node), token
+        node, depth, reached = child, depth + 1, tree.alike(children, tree.tokens[child])
 
 
-def _launch(
-    nodes: Nodes,
-    target_logits: Tensor,
-    draft_logits: Tensor | Laws | None,
-    *,
-    rule: Rule,
-    max_depth: int,
-    target_filters: Filters,
-    draft_filters: Filters,
-    noise: Noise,
-) -> Verified:
+def _accepted(sequence: _Sequence, node: int, children: list[int]) -> tuple[int | None, np.ndarray | None]:
+    """The child that is accepted, or None and what the recovered token is drawn by."""
+    given, tokens, tossed = sequence.given, sequence.tree.tokens, sequence.coins
+    if not children:
+        return None, None
+    log_target, laws = sequence.log_target(node), None
+    sources = sequence.tree.parents
+    if isinstance(given.draft_logits, Laws):
+        laws = given.draft_logits.rows.expand_as(given.nodes.tokens)
+        sources = laws[sequence.number].tolist()
+    log_draft = sequence.log_draft(sources[children[0]])  # of equal siblings' children, the first one's
+    if given.rule.method == "kseq":
+        assert log_draft is not None
+        thresholds, left = k_seq(log_target, log_draft, [tokens[child] for child in children])
+        tried = zip(children, thresholds, strict=True)
+        return next((child for child, most in tried if most is not None and tossed[child] < most), None), left
+    chain = Chain(log_target, log_draft, 1.0, given.rule.independent)
+    if given.rule.method == "held" and log_draft is not None:  # of point masses it is the same as rejection
+        held = chain.hold(children, tokens)
+        ends = zip(accumulate(weight for _, weight in held), held, strict=True)
+        return next((child for end, (child, _) in ends if tossed[children[0]] < end), None), chain.left
+    for child in children:
+        if laws is not None and child != children[0]:
+            log_law = sequence.log_draft(sources[child])
+            assert log_law is not None
+            chain.draw_from(log_law)
+        chance = chain.offer(tokens[child])
+        if chance is not None:
+            if tossed[child] < chance:
+                return child, None
+            chain.pass_over(tokens[child])
+    return None, chain.left
+
+
+def _launch(given: VerifyInputs) -> Verified:
     """As `_reference`, in two launches, and one for the filters of each side that has any."""
-    method, (tokens, parents, ranks) = rule.method, nodes
-    parents = parents if parents.stride(1) == 1 else parents.contiguous()
-    ranks = ranks if ranks is None or ranks.stride(1) == 1 else ranks.contiguous()
-    nodes = Nodes(tokens.contiguous(), parents, ranks)
-    noise = Noise(noise.seed, None if noise.rows is None else noise.rows.contiguous())
-    target = target_logits if target_logits.stride(2) == 1 else target_logits.contiguous()
-    rows = None
-    if isinstance(draft_logits, Laws):
-        draft_logits, rows = draft_logits.logits, draft_logits.rows.expand(tokens.shape)
-    draft = draft_logits if draft_logits is None or draft_logits.stride(2) == 1 else draft_logits.contiguous()
+    given, method = laid_out(given), given.rule.method
+    draft, (seed, rows) = given.draft_logits, given.noise
     if method in WHOLE_TREE and draft is not None:
-        return launch_traversal(
-            nodes,
-            target,
-            draft,
-            rule=rule,
-            max_depth=max_depth,
-            target_filters=target_filters,
-            draft_filters=draft_filters,
-            noise=noise,
-        )
-    if rows is not None:
-        assert draft is not None
-        decided, draft = decide_by_laws(
-            nodes,
-            target,
-            Laws(draft, rows if rows.stride(1) == 1 else rows.contiguous()),
-            target_filters=target_filters,
-            draft_filters=draft_filters,
-            noise=noise,
-        )
-        draft_filters = LOGARITHMS
-    elif method in DRAFT_AWARE:
-        decided = decide(
-            nodes,
-            target,
-            draft,
-            rule=rule,
-            target_filters=target_filters,
-            draft_filters=draft_filters,
-            noise=noise,
-        )
-    else:
-        winner, _, _ = launch_topk(
-            target.reshape(-1, target.shape[-1]),
-            1,
-            Filters(temperature=0.0) if method == "greedy" else target_filters,
-            noise=Noise(noise.seed, None if noise.rows is None else noise.rows.view(-1)),
-            stream=Stream.DRAFT if method == "race" else Stream.TARGET,
-        )
-        decided = Decided(winner, left_out=None, facts=None, marks=None)
-    return launch_walk(
-        nodes,
-        target,
-        target if draft is None else draft,
-        decided,
-        max_depth=max_depth,
-        target_filters=target_filters,
-        draft_filters=draft_filters,
-        noise=noise,
+        return launch_traversal(given)
+    if isinstance(draft, Laws):
+        decided, taken = decide_by_laws(given)
+        return launch_walk(given._replace(draft_logits=taken, draft_filters=LOGARITHMS), decided)
+    if method in DRAFT_AWARE:
+        return launch_walk(given, decide(given))
+    winner, _, _ = launch_topk(
+        given.target_logits.reshape(-1, given.target_logits.shape[-1]),
+        1,
+        Filters(temperature=0.0) if method == "greedy" else given.target_filters,
+        noise=Noise(seed, None if rows is None else rows.view(-1)),
+        stream=Stream.DRAFT if method == "race" else Stream.TARGET,
     )
+    return launch_walk(given, Decided(winner, left_out=None, facts=None, marks=None))
+
+
+_IMPLEMENTATIONS = {"triton": _launch, "native": verify, "torch": _reference}

@@ -42,6 +42,15 @@ from common import (
     token_ids,
     write_results,
 )
+from races import (
+    entropy_bits,
+    entropy_bounds,
+    overlap,
+    race_acceptance,
+    race_acceptance_bound,
+    race_index_entropy,
+    tokens_per_doubling,
+)
 from rejection import positions
 from theory_figures import BATCH, BEST, BLOCK, CHAIN, ORDERS, RACE, SEQUENCES, SPECINFER, draw_figures
 from torch import Tensor
@@ -50,16 +59,7 @@ from heavypath.kernels.sampling import gumbel_topk
 from heavypath.speculative import SpeculativeDecoder, TokenTree, expected_tokens, greedy_tree
 from heavypath.speculative.demo import DemoPair, demo_prompts
 from heavypath.speculative.trees.acceptance import chain_acceptance
-from heavypath.speculative.trees.bounds import (
-    entropy_bits,
-    entropy_bounds,
-    overlap,
-    race_acceptance,
-    race_acceptance_bound,
-    race_index_entropy,
-    tokens_per_doubling,
-    tree_bounds,
-)
+from heavypath.speculative.trees.bounds import tree_bounds
 
 CHILDREN = 64  # of a node, when shapes are compared
 

@@ -24,7 +24,6 @@ values, which is G N FLOPs per byte. Above about 165 FLOPs per byte (an H200 has
 184) tensor cores are the limit, below it memory is.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 

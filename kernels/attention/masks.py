@@ -13,7 +13,6 @@ distance from node i up to node j is the number of nodes behind j that i sees, a
 is less than w. A query that then sees n nodes of the tree sees the last w - n rows of the prefix: w positions in all.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 from typing import NamedTuple
@@ -24,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import choose_impl
 
 _WORDS = tl.constexpr(8)  # of 32 nodes each, that a program packs at once
 
@@ -47,11 +46,9 @@ class PackedAncestors(NamedTuple):
 def pack_ancestors(mask: Tensor, window: int | None = None, *, impl: str = "auto") -> PackedAncestors:
     """Pack a bool mask [..., Q, N], once for all calls of `tree_attention` that share it and the sliding window.
 
-    impl: "triton" is one launch; it takes CUDA tensors, or any tensors under Triton's interpreter. "torch" takes any
-          tensors. "auto" is triton for CUDA tensors, else torch.
+    impl: see `implementation`; "triton" is one launch
     """
     if choose_impl("pack_ancestors", impl, mask) == "triton":
-        check_can_launch(mask)
         return _launch_pack(mask.contiguous(), window)
     counts = None
     if window is not None:

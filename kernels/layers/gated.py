@@ -6,7 +6,6 @@ Shazeer 2020, "GLU variants improve transformer" (SwiGLU). Gate and up may be ha
 they are. In 16 bits silu is rounded before the product, as by the modules of transformers.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
 
 import torch
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import silu
 
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.layers.rounding import rounded
 
 _ELEMENTS = 1024  # of a program
@@ -59,7 +58,6 @@ def _launch(gate: Tensor, up: Tensor) -> Tensor:
             "impl 'triton' takes gate and up [R, F] of one dtype, float32, float16 or bfloat16, with contiguous rows; "
             f"got {gate.dtype} {[*gate.shape]} and {up.dtype} {[*up.shape]}"
         )
-    check_can_launch(gate)
     rows, columns = gate.shape
     block = min(_ELEMENTS, triton.next_power_of_2(columns))
     at_once = _ELEMENTS // block

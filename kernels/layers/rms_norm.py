@@ -9,7 +9,6 @@ transformers do: h, the quotient, and the product with w; the sum of squares is 
 A row is read once, kept in registers, and both h and n are written: 4 K numbers for a row, where two operations move 6.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
 
 from functools import lru_cache
@@ -21,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.layers.rounding import rounded
 
 MAX_COLUMNS = 1 << 15  # what a program of 32 warps keeps in registers
@@ -99,7 +98,6 @@ def _launch(hidden: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, T
             f"impl 'triton' takes hidden and added [R, K] of one dtype, float32, float16 or bfloat16, with K up to "
             f"{MAX_COLUMNS}, and a weight [K]; got {got}"
         )
-    check_can_launch(hidden)
     hidden, added = hidden.contiguous(), None if added is None else added.contiguous()
     normed = torch.empty_like(hidden)
     total = hidden if added is None else torch.empty_like(hidden)

@@ -9,7 +9,6 @@ first, as in `rms_norm`. Su et al. 2021, "RoFormer". In 16 bits the kernel round
 both products, and their sum.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
 # pyright: reportIndexIssue=false, reportArgumentType=false
 
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.layers.rms_norm import Norm, normalized
 from heavypath.kernels.layers.rounding import rounded
 
@@ -237,7 +236,6 @@ def _check(projected: Projected, turns: Turns, keys: Tensor, values: Tensor, cac
     if keys.stride() != values.stride() or keys.stride(3) != 1:
         got = f"{[*keys.stride()]} and {[*values.stride()]}"
         raise ValueError(f"keys and values must have equal strides and contiguous columns, got strides {got}")
-    check_can_launch(query)
 
 
 def _by_token(states: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ Kernels that round so are launched with enable_fp_fusion=False: else the compile
 that is rounded and the sum behind it, which rounds once; in fp32, too, where `rounded` does nothing.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 import triton

@@ -17,7 +17,7 @@ it cannot see.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import Structure, byref
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
 from functools import partial
 from typing import Any
 
@@ -98,9 +98,27 @@ def refuse(obstacle: str) -> None:
         recording.obstacle = recording.obstacle or obstacle
 
 
-def launch(name: str, call: Structure, kept: object) -> None:
-    """Call the compiled kernel of this name; kept: what holds the tensors that the structure points to."""
-    do(partial(getattr(compiled(), name), byref(call)), (call, kept))
+def fields(description: str) -> list[tuple[str, type]]:
+    """Fields of a structure, by their names: with a star a pointer, with a dot an fp64, else an integer of 64 bits."""
+    types = {"*": c_void_p, ".": c_double}
+    return [(name.lstrip("*."), types.get(name[0], c_int64)) for name in description.split()]
+
+
+class Arguments(Structure):
+    """The structure that a compiled kernel is given. A tensor stands for its address, and is kept."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self.kept: list[object] = [given, named]
+        super().__init__(*map(_plain, given), **{name: _plain(value) for name, value in named.items()})
+
+
+def _plain(value: Any) -> Any:
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+def launch(name: str, call: Arguments) -> None:
+    """Call the compiled kernel of this name."""
+    do(partial(getattr(compiled(), name), byref(call)), call)
 
 
 def dense(tensor: Tensor) -> Tensor:

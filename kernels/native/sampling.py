@@ -1,20 +1,20 @@
 """Draws from rows of logits by the compiled kernel, see sampling.cpp."""
 
-from ctypes import Structure, c_double, c_int64, c_void_p
+from ctypes import Structure, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.library import compiled, thread_count
-from heavypath.kernels.native.recording import dense, launch
+from heavypath.kernels.native.recording import Arguments, dense, fields, launch
 from heavypath.kernels.noise import Noise
 
 
 class FiltersStruct(Structure):
     """`Filters` of rows.h."""
 
-    _fields_ = [("temperature", c_double), ("top_k", c_int64), ("top_p", c_double), ("min_p", c_double)]
+    _fields_ = fields(".temperature top_k .top_p .min_p")
 
     @classmethod
     def of(cls, filters: Filters) -> "FiltersStruct":
@@ -23,27 +23,16 @@ class FiltersStruct(Structure):
         return cls(filters.temperature, filters.top_k or 0, top_p, filters.min_p or 0.0)
 
 
-class _Draw(Structure):
-    _fields_ = [
-        ("logits", c_void_p),
-        *((name, c_int64) for name in ("stride", "rows", "vocab", "k")),
+class _Draw(Arguments):
+    _fields_ = (
+        *fields("*logits stride rows vocab k"),
         ("filters", FiltersStruct),
-        *((name, c_void_p) for name in ("seed", "noise_rows")),
-        *((name, c_int64) for name in ("replacement", "uniform_fill")),
-        *((name, c_void_p) for name in ("tokens", "keys", "logprobs")),
-        ("threads", c_int64),
-    ]
+        *fields("*seed *noise_rows replacement uniform_fill *tokens *keys *logprobs threads"),
+    )
 
 
-class _SequenceScores(Structure):
-    _fields_ = [
-        ("logits", c_void_p),
-        *((name, c_int64) for name in ("batch", "nodes", "vocab", "sequence_step", "row_step")),
-        ("settings", c_void_p),
-        ("settings_step", c_int64),
-        ("scores", c_void_p),
-        ("threads", c_int64),
-    ]
+class _SequenceScores(Arguments):
+    _fields_ = fields("*logits batch nodes vocab sequence_step row_step *settings settings_step *scores threads")
 
 
 def seed_tensor(seed: int | Tensor) -> Tensor:
@@ -66,25 +55,12 @@ def draw(
     rows, vocab = logits.shape
     tokens = torch.empty(rows, k, dtype=torch.long)
     keys, logprobs = torch.empty(2, rows, k).unbind()
-    noise_rows = None if noise.rows is None else dense(noise.rows)
-    seed = seed_tensor(noise.seed)
     call = _Draw(
-        logits=logits.data_ptr(),
-        stride=logits.stride(0),
-        rows=rows,
-        vocab=vocab,
-        k=k,
-        filters=FiltersStruct.of(filters),
-        seed=seed.data_ptr(),
-        noise_rows=None if noise_rows is None else noise_rows.data_ptr(),
-        replacement=replacement,
-        uniform_fill=uniform_fill,
-        tokens=tokens.data_ptr(),
-        keys=keys.data_ptr(),
-        logprobs=logprobs.data_ptr(),
-        threads=thread_count(),
-    )
-    launch("draw", call, (logits, seed, noise_rows, tokens, keys, logprobs))
+        logits, logits.stride(0), rows, vocab, k, FiltersStruct.of(filters), seed_tensor(noise.seed),
+        None if noise.rows is None else dense(noise.rows), replacement, uniform_fill, tokens, keys, logprobs,
+        thread_count(),
+    )  # fmt: skip
+    launch("draw", call)
     return tokens, keys, logprobs
 
 
@@ -93,19 +69,9 @@ def sequence_scores(logits: Tensor, settings: Tensor) -> Tensor:
     logits = logits.detach().float()
     if logits.stride(2) != 1:
         logits = dense(logits)
-    batch, nodes, vocab = logits.shape
-    scores = torch.empty(batch, nodes, vocab)
+    scores = torch.empty(logits.shape)
     call = _SequenceScores(
-        logits=logits.data_ptr(),
-        batch=batch,
-        nodes=nodes,
-        vocab=vocab,
-        sequence_step=logits.stride(0),
-        row_step=logits.stride(1),
-        settings=settings.data_ptr(),
-        settings_step=settings.stride(0),
-        scores=scores.data_ptr(),
-        threads=thread_count(),
+        logits, *logits.shape, logits.stride(0), logits.stride(1), settings, settings.stride(0), scores, thread_count()
     )
-    launch("sequence_scores", call, (logits, settings, scores))
+    launch("sequence_scores", call)
     return scores

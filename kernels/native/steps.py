@@ -4,53 +4,48 @@ The functions take the tensors of those of `trees.levels`, `cache_compaction` an
 """
 
 from collections.abc import Sequence
-from ctypes import Structure, addressof, c_int64, c_void_p
+from ctypes import addressof
 
 import torch
 from torch import Tensor
 
-from heavypath.kernels.native.recording import dense, launch
+from heavypath.kernels.native.recording import Arguments, dense, fields, launch
 from heavypath.kernels.nodes import Nodes, Verified
 
 
-def _fields(description: str) -> list[tuple[str, type]]:
-    """Fields of a structure, from their names: those with a star are pointers, the others integers of 64 bits."""
-    return [(name.lstrip("*"), c_void_p if name[0] == "*" else c_int64) for name in description.split()]
+class _First(Arguments):
+    _fields_ = fields("batch nodes *previous *root *lengths *tokens *cache_rows *parent_rows *mask")
 
 
-class _First(Structure):
-    _fields_ = _fields("batch nodes *previous *root *lengths *tokens *cache_rows *parent_rows *mask")
-
-
-class _Place(Structure):
-    _fields_ = _fields(
+class _Place(Arguments):
+    _fields_ = fields(
         "batch nodes given children drawn whole *tokens *noise_rows noise_step *roots *lengths *left *drawn_tokens "
         "*child *draw *node *parent *depth *out"
     )
 
 
-class _Alike(Structure):
-    _fields_ = _fields("batch nodes given *tokens *texts *node *parent *first")
+class _Alike(Arguments):
+    _fields_ = fields("batch nodes given *tokens *texts *node *parent *first")
 
 
-class _Numbering(Structure):
-    _fields_ = _fields("batch count step place_step *base *places *out")
+class _Numbering(Arguments):
+    _fields_ = fields("batch count step place_step *base *places *out")
 
 
-class _RowCopies(Structure):
-    _fields_ = _fields("batch count row_bytes from_batch from_row to_batch to_row *from_ *to *places")
+class _RowCopies(Arguments):
+    _fields_ = fields("batch count row_bytes from_batch from_row to_batch to_row *from_ *to *places")
 
 
-class _Rows(Structure):
-    _fields_ = _fields("*first batch_stride head_stride row_stride row_bytes heads")
+class _Rows(Arguments):
+    _fields_ = fields("*first batch_stride head_stride row_stride row_bytes heads")
 
 
-class _Compaction(Structure):
-    _fields_ = _fields("batch path_length caches *path *length *prefix *cache")
+class _Compaction(Arguments):
+    _fields_ = fields("batch path_length caches *path *length *prefix *cache")
 
 
-class _Commit(Structure):
-    _fields_ = _fields(
+class _Commit(Arguments):
+    _fields_ = fields(
         "batch nodes path_length stops branching vocab count_slots *numbers number_step *output output_step *stop "
         "*seen seen_step *counts *tokens *parents *ranks *depths tree_step *path *length *after"
     )
@@ -61,8 +56,7 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -> 
     batch = len(root)
     tokens, cache_rows, parent_rows = torch.empty(3, batch, 2, dtype=torch.long).unbind()
     mask = torch.empty(batch, 2, nodes, dtype=torch.bool)
-    tensors = previous, root, lengths, tokens, cache_rows, parent_rows, mask
-    launch("first_nodes", _First(batch, nodes, *(each.data_ptr() for each in tensors)), tensors)
+    launch("first_nodes", _First(batch, nodes, previous, root, lengths, tokens, cache_rows, parent_rows, mask))
     return tokens, cache_rows, parent_rows, mask
 
 
@@ -82,16 +76,13 @@ def place(
     drawn_tokens, child, draw = drawn or (None, None, None)
     node, parent, depth = given
     out = torch.empty(5, batch, node.shape[0], dtype=torch.long)
-    if noise_rows.stride(1) != 1:
-        noise_rows = dense(noise_rows)
+    noise_rows = noise_rows if noise_rows.stride(1) == 1 else dense(noise_rows)
     call = _Place(
         batch, nodes, node.shape[0], 0 if child is None else child.shape[0],
-        0 if drawn_tokens is None else drawn_tokens.shape[1], whole,
-        tokens.data_ptr(), noise_rows.data_ptr(), noise_rows.stride(0), roots.data_ptr(), lengths.data_ptr(),
-        left.data_ptr(), *(None if each is None else each.data_ptr() for each in (drawn_tokens, child, draw)),
-        node.data_ptr(), parent.data_ptr(), depth.data_ptr(), out.data_ptr(),
+        0 if drawn_tokens is None else drawn_tokens.shape[1], whole, tokens, noise_rows, noise_rows.stride(0), roots,
+        lengths, left, drawn_tokens, child, draw, node, parent, depth, out,
     )  # fmt: skip
-    launch("place", call, (trees, drawn, given, noise_rows, out))
+    launch("place", call)
     return out.unbind()
 
 
@@ -99,9 +90,7 @@ def alike(tokens: Tensor, texts: Tensor, given: tuple[Tensor, Tensor, Tensor]) -
     """The first node of a level with the same text, LongTensor[B, n]; tokens and texts as of `Trees`."""
     node, parent, _ = given
     first = torch.empty(len(tokens), node.shape[0], dtype=torch.long)
-    tensors = tokens, texts, node, parent, first
-    call = _Alike(*tokens.shape, node.shape[0], *(each.data_ptr() for each in tensors))
-    launch("alike", call, tensors)
+    launch("alike", _Alike(*tokens.shape, node.shape[0], tokens, texts, node, parent, first))
     return first
 
 
@@ -109,9 +98,8 @@ def numbered(base: Tensor, places: Tensor, step: int) -> Tensor:
     """base[:, None] + step * places, LongTensor[B, n]; base LongTensor[B], places LongTensor[n] or [B, n]."""
     places = dense(places)
     out = torch.empty(len(base), places.shape[-1], dtype=torch.long)
-    tensors = dense(base), places, out
     place_step = places.shape[-1] if places.dim() > 1 else 0
-    launch("number", _Numbering(*out.shape, step, place_step, *(each.data_ptr() for each in tensors)), tensors)
+    launch("number", _Numbering(*out.shape, step, place_step, dense(base), places, out))
     return out
 
 
@@ -131,9 +119,9 @@ def copy_rows(rows: Tensor, to: Tensor, places: Tensor) -> None:
         )
     call = _RowCopies(
         batch, count, vocab * size, rows.stride(0) * size, rows.stride(1) * size,
-        to.stride(0) * size, to.stride(1) * size, rows.data_ptr(), to.data_ptr(), places.data_ptr(),
+        to.stride(0) * size, to.stride(1) * size, rows, to, places,
     )  # fmt: skip
-    launch("copy_rows", call, (rows, to, places))
+    launch("copy_rows", call)
 
 
 def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_length: Tensor) -> None:
@@ -143,12 +131,9 @@ def compact(caches: Sequence[Tensor], path: Tensor, length: Tensor, prefix_lengt
         size, (batch_stride, head_stride, row_stride, _) = cache.element_size(), cache.stride()
         own.first, own.heads, own.row_bytes = cache.data_ptr(), cache.shape[1], cache.shape[3] * size
         own.batch_stride, own.head_stride, own.row_stride = size * batch_stride, size * head_stride, size * row_stride
-    path, length, prefix_length = dense(path), dense(length), dense(prefix_length)
-    call = _Compaction(
-        len(path), path.shape[1], len(caches), path.data_ptr(), length.data_ptr(), prefix_length.data_ptr(),
-        addressof(rows),
-    )  # fmt: skip
-    launch("compact", call, (rows, caches, path, length, prefix_length))
+    call = _Compaction(*path.shape, len(caches), dense(path), dense(length), dense(prefix_length), addressof(rows))
+    call.kept += rows, caches
+    launch("compact", call)
 
 
 def commit(
@@ -170,9 +155,7 @@ def commit(
     path, length, after = map(dense, verified)
     call = _Commit(
         batch, count, path.shape[1], stops.shape[0], branching, seen.shape[1], counts.shape[1],
-        numbers.data_ptr(), numbers.stride(0), output.data_ptr(), output.stride(0), stops.data_ptr(),
-        seen.data_ptr(), seen.stride(0), counts.data_ptr(), nodes.tokens.data_ptr(), parents.data_ptr(),
-        ranks.data_ptr(), depths.data_ptr(), 0 if one_shape else count,
-        path.data_ptr(), length.data_ptr(), after.data_ptr(),
+        numbers, numbers.stride(0), output, output.stride(0), stops, seen, seen.stride(0), counts, nodes.tokens,
+        parents, ranks, depths, 0 if one_shape else count, path, length, after,
     )  # fmt: skip
-    launch("commit", call, (state, nodes, parents, ranks, depths, path, length, after))
+    launch("commit", call)

@@ -1,19 +1,23 @@
-// Which drafted nodes are accepted: what the references of `heavypath.kernels.verification` do, for the methods whose
-// token is drawn first (greedy, naive and race) and for traversal (`heavypath.kernels.verifying.traversal`).
+// Which drafted nodes are accepted: what the references of `heavypath.kernels.verification` and
+// `heavypath.kernels.typical.acceptance` do.
+
+#include <map>
 
 #include "rows.h"
 
 namespace heavypath {
 
-enum Method { GREEDY = 0, NAIVE = 1, RACE = 2, TRAVERSAL = 3, HELD_TRAVERSAL = 4 };
+enum Method { GREEDY, NAIVE, RACE, REJECTION, HELD, K_SEQ, TRAVERSAL, HELD_TRAVERSAL, TYPICAL };
 
 struct Verification {
     int64_t batch, nodes, vocab, max_depth, method, independent;
     const int64_t *tokens, *parents, *ranks, *noise_rows;  // [B, N]; of parents and ranks sequences lie
     int64_t tree_step;                                     // this far apart: N, or 0 for all the same
-    const float *target, *draft;                           // [B, N, V]; the draft's is null for a root alone
-    int64_t target_step, draft_step;                       // from one sequence to the next
+    const int64_t* laws;              // [B, N], the draft's row that each node was drawn from; null: its parent's
+    const float *target, *draft;      // [B, N, V]; the draft's is null for a root alone, and [B, M, V] with laws
+    int64_t target_step, draft_step;  // from one sequence to the next
     Filters target_filters, draft_filters;
+    double log_epsilon, log_delta;  // of typical acceptance, to base 2
     const int64_t* seed;
     int64_t *path, *length, *next_token;  // [B, max_depth + 1], [B], [B]
     int64_t* bad;                         // side (0 target, 1 draft), sequence and node of a row without distribution
@@ -64,6 +68,9 @@ struct Tree {
         return equal;
     }
 
+    // The row of the draft's logits that a node was drawn from.
+    int64_t source(int64_t node) const { return call.laws ? call.laws[sequence * count + node] : parents[node]; }
+
     const float* logits(bool of_draft, int64_t node) const {
         return (of_draft ? call.draft + sequence * call.draft_step : call.target + sequence * call.target_step) +
                node * call.vocab;
@@ -97,34 +104,8 @@ inline std::vector<float> log_weights(const Tree& tree, bool of_draft, int64_t n
     return logs;
 }
 
-// The token that is drawn at each node, and the walk along children that carry it.
-void walk(const Tree& tree) {
-    const Verification& call = tree.call;
-    std::vector<float> keys(call.vocab + QUADS), scores(call.vocab);
-    Numbers reached = {0};
-    int64_t node = 0;
-    for (int64_t level = 0;; level++) {
-        const float* x = tree.logits(false, node);
-        const float largest = largest_in(tree, false, node);
-        int64_t winner;
-        if (call.method == GREEDY) {
-            winner = best_of(x, call.vocab);
-        } else {
-            scores_of(x, call.vocab, largest, call.target_filters, scores.data());
-            Philox(*call.seed).gumbels(keys.data(), call.vocab, tree.rows[node], call.method == RACE ? DRAFT : TARGET);
-            for (int64_t v = 0; v < call.vocab; v++) keys[v] += scores[v];
-            winner = best_of(keys.data(), call.vocab);
-        }
-        call.next_token[tree.sequence] = winner;
-        if (level == call.max_depth) break;
-        reached = tree.alike(tree.below(reached), winner);
-        if (reached.empty()) break;
-        node = reached[0];
-    }
-    tree.accept(node);
-}
-
 constexpr double LITTLE = 0x1p-60;  // as in the reference
+constexpr int SEARCH_STEPS = 12;    // likewise, for g of K-SEQ
 
 // What is still to be emitted at one node, while its children are offered one after the other; see the reference.
 struct Chain {
@@ -140,12 +121,16 @@ struct Chain {
           left(log_weights(tree, false, node)), ending(weight), leaving(1 - weight) {
         powers_of_two(left.data(), vocab, left.data());
         factor = weight / sum_of(left.data(), vocab);
-        if (tree.call.draft_filters.temperature > 0) {
-            log_draft = log_weights(tree, true, source);
-            draft.resize(vocab);
-            powers_of_two(log_draft.data(), vocab, draft.data());
-            mass = sum_of(draft.data(), vocab);
-        }
+        if (tree.call.draft_filters.temperature > 0) draw_from(log_weights(tree, true, source));
+    }
+
+    // What the next children are drawn from: log2 of its distribution up to a constant.
+    void draw_from(std::vector<float> logs) {
+        log_draft = std::move(logs), draft.resize(vocab);
+        largest = *std::max_element(log_draft.begin(), log_draft.end());
+        for (int64_t v = 0; v < vocab; v++) draft[v] = log_draft[v] - float(largest);
+        powers_of_two(draft.data(), vocab, draft.data());
+        mass = sum_of(draft.data(), vocab);
     }
 
     bool was_drawn(int64_t token) const { return std::find(drawn.begin(), drawn.end(), token) != drawn.end(); }
@@ -194,12 +179,188 @@ struct Chain {
             std::fill(log_draft.begin(), log_draft.end(), 0.0f);
             for (int64_t token : drawn) log_draft[token] = -INFINITY;
         }
-        largest = *std::max_element(log_draft.begin(), log_draft.end());
-        for (int64_t v = 0; v < vocab; v++) draft[v] = log_draft[v] - float(largest);
-        powers_of_two(draft.data(), vocab, draft.data());
-        mass = sum_of(draft.data(), vocab);
+        draw_from(std::move(log_draft));
+    }
+
+    // Offer all children; those that the draft could have drawn, whose weights are then in `held`.
+    Numbers hold(const Tree& tree, const Numbers& children) {
+        Numbers offered;
+        for (int64_t child : children) {
+            const double taken = offer(tree.tokens[child]);
+            if (taken < 0) continue;
+            offered.push_back(child);
+            if (taken == 1) {  // nothing is left for the others
+                ending = leaving = 0;
+                std::fill(held.begin(), held.end(), 0.0);
+                held.push_back(1);
+                break;
+            }
+            pass_over(tree.tokens[child], 1 - taken);
+            held.push_back(taken);
+        }
+        return offered;
     }
 };
+
+// The token after the last accepted node, drawn by what is left there, or else by the target's distribution.
+void end_at(const Tree& tree, int64_t node, std::vector<float> left) {
+    const int64_t vocab = tree.call.vocab;
+    if (std::none_of(left.begin(), left.end(), [](float weight) { return weight != 0; })) {
+        left = log_weights(tree, false, node);
+        powers_of_two(left.data(), vocab, left.data());
+    }
+    std::vector<float> noise(vocab + QUADS);
+    Philox(*tree.call.seed).gumbels(noise.data(), vocab, tree.rows[node], TARGET);
+    std::vector<double> keys(vocab + LANES);
+    left.resize(vocab + LANES);
+    for (int64_t v = 0; v < vocab; v += LANES) {
+        Singles weight, gumbel;
+        memcpy(&weight, &left[v], sizeof weight), memcpy(&gumbel, &noise[v], sizeof gumbel);
+        const Doubles wide = __builtin_convertvector(weight, Doubles);
+        const Doubles logs = logarithm(wide) + __builtin_convertvector(gumbel, Doubles);
+        const Doubles key = wide > 0.0 ? logs : Doubles{} - INFINITY;
+        memcpy(&keys[v], &key, sizeof key);
+    }
+    tree.call.next_token[tree.sequence] = best_of(keys.data(), vocab);
+    tree.accept(node);
+}
+
+// K-SEQ at one node: the accepted child, or -1 and what the recovered token is drawn by.
+int64_t k_seq(const Tree& tree, int64_t node, const Numbers& children, std::vector<float>& left) {
+    const int64_t vocab = tree.call.vocab;
+    const std::vector<float> log_target = log_weights(tree, false, node);
+    const std::vector<float> log_draft = log_weights(tree, true, tree.source(children[0]));
+    std::vector<float> share(vocab), target(vocab), draft(vocab);
+    powers_of_two(log_target.data(), vocab, target.data());
+    powers_of_two(log_draft.data(), vocab, draft.data());
+    const double target_mass = sum_of(target.data(), vocab), draft_mass = sum_of(draft.data(), vocab);
+    for (float& weight : target) weight /= target_mass;
+    for (float& weight : draft) weight /= draft_mass;
+    int64_t count = 0;
+    for (int64_t child : children) count += log_draft[tree.tokens[child]] > -INFINITY;
+    double cover, accepting;
+    const auto gap_at = [&](double g) {  // C(g) - A(g)
+        for (int64_t v = 0; v < vocab; v++) share[v] = std::min(target[v], float(g) * draft[v]);
+        cover = sum_of(share.data(), vocab);
+        accepting = 1 - std::pow(std::max(1 - cover / g, 0.0), count);
+        return cover - accepting;
+    };
+    // Regula falsi with the Illinois rule: the least g is in [low, high], and high always satisfies the condition.
+    double low = 1, high = std::max<double>(count, 1), low_gap = gap_at(low), high_gap = gap_at(high);
+    if (low_gap >= 0) high = low;
+    for (int step = 0, before = -1; step < SEARCH_STEPS && high > low; step++) {
+        const double slope = high_gap - low_gap;
+        const double between = high - high_gap * (high - low) / (slope == 0 ? 1 : slope);
+        const double middle = std::min(std::max(between, low), high), gap = gap_at(middle);
+        if (gap >= 0) {
+            if (before == 1) low_gap /= 2;
+            high = middle, high_gap = gap;
+        } else {
+            if (before == 0) high_gap /= 2;
+            low = middle, low_gap = gap;
+        }
+        before = gap >= 0;
+    }
+    for (int64_t child : children) {
+        const double log_q = log_draft[tree.tokens[child]], log_p = log_target[tree.tokens[child]];
+        const double most = std::exp2(log_p - log_q) * draft_mass / target_mass / high;
+        if (log_q > -INFINITY && tree.coin(child) < most) return child;
+    }
+    gap_at(high);
+    const float part = std::min(accepting / std::max(cover, 0x1p-1022), 1.0);
+    left.resize(vocab);
+    for (int64_t v = 0; v < vocab; v++) left[v] = std::max(target[v] - apart(part * share[v]), 0.0f);
+    return -1;
+}
+
+// The accepted child of a node by a rule that asks for the draft's logits; -1, and what is left there, for none.
+int64_t accepted(const Tree& tree, int64_t node, const Numbers& children, std::vector<float>& left) {
+    const Verification& call = tree.call;
+    if (children.empty()) return -1;
+    if (call.method == K_SEQ) return k_seq(tree, node, children, left);
+    Chain chain(tree, node, tree.source(children[0]), 1);
+    if (call.method == HELD && call.draft_filters.temperature > 0) {  // of point masses it is the same as rejection
+        const Numbers offered = chain.hold(tree, children);
+        const double coin = tree.coin(children[0]);
+        double upto = 0;
+        for (size_t i = 0; i < offered.size(); i++)
+            if (coin < (upto += chain.held[i])) return offered[i];
+    } else {
+        for (int64_t child : children) {
+            if (call.laws && child != children[0]) chain.draw_from(log_weights(tree, true, tree.source(child)));
+            const double chance = chain.offer(tree.tokens[child]);
+            if (chance < 0) continue;
+            if (tree.coin(child) < chance) return child;
+            chain.pass_over(tree.tokens[child], 1);
+        }
+    }
+    left = std::move(chain.left);
+    return -1;
+}
+
+// The token that the target chooses after a node, where it does so before it looks at the children.
+int64_t chosen(const Tree& tree, int64_t node) {
+    const Verification& call = tree.call;
+    const float* x = tree.logits(false, node);
+    const float largest = largest_in(tree, false, node);
+    if (call.method == GREEDY) return best_of(x, call.vocab);
+    std::vector<float> keys(call.vocab + QUADS), scores(call.vocab);
+    scores_of(x, call.vocab, largest, call.target_filters, scores.data());
+    Philox(*call.seed).gumbels(keys.data(), call.vocab, tree.rows[node], call.method == RACE ? DRAFT : TARGET);
+    for (int64_t v = 0; v < call.vocab; v++) keys[v] += scores[v];
+    return best_of(keys.data(), call.vocab);
+}
+
+// The walk down from the root, where each node decides by itself.
+void walk(const Tree& tree) {
+    const bool first = tree.call.method <= RACE;  // the token is chosen first
+    Numbers reached = {0};
+    int64_t node = 0;
+    for (int64_t level = 0;; level++) {
+        const Numbers children = level < tree.call.max_depth ? tree.below(reached) : Numbers();
+        std::vector<float> left;
+        int64_t child = -1;
+        if (first) {
+            const int64_t token = tree.call.next_token[tree.sequence] = chosen(tree, node);
+            const Numbers alike = tree.alike(children, token);
+            if (!alike.empty()) child = alike[0];
+        } else {
+            child = accepted(tree, node, children, left);
+        }
+        if (child < 0) return first ? tree.accept(node) : end_at(tree, node, left);
+        node = child, reached = tree.alike(children, tree.tokens[child]);
+    }
+}
+
+// Typical acceptance: the longest path of nodes that the target finds likely enough, and of several the likeliest.
+void typical(const Tree& tree) {
+    const Verification& call = tree.call;
+    std::map<int64_t, float> likely = {{0, 0}};  // log2 P of the paths to the accepted nodes of a level
+    int64_t last = 0;
+    for (int64_t level = 0; level < call.max_depth && !likely.empty(); level++) {
+        std::map<int64_t, float> below;
+        for (const auto& [node, path] : likely) {
+            if (tree.children[node].empty()) continue;
+            const std::vector<float> logs = log_weights(tree, false, node);
+            std::vector<float> weights(call.vocab);
+            powers_of_two(logs.data(), call.vocab, weights.data());
+            const double total = sum_of(weights.data(), call.vocab), log_total = std::log2(total);
+            for (int64_t v = 0; v < call.vocab; v++) weights[v] *= weights[v] > 0 ? logs[v] : 0;
+            const double entropy = log_total - sum_of(weights.data(), call.vocab) / total;
+            const double least = std::min(call.log_epsilon, call.log_delta - entropy);
+            for (int64_t child : tree.children[node]) {
+                const double log_p = logs[tree.tokens[child]] - log_total;
+                if (log_p > least) below[child] = path + float(log_p);
+            }
+        }
+        if (below.empty()) break;
+        last = std::max_element(below.begin(), below.end(), [](const auto& a, const auto& b) {
+                   return a.second < b.second;
+               })->first;
+        likely = below;
+    }
+    end_at(tree, last, {});
+}
 
 // Traversal of one sequence's tree, in post-order, as far as the node that it ends at.
 struct Traversal {
@@ -209,7 +370,7 @@ struct Traversal {
     bool ends_below(const Numbers& equal, double weight, int64_t depth) const {
         const int64_t node = equal[0];
         const Numbers children = tree.below(equal);
-        if (children.empty() || depth == tree.call.max_depth || !(weight > 0)) return ends_at(node, weight, nullptr);
+        if (children.empty() || depth == tree.call.max_depth || !(weight > 0)) return ends_at(node, weight, {});
         // Of equal siblings the source is one that has children.
         Chain chain(tree, node, tree.parents[children[0]], weight);
         if (tree.call.method == HELD_TRAVERSAL) {
@@ -223,7 +384,7 @@ struct Traversal {
                 chain.pass_over(tree.tokens[child], 1);
             }
         }
-        return ends_at(node, chain.ending, &chain.left);
+        return ends_at(node, chain.ending, chain.left);
     }
 
     bool goes_on(const Numbers& children, int64_t child, double share, int64_t depth) const {
@@ -234,19 +395,7 @@ struct Traversal {
 
     std::vector<std::pair<int64_t, double>> held_shares(Chain& chain, const Numbers& children) const {
         std::vector<std::pair<int64_t, double>> given;
-        for (int64_t child : children) {
-            const double taken = chain.offer(tree.tokens[child]);
-            if (taken < 0) continue;
-            given.push_back({child, 0});
-            if (taken == 1) {  // nothing is left for the others
-                chain.ending = chain.leaving = 0;
-                std::fill(chain.held.begin(), chain.held.end(), 0.0);
-                chain.held.push_back(1);
-                break;
-            }
-            chain.pass_over(tree.tokens[child], 1 - taken);
-            chain.held.push_back(taken);
-        }
+        for (int64_t child : chain.hold(tree, children)) given.push_back({child, 0});
         double rest = chain.ending + chain.leaving;
         if (rest > 0) chain.ending /= rest;
         for (int64_t i = given.size() - 1; i >= 0; i--) {
@@ -256,30 +405,9 @@ struct Traversal {
         return given;
     }
 
-    bool ends_at(int64_t node, double ending, const std::vector<float>* left) const {
+    bool ends_at(int64_t node, double ending, const std::vector<float>& left) const {
         if (node > 0 && !(tree.coin(node) < ending)) return false;
-        const int64_t vocab = tree.call.vocab;
-        std::vector<float> weights;
-        if (left && std::any_of(left->begin(), left->end(), [](float weight) { return weight != 0; })) {
-            weights = *left;
-        } else {
-            weights = log_weights(tree, false, node);
-            powers_of_two(weights.data(), vocab, weights.data());
-        }
-        std::vector<float> noise(vocab + QUADS);
-        Philox(*tree.call.seed).gumbels(noise.data(), vocab, tree.rows[node], TARGET);
-        std::vector<double> keys(vocab + LANES);
-        weights.resize(vocab + LANES);
-        for (int64_t v = 0; v < vocab; v += LANES) {
-            Singles weight, gumbel;
-            memcpy(&weight, &weights[v], sizeof weight), memcpy(&gumbel, &noise[v], sizeof gumbel);
-            const Doubles wide = __builtin_convertvector(weight, Doubles);
-            const Doubles logs = logarithm(wide) + __builtin_convertvector(gumbel, Doubles);
-            const Doubles key = wide > 0.0 ? logs : Doubles{} - INFINITY;
-            memcpy(&keys[v], &key, sizeof key);
-        }
-        tree.call.next_token[tree.sequence] = best_of(keys.data(), vocab);
-        tree.accept(node);
+        end_at(tree, node, left);
         return true;
     }
 };
@@ -293,7 +421,9 @@ extern "C" int64_t verify(const Verification* call) {
     for (int64_t b = 0; b < call->batch; b++) {
         const Tree tree(*call, b);
         try {
-            if (call->method >= TRAVERSAL)
+            if (call->method == TYPICAL)
+                typical(tree);
+            else if (call->method >= TRAVERSAL)
                 Traversal{tree}.ends_below({0}, 1, 0);
             else
                 walk(tree);

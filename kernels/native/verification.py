@@ -1,93 +1,64 @@
-"""Verification by the compiled kernel, see verification.cpp: where the token is drawn first, and by traversal."""
+"""Verification by the compiled kernel, see verification.cpp."""
 
-from ctypes import Structure, addressof, byref, c_int64, c_void_p
+from ctypes import addressof, byref, c_int64
 
 import torch
 from torch import Tensor
 
-from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.library import compiled
-from heavypath.kernels.native.recording import dense, do
+from heavypath.kernels.native.recording import Arguments, dense, do, fields
 from heavypath.kernels.native.sampling import FiltersStruct, seed_tensor
-from heavypath.kernels.nodes import Nodes, Verified
-from heavypath.kernels.noise import Noise
+from heavypath.kernels.nodes import Laws, Verified, VerifyInputs
 from heavypath.kernels.ordering import sibling_order
 from heavypath.kernels.verifying.distributions import no_maximum
-from heavypath.kernels.verifying.rule import Rule
 
-NATIVE_METHODS = {
-    "greedy": 0,
-    "target_sample": 1,
-    "race": 2,
-    "traversal": 3,
-    "held_traversal": 4,
-}  # by their C++ numbers
+_METHODS = {  # by their C++ numbers
+    "greedy": 0, "target_sample": 1, "race": 2, "without_replacement": 3, "with_replacement": 3, "held": 4, "kseq": 5,
+    "traversal": 6, "held_traversal": 7, "typical": 8,
+}  # fmt: skip
 
 
-class _Verification(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("batch", "nodes", "vocab", "max_depth", "method", "independent")),
-        *((name, c_void_p) for name in ("tokens", "parents", "ranks", "noise_rows")),
-        ("tree_step", c_int64),
-        *((name, c_void_p) for name in ("target", "draft")),
-        *((name, c_int64) for name in ("target_step", "draft_step")),
-        *((name, FiltersStruct) for name in ("target_filters", "draft_filters")),
-        *((name, c_void_p) for name in ("seed", "path", "length", "next_token", "bad")),
-    ]
+class _Verification(Arguments):
+    _fields_ = (
+        *fields(
+            "batch nodes vocab max_depth method independent *tokens *parents *ranks *noise_rows tree_step *laws "
+            "*target *draft target_step draft_step"
+        ),
+        ("target_filters", FiltersStruct),
+        ("draft_filters", FiltersStruct),
+        *fields(".log_epsilon .log_delta *seed *path *length *next_token *bad"),
+    )
 
 
-def verify(
-    nodes: Nodes,
-    target_logits: Tensor,
-    draft_logits: Tensor | None,
-    *,
-    rule: Rule,
-    max_depth: int,
-    target_filters: Filters,
-    draft_filters: Filters,
-    noise: Noise,
-) -> Verified:
-    """What is accepted of trees, with the arguments of `verification.verify_unchecked` on a CPU.
+def verify(given: VerifyInputs, limits: tuple[float, float] = (0.0, 0.0)) -> Verified:
+    """What is accepted of trees on a CPU.
+
+    limits: log2 of epsilon and of delta for typical acceptance, which is method "typical" here
 
     Raises ValueError for a row of logits that is used and has no finite maximum.
     """
-    tokens, parents, ranks = nodes
+    (tokens, parents, ranks), noise, rule = given.nodes, given.noise, given.rule
     batch, count = tokens.shape
+    log_epsilon, log_delta = limits
     if ranks is None:
         ranks = sibling_order(parents)
     one_shape = parents.dim() == ranks.dim() == 1 or parents.stride(0) == ranks.stride(0) == 0
     shaped = [each[:1].flatten() if one_shape and each.dim() > 1 else each for each in (parents, ranks)]
     parents, ranks = (dense(each if one_shape else each.expand(batch, -1)) for each in shaped)
     rows = torch.arange(batch * count) if noise.rows is None else dense(noise.rows)
-    target, draft = _readable(target_logits), None if draft_logits is None else _readable(draft_logits)
-    path, length = torch.empty(batch, max_depth + 1, dtype=torch.long), torch.empty(batch, dtype=torch.long)
-    next_token, tokens = torch.empty_like(length), dense(tokens)
-    bad, seed = (c_int64 * 3)(), seed_tensor(noise.seed)
+    target, draft, laws = _readable(given.target_logits), given.draft_logits, None
+    if isinstance(draft, Laws):
+        draft, laws = draft.logits, dense(draft.rows.expand(batch, -1))
+    draft = None if draft is None else _readable(draft)
+    path, length = torch.empty(batch, given.max_depth + 1, dtype=torch.long), torch.empty(batch, dtype=torch.long)
+    next_token, bad = torch.empty_like(length), (c_int64 * 3)()
     call = _Verification(
-        batch=batch,
-        nodes=count,
-        vocab=target.shape[-1],
-        max_depth=max_depth,
-        method=NATIVE_METHODS[rule.method],
-        independent=rule.independent,
-        tokens=tokens.data_ptr(),
-        parents=parents.data_ptr(),
-        ranks=ranks.data_ptr(),
-        noise_rows=rows.data_ptr(),
-        tree_step=0 if one_shape else count,
-        target=target.data_ptr(),
-        draft=None if draft is None else draft.data_ptr(),
-        target_step=target.stride(0),
-        draft_step=0 if draft is None else draft.stride(0),
-        target_filters=FiltersStruct.of(target_filters),
-        draft_filters=FiltersStruct.of(draft_filters),
-        seed=seed.data_ptr(),
-        path=path.data_ptr(),
-        length=length.data_ptr(),
-        next_token=next_token.data_ptr(),
-        bad=addressof(bad),
-    )
-
+        batch, count, target.shape[-1], given.max_depth, _METHODS[rule.method], rule.independent, dense(tokens),
+        parents, ranks, rows, 0 if one_shape else count, laws, target, draft, target.stride(0),
+        0 if draft is None else draft.stride(0), FiltersStruct.of(given.target_filters),
+        FiltersStruct.of(given.draft_filters), log_epsilon, log_delta, seed_tensor(noise.seed),
+        path, length, next_token, addressof(bad),
+    )  # fmt: skip
     kernel = compiled().verify
 
     def run() -> None:
@@ -97,7 +68,7 @@ def verify(
             assert logits is not None
             raise no_maximum(side, sequence, node, float(logits[sequence, node].max()))
 
-    do(run, (tokens, parents, ranks, rows, seed))
+    do(run)
     return Verified(path, length, next_token)
 
 

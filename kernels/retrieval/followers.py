@@ -17,7 +17,6 @@ Of more than R occurrences in the corpus R are taken, evenly spaced. Everything 
 integers, so that Q has the same bits in whatever order that happens.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
@@ -29,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.retrieval.corpus import SortedCorpus
 
 PRIOR = tl.constexpr(256.0)  # a, in occurrences in the corpus
@@ -61,7 +60,6 @@ def follower_logprobs(
     impl "triton" is one launch and three of PyTorch, without host synchronisation; "torch" computes in NumPy.
     """
     if choose_impl("follower_logprobs", impl, keys) == "triton":
-        check_can_launch(keys)
         return _launch(corpus, cache_rows, prefix_lengths, keys, values, vocab_size)
     return _reference(corpus, cache_rows, prefix_lengths, keys, values, vocab_size)
 

@@ -9,7 +9,6 @@ On a GPU that is three launches. The first finds the N-th largest value bit by b
 bits of such numbers, read as integers, have the order of the numbers. The second is `heavy_path_order`.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.native.growth import assemble as assemble_natively
 from heavypath.kernels.ordering import MAX_NODES, Ordering, heavy_path_order, launch_order
 from heavypath.kernels.trees.levels import Fed
@@ -56,16 +55,14 @@ def assemble(
 
     last:  the last level
     trims: leave out nodes that are absent from all trees, which asks the host
-    impl:  "triton" is three launches without host synchronisation; it takes CUDA tensors, or any tensors under Triton's
-           interpreter, and at most `ordering.MAX_NODES` nodes. "native" is compiled code for CPU tensors. "torch" takes
-           any tensors. "auto" is triton for CUDA tensors, else native where a compiler is there, else torch.
+    impl:  see `implementation`; "triton" is three launches without host synchronisation, for at most
+           `ordering.MAX_NODES` nodes
 
     Only the device is checked: a decoder calls this with tensors that other functions have checked.
     """
     nodes = min(nodes, last.end)
     impl = choose_impl("assemble", impl, slots.tokens, native=True)
     if impl == "triton":
-        check_can_launch(slots.tokens)
         if nodes > MAX_NODES:
             raise ValueError(f"impl 'triton' takes at most {MAX_NODES} nodes, got {nodes}; take impl 'torch'")
         return _launch(slots, roots, last, nodes)
@@ -94,27 +91,14 @@ def _reference(slots: Slots, roots: Roots, last: Level, nodes: int, trims: bool)
     above = host(order.parents)
     absent = (above < 0) & (index > 0)
     above, depth = np.where(absent, index - 1, above), np.where(absent, 0, depths[each, own])
-    lengths = host(roots.lengths)[:, None]
-
-    def on_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(slots.tokens.device)
-
-    return Assembled(
-        tokens=on_device(token),
-        parents=on_device(above),
-        ranks=order.ranks.to(slots.tokens.device),
-        depths=on_device(depth),
-        subtree_end=order.subtree_end.to(slots.tokens.device),
-        slots=on_device(own),
-        inner=on_device(np.minimum(own, last.first - 1) + each * last.first),
-        fed=Fed(
-            tokens=on_device(np.maximum(token, 0)),
-            positions=on_device(lengths + depth),
-            cache_rows=on_device(lengths + index),
-            parent_rows=on_device(lengths + above),
-            noise_rows=on_device(host(roots.noise_rows)[:, None] + own),
-        ),
+    inner = np.minimum(own, last.first - 1) + each * last.first
+    token, above, depth, own, inner = (
+        torch.from_numpy(field).to(slots.tokens.device) for field in (token, above, depth, own, inner)
     )
+    ranks, ends = order.ranks.to(token.device), order.subtree_end.to(token.device)
+    nodes_in_order = torch.arange(nodes, device=token.device)
+    fed = Fed.of(roots.lengths, token, depth, nodes_in_order, above, roots.noise_rows[:, None] + own)
+    return Assembled(token, above, ranks, depth, ends, own, inner, fed)
 
 
 @triton.jit(do_not_specialize=["S", "DRAFTED", "N"])

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.native.growth import grow as grow_natively
 from heavypath.kernels.sampling import TopK, conditioned
 from heavypath.kernels.trees.growing_kernel import launch_grow
@@ -54,9 +54,7 @@ def grow(
     above:  a level of n nodes
     draws:  [B, n, K], drawn for the children of each node, without replacement
     logits: [B, n, V], fp32, fp16 or bf16, that they were drawn from
-    impl:   "triton" is one or two launches without host synchronisation; it takes CUDA tensors, or any tensors under
-            Triton's interpreter. "native" is compiled code for CPU tensors. "torch" takes any tensors. "auto" is triton
-            for CUDA tensors, else native where a compiler is there, else torch.
+    impl:   see `implementation`; "triton" is one or two launches without host synchronisation
 
     By "slot" and "node" a level has min(width, n * K) slots, by "beam" `width`, of which some may stay empty. Only the
     device is checked: a decoder calls this with tensors that other functions have checked.
@@ -64,8 +62,6 @@ def grow(
     parents, most = draws.tokens.shape[1:]
     count = policy.width if policy.by == "beam" else min(policy.width, parents * most)
     impl = choose_impl("grow", impl, logits, native=True)
-    if impl == "triton":
-        check_can_launch(logits)
     run = {"triton": launch_grow, "native": grow_natively, "torch": _reference}[impl]
     return run(slots, above, draws, logits, roots, policy, count)
 
@@ -133,21 +129,11 @@ def _reference(
     mask = np.empty((len(tokens), count, above.end + count), bool)
     mask[..., : above.end] = np.take_along_axis(host(above.mask), chosen.parents[..., None], 1)
     mask[..., above.end :] = np.eye(count, dtype=bool)
-    lengths = host(roots.lengths)[:, None]
-
-    def on_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(logits.device)
-
-    return Grown(
-        Level(above.end, count, depth, on_device(mask)),
-        Fed(
-            tokens=on_device(np.maximum(tokens, 0)),
-            positions=on_device(np.repeat(lengths + depth, count, 1)),
-            cache_rows=on_device(lengths + places),
-            parent_rows=on_device(lengths + parents),
-            noise_rows=on_device(host(roots.noise_rows)[:, None] + places),
-        ),
-    )
+    token, parent, seen = (torch.from_numpy(each).to(logits.device) for each in (tokens, parents, mask))
+    place = torch.from_numpy(places).to(logits.device)
+    depths, noise_rows = torch.full_like(place, depth), roots.noise_rows[:, None] + place
+    fed = Fed.of(roots.lengths, token, depths, place, parent, noise_rows)
+    return Grown(Level(above.end, count, depth, seen), fed)
 
 
 def _best_slots(draws: TopK, logits: Tensor, above: Slots, policy: Policy, count: int) -> SlotArrays:

@@ -5,7 +5,6 @@ than the draws'. Of the second a program for each sequence computes the values b
 takes the best of the n heads of these falling rows, `width` times.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 

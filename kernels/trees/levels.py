@@ -16,7 +16,6 @@ the logits after them, because a verification takes the children of both for dra
 `place` tells for each node which one's logits to take.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
@@ -27,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.implementation import check_can_launch, choose_impl
+from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.native import steps
 
 _BLOCK = tl.constexpr(128)  # nodes that a program looks at at once
@@ -48,6 +47,14 @@ class Fed(NamedTuple):
     cache_rows: Tensor
     parent_rows: Tensor
     noise_rows: Tensor
+
+    @classmethod
+    def of(
+        cls, lengths: Tensor, tokens: Tensor, depths: Tensor, nodes: Tensor, parents: Tensor, noise_rows: Tensor
+    ) -> "Fed":
+        """By the formula at the top; lengths LongTensor[B], the others [B, n] or, but for tokens and noise, [n]."""
+        before = lengths[:, None]
+        return cls(tokens.clamp(min=0), before + depths, before + nodes, before + parents, noise_rows)
 
 
 class First(NamedTuple):
@@ -109,13 +116,10 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int, *, 
     In a text of one token there is none before the root: then the root itself is given twice.
 
     nodes: columns of the mask
-    impl:  "triton" is one launch; it takes CUDA tensors, or any tensors under Triton's interpreter. "native" is
-           compiled code for CPU tensors. "torch" takes any tensors. "auto" is triton for CUDA tensors, else native
-           where a compiler is there, else torch.
+    impl:  see `implementation`; "triton" is one launch
     """
     impl = choose_impl("first_nodes", impl, root, native=True)
     if impl == "triton":
-        check_can_launch(root)
         return _launch_first(previous, root, lengths, nodes)
     if impl == "native":
         return First(*steps.first_nodes(previous, root, lengths, nodes))
@@ -141,7 +145,6 @@ def place(trees: Trees, drawn: Drawn | None, given: Chosen, *, whole: bool = Fal
     """
     impl = choose_impl("place", impl, trees.tokens, native=True)
     if impl == "triton":
-        check_can_launch(trees.tokens)
         return _launch(trees, drawn, given, whole)
     if impl == "native":
         return Fed(*steps.place(trees[:5], drawn, given, whole=whole))
@@ -156,7 +159,6 @@ def alike(trees: Trees, given: Chosen, *, impl: str = "auto") -> Tensor:
     assert trees.texts is not None
     impl = choose_impl("alike", impl, trees.tokens, native=True)
     if impl == "triton":
-        check_can_launch(trees.tokens)
         return _launch_alike(trees, trees.texts, given)
     if impl == "native":
         return steps.alike(trees.tokens, trees.texts, given)
@@ -168,7 +170,7 @@ def alike(trees: Trees, given: Chosen, *, impl: str = "auto") -> Tensor:
 
 
 def _reference(trees: Trees, drawn: Drawn | None, given: Chosen, whole: bool) -> Fed:
-    tokens, lengths = trees.tokens, trees.lengths[:, None]
+    tokens = trees.tokens
     tokens[:, 0] = trees.roots
     if drawn is not None:
         tokens.index_copy_(1, drawn.children, drawn.tokens.index_select(1, drawn.draws))
@@ -177,13 +179,7 @@ def _reference(trees: Trees, drawn: Drawn | None, given: Chosen, whole: bool) ->
         here, noise_rows = tokens.masked_fill_(absent, -1), trees.noise_rows
     else:
         here, noise_rows = tokens.index_select(1, given.nodes), trees.noise_rows.index_select(1, given.nodes)
-    return Fed(
-        tokens=here.clamp(min=0),
-        positions=lengths + given.depths,
-        cache_rows=lengths + given.nodes,
-        parent_rows=lengths + given.parents,
-        noise_rows=noise_rows,
-    )
+    return Fed.of(trees.lengths, here, given.depths, given.nodes, given.parents, noise_rows)
 
 
 @triton.jit(do_not_specialize=["NODES"])

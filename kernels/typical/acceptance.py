@@ -20,15 +20,25 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from heavypath.kernels.filtering import HIDDEN_BITS, Filters, filtered_scores
-from heavypath.kernels.implementation import check_can_launch, choose_impl
-from heavypath.kernels.nodes import Nodes, Verified, check_logits, check_values, paths_to, per_sequence, tree_depth
-from heavypath.kernels.noise import Noise, Stream, check_seed, gumbels
+from heavypath.kernels.filtering import Filters, check_kernel_takes
+from heavypath.kernels.implementation import choose_impl
+from heavypath.kernels.native.verification import verify
+from heavypath.kernels.nodes import (
+    Nodes,
+    Verified,
+    VerifyInputs,
+    check_trees,
+    check_values,
+    depth_of,
+    nothing_verified,
+    plain_trees,
+)
+from heavypath.kernels.noise import Noise, check_seed
 from heavypath.kernels.typical.kernel import launch_typical
-from heavypath.kernels.verifying.distributions import best_token, log_probs, readable, used_rows
+from heavypath.kernels.verifying.distributions import log_weights, used_row, verified_by_draws
+from heavypath.kernels.verifying.rule import Rule
 
 
 class Typical(NamedTuple):
@@ -80,92 +90,55 @@ def accept_typical(
     typical, filters = Typical(epsilon, delta).check(), Filters(temperature, top_k, top_p, min_p).check()
     if temperature == 0:
         raise ValueError("typical acceptance needs temperature > 0; greedy text is verify_tree(..., method='greedy')")
-    impl = choose_impl("accept_typical", impl, tokens)
-    if tokens.dim() != 2 or tokens.dtype != torch.long or tokens.shape[1] == 0:
-        raise ValueError(f"tokens must be a LongTensor [B, N] with N >= 1, got {tokens.dtype} {[*tokens.shape]}")
-    batch, nodes = tokens.shape
-    parents = per_sequence("parents", parents, batch, nodes)
-    check_logits("target_logits", target_logits, batch, nodes)
-    if rows is not None and (rows.shape != tokens.shape or rows.dtype != torch.long):
-        raise ValueError(f"rows must be a LongTensor {[batch, nodes]}, got {rows.dtype} {[*rows.shape]}")
-    for name, value in (("parents", parents), ("target_logits", target_logits), ("rows", rows)):
-        if value is not None and value.device != tokens.device:
-            raise ValueError(f"{name} must be on the device of tokens, {tokens.device}, got {value.device}")
+    impl = choose_impl("accept_typical", impl, tokens, native=True)
+    parents = check_trees(tokens, parents, target_logits, rows)
     check_seed(seed, tokens.device)
     if impl == "triton":
-        if target_logits.dtype not in HIDDEN_BITS:
-            raise ValueError(f"impl 'triton' takes fp32, fp16 or bf16, got {target_logits.dtype}; take impl 'torch'")
-        check_can_launch(tokens)
+        check_kernel_takes(target_logits=target_logits)
     if tokens.device.type == "cpu":
         check_values(tokens, parents, None, rows, target_logits.shape[-1])
-    depth = tree_depth(parents) if max_depth is None else max_depth
-    if depth < 0:
-        raise ValueError(f"max_depth must be at least 0, got {max_depth}")
-    if batch == 0:
-        return Verified(tokens.new_zeros(0, depth + 1), tokens.new_zeros(0), tokens.new_zeros(0))
-    run = _launch if impl == "triton" else _reference
-    return run(Nodes(tokens, parents, None), target_logits, typical, depth, filters, Noise(seed, rows))
+    depth = depth_of(parents, max_depth)
+    if len(tokens) == 0:
+        return nothing_verified(tokens, depth)
+    return _run(impl, Nodes(tokens, parents, None), target_logits, typical, depth, filters, Noise(seed, rows))
 
 
 def typical_unchecked(
     nodes: Nodes, target_logits: Tensor, *, typical: Typical, max_depth: int, filters: Filters, noise: Noise
 ) -> Verified:
     """`accept_typical` without its checks; impl is "auto". Ranks are not looked at."""
-    run = _launch if choose_impl("typical_unchecked", "auto", nodes.tokens) == "triton" else _reference
-    return run(nodes.per_sequence(), target_logits, typical, max_depth, filters, noise)
+    impl = choose_impl("typical_unchecked", "auto", nodes.tokens, native=True)
+    return _run(impl, nodes.per_sequence(), target_logits, typical, max_depth, filters, noise)
+
+
+def _run(
+    impl: str, nodes: Nodes, logits: Tensor, typical: Typical, max_depth: int, filters: Filters, noise: Noise
+) -> Verified:
+    given = VerifyInputs(nodes, logits, None, Rule("typical"), max_depth, filters, filters, noise)
+    return {"triton": launch_typical, "native": verify, "torch": _reference}[impl](given, typical.logs)
 
 
 @np.errstate(all="ignore")
-def _reference(
-    nodes: Nodes, target_logits: Tensor, typical: Typical, max_depth: int, filters: Filters, noise: Noise
-) -> Verified:
-    """Accept level by level, for all sequences at once; logarithms are to base 2."""
-    token, parent = nodes.tokens.cpu().numpy(), nodes.parents.cpu().numpy()
-    batch, count = token.shape
-    every, index = np.arange(batch), np.arange(count)
-    above, there = np.maximum(parent, 0), (parent >= 0) & (parent < index) & (token >= 0)
-    logits, checked = readable(target_logits), nodes.tokens.device.type == "cpu"
-    log_epsilon, log_delta = typical.logs
-
-    last, length = np.zeros((2, batch), dtype=np.int64)
-    reached = np.broadcast_to(index == 0, token.shape)  # accepted nodes of this level
-    likely = np.zeros(token.shape, dtype=np.float32)  # log P of the paths to them
-    for level in range(max_depth):
-        sequence, child = (there & reached[every[:, None], above]).nonzero()
-        if not len(child):
-            break
-        node, of_child = np.unique(sequence * count + above[sequence, child], return_inverse=True)
-        log_p = log_probs(*used_rows(logits, "target", node // count, node % count, checked), filters)
-        entropy = -(np.exp2(log_p) * np.where(log_p > -np.inf, log_p, 0)).sum(-1)
-        of_token = log_p[of_child, token[sequence, child]]
-        accepted = of_token > np.minimum(log_epsilon, log_delta - entropy)[of_child]
-        sequence, child, of_token = sequence[accepted], child[accepted], of_token[accepted]
-        below = np.full(token.shape, -np.inf, dtype=np.float32)
-        below[sequence, child] = likely[sequence, above[sequence, child]] + of_token
-        reached, likely = below > -np.inf, below
-        longer = reached.any(1)
-        last, length = np.where(longer, below.argmax(1), last), np.where(longer, level + 1, length)
-
-    row = every * count + last if noise.rows is None else noise.rows.cpu().numpy()[every, last]
-    keys = filtered_scores(*used_rows(logits, "target", every, last, checked), filters)
-    keys += gumbels(int(noise.seed), Stream.TARGET, row, keys.shape[-1])
-    next_token = best_token(keys)
-    path = paths_to(last, length, parent, max_depth)
-    return Verified(*(torch.from_numpy(field).to(nodes.tokens.device) for field in (path, length, next_token)))
-
-
-def _launch(
-    nodes: Nodes, target_logits: Tensor, typical: Typical, max_depth: int, filters: Filters, noise: Noise
-) -> Verified:
-    """As `_reference`, by kernels."""
-    parents = nodes.parents if nodes.parents.stride(1) == 1 else nodes.parents.contiguous()
-    target = target_logits if target_logits.stride(2) == 1 else target_logits.contiguous()
-    rows = None if noise.rows is None else noise.rows.contiguous()
-    return launch_typical(
-        Nodes(nodes.tokens.contiguous(), parents, None),
-        target,
-        typical.logs,
-        max_depth=max_depth,
-        filters=filters,
-        noise=Noise(noise.seed, rows),
-    )
+def _reference(given: VerifyInputs, limits: tuple[float, float]) -> Verified:
+    """Accept level by level in one tree after the other; logarithms are to base 2."""
+    log_epsilon, log_delta = limits
+    ends = []
+    for number, tree in enumerate(plain_trees(given.nodes._replace(ranks=None))):
+        likely, last = {0: np.float32(0)}, 0  # log P of the paths to the accepted nodes of a level
+        for _ in range(given.max_depth):
+            below = {}
+            for node, path in likely.items():
+                children = tree.below([node])
+                if children:
+                    log_p = log_weights(used_row(given.target_logits, "target", number, node), given.target_filters)
+                    log_p -= np.log2(np.exp2(log_p).sum())
+                    entropy = -(np.exp2(log_p) * np.where(log_p > -np.inf, log_p, 0)).sum()
+                    least = min(log_epsilon, log_delta - entropy)
+                    weights = ((child, log_p[tree.tokens[child]]) for child in children)
+                    below |= {child: path + weight for child, weight in weights if weight > least}
+            if not below:
+                break
+            likely, last = below, min(below, key=lambda node: (-below[node], node))
+        weights = np.exp2(log_weights(used_row(given.target_logits, "target", number, last), given.target_filters))
+        ends.append((tree.path(last), weights))
+    return verified_by_draws(given, ends)

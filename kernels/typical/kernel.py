@@ -8,23 +8,28 @@ so one pass over the row gives both P and its entropy. The last of the programs 
 Rows of nodes without children are not read.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from heavypath.kernels.filter_cuts import filter_cuts, filtered
-from heavypath.kernels.filtering import LOWEST, Filters, raised, softmax_scale
-from heavypath.kernels.nodes import Nodes, Verified
+from heavypath.kernels.filter_cuts import filtered
+from heavypath.kernels.filtering import LOWEST, softmax_scale
+from heavypath.kernels.nodes import Verified, VerifyInputs
 from heavypath.kernels.noise import Noise, Stream
 from heavypath.kernels.sampling_kernel import launch_topk
 from heavypath.kernels.tickets import is_last, tickets
 from heavypath.kernels.verifying.distributions import CHUNK, LANES, NONE, TILE, log_prob
-from heavypath.kernels.verifying.drafted_tree import nodes_of, store_path
+from heavypath.kernels.verifying.drafted_tree import (
+    cut_arguments,
+    laid_out,
+    launch,
+    nodes_of,
+    store_path,
+    tree_arguments,
+)
 
 
 @triton.jit
@@ -148,43 +153,29 @@ def _longest_kernel(
     tl.store(last_ptr + batch, batch * N + last)
 
 
-def launch_typical(
-    nodes: Nodes, target: Tensor, limits: tuple[float, float], *, max_depth: int, filters: Filters, noise: Noise
-) -> Verified:
-    """`acceptance.accept_typical` of nodes [B, N].
-
-    Tokens and noise.rows are contiguous LongTensors [B, N]; parents are contiguous in N.
-    target: logits [B, N, V], contiguous in V; limits: log2 of epsilon and of delta
-    """
-    tokens, parents, _ = nodes
+def launch_typical(given: VerifyInputs, limits: tuple[float, float]) -> Verified:
+    """`acceptance.accept_typical` of nodes [B, N]; limits: log2 of epsilon and of delta."""
+    given = laid_out(given)
+    tokens, (seed, rows), target, max_depth = given.nodes.tokens, given.noise, given.target_logits, given.max_depth
     batch, count = tokens.shape
     device, vocab_size = tokens.device, target.shape[-1]
-    chunks, block = triton.cdiv(vocab_size, CHUNK.value), max(16, triton.next_power_of_2(count))
-    cuts = filter_cuts(target, filters)
+    chunks = triton.cdiv(vocab_size, CHUNK.value)
     numbers = torch.empty(batch * count * (1 + 3 * chunks), device=device)
     weights, parts = numbers.split([batch * count, batch * count * 3 * chunks])
     path = torch.empty(batch, max_depth + 1, dtype=torch.long, device=device)
     length, last = torch.zeros(2, batch, dtype=torch.long, device=device)  # rows that are read even if nothing is run
+    shared = tree_arguments(given) | {"weights_ptr": weights}
     with torch.cuda.device_of(tokens):
         if count > 1:
-            _weigh_kernel[(batch * count * chunks,)](
-                tokens_ptr=tokens, parents_ptr=parents, target_ptr=target,
-                cut_ptr=None if cuts is None else cuts.cut, end_ptr=None if cuts is None else cuts.end,
-                weights_ptr=weights, parts_ptr=parts, tickets_ptr=tickets(batch * count, device),
-                N=count, V=vocab_size, parents_stride=parents.stride(0),
-                target_batch_stride=target.stride(0), target_stride=target.stride(1),
-                log_epsilon=limits[0], log_delta=limits[1], temperature=raised(filters.temperature),
-                FILTERED=cuts is not None, CHUNKS=chunks, BLOCK=block,
-                num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
+            launch(
+                _weigh_kernel, batch * count * chunks, shared | cut_arguments(given), parts_ptr=parts,
+                tickets_ptr=tickets(batch * count, device), log_epsilon=limits[0], log_delta=limits[1], CHUNKS=chunks,
             )  # fmt: skip
-        _longest_kernel[(batch,)](
-            tokens_ptr=tokens, parents_ptr=parents, weights_ptr=weights,
-            path_ptr=path, length_ptr=length, last_ptr=last,
-            N=count, V=vocab_size, parents_stride=parents.stride(0), max_depth=max_depth,
-            BLOCK=block, PATH=triton.next_power_of_2(max_depth + 1),
-            num_warps=4, enable_fp_fusion=True, maxnreg=255,
+        launch(
+            _longest_kernel, batch, shared, path_ptr=path, length_ptr=length, last_ptr=last, max_depth=max_depth,
+            PATH=triton.next_power_of_2(max_depth + 1), num_warps=4,
         )  # fmt: skip
     ends = target.reshape(batch * count, vocab_size).index_select(0, last)
-    rows = last if noise.rows is None else noise.rows.view(-1).index_select(0, last)
-    drawn, _, _ = launch_topk(ends, 1, filters, noise=Noise(noise.seed, rows), stream=Stream.TARGET)
+    rows = last if rows is None else rows.view(-1).index_select(0, last)
+    drawn, _, _ = launch_topk(ends, 1, given.target_filters, noise=Noise(seed, rows), stream=Stream.TARGET)
     return Verified(path, length, drawn[:, 0])

@@ -11,7 +11,6 @@ where P and Q may be restricted to the tokens that no rejected child carries. A 
 numbers stand for, so whoever shares it reads them where the draw of the token finds them later (see `distributions`).
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
@@ -22,16 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.filter_cuts import filter_cuts
-from heavypath.kernels.filtering import Filters, raised
-from heavypath.kernels.nodes import Nodes
-from heavypath.kernels.noise import Noise, seed_arguments
+from heavypath.kernels.nodes import VerifyInputs
 from heavypath.kernels.sharing import LOOKS, OVER, counters, find_open, helpers, leave, take_chunk
 from heavypath.kernels.tickets import is_last, tickets
 from heavypath.kernels.verifying.distributions import (
     CHUNK,
     FACTS,
-    LANES,
     NONE,
     PIECE,
     log_prob,
@@ -43,10 +38,17 @@ from heavypath.kernels.verifying.distributions import (
     sum_pieces,
     unread,
 )
-from heavypath.kernels.verifying.drafted_tree import coins_of, equal_contexts, nodes_of, ranks_of
+from heavypath.kernels.verifying.drafted_tree import (
+    coins_of,
+    cut_arguments,
+    equal_contexts,
+    launch,
+    nodes_of,
+    ranks_of,
+    tree_arguments,
+)
 from heavypath.kernels.verifying.k_seq import try_k_seq
 from heavypath.kernels.verifying.residual import try_chain
-from heavypath.kernels.verifying.rule import Rule
 
 
 @triton.jit
@@ -247,27 +249,17 @@ class Decided(NamedTuple):
     marks: Tensor | None
 
 
-def decide(
-    nodes: Nodes,
-    target: Tensor,
-    draft: Tensor | None,
-    *,
-    rule: Rule,
-    target_filters: Filters,
-    draft_filters: Filters,
-    noise: Noise,
-) -> Decided:
+def decide(given: VerifyInputs) -> Decided:
     """Decide for every node of [B, N] at once which child it accepts, by a rule whose method is in DRAFT_AWARE.
 
-    Tokens and noise.rows are contiguous LongTensors [B, N]; parents and ranks are contiguous in N.
-    target, draft: logits [B, N, V], contiguous in V; the draft is None for trees of a root alone.
+    They are `laid_out`.
     """
-    tokens, parents, ranks = nodes
+    (tokens, _, _), draft, rule = given.nodes, given.draft_logits, given.rule
     batch, count = tokens.shape
-    device, vocab_size = tokens.device, target.shape[-1]
+    device, vocab_size = tokens.device, given.target_logits.shape[-1]
     if count == 1:  # no children; and Triton 3.6 crashes on loads in a loop that a known node, 0, leaves without a turn
         draft = None
-    point_masses = draft_filters.temperature == 0
+    point_masses = given.draft_filters.temperature == 0
     chunks, pieces = triton.cdiv(vocab_size, CHUNK.value), triton.cdiv(vocab_size, PIECE.value)
     passes = draft is not None and not point_masses
     helping = helpers(device) if passes else 0
@@ -275,28 +267,15 @@ def decide(
     numbers = torch.empty(batch * count * (FACTS.value + 4 * chunks + pieces), device=device)
     choice, left_out, marks = ints.split([batch * count, batch * count, batch * count * FACTS.value])
     facts, parts, sums = numbers.split([batch * count * size for size in (FACTS.value, 4 * chunks, pieces)])
-    source = target if draft is None else draft
-    cuts, draft_cuts = filter_cuts(target, target_filters), filter_cuts(source, draft_filters) if passes else None
+    given = given._replace(draft_logits=draft)
+    shared = tree_arguments(given) | cut_arguments(given, both=passes)
     with torch.cuda.device_of(tokens):
-        _decide_kernel[(batch * count * chunks + helping,)](
-            tokens_ptr=tokens, parents_ptr=parents, ranks_ptr=ranks, rows_ptr=noise.rows,
-            target_ptr=target, draft_ptr=source,
-            cut_ptr=None if cuts is None else cuts.cut, end_ptr=None if cuts is None else cuts.end,
-            draft_cut_ptr=None if draft_cuts is None else draft_cuts.cut,
-            draft_end_ptr=None if draft_cuts is None else draft_cuts.end, choice_ptr=choice, left_out_ptr=left_out,
-            facts_ptr=facts, marks_ptr=marks, parts_ptr=parts, sums_ptr=sums,
+        launch(
+            _decide_kernel, batch * count * chunks + helping, shared,
+            choice_ptr=choice, left_out_ptr=left_out, facts_ptr=facts, marks_ptr=marks, parts_ptr=parts, sums_ptr=sums,
             tickets_ptr=tickets(batch * count + counters(batch * count), device),
-            N=count, V=vocab_size,
-            parents_stride=parents.stride(0), ranks_stride=0 if ranks is None else ranks.stride(0),
-            target_batch_stride=target.stride(0), target_stride=target.stride(1),
-            draft_batch_stride=source.stride(0), draft_stride=source.stride(1), **seed_arguments(noise.seed),
-            temperature=raised(target_filters.temperature), draft_temperature=raised(draft_filters.temperature),
             REPLACEMENT=rule.independent, HELD=rule.method == "held" and not point_masses, K_SEQ=rule.method == "kseq",
-            POINT_MASSES=point_masses, HAS_DRAFT=draft is not None, HAS_RANKS=ranks is not None,
-            HAS_ROWS=noise.rows is not None, FILTERED=cuts is not None, DRAFT_FILTERED=draft_cuts is not None,
-            CHUNKS=chunks, PIECES=pieces, HELPERS=helping,
-            BLOCK=max(16, triton.next_power_of_2(count)),
-            num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,  # without maxnreg ptxas spills
+            POINT_MASSES=point_masses, HAS_DRAFT=draft is not None, CHUNKS=chunks, PIECES=pieces, HELPERS=helping,
         )  # fmt: skip
     leaves_out = point_masses or not rule.independent
     return Decided(choice, left_out if leaves_out else None, facts, marks)

@@ -12,7 +12,6 @@ distribution, and compute P and Q where they read x. Each of the programs that s
 the sum of its chunk, and the last of them to finish combines these.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
@@ -26,55 +25,17 @@ from torch import Tensor
 
 from heavypath.kernels.filter_cuts import filtered
 from heavypath.kernels.filtering import LOWEST, Filters, filtered_scores, raised, softmax_scale
+from heavypath.kernels.nodes import Verified, VerifyInputs, as_verified
+from heavypath.kernels.noise import Stream, gumbels
 from heavypath.kernels.sharing import finish_chunks, open_pass, take_chunk, wait_for_all
 
 
-def log_weights(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.ndarray:
-    """log2 of P up to a constant of each row, 0 at its largest: fp32 [A, V] of fp32 logits [A, V] with their largest
-    [A, 1]; temperature > 0."""
-    if filters.top_k or filters.top_p or filters.min_p:
-        return filtered_scores(logits, largest, filters) * np.float32(math.log2(math.e))
-    return (logits - largest) * np.float32(math.log2(math.e) / raised(filters.temperature))
-
-
-def log_probs(logits: np.ndarray, largest: np.ndarray, filters: Filters) -> np.ndarray:
-    """log2 P, fp32 [A, V], of fp32 logits [A, V] with their largest [A, 1], as exact as in kernels; temperature > 0."""
-    logs = log_weights(logits, largest, filters)
-    logs -= np.log2(np.exp2(logs).sum(-1, keepdims=True))
-    return logs
-
-
-def readable(logits: Tensor) -> Tensor | np.ndarray:
-    """The logits as a NumPy array if that takes no copy, else as they are."""
-    plain = logits.device.type == "cpu" and logits.dtype == torch.float32
-    return logits.detach().numpy() if plain else logits.detach()
-
-
-def used_rows(
-    logits: Tensor | np.ndarray, side: str, sequence: np.ndarray, node: np.ndarray, checked: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """The fp32 rows [A, V] of one node in each sequence, and their largest numbers [A, 1]."""
-    if isinstance(logits, np.ndarray):
-        rows = logits[sequence, node]
-    else:
-        rows = logits[torch.from_numpy(sequence), torch.from_numpy(node)].float().cpu().numpy()
-    largest = rows.max(-1, keepdims=True)
-    if checked and not np.isfinite(largest).all():
-        i = int(np.isfinite(largest[:, 0]).argmin())
-        raise no_maximum(side, int(sequence[i]), int(node[i]), largest[i, 0])
-    return rows, largest
-
-
-def used_row(
-    logits: Tensor | np.ndarray, side: str, sequence: int, node: int, checked: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """`used_rows` of one node, [1, V] and [1, 1], in half the time; for an array the row is not copied."""
-    row = logits[sequence, node]
-    rows = (row.float().cpu().numpy() if isinstance(row, Tensor) else row)[None]
-    largest = rows.max(-1, keepdims=True)
-    if checked and not math.isfinite(largest[0, 0]):
-        raise no_maximum(side, sequence, node, largest[0, 0])
-    return rows, largest
+def used_row(logits: Tensor, side: str, sequence: int, node: int) -> np.ndarray:
+    """The row [V] of one node in fp32; on a CPU ValueError for one that is no distribution."""
+    row = logits[sequence, node].detach().float().cpu().numpy()
+    if logits.device.type == "cpu" and not np.isfinite(row.max()):
+        raise no_maximum(side, sequence, node, row.max())
+    return row
 
 
 def no_maximum(side: str, sequence: int, node: int, largest: float | np.floating) -> ValueError:
@@ -85,10 +46,27 @@ def no_maximum(side: str, sequence: int, node: int, largest: float | np.floating
     )
 
 
-def best_token(keys: np.ndarray) -> np.ndarray:
+def log_weights(row: np.ndarray, filters: Filters) -> np.ndarray:
+    """log2 of P up to a constant, 0 at its largest: fp32 [V] of fp32 logits [V]; temperature > 0."""
+    if filters.drop(len(row)):
+        return filtered_scores(row, row.max(keepdims=True), filters) * np.float32(math.log2(math.e))
+    return (row - row.max()) * np.float32(math.log2(math.e) / raised(filters.temperature))
+
+
+def best_tokens(keys: np.ndarray) -> np.ndarray:
     """The token with the largest key in each row [A, V], of several the first; -1 where no key is above -inf."""
     token = keys.argmax(-1)
     return np.where(keys[np.arange(len(keys)), token] > -np.inf, token, -1)
+
+
+def verified_by_draws(given: VerifyInputs, ends: list[tuple[list[int], np.ndarray]]) -> Verified:
+    """The answer for each sequence's path, and the weights [V] that the token after it is drawn by."""
+    (seed, rows), count = given.noise, given.nodes.tokens.shape[1]
+    last = torch.tensor([path[-1] for path, _ in ends])[:, None]
+    row = last + torch.arange(0, len(ends) * count, count)[:, None] if rows is None else rows.cpu().gather(1, last)
+    keys = np.log(np.stack([weights for _, weights in ends]).astype(np.float64))
+    keys += gumbels(int(seed), Stream.TARGET, row[:, 0].numpy(), keys.shape[1])
+    return as_verified([path for path, _ in ends], best_tokens(keys), given)
 
 
 LANES = tl.constexpr(256)  # threads of a program; each holds eight neighbouring tokens of a tile

@@ -1,13 +1,20 @@
 """A drafted tree inside a kernel: its nodes and their ranks, which contexts are equal, coins, and a node's path."""
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+
+from collections.abc import Mapping
+from typing import Any
 
 import triton
 import triton.language as tl
 
-from heavypath.kernels.noise import Stream, philox_words, seed_words
+from heavypath.kernels.filter_cuts import filter_cuts
+from heavypath.kernels.filtering import raised
+from heavypath.kernels.implementation import in_rows
+from heavypath.kernels.nodes import Laws, Nodes, VerifyInputs
+from heavypath.kernels.noise import Noise, Stream, philox_words, seed_arguments, seed_words
+from heavypath.kernels.verifying.distributions import LANES
 
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 
@@ -70,3 +77,60 @@ def store_path(path_ptr, length_ptr, parents_ptr, last, length, max_depth, PATH:
         position -= 1
     tl.store(path_ptr + place, path, mask=place <= max_depth)
     tl.store(length_ptr, length)
+
+
+def laid_out(given: VerifyInputs) -> VerifyInputs:
+    """The same, with what kernels cannot read where it is copied.
+
+    Tokens and noise.rows are then contiguous LongTensors [B, N]; all else is contiguous in the last axis.
+    """
+    (tokens, parents, ranks), (seed, rows), draft = given.nodes, given.noise, given.draft_logits
+    if isinstance(draft, Laws):
+        draft = Laws(in_rows(draft.logits), in_rows(draft.rows.expand(tokens.shape)))
+    elif draft is not None:
+        draft = in_rows(draft)
+    return given._replace(
+        nodes=Nodes(tokens.contiguous(), in_rows(parents), None if ranks is None else in_rows(ranks)),
+        target_logits=in_rows(given.target_logits),
+        draft_logits=draft,
+        noise=Noise(seed, None if rows is None else rows.contiguous()),
+    )
+
+
+def tree_arguments(given: VerifyInputs) -> dict[str, Any]:
+    """What kernels are told of trees that are `laid_out`, by the names of their parameters."""
+    (tokens, parents, ranks), (seed, rows), target = given.nodes, given.noise, given.target_logits
+    draft = target if given.draft_logits is None else given.draft_logits
+    draft = draft.logits if isinstance(draft, Laws) else draft
+    return {
+        "tokens_ptr": tokens, "parents_ptr": parents, "ranks_ptr": ranks, "rows_ptr": rows,
+        "target_ptr": target, "draft_ptr": draft, "N": tokens.shape[1], "V": target.shape[-1],
+        "parents_stride": parents.stride(0), "ranks_stride": 0 if ranks is None else ranks.stride(0),
+        "target_batch_stride": target.stride(0), "target_stride": target.stride(1),
+        "draft_batch_stride": draft.stride(0), "draft_stride": draft.stride(1), **seed_arguments(seed),
+        "temperature": raised(given.target_filters.temperature),
+        "draft_temperature": raised(given.draft_filters.temperature),
+        "HAS_RANKS": ranks is not None, "HAS_ROWS": rows is not None,
+        "BLOCK": max(16, triton.next_power_of_2(tokens.shape[1])),
+        "num_warps": LANES.value // 32, "enable_fp_fusion": True, "maxnreg": 255,  # without maxnreg ptxas spills
+    }  # fmt: skip
+
+
+def cut_arguments(given: VerifyInputs, both: bool = True) -> dict[str, Any]:
+    """Where filters cut rows off, in the same way; both: whether the draft's rows, too."""
+    draft = given.draft_logits.logits if isinstance(given.draft_logits, Laws) else given.draft_logits
+    cuts = filter_cuts(given.target_logits, given.target_filters)
+    draft_cuts = filter_cuts(draft, given.draft_filters) if both and draft is not None else None
+    return {
+        "cut_ptr": None if cuts is None else cuts.cut, "end_ptr": None if cuts is None else cuts.end,
+        "draft_cut_ptr": None if draft_cuts is None else draft_cuts.cut,
+        "draft_end_ptr": None if draft_cuts is None else draft_cuts.end,
+        "FILTERED": cuts is not None, "DRAFT_FILTERED": draft_cuts is not None,
+    }  # fmt: skip
+
+
+def launch(kernel: Any, programs: int, shared: Mapping[str, Any], **own: Any) -> None:
+    """Launch a kernel with its own arguments and options, and those of the shared ones that it has."""
+    options = {"num_warps", "enable_fp_fusion", "maxnreg"}
+    known = {name: shared[name] for name in shared if name in options or name in kernel.arg_names}
+    kernel[(programs,)](**known | own)

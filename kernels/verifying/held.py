@@ -44,43 +44,21 @@ the draft's support is used up, the chain restarts as in `residual`, with c such
 drawn again changes l and c, though its t is 0. A child that the draft could not have drawn is skipped.
 
 One coin decides at a node, that of its first child: x_j is accepted where it lies in W_1 + ... + W_{j-1} and below
-W_1 + ... + W_j. Single children so get the decisions of `residual`. On a GPU every child but a single one takes a pass
-over both rows: one more than of rejection where that rejects all of them.
+W_1 + ... + W_j. Single children so get the decisions of `residual`, whose `Chain.hold` is the reference. On a GPU every
+child but a single one takes a pass over both rows: one more than of rejection where that rejects all of them.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportOperatorIssue=false
 
-import numpy as np
 import triton
 import triton.language as tl
 
 from heavypath.kernels.verifying.distributions import NONE
 
 
-def hold(weights: np.ndarray, place: int, tried: np.ndarray, chance: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Let child `place` of those sequences that tried one take its share t of what the elder ones hold.
-
-    weights: fp64 [A, K], which is changed; tried: bool [A]; chance: t, fp64 [A]; left: c F(new l), fp64 [A]
-
-    Returns s, fp64 [A], which is 1 where no child was tried.
-    """
-    whole = weights.sum(1) + left
-    scale = np.where(tried, np.where(whole > 0, (1 - chance) / whole, 0), 1)
-    weights *= scale[:, None]
-    weights[tried, place] = chance[tried]
-    return scale
-
-
-def held_child(weights: np.ndarray, coin: np.ndarray) -> np.ndarray:
-    """The child that is accepted by weights [A, K] and a node's coin [A]; -1 for none."""
-    below = coin[:, None] < weights.cumsum(1)
-    return np.where(below.any(1), below.argmax(1), -1)
-
-
 @triton.jit
 def hold_at_node(weight, elder, one, chance, left):
-    """`hold` at one node: the new weights of its children, their sum, which was `elder`, and s. one: child x_j."""
+    """The new weights of all children, their sum, which was `elder`, and s. one: the child that is offered."""
     whole = elder + left
     scale = tl.where(whole > 0, (1 - chance) / whole, 0.0)
     return tl.where(one, chance, weight * scale), chance + elder * scale, scale
@@ -88,7 +66,7 @@ def hold_at_node(weight, elder, one, chance, left):
 
 @triton.jit
 def held_child_at_node(weight, order, coin, choice, N):
-    """`held_child` at one node; `choice` where there is none."""
+    """The child in whose share the coin of the first lies; `choice` where there is none."""
     upto = tl.full([], 0.0, tl.float32)
     next_order = tl.where(choice == -1, tl.min(order), NONE)
     node_coin = tl.sum(tl.where(order == next_order, coin, 0.0))

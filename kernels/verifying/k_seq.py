@@ -18,7 +18,6 @@ On a GPU the last of a node's programs tries its children (see `decision`); each
 rows, which is shared by programs that are free (see `sharing`). It ends once fp32 cannot tell the bounds of g apart.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
@@ -31,59 +30,44 @@ from heavypath.kernels.verifying.distributions import NONE, shared_sum
 SEARCH_STEPS = tl.constexpr(12)  # of the search for g
 
 
-@np.errstate(all="ignore")
-def k_seq(
-    log_target: np.ndarray, log_draft: np.ndarray, drawn: np.ndarray, coins: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Try the children of one node in each of A sequences, by the algorithm above.
+def k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> tuple[list[float | None], np.ndarray]:
+    """The thresholds P / (g Q) of one node's children, and what the recovered token is drawn by.
 
-    log_target, log_draft: log2 P and log2 Q, [A, V]
-    drawn:                 int64 [A, K], the children's tokens; -1 for no child
-    coins:                 fp64 [A, K]
+    log_target, log_draft: log2 P and log2 Q up to constants, [V]
+    drawn:                 the children's tokens
 
-    Returns the index of the accepted child or -1, [A]; and for the A' sequences without an accepted child the weights
-    [A', V] that their recovered tokens are drawn by.
+    A threshold is None for a child that the draft could not have drawn.
     """
-    sequence, tokens = np.arange(len(drawn))[:, None], np.maximum(drawn, 0)
-    log_p, log_q = (rows[sequence, tokens].astype(np.float64) for rows in (log_target, log_draft))
-    here = (drawn >= 0) & (log_q > -np.inf)
-    children = here.sum(1)
+    log_target, log_draft = (logs - np.log2(np.exp2(logs).sum()) for logs in (log_target, log_draft))
     target, draft = np.exp2(log_target), np.exp2(log_draft)
-    share_of = np.empty_like(draft)
+    children = sum(log_draft[token] > -np.inf for token in drawn)
 
-    def covered(g: np.ndarray) -> np.ndarray:
-        np.multiply(draft, g[:, None].astype(draft.dtype), out=share_of)
-        return np.minimum(target, share_of, out=share_of).sum(-1).astype(np.float64)
-
-    def accepting(g: np.ndarray, cover: np.ndarray) -> np.ndarray:
-        return 1 - np.maximum(1 - cover / g, 0) ** children
+    def measured(g: float) -> tuple[float, float, float]:
+        """C(g), A(g) and their difference."""
+        cover = float(np.minimum(target, target.dtype.type(g) * draft).sum())
+        accepting = 1 - max(1 - cover / g, 0.0) ** children
+        return cover, accepting, cover - accepting
 
     # Regula falsi with the Illinois rule: the least g is in [low, high], and high always satisfies the condition.
-    low, high = np.ones(len(drawn)), np.maximum(children, 1.0)
-    cover = covered(low)
-    low_gap = cover - accepting(low, cover)
-    cover = covered(high)
-    high_gap = cover - accepting(high, cover)
-    high, enough = np.where(low_gap >= 0, low, high), None
-    for _ in range(SEARCH_STEPS.value):
-        if (high == low).all():
-            break
-        slope = np.where(high > low, high_gap - low_gap, 1)
-        middle = (high - high_gap * (high - low) / np.where(slope == 0, 1, slope)).clip(low, high)
-        cover = covered(middle)
-        gap = cover - accepting(middle, cover)
-        before, enough = enough, gap >= 0
-        again = np.zeros_like(enough) if before is None else enough == before
-        low_gap = np.where(enough, np.where(again, low_gap / 2, low_gap), gap)
-        high_gap = np.where(enough, gap, np.where(again, high_gap / 2, high_gap))
-        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-
-    accepted = here & (coins < np.exp2(log_p - log_q) / high[:, None])
-    choice = np.where(accepted.any(1), accepted.argmax(1) if drawn.shape[1] else -1, -1)
-    cover = covered(high)
-    share = np.minimum(accepting(high, cover) / np.maximum(cover, np.finfo(np.float64).tiny), 1)
-    weights = np.maximum(target - share[:, None].astype(target.dtype) * share_of, 0)[choice < 0]
-    return choice, np.where((weights > 0).any(-1, keepdims=True), weights, target[choice < 0])
+    low, high, before = 1.0, max(1.0, float(children)), None
+    low_gap, high_gap = measured(low)[2], measured(high)[2]
+    high = low if low_gap >= 0 else high
+    for _ in range(SEARCH_STEPS.value if high > low else 0):
+        slope = high_gap - low_gap
+        middle = min(max(high - high_gap * (high - low) / (slope or 1.0), low), high)
+        _, _, gap = measured(middle)
+        if gap >= 0:
+            low_gap = low_gap / 2 if before == "enough" else low_gap
+            high, high_gap, before = middle, gap, "enough"
+        else:
+            high_gap = high_gap / 2 if before == "too little" else high_gap
+            low, low_gap, before = middle, gap, "too little"
+    cover, accepting, _ = measured(high)
+    share = min(accepting / max(cover, np.finfo(np.float64).tiny), 1.0)
+    ratios = (np.exp2(float(log_target[token]) - float(log_draft[token])) / high for token in drawn)
+    thresholds = [ratio if log_draft[token] > -np.inf else None for token, ratio in zip(drawn, ratios, strict=True)]
+    covered = np.minimum(target, target.dtype.type(high) * draft)
+    return thresholds, np.maximum(target - target.dtype.type(share) * covered, 0)
 
 
 @triton.jit

@@ -19,29 +19,24 @@ it is a row. A child that its draft could not have drawn is skipped like an abse
 
 On a GPU one program decides for a node. It reads the target's row once, for each child that it tries the row of its law
 once, but for one of the same law as the child before, and for each rejected child both rows again, and S: it writes
-log2 S, fp32, which the walk reads as the logits of a draft. Of 64 nodes and 128k tokens in bf16, S is 33 MB, of which
+log2 S, fp32, which the walk reads as the logits of a draft. The reference is `residual.Chain`, with another draft for
+each child. Of 64 nodes and 128k tokens in bf16, S is 33 MB, of which
 only rows of nodes with a rejected child are touched; a node that rejects two children of two drafts moves
 0.26 MB x (1 + 2 + 2 x 2) of logits, and 0.5 MB x 3 of S.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from heavypath.kernels.filter_cuts import filter_cuts
-from heavypath.kernels.filtering import Filters, raised
-from heavypath.kernels.nodes import Laws, Nodes
-from heavypath.kernels.noise import Noise, seed_arguments
+from heavypath.kernels.filtering import Filters
+from heavypath.kernels.nodes import Laws, VerifyInputs
 from heavypath.kernels.verifying.decision import Decided
 from heavypath.kernels.verifying.distributions import (
     FACTS,
@@ -53,55 +48,17 @@ from heavypath.kernels.verifying.distributions import (
     store_sides,
     unread,
 )
-from heavypath.kernels.verifying.drafted_tree import coins_of, equal_contexts, nodes_of, ranks_of
+from heavypath.kernels.verifying.drafted_tree import (
+    coins_of,
+    cut_arguments,
+    equal_contexts,
+    launch,
+    nodes_of,
+    ranks_of,
+    tree_arguments,
+)
 
 LOGARITHMS = Filters(temperature=math.log2(math.e))  # under which a row of log2 S, taken for logits, stands for S
-
-
-@np.errstate(all="ignore")
-def laws_chain(
-    log_target: np.ndarray, log_laws: Iterable[np.ndarray], drawn: np.ndarray, coins: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Try the children of one node in each of A sequences, in draw order, by the formula above.
-
-    log_target: log2 P, [A, V]
-    log_laws:   log2 Q_k, [A, V], for each of K children; read one after the other, as far as children are tried. Any
-                distribution will do for a sequence without such a child
-    drawn:      int64 [A, K], the children's tokens; -1 for no child
-    coins:      fp64 [A, K]
-
-    Returns the index of the accepted child or -1, [A]; and for the A' sequences without an accepted child the weights
-    [A', V] that their recovered tokens are drawn by.
-    """
-    sequence, waiting = np.arange(len(drawn)), drawn >= 0
-    choice, total = sequence * 0 - 1, sequence * 0 + 1.0  # total is F
-    target = taken = residual = None  # P, S and max(P - S, 0), once a child has been rejected
-    for place, log_draft in enumerate(log_laws):
-        child, here = np.maximum(drawn[:, place], 0), waiting[:, place]
-        log_q = log_draft[sequence, child].astype(np.float64)
-        here = here & (log_q > -np.inf)
-        if residual is None:  # S = 0 and F = 1
-            ratio = np.exp2(log_target[sequence, child] - log_q)
-        else:
-            ratio = residual[sequence, child] / total * np.exp2(-log_q)
-        accepted = here & (coins[:, place] < ratio)
-        rejected = here & ~accepted
-        choice[accepted] = place
-        waiting[accepted] = False
-        if rejected.any():
-            more = np.exp2(log_draft) * np.where(rejected, total, 0)[:, None].astype(log_draft.dtype)
-            taken = more if taken is None else taken + more
-            target = np.exp2(log_target) if target is None else target
-            residual = np.maximum(target - taken, 0)
-            total = residual.sum(-1).astype(np.float64)
-        if not waiting[:, place + 1 :].any():
-            break
-
-    stopped = choice < 0
-    if residual is None:
-        return choice, np.exp2(log_target[stopped])
-    weights = np.where(total[:, None] > 0, residual, np.exp2(log_target))  # a total of 0 comes of rounding
-    return choice, weights[stopped]
 
 
 @triton.jit
@@ -244,51 +201,25 @@ def _laws_kernel(
     tl.store(facts_ptr + 7, 0.0)
 
 
-class DecidedByLaws(NamedTuple):
-    """What was decided, as `launch_walk` takes it: with `taken` for the draft's logits, under LOGARITHMS as filters.
+def decide_by_laws(given: VerifyInputs) -> tuple[Decided, Tensor]:
+    """Decide for every node of [B, N] at once which child it accepts; and log2 S, fp32 [B, N, V], for `launch_walk`: it
+    stands for the draft's logits, under LOGARITHMS as filters, and is undefined where no child was rejected.
 
-    taken: fp32 [B, N, V], log2 S; undefined where no child was rejected
+    They are `laid_out`. draft_logits are `Laws`, there is more than one node, and draft_filters.temperature > 0.
     """
-
-    decided: Decided
-    taken: Tensor
-
-
-def decide_by_laws(
-    nodes: Nodes, target: Tensor, laws: Laws, *, target_filters: Filters, draft_filters: Filters, noise: Noise
-) -> DecidedByLaws:
-    """Decide for every node of [B, N] at once which child it accepts.
-
-    Nodes, noise.rows and target as in `decide`; laws.logits [B, M, V] contiguous in V, laws.rows [B, N] in N. There is
-    more than one node, and draft_filters.temperature > 0.
-    """
-    tokens, parents, ranks = nodes
+    tokens, laws = given.nodes.tokens, given.draft_logits
+    assert isinstance(laws, Laws)
     batch, count = tokens.shape
-    device, vocab_size = tokens.device, target.shape[-1]
-    draft = laws.logits
+    device = tokens.device
     choice, marks = torch.empty(batch * count * (1 + FACTS.value), dtype=torch.int32, device=device).split(
         [batch * count, batch * count * FACTS.value]
     )
     facts = torch.empty(batch * count * FACTS.value, device=device)
-    taken = torch.empty(batch, count, vocab_size, device=device)
-    cuts, draft_cuts = filter_cuts(target, target_filters), filter_cuts(draft, draft_filters)
+    taken = torch.empty(given.target_logits.shape, device=device)
     with torch.cuda.device_of(tokens):
-        _laws_kernel[(batch * count,)](
-            tokens_ptr=tokens, parents_ptr=parents, ranks_ptr=ranks, rows_ptr=noise.rows, laws_ptr=laws.rows,
-            target_ptr=target, draft_ptr=draft,
-            cut_ptr=None if cuts is None else cuts.cut, end_ptr=None if cuts is None else cuts.end,
-            draft_cut_ptr=None if draft_cuts is None else draft_cuts.cut,
-            draft_end_ptr=None if draft_cuts is None else draft_cuts.end,
+        launch(
+            _laws_kernel, batch * count, tree_arguments(given) | cut_arguments(given),
+            laws_ptr=laws.rows, laws_stride=laws.rows.stride(0), M=laws.logits.shape[1],
             choice_ptr=choice, facts_ptr=facts, marks_ptr=marks, taken_ptr=taken,
-            N=count, M=draft.shape[1], V=vocab_size,
-            parents_stride=parents.stride(0), ranks_stride=0 if ranks is None else ranks.stride(0),
-            laws_stride=laws.rows.stride(0),
-            target_batch_stride=target.stride(0), target_stride=target.stride(1),
-            draft_batch_stride=draft.stride(0), draft_stride=draft.stride(1), **seed_arguments(noise.seed),
-            temperature=raised(target_filters.temperature), draft_temperature=raised(draft_filters.temperature),
-            HAS_RANKS=ranks is not None, HAS_ROWS=noise.rows is not None,
-            FILTERED=cuts is not None, DRAFT_FILTERED=draft_cuts is not None,
-            BLOCK=max(16, triton.next_power_of_2(count)),
-            num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
         )  # fmt: skip
-    return DecidedByLaws(Decided(choice, left_out=None, facts=facts, marks=marks), taken)
+    return Decided(choice, left_out=None, facts=facts, marks=marks), taken

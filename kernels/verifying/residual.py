@@ -16,13 +16,15 @@ Where the children so far have used up the draft's support, the next child was d
 chain restarts with P and Q restricted to those tokens. A child drawn at draft temperature 0 is the same case, with the
 child's own token as the only one left. A child that the draft could not have drawn is skipped like an absent one.
 
-On a GPU the last of a node's programs tries its children (see `decision`). The first child takes two loads, since
-F(0) = 1; each later child takes a pass over both rows, which is shared by programs that are free (see `sharing`).
+`Chain` is the reference, for all rules that offer children one after the other. On a GPU the last of a node's programs
+tries its children (see `decision`). The first child takes two loads, since F(0) = 1; each later child takes a pass over
+both rows, which is shared by programs that are free (see `sharing`).
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+
+import math
 
 import numpy as np
 import triton
@@ -30,107 +32,94 @@ import triton.language as tl
 
 from heavypath.kernels.filtering import LOWEST
 from heavypath.kernels.verifying.distributions import NONE, shared_sum
-from heavypath.kernels.verifying.held import held_child, held_child_at_node, hold, hold_at_node
+from heavypath.kernels.verifying.held import held_child_at_node, hold_at_node
+
+_LITTLE = 2.0**-60  # of a row's largest weight: what is left of the row is computed anew before fp32 loses digits of it
+_LEAST = -126  # log2 of the least weight that is not taken for 0, as in kernels
 
 
-@np.errstate(all="ignore")
-def residual_chain(
-    log_target: np.ndarray,
-    log_draft: np.ndarray | None,
-    drawn: np.ndarray,
-    coins: np.ndarray,
-    replacement: bool,
-    held: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Try the children of one node in each of A sequences, in draw order, by the closed form above.
+class Chain:
+    """What is still to be emitted at one node, while its children are offered one after the other.
 
-    log_target, log_draft: log2 P and log2 Q, [A, V]; without log_draft, Q is a point mass on each child in turn
-    drawn:                 int64 [A, K], the children's tokens; -1 for no child
-    coins:                 fp64 [A, K]
-    replacement:           whether the children are independent draws
-    held:                  whether elder children are held while later ones are tried, see `held`
+    In the words of `traversal`, of which recursive rejection is the case of weight 1, where 1 / c is F:
 
-    Returns the index of the accepted child or -1, [A]; and for the A' sequences without an accepted child the weights
-    [A', V] that their recovered tokens are drawn by.
+    left:    c max(P - l Q, 0) up to a factor, [V]
+    ending:  n, its sum
+    leaving: the chance to leave the subtree, 1 - n but for what is held
+    held:    the weights W of held siblings so far, see `held`
     """
-    sequence, waiting = np.arange(len(drawn)), drawn >= 0
-    choice = sequence * 0 - 1
-    target = residual = None  # P and max(P - l Q, 0), once a child has been rejected
-    total, log_lambda, log_mass = sequence * 0 + 1.0, sequence - np.inf, 0.0  # 1 / c, log l, log R
-    held = held and log_draft is not None  # of point masses it is the same, and of a single child
-    holding, mass_left = np.zeros(drawn.shape if held else 0), sequence * 0 + 1.0  # W, and c F(l), the mass besides
-    draft = np.full_like(log_target, -np.inf) if log_draft is None else log_draft
-    distinct = log_draft is None or not replacement
-    undrawn = np.ones(draft.shape, dtype=bool) if distinct else None  # false at the tokens of rejected children
-    for place in range(drawn.shape[1]):
-        child, here = np.maximum(drawn[:, place], 0), waiting[:, place]
-        if undrawn is not None and (place or log_draft is None):
-            log_mass = _log_sums(np.where(undrawn, draft, -np.inf))
-            restart = here & (log_mass == -np.inf)
-            if restart.any():
-                again, left = restart[:, None], undrawn
-                if log_draft is None:
-                    left = np.arange(draft.shape[1]) == child[:, None]
-                target = np.exp2(log_target) if target is None else target
-                target = np.where(again & ~undrawn, 0, target)
-                target /= np.maximum(target.sum(-1, keepdims=True), np.finfo(target.dtype).tiny)
-                residual = target if residual is None else np.where(again, target, residual)
-                uniform = -np.log2(left.sum(-1, keepdims=True, dtype=draft.dtype))
-                draft = np.where(again, np.where(left, uniform, -np.inf), draft)
-                total = np.where(restart, target.sum(-1) / mass_left, total)
-                log_lambda, log_mass = np.where(restart, -np.inf, log_lambda), np.where(restart, 0, log_mass)
-            here = here & undrawn[sequence, child]
 
-        log_q = draft[sequence, child].astype(np.float64)
-        here = here & (log_q > -np.inf)
-        if residual is None:  # l = 0 and F = 1
-            ratio = np.exp2(log_target[sequence, child] - log_q)
-        else:
-            ratio = residual[sequence, child] / total * np.exp2(log_mass - log_q)
-        if held:
-            here = here & (total > 0)
-            alone = (drawn >= 0).sum(1) == 1  # which needs no pass where it is accepted
-            accepted = here & np.where(alone, coins[:, 0] < ratio, ratio >= 1)
-        else:
-            accepted = here & (coins[:, place] < ratio)
-        rejected = here & ~accepted
-        choice[accepted] = place
-        waiting[accepted] = False
-        if held:
-            holding[accepted] = np.arange(drawn.shape[1]) == place
-        if not waiting.any():
-            break
-        if not rejected.any():
-            continue
-        log_lambda = np.where(rejected, np.logaddexp2(log_lambda, np.log2(total) - log_mass), log_lambda)
-        if undrawn is not None:
-            undrawn[sequence[rejected], child[rejected]] = False
-        target = np.exp2(log_target) if target is None else target
-        residual = np.exp2(draft + log_lambda[:, None].astype(draft.dtype))
-        residual = np.maximum(np.subtract(target, residual, out=residual), 0, out=residual)
-        mass = residual.sum(-1).astype(np.float64)
-        if held:
-            scale = hold(holding, place, rejected, ratio, mass / total)
-            mass_left = np.where(rejected, scale * mass / total, mass_left)
-            waiting[mass_left <= 0] = False
-            mass = np.where(rejected, np.where(mass_left > 0, total / scale, 0), total)
-        total = mass
+    def __init__(self, log_target: np.ndarray, log_draft: np.ndarray | None, weight: float, independent: bool):
+        """log_target, log_draft: log2 P and log2 Q up to constants, [V]; without log_draft, Q is a point mass on each
+        child in turn. weight: of the node. independent: whether the children are independent draws."""
+        self.left = np.exp2(log_target)
+        self.factor = weight / float(self.left.sum())  # c, for the weights in `left`
+        self.ending, self.leaving = weight, 1 - weight
+        self.held: list[float] = []
+        self.undrawn = None if independent and log_draft is not None else np.ones(len(log_target), dtype=bool)
+        self.log_draft = log_draft
+        if log_draft is not None:
+            self.draw_from(log_draft)
 
-    if held:
-        choice = held_child(holding, coins[:, 0])
-    stopped = choice < 0
-    if not stopped.any():
-        return choice, log_target[:0]
-    weights = np.exp2(log_target) if residual is None else residual
-    if (total <= 0).any():  # by rounding, or for a child that neither model could draw
-        weights = np.where(total[:, None] > 0, weights, np.exp2(log_target))
-    return choice, weights if stopped.all() else weights[stopped]
+    def draw_from(self, log_draft: np.ndarray) -> None:
+        """Say what the next children are drawn from."""
+        self.log_draft, self.largest = log_draft, float(np.float32(log_draft.max()))
+        self.draft = np.exp2(log_draft - np.float32(self.largest))  # Q up to a factor, of which `largest` is log2
+        self.mass = float(self.draft.sum())  # R
 
+    def offer(self, token: int) -> float | None:
+        """The probability to take the next child; None if the draft could not have drawn it."""
+        if self.undrawn is not None and not self.undrawn[token]:
+            return None
+        log_ratio = math.log2(self.factor)
+        if self.log_draft is not None:
+            if self.undrawn is not None and self.mass < _LITTLE:
+                logs = np.where(self.undrawn, self.log_draft, -np.inf)
+                self.draw_from(logs if logs.max() > -np.inf else np.where(self.undrawn, np.float32(0), -np.inf))
+            log_q = float(self.log_draft[token])
+            if log_q == -math.inf:
+                return None
+            log_ratio += math.log2(self.mass) - (log_q - self.largest)
+        if self.left[token] == 0:
+            return 0.0
+        log_ratio += math.log2(self.left[token])
+        return 0.0 if log_ratio < _LEAST else 2.0 ** min(0.0, log_ratio)
 
-def _log_sums(logs: np.ndarray) -> np.ndarray:
-    """log2 of the sum of 2^logs in each row of [A, V], fp64 [A]; -inf for a row of -inf."""
-    largest = np.maximum(logs.max(-1, keepdims=True), np.finfo(logs.dtype).min)
-    return largest[:, 0] + np.log2(np.exp2(logs - largest).sum(-1)).astype(np.float64)
+    def pass_over(self, token: int, share: float = 1.0) -> None:
+        """Leave the child that was offered last; share: 1, or what is not taken of it if it is held."""
+        if self.log_draft is not None:
+            covered = np.float32(min(1 / (self.factor * self.mass), 2.0**120))
+            np.maximum(self.left - covered * self.draft, 0, out=self.left)
+        self.left[token] = 0
+        if self.undrawn is not None:
+            self.undrawn[token] = False
+            if self.log_draft is not None:
+                self.draft[token] = 0
+                self.mass = float(self.draft.sum())
+        emitted = self.factor * float(self.left.sum())  # S
+        total = self.leaving + sum(self.held) + emitted
+        if total > 0:  # else rounding has left nothing where something must be emitted: the node ends it
+            self.ending = emitted / total * share  # exactly 1 where nothing is leaving or held
+            share /= total
+            self.factor *= share
+            self.leaving *= share
+            self.held = [weight * share for weight in self.held]
+
+    def hold(self, children: list[int], tokens: list[int]) -> list[tuple[int, float]]:
+        """Offer all children, whose tokens are at these places of `tokens`; those that the draft could have drawn, each
+        with its weight W."""
+        offered = []
+        for child in children:
+            taken = self.offer(tokens[child])
+            if taken is None:
+                continue
+            offered.append(child)
+            if taken == 1:  # nothing is left for the others
+                self.ending, self.leaving, self.held = 0.0, 0.0, [*(0.0 for _ in self.held), 1.0]
+                break
+            self.pass_over(tokens[child], 1 - taken)
+            self.held.append(taken)
+        return [*zip(offered, self.held, strict=True)]
 
 
 @triton.jit
@@ -182,7 +171,7 @@ def try_chain(
     FILTERED: tl.constexpr, DRAFT_FILTERED: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
-    """`residual_chain` at one node, in a kernel.
+    """Recursive rejection at one node, in a kernel.
 
     job is as in `distributions`. Returns the accepted child (`choice` where there is none), log2 l, log2 of the sum of
     P over the tokens left, `uniform` as there, and which children were rejected before the last restart. The last is

@@ -14,7 +14,7 @@ EITHER_DRAW = (
 
 
 class Rule(NamedTuple):
-    """`method` and `replacement` of `verify_tree`."""
+    """`method` and `replacement` of `verify_tree`; or "typical" as the method, for typical acceptance."""
 
     method: str
     replacement: bool = False

@@ -6,7 +6,6 @@ begin. A child takes a pass over both rows, which is shared by programs that are
 one, unless nothing leaves the subtree or is held: then the node ends what is left whatever it is, as at the root.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 

@@ -16,26 +16,20 @@ A walk that stops at the accepted node would need fewer passes, but one after th
 sum of the most passes of each level. `python bench/predict.py verification` has the figures.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from heavypath.kernels.filter_cuts import filter_cuts
-from heavypath.kernels.filtering import Filters, raised
-from heavypath.kernels.nodes import Nodes, Verified
-from heavypath.kernels.noise import Noise, seed_arguments
+from heavypath.kernels.nodes import Verified, VerifyInputs
 from heavypath.kernels.sharing import OVER, call_leader, counters, find_open, helpers, leave, take_chunk
 from heavypath.kernels.tickets import is_last
 from heavypath.kernels.verifying.decision import Decided, help_at
 from heavypath.kernels.verifying.distributions import (
     CHUNK,
     FACTS,
-    LANES,
     NONE,
     PIECE,
     log_prob,
@@ -45,8 +39,15 @@ from heavypath.kernels.verifying.distributions import (
     stored_sides,
     unread,
 )
-from heavypath.kernels.verifying.drafted_tree import coins_of, equal_contexts, nodes_of, ranks_of
-from heavypath.kernels.verifying.rule import Rule
+from heavypath.kernels.verifying.drafted_tree import (
+    coins_of,
+    cut_arguments,
+    equal_contexts,
+    launch,
+    nodes_of,
+    ranks_of,
+    tree_arguments,
+)
 from heavypath.kernels.verifying.traversal_chain import BEGUN, CHAIN, STATES, TRAITS, weigh_children
 from heavypath.kernels.verifying.walk import launch_walk
 
@@ -344,78 +345,35 @@ def _choose_kernel(
             here = tl.sum(tl.where(index == node, context, 0))
 
 
-def launch_traversal(
-    nodes: Nodes,
-    target: Tensor,
-    draft: Tensor,
-    *,
-    rule: Rule,
-    max_depth: int,
-    target_filters: Filters,
-    draft_filters: Filters,
-    noise: Noise,
-) -> Verified:
-    """`traverse` in four launches, and one for the filters of each side that has any.
+def launch_traversal(given: VerifyInputs) -> Verified:
+    """`traversal` in four launches, and one for the filters of each side that has any.
 
-    Tokens and noise.rows are contiguous LongTensors [B, N]; parents and ranks are contiguous in N.
-    target, draft: logits [B, N, V], contiguous in V, N > 1
+    They are `laid_out`, and N > 1.
     """
-    tokens, parents, ranks = nodes
+    tokens, rule = given.nodes.tokens, given.rule
     batch, count = tokens.shape
-    device, vocab_size, places = tokens.device, target.shape[-1], batch * count
-    point_masses = draft_filters.temperature == 0
+    device, vocab_size, places = tokens.device, given.target_logits.shape[-1], batch * count
+    point_masses = given.draft_filters.temperature == 0
     chunks, pieces = triton.cdiv(vocab_size, CHUNK.value), triton.cdiv(vocab_size, PIECE.value)
     leaves_out = point_masses or not rule.independent
     sizes = [places, places, places * FACTS.value, places * TRAITS.value]
     choice, left_out, marks, traits = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     sizes = [places * size for size in (FACTS.value, STATES.value, 4 * chunks, pieces)]
     facts, states, parts, sums = torch.empty(sum(sizes), device=device).split(sizes)
-    cuts = filter_cuts(target, target_filters)
-    draft_cuts = None if point_masses else filter_cuts(draft, draft_filters)
-    block = max(16, triton.next_power_of_2(count))
     helping = helpers(device)
     # Not those of `tickets`, which all threads share on a stream: these are not zero between the first two launches.
     counting = torch.zeros(places + counters(places), dtype=torch.int32, device=device)
-    shared = {
-        "tokens_ptr": tokens, "parents_ptr": parents, "target_ptr": target, "draft_ptr": draft, "choice_ptr": choice,
-        "left_out_ptr": left_out, "facts_ptr": facts, "marks_ptr": marks, "states_ptr": states, "traits_ptr": traits,
-        "N": count, "V": vocab_size, "parents_stride": parents.stride(0),
-        "target_batch_stride": target.stride(0), "target_stride": target.stride(1),
-        "draft_batch_stride": draft.stride(0), "draft_stride": draft.stride(1),
-        "temperature": raised(target_filters.temperature), "draft_temperature": raised(draft_filters.temperature),
-        "POINT_MASSES": point_masses, "FILTERED": cuts is not None, "DRAFT_FILTERED": draft_cuts is not None,
-        "BLOCK": block, "num_warps": LANES.value // 32, "enable_fp_fusion": True, "maxnreg": 255,
+    shared = tree_arguments(given) | cut_arguments(given, both=not point_masses)
+    shared |= {
+        "choice_ptr": choice, "left_out_ptr": left_out, "facts_ptr": facts, "marks_ptr": marks, "states_ptr": states,
+        "traits_ptr": traits, "parts_ptr": parts, "sums_ptr": sums, "tickets_ptr": counting,
+        "max_depth": given.max_depth, "POINT_MASSES": point_masses,
     }  # fmt: skip
-    ranked = {
-        "ranks_ptr": ranks,
-        "ranks_stride": 0 if ranks is None else ranks.stride(0),
-        "HAS_RANKS": ranks is not None,
-    }
     with torch.cuda.device_of(tokens):
-        _normalize_kernel[(places * chunks,)](
-            cut_ptr=None if cuts is None else cuts.cut, end_ptr=None if cuts is None else cuts.end,
-            draft_cut_ptr=None if draft_cuts is None else draft_cuts.cut,
-            draft_end_ptr=None if draft_cuts is None else draft_cuts.end,
-            parts_ptr=parts, tickets_ptr=counting, max_depth=max_depth,
-            LEAVES_OUT=leaves_out, CHUNKS=chunks, **shared,
+        launch(_normalize_kernel, places * chunks, shared, LEAVES_OUT=leaves_out, CHUNKS=chunks)
+        launch(
+            _chains_kernel, helping, shared, sequences=batch, REPLACEMENT=rule.independent,
+            HELD=rule.method == "held_traversal", PIECES=pieces, HELPERS=helping,
         )  # fmt: skip
-        _chains_kernel[(helping,)](
-            sums_ptr=sums, tickets_ptr=counting, sequences=batch,
-            REPLACEMENT=rule.independent, HELD=rule.method == "held_traversal",
-            PIECES=pieces, HELPERS=helping, **shared, **ranked,
-        )  # fmt: skip
-        _choose_kernel[(batch,)](
-            parents_ptr=parents, rows_ptr=noise.rows, states_ptr=states, traits_ptr=traits, choice_ptr=choice,
-            N=count, parents_stride=parents.stride(0), max_depth=max_depth, **seed_arguments(noise.seed),
-            MERGES=not leaves_out, HAS_ROWS=noise.rows is not None, BLOCK=block, num_warps=4, **ranked,
-        )  # fmt: skip
-    return launch_walk(
-        nodes,
-        target,
-        draft,
-        Decided(choice, left_out if leaves_out else None, facts, marks),
-        max_depth=max_depth,
-        target_filters=target_filters,
-        draft_filters=draft_filters,
-        noise=noise,
-    )
+        launch(_choose_kernel, batch, shared, MERGES=not leaves_out, num_warps=4, maxnreg=None)
+    return launch_walk(given, Decided(choice, left_out if leaves_out else None, facts, marks))

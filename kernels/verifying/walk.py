@@ -10,7 +10,6 @@ and finds the best token of its chunk; the last of them to finish stores the bes
 token's key is computed exactly only where an upper bound of it is above the best key so far.
 """
 
-# A type checker does not understand Triton kernels.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
@@ -19,11 +18,9 @@ import math
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from heavypath.kernels.filtering import Filters, raised
-from heavypath.kernels.nodes import Nodes, Verified
-from heavypath.kernels.noise import Noise, Stream, gumbel_of, log2_below, octet_bits, seed_arguments, seed_words
+from heavypath.kernels.nodes import Verified, VerifyInputs
+from heavypath.kernels.noise import Stream, gumbel_of, log2_below, octet_bits, seed_words
 from heavypath.kernels.sampling_kernel import NEVER, pack, unpack
 from heavypath.kernels.tickets import is_last, tickets
 from heavypath.kernels.verifying.decision import Decided
@@ -39,7 +36,7 @@ from heavypath.kernels.verifying.distributions import (
     stored_sides,
     without,
 )
-from heavypath.kernels.verifying.drafted_tree import nodes_of, ranks_of, store_path
+from heavypath.kernels.verifying.drafted_tree import launch, nodes_of, ranks_of, store_path, tree_arguments
 
 _TARGET = tl.constexpr(int(Stream.TARGET))
 _LOG_2 = tl.constexpr(math.log(2))
@@ -204,49 +201,27 @@ def _walk_kernel(
             tl.store(next_token_ptr + batch, tl.where((best == NEVER) | (decision == -2), -1, next_token))
 
 
-def launch_walk(
-    nodes: Nodes,
-    target: Tensor,
-    draft: Tensor,
-    decided: Decided,
-    *,
-    max_depth: int,
-    target_filters: Filters,
-    draft_filters: Filters,
-    noise: Noise,
-) -> Verified:
+def launch_walk(given: VerifyInputs, decided: Decided) -> Verified:
     """Walk down the trees of nodes [B, N], by choices, or by tokens if `decided` has no facts.
 
-    Nodes, logits and noise are laid out as in `decide`; draft may be any logits where no node has children.
+    They are `laid_out`; draft_logits may be any where no node has children.
     """
-    tokens, parents, ranks = nodes
-    batch, count = tokens.shape
-    device, vocab_size = tokens.device, target.shape[-1]
+    tokens, max_depth = given.nodes.tokens, given.max_depth
+    device, vocab_size, batch = tokens.device, given.target_logits.shape[-1], len(tokens)
     chain = decided.facts is not None
     chunks = triton.cdiv(vocab_size, CHUNK.value) if chain else 1
     best = torch.empty(batch, chunks, dtype=torch.long, device=device) if chain else None
-    verified = Verified(
-        path=torch.empty(batch, max_depth + 1, dtype=torch.long, device=device),
-        length=torch.empty(batch, dtype=torch.long, device=device),
-        next_token=torch.empty(batch, dtype=torch.long, device=device),
-    )
+    path = torch.empty(batch, max_depth + 1, dtype=torch.long, device=device)
+    length, next_token = torch.empty(batch, dtype=torch.long, device=device), torch.empty_like(tokens[:, 0])
+    without_rows = {} if chain else {"target_ptr": None, "draft_ptr": None}
     with torch.cuda.device_of(tokens):
-        _walk_kernel[(batch * chunks,)](
-            tokens_ptr=tokens, parents_ptr=parents, ranks_ptr=ranks, rows_ptr=noise.rows, decision_ptr=decided.choice,
-            target_ptr=target if chain else None, draft_ptr=draft if chain else None,
+        launch(
+            _walk_kernel, batch * chunks, tree_arguments(given) | without_rows, decision_ptr=decided.choice,
             left_out_ptr=decided.left_out, facts_ptr=decided.facts, marks_ptr=decided.marks,
             best_ptr=best, tickets_ptr=tickets(batch, device) if chain else None,
-            path_ptr=verified.path, length_ptr=verified.length, next_token_ptr=verified.next_token,
-            N=count, V=vocab_size,
-            parents_stride=parents.stride(0), ranks_stride=0 if ranks is None else ranks.stride(0),
-            target_batch_stride=target.stride(0), target_stride=target.stride(1),
-            draft_batch_stride=draft.stride(0), draft_stride=draft.stride(1),
-            max_depth=max_depth, **seed_arguments(noise.seed),
-            temperature=raised(target_filters.temperature), draft_temperature=raised(draft_filters.temperature),
-            CHAIN=chain, LEAVES_OUT=decided.left_out is not None, HAS_RANKS=ranks is not None,
-            HAS_ROWS=noise.rows is not None, FILTERED=target_filters.drop(vocab_size),
-            DRAFT_FILTERED=draft_filters.drop(vocab_size),
-            CHUNKS=chunks, BLOCK=max(16, triton.next_power_of_2(count)), PATH=triton.next_power_of_2(max_depth + 1),
-            INTERPRETED=not tokens.is_cuda, num_warps=LANES.value // 32, enable_fp_fusion=True, maxnreg=255,
+            path_ptr=path, length_ptr=length, next_token_ptr=next_token, max_depth=max_depth,
+            CHAIN=chain, LEAVES_OUT=decided.left_out is not None, FILTERED=given.target_filters.drop(vocab_size),
+            DRAFT_FILTERED=given.draft_filters.drop(vocab_size), CHUNKS=chunks,
+            PATH=triton.next_power_of_2(max_depth + 1), INTERPRETED=not tokens.is_cuda,
         )  # fmt: skip
-    return verified
+    return Verified(path, length, next_token)

@@ -1,10 +1,9 @@
 """Why each node of a verified tree is on the accepted path, or is not.
 
 `verify_tree` says which path it accepted. This module walks down that path again for one sequence, in fp64 and by the
-formulas at the top of `residual`, `held`, `laws`, `traversal` and `k_seq` of `heavypath.kernels.verifying`, so that it
-can tell the coin of every node that was tried, and the threshold that the coin had to be below. What was accepted is
-always taken from `verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its
-threshold.
+references in `residual`, `traversal` and `k_seq` of `heavypath.kernels.verifying`, so that it can tell the coin of
+every node that was tried, and the threshold that the coin had to be below. What was accepted is always taken from
+`verify_tree`: its fp32 and this fp64 could disagree about a coin that is within rounding of its threshold.
 
 Traversal goes through all nodes before the accepted one in post-order, so it is walked again in that order. Nodes above
 the accepted one had no coin: something below them was accepted before their turn.
@@ -22,10 +21,13 @@ import numpy as np
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
+from heavypath.kernels.nodes import PlainTree
 from heavypath.kernels.noise import coins
 from heavypath.kernels.typical.acceptance import Typical
+from heavypath.kernels.verifying.k_seq import k_seq
+from heavypath.kernels.verifying.residual import Chain
 from heavypath.kernels.verifying.rule import WHOLE_TREE, Rule
-from heavypath.kernels.verifying.traversal import PlainTree, in_post_order
+from heavypath.kernels.verifying.traversal import in_post_order
 from heavypath.speculative.decoding.rules import OWN
 
 # What may have become of a node:
@@ -141,18 +143,18 @@ def explain(tree: VerifiedTree, options: VerifyOptions, path: Tensor, next_token
             above = np.array([noise_row[parent[child]] for child in candidates])
             tossed = coins(options.seed, above, np.array([rank[child] for child in candidates]))
             q = log_draft[law[candidates[0]]] if options.draft_filters.temperature > 0 else None
-            held = False
-            if tree.laws is not None:
-                bounds = _laws(log_target[node], [log_draft[law[child]] for child in candidates], drawn)
-            elif options.method == "kseq":
+            held = options.method == "held" and q is not None
+            chain = _chain(log_target[node], q, Rule(options.method, options.replacement).independent)
+            if options.method == "kseq":
                 assert q is not None
-                bounds = _k_seq(log_target[node], q, drawn)
-            elif options.method == "held" and q is not None:
-                held = True
-                bounds = _shares(log_target[node], q, drawn, options.replacement)
+                bounds, _ = k_seq(log_target[node] / np.log(2), q / np.log(2), drawn)
+                bounds = [None if bound is None else min(1.0, float(bound)) for bound in bounds]
+            elif held:
+                bounds = _shares(chain, drawn)
                 tossed[:] = tossed[0]
             else:
-                bounds = _chain(log_target[node], q, drawn, options.method == "with_replacement")
+                several = None if tree.laws is None else [log_draft[law[child]] for child in candidates]
+                bounds = _rejected(chain, drawn, several)
             last = len(drawn) - 1
             if following is not None:  # the first of equal siblings whose coin was below its threshold
                 equals = [place for place, one in enumerate(drawn) if one == token[following]]
@@ -222,51 +224,24 @@ def _least_typical(log_target: np.ndarray, limits: Typical) -> float:
     return min(limits.epsilon, limits.delta * float(np.exp(-entropy)))
 
 
-def _chain(
-    log_target: np.ndarray, log_draft: np.ndarray | None, drawn: list[int], replacement: bool
-) -> list[float | None]:
+def _chain(log_target: np.ndarray, log_draft: np.ndarray | None, independent: bool) -> Chain:
+    """The chain of a node, of natural logarithms fp64 [V]."""
+    base_2 = np.log(2)
+    return Chain(log_target / base_2, None if log_draft is None else log_draft / base_2, 1.0, independent)
+
+
+def _rejected(chain: Chain, drawn: list[int], log_laws: list[np.ndarray] | None) -> list[float | None]:
     """The thresholds of children that are tried one after the other, as long as all are rejected; None if skipped.
 
-    log_target, log_draft: [V]; without log_draft each child is a point mass. The names are those of the formula in
-    `heavypath.kernels.verifying.residual`.
+    log_laws: what each of them was drawn from, where that is not the same
     """
     thresholds: list[float | None] = []
-    p = np.exp(log_target)
-    log_q = np.full_like(p, -np.inf) if log_draft is None else log_draft
-    left = np.ones(len(p), dtype=bool)  # tokens not yet drawn
-    log_lambda = -np.inf
-    for x in drawn:
-        log_r = 0.0 if replacement and log_draft is not None else _log_sum(log_q[left])
-        if log_r == -np.inf:  # x was drawn uniformly from the tokens left, or is a point mass
-            p = np.where(left, p, 0)
-            p = p / max(p.sum(), np.finfo(p.dtype).tiny)
-            here = left if log_draft is not None else np.arange(len(p)) == x
-            log_q = np.where(here, -np.log(here.sum()), -np.inf)
-            log_lambda, log_r = -np.inf, 0.0
-        if log_q[x] == -np.inf or not left[x]:
-            thresholds.append(None)
-            continue
-        residual = np.maximum(p - np.exp(log_lambda + log_q), 0)
-        total = residual.sum()
-        thresholds.append(min(1.0, residual[x] / total * np.exp(log_r - log_q[x])) if total > 0 else 0.0)
-        log_lambda = np.logaddexp(log_lambda, (np.log(total) if total > 0 else -np.inf) - log_r)
-        if not replacement or log_draft is None:
-            left[x] = False
-    return thresholds
-
-
-def _laws(log_target: np.ndarray, log_laws: list[np.ndarray], drawn: list[int]) -> list[float | None]:
-    """As `_chain` for children that were drawn from different distributions, by `kernels.verifying.laws`."""
-    thresholds: list[float | None] = []
-    p, taken, total = np.exp(log_target), np.zeros(len(log_target)), 1.0
-    for x, log_q in zip(drawn, log_laws, strict=True):
-        if log_q[x] == -np.inf:
-            thresholds.append(None)
-            continue
-        ratio = max(p[x] - taken[x], 0) / total * np.exp(-log_q[x]) if total > 0 else 0.0
-        thresholds.append(min(1.0, ratio))
-        taken = taken + total * np.exp(log_q)
-        total = np.maximum(p - taken, 0).sum()
+    for place, token in enumerate(drawn):
+        if log_laws is not None:
+            chain.draw_from(log_laws[place] / np.log(2))
+        thresholds.append(chain.offer(token))
+        if thresholds[-1] is not None:
+            chain.pass_over(token)
     return thresholds
 
 
@@ -322,58 +297,8 @@ def _traverse_again(
     return [first.get(texts[node], 0) for node in accepted], below
 
 
-def _shares(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int], replacement: bool) -> list[float | None]:
-    """Where the shares of held siblings end, in the range of their coin; None for a child that is skipped.
-
-    log_target, log_draft: [V]. The names are those of the formula in `heavypath.kernels.verifying.held`; p is what the
-    children leave of the target, c max(P - l Q, 0), and q the law of the child among the tokens that it could be.
-    """
-    weights: list[float] = []
-    skipped: list[bool] = []
-    p, log_q = np.exp(log_target), log_draft
-    left = np.ones(len(p), dtype=bool)  # tokens not yet drawn
-    for x in drawn:
-        among = np.where(left, log_q, -np.inf)
-        if among.max() == -np.inf:  # x was drawn uniformly from the tokens left
-            among = log_q = np.where(left, 0.0, -np.inf)
-        q = np.exp(among - _log_sum(among))
-        skipped.append(among[x] == -np.inf or 1.0 in weights)
-        if skipped[-1]:
-            weights.append(0.0)
-            continue
-        t = min(1.0, p[x] * np.exp(_log_sum(among) - among[x]))
-        p = np.maximum(p - q, 0)
-        rest = sum(weights) + p.sum()
-        s = (1 - t) / rest if rest > 0 else 0.0
-        p, weights = s * p, [*(s * weight for weight in weights), t]
-        left[x] = replacement
-    return [None if skip else float(end) for skip, end in zip(skipped, np.cumsum(weights), strict=True)]
-
-
-def _k_seq(log_target: np.ndarray, log_draft: np.ndarray, drawn: list[int]) -> list[float | None]:
-    """The thresholds P / (g Q) of independent children; None for one that the draft could not have drawn.
-
-    log_target, log_draft: [V].
-    """
-    p, q = np.exp(log_target), np.exp(log_draft)
-    fits = [log_draft[x] > -np.inf for x in drawn]
-
-    def enough(g: float) -> bool:
-        cover = np.minimum(p, g * q).sum()
-        return cover >= 1 - max(1 - cover / g, 0) ** sum(fits)
-
-    low, high = 1.0, max(1.0, sum(fits))  # by bisection, the least g that is enough
-    if enough(low):
-        high = low
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return [
-        min(1.0, float(np.exp(log_target[x] - log_draft[x])) / high) if fit else None
-        for x, fit in zip(drawn, fits, strict=True)
-    ]
-
-
-def _log_sum(logs: np.ndarray) -> float:
-    largest = logs.max(initial=-np.inf)
-    return largest if largest == -np.inf else largest + np.log(np.exp(logs - largest).sum())
+def _shares(chain: Chain, drawn: list[int]) -> list[float | None]:
+    """Where the shares of held siblings end, in the range of their coin; None for a child that is skipped."""
+    held = dict(chain.hold([*range(len(drawn))], drawn))
+    ends = np.cumsum([held.get(place, 0.0) for place in range(len(drawn))]).tolist()
+    return [end if place in held else None for place, end in enumerate(ends)]

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from bench_scripts import script
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from statistical import SIGNIFICANCE, chi_square_p_value
@@ -13,6 +14,7 @@ from heavypath.speculative.trees import bounds
 from heavypath.speculative.trees.planning import expected_tokens, greedy_tree
 from heavypath.speculative.trees.tree import TokenTree
 
+races = script("races")
 TARGET = torch.tensor([0.05, 0.5, 0.15, 0.3], dtype=torch.float64)
 DRAFT = torch.tensor([0.4, 0.25, 0.3, 0.05], dtype=torch.float64)
 RANDOMISED = settings(deadline=None, derandomize=True, database=None, max_examples=50)
@@ -42,13 +44,13 @@ def test_bounds_by_hand():
     for depth, nodes in ((1, 1), (2, 3), (3, 7), (10, 1023)):  # full binary trees of even odds meet theirs
         assert expected_tokens(TokenTree.k_ary(2, depth - 1), [0.5, 0.5]) == depth
         assert bounds.tree_bounds([0.5, 0.5], nodes).leaves == pytest.approx(depth)
-    assert bounds.tokens_per_doubling([0.5, 0.5]) == pytest.approx(1)
+    assert races.tokens_per_doubling([0.5, 0.5]) == pytest.approx(1)
     # X is always log 2, so c = log 2, and the renewal bound at n = 7 is (log(6 log 2 + 1) + log 2) / log 2.
     assert bounds.tree_bounds([0.5, 0.5], 7).renewal == pytest.approx(math.log2(6 * math.log(2) + 1) + 1)
     assert bounds.tree_bounds([0.5, 0.5], 1).renewal == pytest.approx(1)
     assert bounds.tree_bounds([0.9, 0.1], 1).renewal == math.inf  # n H < c
     assert bounds.tree_bounds([1.0], 9).least == 9  # a chain that is always accepted
-    assert bounds.tokens_per_doubling([1.0]) == math.inf
+    assert races.tokens_per_doubling([1.0]) == math.inf
     assert bounds.tree_bounds([0.3, 0.2], 10**9).least == pytest.approx(2)  # 1 + 0.5 + 0.25 + ...
     assert bounds.tree_bounds([0.0], 5).least == 1
 
@@ -82,7 +84,7 @@ def test_the_best_tree_grows_as_the_slope_says_and_stays_near_the_bound():
     acceptance, sizes = [0.6 * 0.4**child for child in range(40)], [2**power for power in range(5, 13)]
     best = [expected_tokens(greedy_tree(acceptance, size), acceptance) for size in sizes]
     slope = (best[-1] - best[0]) / (len(sizes) - 1)
-    assert slope == pytest.approx(bounds.tokens_per_doubling(acceptance), rel=0.02)
+    assert slope == pytest.approx(races.tokens_per_doubling(acceptance), rel=0.02)
     limits = [bounds.tree_bounds(acceptance, size) for size in sizes]
     gaps = [min(limit.leaves, limit.renewal) - tokens for limit, tokens in zip(limits, best, strict=True)]
     assert max(gaps) < 1
@@ -92,19 +94,19 @@ def test_the_best_tree_grows_as_the_slope_says_and_stays_near_the_bound():
 def test_races_and_their_bounds_by_hand():
     # Token 0 is first in both where E(0) is the smallest of three.
     target, draft = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.5, 0.0, 0.5])
-    assert float(bounds.overlap(target, draft)) == pytest.approx(1 / 2)
-    assert float(bounds.race_acceptance(target, draft)) == pytest.approx(1 / 3)
-    assert float(bounds.race_acceptance_bound(target, draft)) == pytest.approx(1 / 3)
+    assert float(races.overlap(target, draft)) == pytest.approx(1 / 2)
+    assert float(races.race_acceptance(target, draft)) == pytest.approx(1 / 3)
+    assert float(races.race_acceptance_bound(target, draft)) == pytest.approx(1 / 3)
     # Each of two lower bounds is the better one somewhere.
     far, near = torch.tensor([0.95, 0.05]), torch.tensor([0.05, 0.95])
-    assert float(bounds.race_acceptance(far, near)) == pytest.approx(0.1)
-    assert float(bounds.race_acceptance_bound(far, near)) == pytest.approx(0.095)  # ERSD's; 0.1 / 1.9 by the other
-    assert float(bounds.race_acceptance_bound(near, near)) == pytest.approx(1)  # Daliri et al.'s; 0.5 by the other
+    assert float(races.race_acceptance(far, near)) == pytest.approx(0.1)
+    assert float(races.race_acceptance_bound(far, near)) == pytest.approx(0.095)  # ERSD's; 0.1 / 1.9 by the other
+    assert float(races.race_acceptance_bound(near, near)) == pytest.approx(1)  # Daliri et al.'s; 0.5 by the other
     # What the draft never draws never arrives.
     target, draft = torch.tensor([0.25, 0.75]), torch.tensor([1.0, 0.0])
-    assert bounds.race_index_cdf(target, draft, 50)[[0, -1]].tolist() == pytest.approx([0.25, 0.25])
-    assert all(float(bits) == math.inf for bits in bounds.entropy_bounds(target, draft))
-    assert [float(bits) for bits in bounds.entropy_bounds(target, target)] == pytest.approx([0, 3, 1])
+    assert races.race_index_cdf(target, draft, 50)[[0, -1]].tolist() == pytest.approx([0.25, 0.25])
+    assert all(float(bits) == math.inf for bits in races.entropy_bounds(target, draft))
+    assert [float(bits) for bits in races.entropy_bounds(target, target)] == pytest.approx([0, 3, 1])
 
 
 @RANDOMISED
@@ -115,15 +117,15 @@ def test_a_race_is_the_double_sum_and_it_and_the_entropy_of_its_index_lie_betwee
     for p, q in zip(target.tolist(), draft.tolist(), strict=True):
         if p > 0 and q > 0:
             direct += 1 / sum(max(p2 / p, q2 / q) for p2, q2 in zip(target.tolist(), draft.tolist(), strict=True))
-    exact, overlap = float(bounds.race_acceptance(target, draft)), float(bounds.overlap(target, draft))
+    exact, overlap = float(races.race_acceptance(target, draft)), float(races.overlap(target, draft))
     assert exact == pytest.approx(direct, abs=1e-9)
-    assert float(bounds.race_acceptance_bound(target, draft)) <= exact + 1e-9
+    assert float(races.race_acceptance_bound(target, draft)) <= exact + 1e-9
     assert exact <= overlap + 1e-9
-    assert float(bounds.race_index_cdf(target, draft, 1)) == pytest.approx(exact, abs=1e-9)
+    assert float(races.race_index_cdf(target, draft, 1)) == pytest.approx(exact, abs=1e-9)
     assert len(target) != 2 or exact == pytest.approx(overlap, abs=1e-9)
     if min(*target, *draft) > 1e-5:
-        entropy = float(bounds.race_index_entropy(target, draft))
-        lower, upper, finer = (float(bits) for bits in bounds.entropy_bounds(target, draft))
+        entropy = float(races.race_index_entropy(target, draft))
+        lower, upper, finer = (float(bits) for bits in races.entropy_bounds(target, draft))
         assert lower - 1e-6 <= entropy <= finer + 1e-4
         assert finer <= upper + 1e-9
         assert lower == pytest.approx(float((target * (target / draft).log2()).sum()), abs=1e-9)
@@ -137,32 +139,32 @@ def test_arrivals_drawn_one_by_one_follow_the_law_of_the_index():
     marks = torch.multinomial(DRAFT, draws * arrivals, replacement=True, generator=generator).view(draws, arrivals)
     index = (times / (TARGET / DRAFT)[marks]).argmin(1)
     counts = index.clamp(max=30).bincount(minlength=31)
-    cdf = bounds.race_index_cdf(TARGET, DRAFT, 30)
+    cdf = races.race_index_cdf(TARGET, DRAFT, 30)
     law = torch.cat([cdf, torch.ones(1)]).diff(prepend=torch.zeros(1))
     assert chi_square_p_value(counts, law) > SIGNIFICANCE
     assert chi_square_p_value(marks.gather(1, index[:, None]).flatten().bincount(minlength=4), TARGET) > SIGNIFICANCE
 
 
 def test_the_entropy_of_the_index_term_by_term():
-    cdf = bounds.race_index_cdf(TARGET, DRAFT, 400)
+    cdf = races.race_index_cdf(TARGET, DRAFT, 400)
     law = cdf.diff(prepend=torch.zeros(1))
     assert float(cdf[-1]) == pytest.approx(1, abs=1e-12)
-    assert float(bounds.race_index_entropy(TARGET, DRAFT)) == pytest.approx(float(bounds.entropy_bits(law)), abs=1e-4)
+    assert float(races.race_index_entropy(TARGET, DRAFT)) == pytest.approx(float(races.entropy_bits(law)), abs=1e-4)
     far = [torch.tensor([0.5, 0.5]), torch.tensor([0.997, 0.003])]  # hundreds of arrivals, beyond the single terms
-    law = bounds.race_index_cdf(*far, 6000).diff(prepend=torch.zeros(1))
-    assert float(bounds.race_index_entropy(*far)) == pytest.approx(float(bounds.entropy_bits(law)), abs=1e-4)
+    law = races.race_index_cdf(*far, 6000).diff(prepend=torch.zeros(1))
+    assert float(races.race_index_entropy(*far)) == pytest.approx(float(races.entropy_bits(law)), abs=1e-4)
 
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: bounds.tree_bounds([0.5], 0), "size"),
     (lambda: bounds.tree_bounds([0.5, 0.6], 3), "sum to at most 1"),
     (lambda: bounds.tree_bounds([-0.1], 3), "acceptance"),
-    (lambda: bounds.tokens_per_doubling([[0.5], [0.4]]), r"\[child\]"),
-    (lambda: bounds.overlap(TARGET, DRAFT[:3]), "shapes"),
-    (lambda: bounds.race_acceptance(TARGET, DRAFT * 2), "draft_probs"),
-    (lambda: bounds.race_acceptance(TARGET - 0.1, DRAFT), "target_probs"),
-    (lambda: bounds.race_index_cdf(TARGET, DRAFT, 0), "children"),
-    (lambda: bounds.race_index_entropy(TARGET[None], DRAFT[None]), r"\[V\]"),
+    (lambda: races.tokens_per_doubling([[0.5], [0.4]]), r"\[child\]"),
+    (lambda: races.overlap(TARGET, DRAFT[:3]), "shapes"),
+    (lambda: races.race_acceptance(TARGET, DRAFT * 2), "draft_probs"),
+    (lambda: races.race_acceptance(TARGET - 0.1, DRAFT), "target_probs"),
+    (lambda: races.race_index_cdf(TARGET, DRAFT, 0), "children"),
+    (lambda: races.race_index_entropy(TARGET[None], DRAFT[None]), r"\[V\]"),
 ])  # fmt: skip
 def test_what_is_no_law_is_refused(call, message):
     with pytest.raises(ValueError, match=message):

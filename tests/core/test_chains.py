@@ -4,11 +4,13 @@ from itertools import product
 
 import pytest
 import torch
+from bench_scripts import script
 from profile_cases import constant_llama
 
 from heavypath.speculative import SpeculativeDecoder, TokenTree
-from heavypath.speculative.trees.chains import chain_tokens, length_laws, step_starts
 
+chains = script("chains")
+chain_tokens, length_laws, step_starts = chains.chain_tokens, chains.length_laws, chains.step_starts
 VERIFIERS = {"rejection": "rejection", "block": "traversal"}
 P, Q = torch.tensor([0.6, 0.3, 0.1]).double(), torch.tensor([0.2, 0.3, 0.5]).double()
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bench_scripts import script
 from planning_cases import random_rates
 from tiny_models import tiny_llama
 
@@ -10,7 +11,9 @@ from heavypath.speculative import METHODS, TokenTree, expected_tokens, greedy_tr
 from heavypath.speculative.calibration import Extent, Way, walk
 from heavypath.speculative.drafts.kinds import as_draft
 from heavypath.speculative.models.llama import LlamaForward
-from heavypath.speculative.trees.markov import falling, markov_acceptance, markov_table
+
+markov = script("markov")
+falling, markov_acceptance, markov_table = markov.falling, markov.markov_acceptance, markov.markov_table
 
 # Far more is accepted below a second child than below a first one.
 BETTER_BELOW_THE_SECOND = torch.tensor([[0.5, 0.4], [0.1, 0.0], [0.9, 0.05]])

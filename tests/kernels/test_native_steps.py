@@ -4,8 +4,10 @@ import logging
 import random
 from itertools import product
 
+import law_cases
 import pytest
 import torch
+import typical_cases
 from kernel_cases import needs_compiler, same
 from tiny_models import tiny_llama
 from verification_cases import Problem, random_filters, random_problem, random_tree
@@ -14,7 +16,7 @@ from heavypath.kernels.native.recording import Recording, dense, do, recorded, r
 from heavypath.kernels.native.steps import copy_rows
 from heavypath.kernels.noise import Stream, gumbels
 from heavypath.kernels.sampling import gumbel_topk
-from heavypath.kernels.verification import verify_tree
+from heavypath.kernels.verification import VERIFICATION_METHODS, verify_tree
 from heavypath.speculative import SpeculativeDecoder
 
 pytestmark = needs_compiler
@@ -44,7 +46,7 @@ def test_random_numbers_are_those_of_numpy_to_the_bit():
     torch.testing.assert_close(drawn.keys, keys - 16 * torch.tensor(2.0).log(), rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("method", ["greedy", "target_sample", "race", "traversal", "held_traversal"])
+@pytest.mark.parametrize("method", VERIFICATION_METHODS)
 def test_what_is_accepted_is_what_the_reference_accepts(method):
     for seed in range(60):
         problem, chosen = random_problem(method, seed), random.Random(seed)
@@ -52,6 +54,13 @@ def test_what_is_accepted_is_what_the_reference_accepts(method):
             filters = random_filters(chosen), random_filters(chosen)
             problem = Problem(random_tree(chosen, 9, 20), method, *filters, vocab_size=200, absent=0.1, seed=seed)
         problem.target, problem.draft = problem.target.float(), problem.draft.float()
+        assert all(map(torch.equal, problem.verified("native"), problem.verified("torch"))), seed
+
+
+@pytest.mark.parametrize("problem_of", [law_cases.Problem, typical_cases.random_problem], ids=["laws", "typical"])
+def test_children_of_several_laws_and_typical_acceptance_are_those_of_the_reference(problem_of):
+    for seed in range(100):
+        problem = problem_of(seed)
         assert all(map(torch.equal, problem.verified("native"), problem.verified("torch"))), seed
 
 

@@ -9,7 +9,7 @@ from kernel_cases import same
 from statistical import SIGNIFICANCE, chi_square_p_value
 
 from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.sampling import gumbel_topk, stable_topk, stochastic_beam
+from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 
 ROWS = 60_000
 
@@ -97,15 +97,14 @@ def test_what_is_drawn_lies_side_by_side_and_has_no_gradient(k):
         assert field.shape == (4, 5, k)
 
 
-def test_stable_topk_equals_a_stable_sort():
+def test_equal_logits_are_taken_by_their_index():
     values = torch.randint(-3, 4, (50, 90)).float() * 0.5
     values[:, 7] = -torch.inf
     order = values.sort(dim=-1, descending=True, stable=True)
-    for k in (1, 2, 17, 90):
-        best, index = stable_topk(values.numpy(), k)
-        defined = best > -torch.inf  # of those that are not, any
-        assert (index == order.indices[:, :k].numpy())[defined].all()
-        assert (best == order.values[:, :k].numpy()).all()
+    for k in (1, 2, 17, 89):
+        drawn = gumbel_topk(values, k, temperature=0.0, impl="torch")
+        assert torch.equal(drawn.tokens, order.indices[:, :k])
+        assert torch.equal(drawn.keys, order.values[:, :k])
 
 
 @pytest.mark.parametrize(("change", "message"), [

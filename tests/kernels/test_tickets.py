@@ -119,6 +119,8 @@ def test_launches_of_another_thread_may_come_between_those_of_a_traversal(stream
     launch, others = traversal_kernel._chains_kernel, []
 
     class Between:
+        arg_names = launch.arg_names
+
         def __getitem__(self, grid):
             monkeypatch.setattr(traversal_kernel, "_chains_kernel", launch)
             other = threading.Thread(target=lambda: others.append(traversed(2, "triton")))
@@ -134,6 +136,8 @@ def test_a_traversal_that_is_broken_off_leaves_counters_at_zero(stream, monkeypa
     """By Ctrl-C, for example, while a kernel is compiled."""
 
     class Stopped:
+        arg_names = traversal_kernel._chains_kernel.arg_names
+
         def __getitem__(self, grid):
             raise KeyboardInterrupt
 

@@ -32,7 +32,7 @@ def test_the_next_token_is_a_draw_from_p_at_the_end_of_the_path():
     logits, tokens = 0.7 * p.log().expand(count, 3, 3), torch.tensor([[0, 1, 2]]).expand(count, -1)
     parents = torch.tensor([-1, 0, 0])  # the child with 0.6 is accepted, and node 1 the end
     limits = {"epsilon": 0.5, "delta": 1.0, "temperature": 0.7}
-    out, other = (accept_typical(tokens, parents, logits, **limits, seed=seed, impl="torch") for seed in (3, 4))
+    out, other = (accept_typical(tokens, parents, logits, **limits, seed=seed) for seed in (3, 4))
     assert (out.path == torch.tensor([0, 1])).all()
     assert chi_square_p_value(out.next_token.bincount(minlength=3), p[1].double()) > SIGNIFICANCE
     assert not torch.equal(out.next_token, other.next_token)
@@ -101,10 +101,10 @@ def test_rows_without_a_distribution_are_refused_on_a_cpu_and_flagged_by_the_ker
     ({"top_p": 0.0}, "top_p must be"),
     ({"rows": torch.zeros(2, 3).long()}, r"rows must be a LongTensor \[2, 4\]"),
     ({"max_depth": -1}, "max_depth must be at least 0, got -1"),
-    ({"impl": "cuda"}, "accept_typical has impl 'auto', 'triton' or 'torch', got 'cuda'"),
+    ({"impl": "cuda"}, "accept_typical has impl 'auto', 'native', 'triton' or 'torch', got 'cuda'"),
     ({"tokens": torch.full((2, 4), 5)}, r"tokens must be in \[-1, 5\)"),
     ({"target_logits": torch.zeros(2, 3, 5)}, r"target_logits must be floating point \[2, 4, V\]"),
-    ({"target_logits": torch.zeros(2, 4, 5).double(), "impl": "triton"}, r"takes fp32, fp16 or bf16, got .*64"),
+    ({"target_logits": torch.zeros(2, 4, 5).double(), "impl": "triton"}, r"fp32, fp16 or bf16 target_logits, got .*64"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(changes, message):
     problem = Problem(TREES["chain"])

@@ -101,8 +101,7 @@ def test_a_child_that_its_draft_could_not_have_drawn_is_skipped(method, replacem
 
 @pytest.mark.parametrize("method", ["without_replacement", "with_replacement", "held", "kseq", "traversal"])
 def test_a_coin_of_zero_does_not_accept_an_impossible_child(method, monkeypatch):
-    for module in ("verification", "verifying.traversal"):
-        monkeypatch.setattr(f"heavypath.kernels.{module}.coins", lambda seed, row, rank: 0.0 * row)
+    monkeypatch.setattr("heavypath.kernels.verification.coins", lambda seed, row, rank: 0.0 * row)
     tokens, parents = torch.tensor([[0, 0]]), torch.tensor([-1, 0])
     target = torch.tensor([-torch.inf, 0.0]).expand(1, 2, 2)
     verified = verify_tree(tokens, parents, target, torch.zeros(1, 2, 2), method=method, impl="torch")
@@ -197,7 +196,6 @@ ELSEWHERE = torch.zeros(1, 3, dtype=torch.long, device="meta")
     ({"top_p": 0.0}, r"top_p must be .*\(0, 1\], got 0.0"),
     ({"draft_top_p": 1.5}, "draft_top_p must be .* got 1.5"),
     ({"impl": "cuda"}, "impl .* got 'cuda'"),
-    ({"impl": "native"}, "native"),
     ({"impl": "triton", "target_logits": torch.zeros(1, 3, 3).double()}, "takes fp32, fp16 or bf16 target_logits, got"),
     ({"tokens": torch.tensor([0, 1])}, r"tokens must be a LongTensor \[B, N\] with N >= 1, got torch.int64 \[2\]"),
     ({"tokens": torch.tensor([[0, 3, 1]])}, r"tokens must be in \[-1, 3\)"),

@@ -9,7 +9,6 @@ import ast
 import inspect
 from functools import lru_cache
 
-import numpy as np
 import pytest
 import torch
 from statistical import SIGNIFICANCE, chi_square_p_value, joint_counts
@@ -19,18 +18,19 @@ from toy_language import ToyLanguage, decode
 from heavypath.kernels import verification
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.noise import Stream
-from heavypath.kernels.verifying.residual import residual_chain
+from heavypath.kernels.verifying.residual import Chain
 from heavypath.speculative import SpeculativeDecoder, TokenTree
 from heavypath.speculative.decoding import drafting
 from heavypath.speculative.models.caches import KeyValueCache
 
 BINARY = TokenTree.k_ary(2, 2)
 verify_tree, gumbels, coins = verification.verify_tree, verification.gumbels, verification.coins
+accepted, pass_over = verification._accepted, Chain.pass_over
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def references(monkeypatch):
-    """Decoding on this CPU runs the references, where the bugs are, and no compiled code."""
+    """Decoding on this CPU runs the references, into which bugs are put, and no compiled code."""
     monkeypatch.setattr("heavypath.kernels.implementation.library", lambda: None)
 
 
@@ -46,20 +46,16 @@ def rewritten(function, change):
     return copy[function.__name__]
 
 
-def without_mass(node):
-    """R, which is 1 - D, is 1 wherever it is read."""
-    read = isinstance(node, ast.Name) and node.id == "log_mass" and isinstance(node.ctx, ast.Load)
-    return ast.Constant(0.0) if read else node
+def with_all_mass(chain, *given):
+    """R, which is 1 - D, stays 1."""
+    mass = chain.mass
+    pass_over(chain, *given)
+    chain.mass = mass
 
 
-def from_the_target(chain):
-    """A function that tries children, and lets recovered tokens be drawn by the target."""
-
-    def wrong(log_target, *more, **named):
-        choice, _ = chain(log_target, *more, **named)
-        return choice, np.exp2(log_target[choice < 0])
-
-    return wrong
+def from_the_target(*given):
+    """Lets recovered tokens be drawn by the target."""
+    return accepted(*given)[0], None
 
 
 def no_draft_filters(*given, **named):
@@ -76,12 +72,12 @@ def shared_draws(seed, stream, rows, vocab_size, draws):
 
 BUGS = {  # what is put where, as arguments of `decode` or by name into modules; and settings that show it
     "the first step's noise in every step": ({"stale": True}, {}),
-    "1 - D dropped": ({}, {"verification.residual_chain": rewritten(residual_chain, without_mass)}),
+    "1 - D dropped": ({}, {"verifying.residual.Chain.pass_over": with_all_mass}),
     "draft filters ignored": ({"verify_tree": no_draft_filters, "draft_filters": Filters(0.5)}, {}),
     "the draft's noise for the recovered token": (
-        {"tree": TokenTree.chain(1)}, {"verification.gumbels": noise_of(Stream.DRAFT)},
+        {"tree": TokenTree.chain(1), "sequences": 7_000}, {"verifying.distributions.gumbels": noise_of(Stream.DRAFT)},
     ),
-    "the recovered token from the target": ({}, {"verification.residual_chain": from_the_target(residual_chain)}),
+    "the recovered token from the target": ({}, {"verification._accepted": from_the_target}),
     "siblings out of draw order": (
         {"verify_tree": lambda *given, ranks, **named: verify_tree(*given, **named),
          "tree": TokenTree([-1, 0, 0, 2, 2], [0, 1, 0, 1, 0])}, {},
@@ -94,16 +90,18 @@ BUGS = {  # what is put where, as arguments of `decode` or by name into modules;
 
 
 @lru_cache
-def p_value(**options):
+def p_value(sequences, **options):
     language = ToyLanguage(3, seed=7, spread=1.4)
-    text = decode(language, sequences=12_000, length=2, **options)
+    text = decode(language, sequences=sequences, length=2, **options)
     return chi_square_p_value(joint_counts(text, 3), language.law(Filters(), 2))
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_bug_is_found(bug, monkeypatch):
+def test_a_bug_is_found(bug, monkeypatch, request):
     arguments, patches = BUGS[bug]
-    settings = {"tree": BINARY, "method": "without_replacement"} | arguments
+    settings = {"tree": BINARY, "method": "without_replacement", "sequences": 2_500 if patches else 12_000} | arguments
+    if patches:
+        request.getfixturevalue("references")
     code = {name: settings.pop(name) for name in ("stale", "verify_tree") if name in settings}
     assert p_value(**settings) > SIGNIFICANCE
     for name, value in patches.items():
@@ -111,7 +109,7 @@ def test_a_bug_is_found(bug, monkeypatch):
     assert p_value.__wrapped__(**settings, **code) < SIGNIFICANCE
 
 
-def test_a_race_with_noise_of_its_own_is_found(monkeypatch):
+def test_a_race_with_noise_of_its_own_is_found(monkeypatch, references):
     """It is still a sample of the target, but not the one that plain decoding takes."""
     language, settings = ToyLanguage(3, seed=5, spread=2.0), {"method": "race", "sequences": 500}
     plain = decode(language, TokenTree([-1]), **settings)
@@ -120,12 +118,15 @@ def test_a_race_with_noise_of_its_own_is_found(monkeypatch):
     assert not torch.equal(decode(language, BINARY, **settings), plain)
 
 
-def test_accepting_at_equality_is_found():
+def test_accepting_at_equality_is_found(monkeypatch):
     """A token that the target cannot draw is accepted by no coin, not even by 0."""
-    wrong = rewritten(residual_chain, lambda node: ast.LtE() if isinstance(node, ast.Lt) else node)
-    impossible = np.array([[-np.inf, 0.0]]), np.array([[-1.0, -1.0]]), np.array([[0]]), np.zeros((1, 1)), False
-    assert residual_chain(*impossible)[0].tolist() == [-1]
-    assert wrong(*impossible)[0].tolist() == [0]
+    monkeypatch.setattr(verification, "coins", lambda seed, row, rank: 0.0 * row)
+    target, given = torch.tensor([-torch.inf, 0.0]).expand(1, 2, 2), (torch.tensor([[0, 0]]), torch.tensor([-1, 0]))
+    options = {"method": "without_replacement", "impl": "torch"}
+    assert verify_tree(*given, target, torch.zeros(1, 2, 2), **options).length.tolist() == [0]
+    wrong = rewritten(accepted, lambda node: ast.LtE() if isinstance(node, ast.Lt) else node)
+    monkeypatch.setattr(verification, "_accepted", wrong)
+    assert verify_tree(*given, target, torch.zeros(1, 2, 2), **options).length.tolist() == [1]
 
 
 @pytest.mark.parametrize(("owner", "name", "wrong"), [

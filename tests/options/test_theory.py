@@ -7,10 +7,9 @@ import pytest
 import torch
 from bench_scripts import script
 
-from heavypath.speculative.trees.bounds import race_acceptance
 from heavypath.speculative.trees.tree import TokenTree
 
-theory, figures = script("theory"), script("theory_figures")
+theory, figures, races = script("theory"), script("theory_figures"), script("races")
 TARGET, DRAFT = [0.05, 0.5, 0.15, 0.3], [0.4, 0.25, 0.3, 0.05]
 DRAWS = 40_000
 MARGIN = 5.1 * 0.5 / DRAWS**0.5  # a mean of DRAWS values in [0, 1] is further off less than once in a million
@@ -26,7 +25,9 @@ def test_places_of_races_are_counted():
     places = theory.race_places(laws(*[(TARGET, DRAFT)] * DRAWS), draws=1, seed=2)
     assert places.sum(1).tolist() == [1] * DRAWS
     mean = places.mean(0)
-    assert float(mean[0]) == pytest.approx(float(race_acceptance(*map(torch.tensor, (TARGET, DRAFT)))), abs=MARGIN)
+    assert float(mean[0]) == pytest.approx(
+        float(races.race_acceptance(*map(torch.tensor, (TARGET, DRAFT)))), abs=MARGIN
+    )
     # Of two tokens, the target's is the first or the second: together 0.5 + 0.2 of the time.
     two = theory.race_places(laws(*[([0.5, 0.5], [0.8, 0.2])] * DRAWS), draws=1, seed=3).mean(0)
     assert two.tolist() == pytest.approx([0.7, 0.3], abs=MARGIN)

@@ -12,7 +12,7 @@ from verification_oracle import Drawn, Filtered, Language, Verifier
 
 from heavypath.kernels import verification
 from heavypath.kernels.verification import verify_tree
-from heavypath.kernels.verifying import traversal
+from heavypath.kernels.verifying import distributions
 from heavypath.kernels.verifying.rule import EITHER_DRAW
 
 NEAR = 4e-6  # how near to a threshold coins are tossed, on both sides; thresholds are computed from fp32 rows
@@ -85,10 +85,9 @@ def check_decisions(
         return np.arange(len(kept) - len(keys), len(kept))
 
     with pytest.MonkeyPatch.context() as patch, np.errstate(divide="ignore"):
-        for module in (verification, traversal):
-            patch.setattr(module, "coins", lambda *_: coins)
-            patch.setattr(module, "gumbels", lambda seed, stream, row, vocab_size: 0)
-            patch.setattr(module, "best_token", keep)
+        patch.setattr(verification, "coins", lambda *_: coins)
+        patch.setattr(distributions, "gumbels", lambda seed, stream, row, vocab_size: 0)
+        patch.setattr(distributions, "best_tokens", keep)
         logits = (torch.from_numpy(np.log(side)).float() for side in (target, draft))
         verified = verify_tree(
             tokens, parents, *logits, method=method, replacement=replacement and method in EITHER_DRAW, ranks=ranks,
