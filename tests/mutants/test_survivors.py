@@ -14,9 +14,12 @@ from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.filtering import Filters, filtered_logprobs
 from heavypath.kernels.noise import Stream, gumbel, gumbel_noise, gumbel_of, log2_below, noise_bits
 from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
+from heavypath.kernels.sharing import counters, open_pass, take_chunk
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.trees.growing_kernel import _expm1, _log1p
 from heavypath.kernels.trees.levels import Chosen, Trees, alike
+from heavypath.kernels.verifying.decision import help_at
+from heavypath.kernels.verifying.distributions import FACTS, PIECE, store_sides
 
 LN2 = math.log(2)
 
@@ -35,6 +38,69 @@ def _logarithms_kernel(x_ptr, expm1_ptr, log1p_ptr):
     x = tl.load(x_ptr + at)
     tl.store(expm1_ptr + at, _expm1(x))
     tl.store(log1p_ptr + at, _log1p(x))
+
+
+@triton.jit
+def _side(row_ptr, side_ptr):
+    return (
+        row_ptr, tl.load(side_ptr), tl.load(side_ptr + 1), tl.load(side_ptr + 2), tl.load(side_ptr + 3),
+        tl.load(side_ptr + 4).to(tl.int32),
+    )  # fmt: skip
+
+
+@triton.jit
+def _help_kernel(
+    tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr, facts_ptr, marks_ptr, sums_ptr, counters_ptr,
+    sides_ptr, rows, place, N, V, source, log_multiple, uniform, p_offset, COVERED: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """A leader opens the pass of a node, and another program does all of it. sides_ptr: fp32 [2, 5]."""
+    fact_ptr = facts_ptr + place * FACTS
+    target, draft = _side(target_ptr, sides_ptr), _side(draft_ptr, sides_ptr + 5)
+    store_sides(fact_ptr, marks_ptr + place * FACTS, target, draft, source)
+    tl.store(fact_ptr + 4, log_multiple)
+    tl.store(fact_ptr + 5, uniform)
+    tl.store(fact_ptr + 6, 0.25)  # which is for the draw behind the walk
+    tl.store(fact_ptr + 7, p_offset)
+    open_pass(counters_ptr, place, PIECES)
+    help_at(
+        counters_ptr, rows, place, take_chunk(counters_ptr, place), tokens_ptr, parents_ptr, target_ptr, draft_ptr,
+        left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, 0, N * V, V, N * V, V, target[3], draft[3],
+        tl.arange(0, 16), True, COVERED, True, True, PIECES,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("covered", [False, True])
+@pytest.mark.parametrize(("uniform", "p_offset"), [(1.0, 0.0), (-9.0, -0.5)], ids=["at first", "after a restart"])
+def test_a_program_that_helps_sums_what_the_formulas_say(uniform, p_offset, covered):
+    """At node 1 of the second tree, of whose children the first is left out; filters cut among equal logits."""
+    generator, (nodes, vocab, batch, node, source) = torch.Generator().manual_seed(1), (4, 3_000, 1, 1, 0)
+    logits = torch.randint(-4, 4, (2, 2, nodes, vocab), generator=generator).float()
+    logits[0, batch, node, [7, 2999]] = 3.0
+    tokens, parents = torch.tensor([[0, 1, 2, 3], [0, 1, 7, 2999]]), torch.tensor([-1, 0, 1, 1])
+    sides, logs = [], []
+    for row, temperature, cut, end in (
+        (logits[0, batch, node], 0.7, 1, 1500),
+        (logits[1, batch, source], 1.3, -1, 900),
+    ):
+        kept = (row > cut) | ((row == cut) & (torch.arange(vocab) < end))
+        scores = ((row.double() - 3) / (temperature * LN2)).where(kept, -math.inf)
+        sides.append([3.0, float(scores.exp2().sum().log2()), temperature, cut, end])
+        logs.append(scores - sides[-1][1])
+    log_p, log_q = logs
+    if uniform < 0:
+        log_p[7], log_q = -math.inf, torch.tensor(uniform)
+    p = (log_p - p_offset).exp2()
+    covers = p.minimum((log_q - 0.3).exp2())
+    expected = torch.stack([part.sum() for part in (covers if covered else p - covers).split(PIECE.value)])
+    rows, place, pieces = 2 * nodes, batch * nodes + node, len(expected)
+    facts, sums, sides = torch.zeros(rows, FACTS.value), torch.zeros(rows, pieces), torch.tensor(sides)
+    left_out, marks, counting = (torch.zeros(many).int() for many in (rows, facts.numel(), counters(rows)))
+    left_out[batch * nodes + 2] = 1
+    given = [each.to(DEVICE) for each in (tokens, parents, *logits, left_out, facts, marks, sums, counting, sides)]
+    more = rows, place, nodes, vocab, source, -0.3, uniform, p_offset
+    _help_kernel[(1,)](*given, *more, COVERED=covered, PIECES=pieces)
+    torch.testing.assert_close(given[7][place].cpu().double(), expected, rtol=1e-5, atol=0)
+    assert int(given[8][1 + rows + place]) == pieces
 
 
 def test_noise_of_the_least_and_the_greatest_word():
