@@ -94,6 +94,12 @@ def test_rows_without_a_distribution_are_refused_on_a_cpu_and_flagged_by_the_ker
     assert problem.agrees()
 
 
+def test_an_empty_batch_gives_an_empty_answer():
+    empty = torch.zeros(0, 2, dtype=torch.long)
+    verified = accept_typical(empty, torch.tensor([-1, 0]), torch.zeros(0, 2, 3), max_depth=1)
+    assert [field.shape for field in verified] == [(0, 2), (0,), (0,)]
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"epsilon": -0.1}, r"epsilon must be in \[0, 1\], got -0.1"),
     ({"delta": math.nan}, r"delta must be in \[0, 1\], got nan"),
