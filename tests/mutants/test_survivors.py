@@ -1,6 +1,7 @@
 """What mutants that survived showed: places that no other test looks at."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,18 +9,27 @@ import torch
 import triton
 import triton.language as tl
 from attention_cases import DEVICE, inputs, random_tree
+from triton import knobs
 
+from heavypath.kernels.attention import variant
+from heavypath.kernels.attention.launch import Layout, Layouts, plan_launch
 from heavypath.kernels.attention.masks import PackedAncestors, pack_ancestors
 from heavypath.kernels.cache_compaction import compact_unchecked
-from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.noise import Stream, gumbel, gumbel_noise, gumbel_of, log2_below, noise_bits
+from heavypath.kernels.filtering import Filters, filtered_logprobs, scores
+from heavypath.kernels.native.library import library
+from heavypath.kernels.native.recording import recorded
+from heavypath.kernels.nodes import Nodes
+from heavypath.kernels.noise import Noise, Stream, gumbel, gumbel_noise, gumbel_of, log2_below, noise_bits
 from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 from heavypath.kernels.sharing import counters, open_pass, take_chunk
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.trees.growing_kernel import _expm1, _log1p
-from heavypath.kernels.trees.levels import Chosen, Trees, alike
+from heavypath.kernels.trees.levels import Chosen, Trees, alike, place
+from heavypath.kernels.verification import verify_unchecked
 from heavypath.kernels.verifying.decision import help_at
 from heavypath.kernels.verifying.distributions import FACTS, PIECE, store_sides
+from heavypath.kernels.verifying.rule import Rule
+from heavypath.speculative.decoding.noise_rows import node_rows
 
 LN2 = math.log(2)
 
@@ -134,6 +144,8 @@ def test_logits_are_divided_by_the_temperature(temperature):
     logits = torch.randn(3, 9)
     expected = torch.log_softmax(logits.double() / temperature, -1)
     torch.testing.assert_close(filtered_logprobs(logits, Filters(temperature)), expected, rtol=1e-5, atol=1e-5)
+    expected = (logits - 3) / np.float32(temperature)
+    assert np.array_equal(scores(logits.numpy(), np.float32(3), temperature), expected.numpy())
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -171,7 +183,7 @@ def test_the_first_node_of_a_text_is_an_index():
     tokens = torch.tensor([[0, 6, 6]], device=DEVICE)
     trees = Trees(tokens, tokens[:, 0], tokens, tokens[0, :1], tokens[0, :1], torch.zeros_like(tokens))
     given = Chosen(*(torch.tensor(numbers, device=DEVICE) for numbers in ([1, 2], [0, 0], [1, 1])))
-    assert torch.equal(alike(trees, given, impl="triton"), torch.tensor([[0, 0]], device=DEVICE))
+    torch.testing.assert_close(alike(trees, given, impl="triton"), torch.tensor([[0, 0]], device=DEVICE))
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -182,3 +194,57 @@ def test_an_unchecked_compaction_copies_rows_whose_numbers_lie_apart(apart):
     path, length = torch.tensor([[0, 2, 3]]), torch.tensor([2])
     compact_unchecked([cache], path=path, length=length, prefix_length=torch.tensor([2]))
     assert torch.equal(cache[0, 0], expected)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU runs kernels")
+@pytest.mark.parametrize("name", ["verify_unchecked", "place", "node_rows"])
+def test_a_step_on_a_cpu_runs_compiled_code_where_there_is_some(name):
+    """What takes a reference cannot be replayed."""
+    numbers, logits, filters = torch.tensor([[5, 3], [6, 4]]), torch.zeros(2, 2, 9), Filters(0.0)
+    nodes, ranks, chosen = torch.tensor([-1, 0]), torch.tensor([0, 0]), Chosen(*torch.tensor([[0, 1], [-1, 0], [0, 1]]))
+    trees = Trees(numbers.clone(), numbers[:, 0], numbers, numbers[:, 1], numbers[:, 1], None)
+    options = {
+        "max_depth": 1,
+        "target_filters": filters,
+        "draft_filters": filters,
+        "noise": Noise(numbers[0, 0], numbers),
+    }
+    call = {
+        "verify_unchecked": lambda: verify_unchecked(
+            Nodes(numbers, nodes, ranks), logits, None, rule=Rule("greedy"), **options
+        ),
+        "place": lambda: place(trees, None, chosen, whole=True),
+        "node_rows": lambda: node_rows(numbers[:, 0], numbers[:, 1:]),
+    }[name]
+    with recorded() as recording:
+        call()
+    assert (recording.obstacle is None) == (library() is not None)
+
+
+def test_a_prefix_is_cut_where_it_is_longer_than_the_shortest_part():
+    def parts(rows):
+        query, key = (
+            Layout(torch.Size([1, 1, n, 64]), (n * 64, n * 64, 64, 1), torch.float32, "cpu") for n in (1, rows)
+        )
+        return plan_launch(Layouts(query, key, key, *[None] * 5), 1, False, False, False).parts
+
+    assert [parts(rows) for rows in (256, 257, 513)] == [0, 2 * 66, 4 * 66]
+
+
+def test_what_was_compiled_is_launched_on_its_grid():
+    ran = []
+    known = variant.Variant(SimpleNamespace(arg_names=["a", "b", "C"]), {})
+    known.compiled = SimpleNamespace(run=lambda *given: ran.append(given), function="code", packed_metadata="packed")
+    variant.Launch(known, (2, 3, 5), {"C": 7})(9, (1, None))
+    assert ran == [(2, 3, 5, 9, "code", "packed", None, None, None, 1, None, 7)]
+
+
+def test_a_stream_is_told_unless_a_profiler_wants_to_know_of_launches(monkeypatch):
+    monkeypatch.setattr(
+        variant, "drivers", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: device))
+    )
+    assert variant.current_stream(3) == 3
+    for hook in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(knobs.runtime, hook, print)
+            assert variant.current_stream(3) is None
