@@ -27,6 +27,7 @@ from heavypath.speculative import (
     TokenTree,
     load_demo_pair,
 )
+from heavypath.speculative.decoding.drafters import drafter_of
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.snapshots import Snapshots
 from heavypath.speculative.decoding.step import StepPlan, new_step
@@ -115,6 +116,11 @@ def test_a_plan_has_each_of_its_trees_and_drafts_where_none_is_a_root_alone():
     plan = StepPlan(None, None, chain, None, (root, chain))
     assert [each.tree for each in plan.each()] == [chain, root]
     assert (plan.drafts_always, replace(plan, others=()).drafts_always) == (False, True)
+
+
+def test_a_shape_that_nobody_drafts_is_refused():
+    with pytest.raises(TypeError, match="expected a TokenTree or a Growth, got int"):
+        drafter_of(3, 1, None, None, torch.device("cpu"))
 
 
 def test_a_step_without_a_draft_leaves_the_cache_of_one_alone():

@@ -204,8 +204,9 @@ AREAS = {
         ),
         (
             "tests/core/test_step.py", "tests/core/test_decoder.py", "tests/core/test_growing.py",
-            "tests/core/test_methods.py", "tests/core/test_sixteen_bits.py", "tests/options/test_processing.py",
-            "tests/conformance", "tests/mutants/test_mutations.py", "tests/mutants/test_survivors.py",
+            "tests/core/test_methods.py", "tests/core/test_sixteen_bits.py", "tests/core/test_own_verifier.py",
+            "tests/options/test_processing.py", "tests/conformance", "tests/mutants/test_mutations.py",
+            "tests/mutants/test_survivors.py",
         ),
         native=True,
     ),
