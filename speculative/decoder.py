@@ -186,7 +186,7 @@ class SpeculativeDecoder:
         prompts = Prompts(torch.zeros(1, 1, dtype=torch.long, device=self._target.device))
         plan = self._plan(self._request(prompts, 1, 1.0, NOTHING))
         filters = self._rules.draft_filters
-        return serve(plan, self.trees.for_serving(slots), self._request, filters, slots, self.runner, **limits)
+        return serve(plan, self.trees.for_serving, self._request, filters, slots, self.runner, **limits)
 
     def warm_up(
         self,

@@ -59,9 +59,8 @@ def _row_of(sums_ptr, there, temperature, CHUNKS: tl.constexpr):
         factor = tl.exp2((tl.load(part_ptr, mask=there, other=LOWEST) - largest) * (LOG2E / temperature))
         total += (tl.load(part_ptr + 1, mask=there, other=0.0) * factor).to(tl.float64)
         squares += (tl.load(part_ptr + 2, mask=there, other=0.0) * factor * factor).to(tl.float64)
-    defined = total > 0  # not so for a row of -inf alone, or with NaN or +inf in it, below which nothing is drawn
-    total = tl.where(defined, total, 1.0)
-    return largest, total, tl.where(defined, squares / (total * total), 0.0)
+    # Below a row of -inf alone, or with NaN or +inf in it, nothing is drawn; its total is 0 or NaN, and not looked at.
+    return largest, total, tl.where(total > 0, squares / (total * total), 0.0)
 
 
 @triton.jit

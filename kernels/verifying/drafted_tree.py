@@ -50,7 +50,6 @@ def equal_contexts(parent, token, node, parents_ptr, tokens_ptr):
         equal = same | (there & (their == tl.load(tokens_ptr + node)) & (their >= 0))
         parent = tl.load(parents_ptr + parent, mask=there, other=-1).to(tl.int32)
         node = tl.load(parents_ptr + node).to(tl.int32)
-        same |= equal & (parent == node)
     return equal & (parent == node)
 
 

@@ -119,8 +119,3 @@ class Sequences:
     def _of_slots(self) -> list[Tensor]:
         """What there is of each slot, [b, ...]."""
         return [self.numbers.T, self.seen, self.settings]
-
-    @property
-    def room(self) -> Tensor:
-        """LongTensor[b], how deep below the root a node can still be emitted: the last token left is not drafted."""
-        return (self.left - 1).clamp(min=0)

@@ -324,7 +324,7 @@ class Trees(Protocol):
 
 def serve(
     plan: StepPlan,
-    trees: Trees,
+    trees_of: Callable[[int], Trees],
     checked: Callable[..., Request],
     draft_filters: Callable[[Filters], Filters],
     slots: int,
@@ -337,7 +337,7 @@ def serve(
 ) -> Service:
     """The service of a decoder, of which all but the numbers is; see `Service` and its `Limits`.
 
-    trees: for each number of running requests
+    trees_of: the trees, by running requests, of so many slots
     max_tokens: default 2,048, and never more than the models have positions. seed: of the noise
 
     Raises ValueError for numbers below 1, and torch.OutOfMemoryError where the caches do not fit.
@@ -346,6 +346,7 @@ def serve(
     positions = min(model.max_positions for model in (plan.target, *(plan.draft or NO_DRAFT).models))
     room = min(2048 if max_tokens is None else max_tokens, positions)
     limits = Limits(slots, room, queue, prefill_tokens).check()
+    trees = trees_of(slots)
     return Service(
         replace(plan, tree=trees.of(slots), others=trees.trees), trees.of, checked, draft_filters,
         limits=limits, seed=seed, cuda_graphs=runner.cuda_graphs,

@@ -4,6 +4,9 @@ What CUDA does is played here without a GPU: `Tape` stands for a graph (`played_
 drafts and shapes are played by the conformance suite.
 """
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from head_cases import head_of
@@ -24,8 +27,10 @@ from heavypath.speculative import (
     TokenTree,
     load_demo_pair,
 )
+from heavypath.speculative.decoding.drafters import drafter_of
 from heavypath.speculative.decoding.engine import Snapshots
 from heavypath.speculative.decoding.processing import Processing
+from heavypath.speculative.decoding.step import StepPlan, new_step
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
 from heavypath.speculative.drafts.lookup import LookupDraft
 from heavypath.speculative.drafts.medusa.checkpoint import load_medusa
@@ -104,6 +109,24 @@ def test_a_step_asks_the_host_nothing(method, temperature, draft, without_values
     monkeypatch.setattr(torch, "tensor", None)  # which would copy numbers of the host, unseen by Strict
     with Strict():
         step()
+
+
+def test_a_plan_has_each_of_its_trees_and_drafts_where_none_is_a_root_alone():
+    root, chain = TokenTree([-1]), TokenTree.chain(3)
+    plan = StepPlan(None, None, chain, None, (root, chain))
+    assert [each.tree for each in plan.each()] == [chain, root]
+    assert (plan.drafts_always, replace(plan, others=()).drafts_always) == (False, True)
+
+
+def test_a_shape_that_nobody_drafts_is_refused():
+    with pytest.raises(TypeError, match="expected a TokenTree or a Growth, got int"):
+        drafter_of(3, 1, None, None, torch.device("cpu"))
+
+
+def test_a_step_without_a_draft_leaves_the_cache_of_one_alone():
+    """Which a workspace may have that drafted before."""
+    step = new_step(StepPlan(SimpleNamespace(device=torch.device("cpu")), None, TokenTree([-1]), None), 0)
+    assert step._of_draft(object(), None) == (None, None)
 
 
 MOST_LAUNCHES = {  # of a step beside the models, at 32 nodes; both levels and launches

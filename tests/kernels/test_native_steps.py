@@ -119,7 +119,7 @@ def test_steps_are_recorded_but_for_those_of_growing_trees(method, temperature, 
     replays, replay = [], Recording.replay
     monkeypatch.setattr(Recording, "replay", lambda self: (replays.append(1), replay(self)))
     decoder = SpeculativeDecoder(tiny_llama(1), None if method == "autoregressive" else tiny_llama(2), method)
-    with caplog.at_level(logging.DEBUG, "heavypath.speculative.decoding.runner"):
+    with caplog.at_level(logging.DEBUG, "heavypath.speculative.decoding.launching"):
         decoder.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=20, temperature=temperature, seed=1)
     assert bool(replays) == (method != "dyspec")
     assert ["a step is not recorded because of" in record.getMessage() for record in caplog.records] == [True] * (

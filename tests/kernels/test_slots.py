@@ -159,6 +159,10 @@ def test_kernels_grow_and_assemble_the_references_trees(case):
     check_case("triton", case)
 
 
+def test_of_a_single_token_the_draft_is_sure():
+    grown("triton", 1, 1, "normal", (1, 1, 2, 1))
+
+
 @needs_compiler
 @pytest.mark.parametrize("policy", range(len(POLICIES)))
 def test_compiled_code_grows_and_assembles_the_references_trees(policy):

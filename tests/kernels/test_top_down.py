@@ -125,6 +125,7 @@ def test_a_rule_is_told_of_laws_behind_their_filters_and_leaves_may_say_anything
     (lambda p, q, x: p.exp().long(), ValueError, r"got torch.int64 \[1, 3, 7\]"),
     (lambda p, q, x: 2 * p.exp(), ValueError, r">= 0 that sum to 1 .* got a least of .* and sums of 1.* \.\. [12]\."),
     (lambda p, q, x: p, ValueError, r"got a least of -"),
+    (lambda p, q, x: 3 * p.exp() - 2 * p.exp().mean(-1, keepdim=True), ValueError, r"got a least of -0"),
     (lambda p, q, x: p.exp() * torch.nan, ValueError, r"got a least of nan"),
 ])  # fmt: skip
 def test_an_answer_that_is_no_law_is_refused(rule, error, message, tiny_pair):

@@ -10,7 +10,9 @@ from typical_cases import Problem, random_problem
 from verification_cases import TREES
 
 from heavypath.kernels.filtering import Filters
-from heavypath.kernels.typical.acceptance import Typical, accept_typical
+from heavypath.kernels.nodes import Nodes
+from heavypath.kernels.noise import Noise
+from heavypath.kernels.typical.acceptance import Typical, accept_typical, typical_unchecked
 from heavypath.speculative import TokenTree
 
 
@@ -73,6 +75,11 @@ def test_defaults_views_shallow_walks_and_seeds_in_memory_agree():
     wide[..., :7] = problem.target
     problem.target, problem.parents = wide[..., :7], problem.parents.expand(2, -1)
     assert problem.agrees()
+    unchecked = typical_unchecked(
+        Nodes(problem.tokens, problem.parents, None), problem.target, typical=problem.limits, max_depth=1,
+        filters=problem.filters, noise=Noise(4, problem.options["rows"]),
+    )  # fmt: skip
+    assert all(map(torch.equal, unchecked, problem.verified("torch")))
     seed = 2**32 + 1
     assert problem.agrees(seed=torch.tensor(seed))
     assert all(
@@ -92,6 +99,12 @@ def test_rows_without_a_distribution_are_refused_on_a_cpu_and_flagged_by_the_ker
     assert int(out.next_token[1]) == -1
     problem.tokens[1, 1] = -1  # rows that nobody reaches are not read
     assert problem.agrees()
+
+
+def test_an_empty_batch_gives_an_empty_answer():
+    empty = torch.zeros(0, 2, dtype=torch.long)
+    verified = accept_typical(empty, torch.tensor([-1, 0]), torch.zeros(0, 2, 3), max_depth=1)
+    assert [field.shape for field in verified] == [(0, 2), (0,), (0,)]
 
 
 @pytest.mark.parametrize(("changes", "message"), [

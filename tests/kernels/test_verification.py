@@ -201,6 +201,7 @@ ELSEWHERE = torch.zeros(1, 3, dtype=torch.long, device="meta")
     ({"tokens": torch.tensor([[0, 3, 1]])}, r"tokens must be in \[-1, 3\)"),
     ({"parents": torch.tensor([0, 0, 0])}, "parents must hold -1 at node 0"),
     ({"parents": torch.tensor([-1, 0])}, r"parents must be a LongTensor \[3\] or \[1, 3\]"),
+    ({"target_logits": torch.zeros(1, 3, 0)}, r"target_logits must be floating point \[1, 3, V\]"),
     ({"target_logits": torch.zeros(1, 2, 3)}, r"target_logits must be floating point \[1, 3, V\]"),
     ({"draft_logits": None}, "'with_replacement' needs draft_logits"),
     ({"draft_logits": torch.zeros(1, 3, 4)}, r"target_logits' shape \[1, 3, 3\], got \[1, 3, 4\]"),

@@ -59,6 +59,27 @@ def test_a_vocabulary_of_several_chunks_is_shared_by_programs(method):
     assert Problem(SMALL, method, vocab_size=9_001, batch=1, dtype=torch.bfloat16, noise=2.0, seed=2).agrees()
 
 
+def test_sequences_that_share_no_ranks_agree():
+    """And programs share each of an even number of nodes."""
+    tree = TokenTree([-1, 0, 0, 0, 1, 2])
+    problem = Problem(tree, "without_replacement", vocab_size=8_400, noise=0.5, seed=4)
+    assert problem.agrees(ranks=torch.tensor([[0, 0, 1, 2, 0, 0], [0, 2, 0, 1, 0, 0]]))
+
+
+def test_logits_whose_numbers_lie_apart_agree():
+    problem = Problem(SMALL, "without_replacement", batch=3)
+    problem.target = problem.target.mT.contiguous().mT
+    assert problem.agrees()
+
+
+@pytest.mark.parametrize("method", WHOLE_TREE)
+def test_a_whole_tree_that_is_deeper_than_the_walk_may_go_agrees(method):
+    """What lies deeper has no weight."""
+    for seed in range(3):
+        problem = Problem(TokenTree([-1, 0, 0, 1, 1, 3]), method, batch=1, seed=seed)
+        assert problem.agrees(max_depth=1)
+
+
 @some("kseq", "held_traversal", "race")
 def test_defaults_views_seeds_in_memory_and_shallow_walks_agree(method):
     problem = Problem(TREES["ranks"], method, vocab_size=7, batch=1, seed=4, noise=0.3)
@@ -118,3 +139,11 @@ def test_passes_that_programs_share_are_right_in_any_schedule(method, tree, adve
         assert problem.agrees()
     kernel = "_normalize_kernel" if method in WHOLE_TREE else "_decide_kernel"
     assert adversary.launched[kernel] == 2
+
+
+def test_a_chain_that_has_begun_is_led_once(adversary, monkeypatch):
+    for module in (decision, distributions, traversal_kernel):
+        monkeypatch.setattr(module, "PIECE", tl.constexpr(2))
+    for _ in range(3):
+        assert Problem(TokenTree([-1, 0, 1, 1]), "traversal", vocab_size=8, batch=1, noise=3.0, seed=2).agrees()
+    adversary.met("_chains_kernel")

@@ -1,6 +1,7 @@
 """What mutants that survived showed: places that no other test looks at."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,15 +9,27 @@ import torch
 import triton
 import triton.language as tl
 from attention_cases import DEVICE, inputs, random_tree
+from triton import knobs
 
+from heavypath.kernels.attention import variant
+from heavypath.kernels.attention.launch import Layout, Layouts, plan_launch
 from heavypath.kernels.attention.masks import PackedAncestors, pack_ancestors
 from heavypath.kernels.cache_compaction import compact_unchecked
-from heavypath.kernels.filtering import Filters, filtered_logprobs
-from heavypath.kernels.noise import Stream, gumbel, gumbel_noise, gumbel_of, log2_below, noise_bits
+from heavypath.kernels.filtering import Filters, filtered_logprobs, scores
+from heavypath.kernels.native.library import library
+from heavypath.kernels.native.recording import recorded
+from heavypath.kernels.nodes import Nodes
+from heavypath.kernels.noise import Noise, Stream, gumbel, gumbel_noise, gumbel_of, log2_below, noise_bits
 from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
+from heavypath.kernels.sharing import counters, open_pass, take_chunk
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.trees.growing_kernel import _expm1, _log1p
-from heavypath.kernels.trees.levels import Chosen, Trees, alike
+from heavypath.kernels.trees.levels import Chosen, Trees, alike, place
+from heavypath.kernels.verification import verify_unchecked
+from heavypath.kernels.verifying.decision import help_at
+from heavypath.kernels.verifying.distributions import FACTS, PIECE, store_sides
+from heavypath.kernels.verifying.rule import Rule
+from heavypath.speculative.decoding.noise_rows import node_rows
 
 LN2 = math.log(2)
 
@@ -35,6 +48,69 @@ def _logarithms_kernel(x_ptr, expm1_ptr, log1p_ptr):
     x = tl.load(x_ptr + at)
     tl.store(expm1_ptr + at, _expm1(x))
     tl.store(log1p_ptr + at, _log1p(x))
+
+
+@triton.jit
+def _side(row_ptr, side_ptr):
+    return (
+        row_ptr, tl.load(side_ptr), tl.load(side_ptr + 1), tl.load(side_ptr + 2), tl.load(side_ptr + 3),
+        tl.load(side_ptr + 4).to(tl.int32),
+    )  # fmt: skip
+
+
+@triton.jit
+def _help_kernel(
+    tokens_ptr, parents_ptr, target_ptr, draft_ptr, left_out_ptr, facts_ptr, marks_ptr, sums_ptr, counters_ptr,
+    sides_ptr, rows, place, N, V, source, log_multiple, uniform, p_offset, COVERED: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """A leader opens the pass of a node, and another program does all of it. sides_ptr: fp32 [2, 5]."""
+    fact_ptr = facts_ptr + place * FACTS
+    target, draft = _side(target_ptr, sides_ptr), _side(draft_ptr, sides_ptr + 5)
+    store_sides(fact_ptr, marks_ptr + place * FACTS, target, draft, source)
+    tl.store(fact_ptr + 4, log_multiple)
+    tl.store(fact_ptr + 5, uniform)
+    tl.store(fact_ptr + 6, 0.25)  # which is for the draw behind the walk
+    tl.store(fact_ptr + 7, p_offset)
+    open_pass(counters_ptr, place, PIECES)
+    help_at(
+        counters_ptr, rows, place, take_chunk(counters_ptr, place), tokens_ptr, parents_ptr, target_ptr, draft_ptr,
+        left_out_ptr, facts_ptr, marks_ptr, sums_ptr, N, V, 0, N * V, V, N * V, V, target[3], draft[3],
+        tl.arange(0, 16), True, COVERED, True, True, PIECES,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("covered", [False, True])
+@pytest.mark.parametrize(("uniform", "p_offset"), [(1.0, 0.0), (-9.0, -0.5)], ids=["at first", "after a restart"])
+def test_a_program_that_helps_sums_what_the_formulas_say(uniform, p_offset, covered):
+    """At node 1 of the second tree, of whose children the first is left out; filters cut among equal logits."""
+    generator, (nodes, vocab, batch, node, source) = torch.Generator().manual_seed(1), (4, 3_000, 1, 1, 0)
+    logits = torch.randint(-4, 4, (2, 2, nodes, vocab), generator=generator).float()
+    logits[0, batch, node, [7, 2999]] = 3.0
+    tokens, parents = torch.tensor([[0, 1, 2, 3], [0, 1, 7, 2999]]), torch.tensor([-1, 0, 1, 1])
+    sides, logs = [], []
+    for row, temperature, cut, end in (
+        (logits[0, batch, node], 0.7, 1, 1500),
+        (logits[1, batch, source], 1.3, -1, 900),
+    ):
+        kept = (row > cut) | ((row == cut) & (torch.arange(vocab) < end))
+        scores = ((row.double() - 3) / (temperature * LN2)).where(kept, -math.inf)
+        sides.append([3.0, float(scores.exp2().sum().log2()), temperature, cut, end])
+        logs.append(scores - sides[-1][1])
+    log_p, log_q = logs
+    if uniform < 0:
+        log_p[7], log_q = -math.inf, torch.tensor(uniform)
+    p = (log_p - p_offset).exp2()
+    covers = p.minimum((log_q - 0.3).exp2())
+    expected = torch.stack([part.sum() for part in (covers if covered else p - covers).split(PIECE.value)])
+    rows, place, pieces = 2 * nodes, batch * nodes + node, len(expected)
+    facts, sums, sides = torch.zeros(rows, FACTS.value), torch.zeros(rows, pieces), torch.tensor(sides)
+    left_out, marks, counting = (torch.zeros(many).int() for many in (rows, facts.numel(), counters(rows)))
+    left_out[batch * nodes + 2] = 1
+    given = [each.to(DEVICE) for each in (tokens, parents, *logits, left_out, facts, marks, sums, counting, sides)]
+    more = rows, place, nodes, vocab, source, -0.3, uniform, p_offset
+    _help_kernel[(1,)](*given, *more, COVERED=covered, PIECES=pieces)
+    torch.testing.assert_close(given[7][place].cpu().double(), expected, rtol=1e-5, atol=0)
+    assert int(given[8][1 + rows + place]) == pieces
 
 
 def test_noise_of_the_least_and_the_greatest_word():
@@ -68,6 +144,8 @@ def test_logits_are_divided_by_the_temperature(temperature):
     logits = torch.randn(3, 9)
     expected = torch.log_softmax(logits.double() / temperature, -1)
     torch.testing.assert_close(filtered_logprobs(logits, Filters(temperature)), expected, rtol=1e-5, atol=1e-5)
+    expected = (logits - 3) / np.float32(temperature)
+    assert np.array_equal(scores(logits.numpy(), np.float32(3), temperature), expected.numpy())
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -105,7 +183,7 @@ def test_the_first_node_of_a_text_is_an_index():
     tokens = torch.tensor([[0, 6, 6]], device=DEVICE)
     trees = Trees(tokens, tokens[:, 0], tokens, tokens[0, :1], tokens[0, :1], torch.zeros_like(tokens))
     given = Chosen(*(torch.tensor(numbers, device=DEVICE) for numbers in ([1, 2], [0, 0], [1, 1])))
-    assert torch.equal(alike(trees, given, impl="triton"), torch.tensor([[0, 0]], device=DEVICE))
+    torch.testing.assert_close(alike(trees, given, impl="triton"), torch.tensor([[0, 0]], device=DEVICE))
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -116,3 +194,57 @@ def test_an_unchecked_compaction_copies_rows_whose_numbers_lie_apart(apart):
     path, length = torch.tensor([[0, 2, 3]]), torch.tensor([2])
     compact_unchecked([cache], path=path, length=length, prefix_length=torch.tensor([2]))
     assert torch.equal(cache[0, 0], expected)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU runs kernels")
+@pytest.mark.parametrize("name", ["verify_unchecked", "place", "node_rows"])
+def test_a_step_on_a_cpu_runs_compiled_code_where_there_is_some(name):
+    """What takes a reference cannot be replayed."""
+    numbers, logits, filters = torch.tensor([[5, 3], [6, 4]]), torch.zeros(2, 2, 9), Filters(0.0)
+    nodes, ranks, chosen = torch.tensor([-1, 0]), torch.tensor([0, 0]), Chosen(*torch.tensor([[0, 1], [-1, 0], [0, 1]]))
+    trees = Trees(numbers.clone(), numbers[:, 0], numbers, numbers[:, 1], numbers[:, 1], None)
+    options = {
+        "max_depth": 1,
+        "target_filters": filters,
+        "draft_filters": filters,
+        "noise": Noise(numbers[0, 0], numbers),
+    }
+    call = {
+        "verify_unchecked": lambda: verify_unchecked(
+            Nodes(numbers, nodes, ranks), logits, None, rule=Rule("greedy"), **options
+        ),
+        "place": lambda: place(trees, None, chosen, whole=True),
+        "node_rows": lambda: node_rows(numbers[:, 0], numbers[:, 1:]),
+    }[name]
+    with recorded() as recording:
+        call()
+    assert (recording.obstacle is None) == (library() is not None)
+
+
+def test_a_prefix_is_cut_where_it_is_longer_than_the_shortest_part():
+    def parts(rows):
+        query, key = (
+            Layout(torch.Size([1, 1, n, 64]), (n * 64, n * 64, 64, 1), torch.float32, "cpu") for n in (1, rows)
+        )
+        return plan_launch(Layouts(query, key, key, *[None] * 5), 1, False, False, False).parts
+
+    assert [parts(rows) for rows in (256, 257, 513)] == [0, 2 * 66, 4 * 66]
+
+
+def test_what_was_compiled_is_launched_on_its_grid():
+    ran = []
+    known = variant.Variant(SimpleNamespace(arg_names=["a", "b", "C"]), {})
+    known.compiled = SimpleNamespace(run=lambda *given: ran.append(given), function="code", packed_metadata="packed")
+    variant.Launch(known, (2, 3, 5), {"C": 7})(9, (1, None))
+    assert ran == [(2, 3, 5, 9, "code", "packed", None, None, None, 1, None, 7)]
+
+
+def test_a_stream_is_told_unless_a_profiler_wants_to_know_of_launches(monkeypatch):
+    monkeypatch.setattr(
+        variant, "drivers", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: device))
+    )
+    assert variant.current_stream(3) == 3
+    for hook in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(knobs.runtime, hook, print)
+            assert variant.current_stream(3) is None

@@ -1,4 +1,7 @@
-"""Stopping criteria, which see what transformers shows them, and what is refused of criteria and penalties."""
+"""Stopping criteria, which see what transformers shows them, penalties by hand, and what is refused of both."""
+
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +22,19 @@ class Watching(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         self.seen.append(input_ids.tolist())
         return input_ids[:, self.begin :].sum(1) >= self.total
+
+
+def test_a_penalty_and_a_minimum_by_hand():
+    """Below a root with the token 1 are siblings with 2 and 3; token 4 is of the prompt, and 0 ends a text."""
+    drafted = SimpleNamespace(
+        tokens=torch.tensor([[1, 2, 3]]), subtree_end=torch.tensor([3, 2, 3]), depths=torch.tensor([0, 1, 1])
+    )
+    seen, end = torch.tensor([[False, False, False, False, True]]), torch.tensor([0])
+    state = SimpleNamespace(seen=seen, stops=end, produced=torch.tensor([1]))
+    logits = torch.tensor([1.0, 2, -2, 4, -4]).expand(1, 3, -1)
+    expected = [[-math.inf, 1, -2, 4, -8], [1, 1, -4, 4, -8], [1, 1, -2, 2, -8]]
+    assert Processing(2.0, 2).before_verifying(logits, drafted, state).tolist() == [expected]
+    assert torch.equal(Processing(1.0, 0).before_verifying(logits, drafted, state), logits)
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "sequoia"])
