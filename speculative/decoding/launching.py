@@ -4,7 +4,7 @@ A recording and a graph are bound to the memory that they were made with, so a l
 """
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -34,11 +34,8 @@ class Launcher:
     def prepare(self, step: Step, launch: Launch) -> None:
         """Do ahead what the first run of a step would do besides the step. Nothing is run."""
 
-    def run(self, key: Hashable | None, step: Step, launch: Launch, lap: Lap) -> Stepped:
-        """Run a step.
-
-        key: the same whenever this step runs in the same slots; None for one that is not expected to come again
-        """
+    def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
+        """Run a step in the first `slots` slots; again: whether it may be expected to come again."""
         return launch(lap)
 
 
@@ -53,19 +50,19 @@ class Recordings(Launcher):
     """Replays steps on a CPU by `kernels.native.recording`."""
 
     def __init__(self) -> None:
-        self._known = dict[Hashable, Recorded | None]()  # None where a step has an obstacle
+        self._known = dict[tuple[Step, int], Recorded | None]()  # None where a step has an obstacle
 
-    def run(self, key: Hashable | None, step: Step, launch: Launch, lap: Lap) -> Stepped:
+    def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
         """See `Launcher`."""
-        known = None if key is None else self._known.get(key)
+        known = self._known.get((step, slots))
         if known is not None:
             known.recording.replay()
             return known.result
-        if key is None or key in self._known or not step.peers.is_alone:  # a collective cannot be replayed
+        if not again or (step, slots) in self._known or not step.peers.is_alone:  # a collective cannot be replayed
             return launch(lap)
         with recorded() as recording:
             stepped = launch(lambda phase: do(partial(lap, phase)))
-        self._known[key] = None if recording.obstacle else Recorded(recording, stepped)
+        self._known[step, slots] = None if recording.obstacle else Recorded(recording, stepped)
         if recording.obstacle:
             logger.debug("a step is not recorded because of %s", recording.obstacle)
         return stepped
@@ -99,11 +96,11 @@ class CudaGraphs(Launcher):
         logger.debug("compiling %d kernels", len(compilations))
         compile_all(compilations, self._device)
 
-    def run(self, key: Hashable | None, step: Step, launch: Launch, lap: Lap) -> Stepped:
+    def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
         """See `Launcher`."""
-        graph = self.graphs.of(key)
+        graph = self.graphs.of((step, slots))
         if graph.is_warm and not graph.is_captured and not graph.fails:
-            logger.debug("capturing a CUDA graph: %s", step)
+            logger.debug("capturing a CUDA graph: %d slots, a tree of %d levels", slots, step.drafter.depth)
             try:
                 graph.capture(partial(launch, no_lap))
             except RuntimeError as error:

@@ -88,8 +88,8 @@ class StepRunner:
         launch = partial(step, *workspace.first(slots), visible)
         if workspace.changes:  # which ask the host
             return launch(lap, workspace.changes)
-        is_cut = depth < plan.tree.depth  # which happens once, near the end of a text
-        return workspace.launcher.run(None if is_cut else (step, slots), step, launch, lap)
+        again = depth == plan.tree.depth  # a tree is cut once, near the end of a text
+        return workspace.launcher.run(step, slots, launch, lap, again=again)
 
     def warm_up(
         self, plan: StepPlan, workspace: Workspace, batch: int, longest: int, tree_of: Callable[[int], Shape] | None

@@ -75,7 +75,7 @@ def is_as_published(model: PreTrainedModel, parts: Parts) -> bool:
     """
     kind = model.config.model_type
     hooked = [module for module in model.modules() if has_hooks(module)] if kind in MODEL_TYPES else []
-    if kind not in MODEL_TYPES or not all(map(parts.has_put, hooked)):
+    if kind not in MODEL_TYPES or not all(map(parts.knows_hook_of, hooked)):
         return False
     try:
         inner: Any = model.model

@@ -20,7 +20,7 @@ class Parts:
 
     ranks: Any = None
 
-    def has_put(self, module: nn.Module) -> bool:
+    def knows_hook_of(self, module: nn.Module) -> bool:
         """Whether a module's hook or patch is known as what splits it."""
         return False
 

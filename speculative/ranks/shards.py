@@ -68,7 +68,7 @@ class Shards(Parts):
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 
-    def has_put(self, module: nn.Module) -> bool:
+    def knows_hook_of(self, module: nn.Module) -> bool:
         """See `Parts`."""
         return is_split_by_transformers(module)
 

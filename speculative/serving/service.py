@@ -314,7 +314,7 @@ class Service:
             self._counts = replace(self._counts, **sums)
 
 
-class Trees(Protocol):
+class TreesOfSlots(Protocol):
     """What `TreesByBatch` is."""
 
     @property
@@ -324,7 +324,7 @@ class Trees(Protocol):
 
 def serve(
     plan: StepPlan,
-    trees_of: Callable[[int], Trees],
+    trees_of: Callable[[int], TreesOfSlots],
     checked: Callable[..., Request],
     draft_filters: Callable[[Filters], Filters],
     slots: int,

@@ -16,6 +16,7 @@ from played_steps import PADDING, PROMPTS, Launches, Strict, Tape, step_on_meta
 from tiny_models import assert_alike, small_llama, tiny_llama
 from triton.runtime.interpreter import GridExecutor
 
+from heavypath.kernels.commit import StateField
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import (
     METHODS,
@@ -28,7 +29,7 @@ from heavypath.speculative import (
     load_demo_pair,
 )
 from heavypath.speculative.decoding.drafters import drafter_of
-from heavypath.speculative.decoding.engine import Snapshots
+from heavypath.speculative.decoding.engine import SlotNumbers, Snapshots
 from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.step import StepPlan, new_step
 from heavypath.speculative.drafts.lookahead import LookaheadDraft
@@ -188,3 +189,7 @@ def test_a_graph_writes_the_text_of_the_eager_step(method, sampling):
         options = {"attention_mask": PADDING.cuda(), "seed": seed, "eos_token_id": 3, **sampling}
         assert_alike(*(decoder.generate(PROMPTS.cuda() + 40, new, **options) for decoder in (graphs, eager)))
     assert len(graphs.runner.idle.launcher.graphs) >= 1
+
+
+def test_the_numbers_of_a_slot_have_the_names_of_the_states_fields():
+    assert [name.upper() for name in SlotNumbers._fields] == [field.name for field in StateField]
