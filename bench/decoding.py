@@ -86,7 +86,6 @@ from heavypath.speculative import (
 from heavypath.speculative.calibration import DEPTH, Extent, calibrate, measure_way, ways_to_draft
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoding import loop
-from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.demo import corpus, demo_prompts
 from heavypath.speculative.drafts.draft import Draft, Feed
 from heavypath.speculative.drafts.kinds import as_draft
@@ -96,6 +95,7 @@ from heavypath.speculative.methods import VERIFIERS
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import MeasuredAcceptance
 from heavypath.speculative.trees.branching import branching_tree
+from heavypath.speculative.trees.growth import Growth
 
 REJECTION, PLAIN, TRANSFORMERS, MODEL = "rejection", "plain", "transformers", "model"
 CHAIN = 6  # nodes of a chain, whatever the trees have

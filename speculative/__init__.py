@@ -16,7 +16,6 @@ from heavypath.kernels.verifying.top_down import top_down
 from heavypath.speculative.calibration import calibrate
 from heavypath.speculative.comparison import compare
 from heavypath.speculative.decoder import SpeculativeDecoder
-from heavypath.speculative.decoding.growing import Confidence
 from heavypath.speculative.decoding.rules import Verifier
 from heavypath.speculative.decoding.statistics import Statistics
 from heavypath.speculative.demo import load_demo_head, load_demo_pair
@@ -57,6 +56,7 @@ from heavypath.speculative.streaming.offloaded import stream_layers
 from heavypath.speculative.streaming.stream import LayerStream
 from heavypath.speculative.training.beginnings import draft_of_layers, most_frequent, new_head
 from heavypath.speculative.training.documents import read_documents
+from heavypath.speculative.trees.growth import Confidence
 from heavypath.speculative.trees.planning import Plan, expected_tokens, greedy_tree, select_tree, sequoia_tree
 from heavypath.speculative.trees.tree import TokenTree
 

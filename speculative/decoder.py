@@ -18,8 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoder_options import DecoderOptions
-from heavypath.speculative.decoding.graphs import has_graphs
-from heavypath.speculative.decoding.growing import Growth
+from heavypath.speculative.decoding.launching import has_graphs
 from heavypath.speculative.decoding.loop import decode
 from heavypath.speculative.decoding.request import Prompts, Request
 from heavypath.speculative.decoding.runner import StepRunner
@@ -35,6 +34,7 @@ from heavypath.speculative.output.generation import Generation
 from heavypath.speculative.output.options import NOTHING, GenerateOptions, SamplingOptions, check_options, request_of
 from heavypath.speculative.output.remark import Remark
 from heavypath.speculative.output.watchers import checked_streamers, watching
+from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
 from heavypath.speculative.trees_by_batch import TreeSource, checked_profile
 
@@ -172,8 +172,8 @@ class SpeculativeDecoder:
         return Generation(
             sequences=torch.cat([input_ids, new], 1),
             stats=stats,
-            scores=chosen.scores(request.filters) if options.get("output_scores") else None,
-            logits=chosen.logits() if options.get("output_logits") else None,
+            scores=chosen.scores(request.filters) if chosen and options.get("output_scores") else None,
+            logits=chosen.logits() if chosen and options.get("output_logits") else None,
             _cache=weakref.ref(cache),
             _kept=self.runner.kept,
         )

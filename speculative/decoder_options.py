@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from heavypath.speculative.decoding.growing import Confidence
 from heavypath.speculative.decoding.rules import Verifier
-from heavypath.speculative.trees.planning import Acceptance
+from heavypath.speculative.trees.growth import Confidence
 from heavypath.speculative.trees.tree import TokenTree
 
 if TYPE_CHECKING:
     from heavypath.speculative.profile import Profile
+    from heavypath.speculative.trees.planning import Acceptance
 
 
 class TreeOptions(TypedDict, total=False):
@@ -38,7 +38,7 @@ class TreeOptions(TypedDict, total=False):
 
     tree: TokenTree | None
     tree_size: int | None
-    acceptance: Acceptance | None
+    acceptance: "Acceptance | None"
     max_depth: int | None
     width: int | None
     branching: Sequence[int] | None

@@ -1,14 +1,16 @@
 """How a decoder's method draws and verifies: its row of the table, with the options that the decoder was given."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.decoding.growing import VALUE_TEMPERATURE
-from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.decoding.rules import OWN, Rules
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.methods import Method, check_independent, row_of
+from heavypath.speculative.trees.growth import VALUE_TEMPERATURE
+
+if TYPE_CHECKING:
+    from heavypath.speculative.decoding.processing import Processing
 
 
 class MethodRules:
@@ -43,7 +45,7 @@ class MethodRules:
         filters = target.override(**self._draft_options)
         return filters if target.temperature > 0 else filters._replace(temperature=0.0)
 
-    def of(self, filters: Filters, draft: Draft | None, processing: Processing | None, *, masked: bool) -> Rules:
+    def of(self, filters: Filters, draft: Draft | None, processing: "Processing | None", *, masked: bool) -> Rules:
         """The rules where the target is sampled so; ValueError where the method cannot sample so.
 
         masked: whether logits processors may leave tokens out

@@ -12,15 +12,13 @@ import torch
 
 from heavypath.kernels.filtering import Filters
 from heavypath.kernels.verifying.rule import Rule
-from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, Confidence, Growth
-from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
-from heavypath.speculative.trees.branching import branching_tree
-from heavypath.speculative.trees.planning import Acceptance, sequoia_tree
+from heavypath.speculative.trees.growth import DEFAULT_CONFIDENCE, MAX_SLOTS, Confidence, Growth
 from heavypath.speculative.trees.tree import TokenTree
 
 if TYPE_CHECKING:
     from heavypath.kernels.typical.acceptance import Typical
+    from heavypath.speculative.trees.planning import Acceptance
 
 # Unconditional acceptance of children 0, 1, ... of the demo pair at temperature 0.6, drawn without replacement.
 DEFAULT_ACCEPTANCE = (0.5688, 0.1168, 0.0582, 0.0373, 0.026, 0.0199, 0.0157, 0.0127)
@@ -222,8 +220,10 @@ def _default_depth(size: int) -> int:
     return min(size - 1, max(2, size.bit_length() - 1))
 
 
-def _planned(size: int, acceptance: Acceptance = DEFAULT_ACCEPTANCE, max_depth: int | None = None) -> TokenTree:
+def _planned(size: int, acceptance: "Acceptance" = DEFAULT_ACCEPTANCE, max_depth: int | None = None) -> TokenTree:
     """The best tree for an acceptance, by `sequoia_tree`; of fewer nodes where so many do not fit the acceptance."""
+    from heavypath.speculative.trees.planning import sequoia_tree
+
     rates = torch.as_tensor(acceptance)
     children, levels = rates.shape[-1], _default_depth(size) if max_depth is None else max_depth
     possible = 1
@@ -236,13 +236,15 @@ def _by_levels(
     size: int,
     branching: Sequence[int] | None = None,
     width: int | None = None,
-    acceptance: Acceptance | None = None,
+    acceptance: "Acceptance | None" = None,
     max_depth: int | None = None,
 ) -> TokenTree:
     """A tree whose nodes of one level have equally many children: given ones, `width` everywhere, or the best ones."""
     if branching is not None:
         return TokenTree.from_branching(branching)
     if width is None:
+        from heavypath.speculative.trees.branching import branching_tree
+
         levels = _default_depth(size) if max_depth is None else max_depth
         return branching_tree(DEFAULT_ACCEPTANCE if acceptance is None else acceptance, size, levels)
     if acceptance is not None:
@@ -297,7 +299,7 @@ def _grown(
     """A level may have half of the nodes where no width is given: wider ones are rare, and cost the draft's time."""
     depth = _default_depth(size) if max_depth is None else max_depth
     if width is None:
-        half, fits = max(-(-size // 2), -(-(size - 1) // max(1, depth))), (ROWS_PER_ROOT - 1) // max(1, depth)
+        half, fits = max(-(-size // 2), -(-(size - 1) // max(1, depth))), (MAX_SLOTS - 1) // max(1, depth)
         width = min(half, fits)
     return Growth(by, min(size, 1 + width * depth), width, depth, threshold, confidence)
 

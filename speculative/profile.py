@@ -25,12 +25,12 @@ from heavypath.kernels.ordering import MAX_NODES
 from heavypath.speculative.costs.simulation import MATTERS
 from heavypath.speculative.costs.streamed import streamed_bytes
 from heavypath.speculative.costs.table import CostsByBatch
-from heavypath.speculative.decoding.growing import Confidence, Growth
 from heavypath.speculative.drafts.kinds import AnyDraft, describe
 from heavypath.speculative.files.typed_json import parsed, typed
 from heavypath.speculative.methods import Kind, Method, measured_row, row_of
 from heavypath.speculative.models.layer_weights import stream_of
 from heavypath.speculative.tree_choice import as_drafted, best_plan
+from heavypath.speculative.trees.growth import Confidence, Growth
 from heavypath.speculative.trees.planning import Plan, node_probabilities
 from heavypath.speculative.trees.tree import TokenTree
 

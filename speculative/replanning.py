@@ -34,11 +34,11 @@ from torch import Tensor
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.costs.table import standing_for
 from heavypath.speculative.decoding.engine import Watcher
-from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.tree_choice import as_drafted, best_plan, top
+from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.planning import node_probabilities
 from heavypath.speculative.trees.tree import TokenTree
 

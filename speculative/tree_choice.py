@@ -12,20 +12,21 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from heavypath.kernels.attention.kernel import MAX_NODES
-from heavypath.speculative.costs.table import Costs
-from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, Confidence, Growth
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE, METHODS
 from heavypath.speculative.models.forward import Forward
-from heavypath.speculative.trees.branching import select_branching
-from heavypath.speculative.trees.planning import Plan, expected_tokens, select_tree
+from heavypath.speculative.trees.growth import DEFAULT_CONFIDENCE, Confidence, Growth
 from heavypath.speculative.trees.tree import TokenTree
+
+if TYPE_CHECKING:
+    from heavypath.speculative.costs.table import Costs
+    from heavypath.speculative.trees.planning import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,9 @@ def chosen_tree(
     return tree, "by the options given" if given else chosen_by
 
 
-def best_plan(method: str, rates: Tensor, costs: Mapping[int, float], level: float, sequence_count: int | None) -> Plan:
+def best_plan(
+    method: str, rates: Tensor, costs: Mapping[int, float], level: float, sequence_count: int | None
+) -> "Plan":
     """The tree of a method with which decoding is expected to be fastest.
 
     rates: acceptance fp64 [depth, child]; costs: {nodes: a step}, for 1, 2, ... nodes; level: of drafting a level, both
@@ -69,6 +72,9 @@ def best_plan(method: str, rates: Tensor, costs: Mapping[int, float], level: flo
     For methods whose trees grow it is the best static tree, since how many tokens a grown tree yields depends on the
     draft of each step.
     """
+    from heavypath.speculative.trees.branching import select_branching
+    from heavypath.speculative.trees.planning import select_tree
+
     if method == "rsd-c":
         return select_branching(rates, costs, level)
     trees = _trees(method, max(costs), rates, sequence_count)
@@ -96,7 +102,7 @@ def tree_by_estimates(method: str, target: Forward, draft: Draft | None, batch: 
     return tree.reordered("heavy_path")[0] if isinstance(tree, TokenTree) else tree
 
 
-def default_tree(method: str, costs: Costs, levels: int | None = None, batch: int = 1) -> TokenTree | Growth:
+def default_tree(method: str, costs: "Costs", levels: int | None = None, batch: int = 1) -> TokenTree | Growth:
     """The tree of a method by these costs and the acceptance of the shipped pair, for models that nobody measured.
 
     levels: that the draft can draft; None for any
@@ -185,8 +191,10 @@ def _check_given(method: str, tree: object, others: list[str]) -> None:
         raise ValueError(f"method {method!r} drafts nothing, got a tree of {len(tree)} nodes")
 
 
-def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float], level: float) -> Plan:
+def _best(trees: Iterator[TokenTree], rates: Tensor, costs: Mapping[int, float], level: float) -> "Plan":
     """The one of some trees that is expected to decode fastest."""
+    from heavypath.speculative.trees.planning import Plan, expected_tokens
+
     plans = []
     for tree in trees:
         tokens = expected_tokens(tree, rates)

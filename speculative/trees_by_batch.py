@@ -23,12 +23,12 @@ from heavypath.speculative.costs.table import standing_for
 from heavypath.speculative.decoder_options import TreeOptions
 from heavypath.speculative.decoding.drafters import Shape
 from heavypath.speculative.decoding.engine import Watcher
-from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.draft import NO_DRAFT, Draft
 from heavypath.speculative.methods import METHODS, Method
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.tree_choice import chosen_tree, top, tree_by_estimates
+from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -53,4 +53,8 @@ class Drafter(Protocol):
 @singledispatch
 def drafter_of(tree: Any, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> Drafter:
     """Who drafts the top `depth` levels of a tree, at least one: fewer than all near the end of a text."""
+    if getattr(tree, "grows", False):
+        from heavypath.speculative.decoding.growing import growing_drafter
+
+        return growing_drafter(tree, depth, rules, device)
     raise TypeError(f"expected a TokenTree or a Growth, got {type(tree).__name__}")

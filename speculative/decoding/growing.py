@@ -20,12 +20,11 @@ them.
 A slot's value by DySpec takes the draft's probability of a token for its chance of being accepted. A drawn token is
 accepted more often than that where the draft is flat: on the shipped pair at temperature 0.6 at a rate of 0.42 where it
 has 0.03, and of 0.91 where it has 0.97 (bench/research/theory.py). So DySpec's trees are too wide there.
-`Confidence` has the line as it is measured, and a slot's value is then what it is expected to add to the tokens of a
-step: `kernels.growing` has the formulas.
+`trees.growth.Confidence` has the line as it is measured, and a slot's value is then what it is expected to add to the
+tokens of a step: `kernels.growing` has the formulas.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,107 +34,13 @@ from heavypath.kernels.trees.assembly import assemble
 from heavypath.kernels.trees.growing import grow
 from heavypath.kernels.trees.slots import Level, Policy, Roots, Slots
 from heavypath.speculative.decoding.drafted import Drafted, Lap, Reach, check_distributions, feed_of, root_feed
-from heavypath.speculative.decoding.drafters import drafter_of
-from heavypath.speculative.decoding.noise_rows import ROWS_PER_ROOT, root_rows
+from heavypath.speculative.decoding.noise_rows import root_rows
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.draft import Draft
 from heavypath.speculative.models.caches import RowCache
 from heavypath.speculative.models.host import host_can_read
-
-
-@dataclass(frozen=True)
-class Confidence:
-    """How the draft's probabilities tell acceptance: c_k = base[k] + slope[k] q.
-
-    c_k is the chance that child k is accepted once its elder siblings are rejected, where q is the draft's probability
-    of the child among the tokens not yet drawn. The last entries serve all further children too.
-    """
-
-    base: tuple[float, ...]
-    slope: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        lines = list(zip(self.base, self.slope, strict=False))
-        if len(self.base) != len(self.slope) or not lines or not all(0 <= b <= b + s <= 1 for b, s in lines):
-            raise ValueError(f"confidence must rise within [0, 1] for each child, got {self.base} and {self.slope}")
-
-        object.__setattr__(self, "_lines", {})  # beside the fields, which alone are compared and written to profiles
-
-    def lines(self, children: int, device: torch.device) -> Tensor:
-        """Base and slope of the first `children` children, fp64 [2, children].
-
-        They are copied to a device once, and kept as long as this object: a CUDA graph reads them there.
-        """
-        kept: dict[tuple[int, torch.device], Tensor] = self.__dict__["_lines"]
-        if (children, device) not in kept:
-            index = torch.arange(children).clamp(max=len(self.base) - 1)
-            lines = torch.tensor([self.base, self.slope], dtype=torch.float64)
-            kept[children, device] = lines[:, index].to(device)
-        return kept[children, device]
-
-
-# Measured on the demo pair at temperature 0.6, with children drawn without replacement.
-DEFAULT_CONFIDENCE = Confidence((0.41, 0.16, 0.12, 0.09, 0.08), (0.5, 0.5, 0.4, 0.3, 0.3))
-
-VALUE_TEMPERATURE = 0.6  # of the draft's probabilities as values, where its tokens are drawn at temperature 0 (DySpec)
-
-
-@dataclass(frozen=True)
-class Growth:
-    """How trees grow.
-
-    by:         what decides which nodes are kept: the value of their "slot", the worth of the "node" itself, or their
-                key in a stochastic "beam"
-    size:       nodes of a tree, root included, at most
-    width:      nodes drafted on a level, at most
-    depth:      levels
-    threshold:  slots of less value stay empty; with one node a level this is a chain that ends early
-    confidence: what values are made of, by "slot" and where the text is sampled; None for DySpec's own
-    """
-
-    by: Literal["slot", "node", "beam"]
-    size: int
-    width: int
-    depth: int
-    threshold: float = 0.0
-    confidence: Confidence | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("width", "depth"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
-        if self.slots > ROWS_PER_ROOT:
-            raise ValueError(
-                f"depth levels of width nodes may be at most {ROWS_PER_ROOT} with the root, got {self.slots}"
-            )
-        if self.size < 2:
-            raise ValueError(f"size counts the root and must be at least 2, got {self.size}")
-
-    def __len__(self) -> int:
-        return self.size
-
-    @property
-    def branching(self) -> int:
-        """The most children that a node may have."""
-        return self.width
-
-    @property
-    def slots(self) -> int:
-        """Rows of the draft's cache that a tree takes while it grows, root included."""
-        return 1 + self.depth * self.width
-
-    @property
-    def cache_rows(self) -> int:
-        """The same, by the name that a static tree has for it."""
-        return self.slots
-
-    @property
-    def grows(self) -> bool:
-        """Whether its nodes depend on what is drafted."""
-        return True
+from heavypath.speculative.trees.growth import Growth
 
 
 @dataclass(frozen=True)
@@ -198,8 +103,8 @@ class GrowingDrafter:
         return drafted
 
 
-@drafter_of.register
-def _(tree: Growth, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> Any:
+def growing_drafter(tree: Growth, depth: int, rules: Rules, device: torch.device) -> GrowingDrafter:
+    """The drafter of trees that grow by `depth` levels."""
     top = replace(tree, depth=depth)
     if top.confidence is not None:
         top.confidence.lines(top.width, device)  # now: a capture copies nothing from the host

@@ -1,26 +1,39 @@
-"""How a step runs: call by call, from a recording on a CPU, or as a CUDA graph.
+"""How a step runs: call by call, from a recording on a CPU, or as a CUDA graph, see `graphs`.
 
 A recording and a graph are bound to the memory that they were made with, so a launcher belongs to one workspace.
 """
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-import torch
-
-from heavypath.kernels.compiling import compile_all, uncompiled_launches
 from heavypath.kernels.native.recording import Recording, do, recorded
-from heavypath.speculative.decoding.drafted import Lap, no_lap
-from heavypath.speculative.decoding.graphs import Graphs
+from heavypath.speculative.decoding.drafted import Lap
 from heavypath.speculative.decoding.step import Step, Stepped
-from heavypath.speculative.drafts.draft import NO_DRAFT, Drafting
+from heavypath.speculative.models.forward import Forward
+from heavypath.speculative.models.host import host_can_read
 
 logger = logging.getLogger(__name__)
 
 Launch = Callable[[Lap], Stepped]  # runs a step in a workspace
+
+
+def has_graphs(given: bool | None, target: Forward) -> bool:
+    """Whether a decoder's steps are graphs: as it was told, or else wherever they can be.
+
+    Raises ValueError for graphs on a CPU, and of a target that the host reads from disk in each step.
+    """
+    on_host, stream = host_can_read(target.device), target.stream
+    if given and on_host:
+        raise ValueError(f"cuda_graphs needs models on a CUDA device, got {target.device}; leave it out")
+    is_fixed = stream is None or stream.is_fixed
+    if given and not is_fixed:
+        raise ValueError(
+            "cuda_graphs needs a target whose layers stay in memory, got one that is read from disk in each step; "
+            "leave it out, or load the target with a larger host_memory"
+        )
+    return not on_host and is_fixed if given is None else given
 
 
 class Launcher:
@@ -66,70 +79,3 @@ class Recordings(Launcher):
         if recording.obstacle:
             logger.debug("a step is not recorded because of %s", recording.obstacle)
         return stepped
-
-
-class CudaGraphs(Launcher):
-    """Replays steps as CUDA graphs of one device. A step runs once before it is captured.
-
-    warned: reasons why steps could not be captured that a user knows of
-    """
-
-    outlives = True
-
-    def __init__(self, device: torch.device, warned: set[str]):
-        self.graphs = Graphs[Stepped](device)
-        self._device, self._warned = device, warned
-
-    def prepare(self, step: Step, launch: Launch) -> None:
-        """Compile what a step launches, side by side.
-
-        A capture tells what would be launched, and nothing runs in it. It ends where rows of a cache are first moved:
-        the few kernels behind that are compiled when they are launched. Code that is not ours may keep what its first
-        call computes, so that its first call must not be a captured one: with such models nothing is done here. Nor
-        with ranks, whose first collective makes their connections.
-        """
-        draft = step.draft or NO_DRAFT
-        if not step.peers.is_alone or draft.foreign or any(model.is_foreign for model in _models(step)):
-            return
-        with uncompiled_launches() as compilations:
-            self.graphs.try_out(partial(launch, no_lap))
-        logger.debug("compiling %d kernels", len(compilations))
-        compile_all(compilations, self._device)
-
-    def run(self, step: Step, slots: int, launch: Launch, lap: Lap, *, again: bool) -> Stepped:
-        """See `Launcher`."""
-        graph = self.graphs.of((step, slots))
-        if graph.is_warm and not graph.is_captured and not graph.fails:
-            logger.debug("capturing a CUDA graph: %d slots, a tree of %d levels", slots, step.drafter.depth)
-            try:
-                graph.capture(partial(launch, no_lap))
-            except RuntimeError as error:
-                self._warn(step, error)
-        if graph.is_captured:
-            with ExitStack() as turns:
-                for stream in {getattr(model, "stream", None) for model in _models(step)}:
-                    if stream is not None:
-                        turns.enter_context(stream.replay())
-                graph.replay()
-            stepped = graph.result
-        else:
-            stepped, graph.is_warm = launch(no_lap), True
-        assert stepped is not None
-        lap("step")
-        return stepped
-
-    def _warn(self, step: Step, error: RuntimeError) -> None:
-        """Say once why steps are not captured. Nothing has run: the same step follows, call by call."""
-        if not self._warned:
-            names = [type(model.model).__name__ for model in _models(step)]
-            names += (step.draft or NO_DRAFT).foreign
-            reason = str(error.__context__ or error).strip().splitlines()[0]
-            logger.warning(
-                "a step of %s cannot be captured as a CUDA graph, so its kernels are launched one by one, which is "
-                "slower: %s", " and ".join(names), reason,
-            )  # fmt: skip
-            self._warned.add(reason)
-
-
-def _models(step: Step) -> list[Drafting]:
-    return [step.target, *(step.draft or NO_DRAFT).models]

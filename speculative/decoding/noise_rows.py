@@ -16,8 +16,8 @@ from torch import Tensor
 
 from heavypath.kernels.implementation import choose_impl
 from heavypath.kernels.native.steps import numbered
+from heavypath.speculative.trees.tree import NODE_BITS
 
-NODE_BITS = 12
 POSITION_BITS = 24
 SEQUENCE_BITS = 27
 ROWS_PER_ROOT = 1 << NODE_BITS  # nodes of a tree, or slots of a growing one, are at most so many

@@ -12,16 +12,13 @@ stay those that the children were drawn from: verification is exact for any draf
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from heavypath.kernels.sequence_scores import sequence_scores
 from heavypath.speculative.decoding.drafted import Drafted
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.drafts.changes import LogitChange
-from heavypath.speculative.drafts.draft import Draft, Feed
 
 
 @dataclass(frozen=True)
@@ -57,30 +54,3 @@ def _paths(drafted: Drafted) -> Tensor:
     above = (node <= node[:, None]) & (node[:, None] < drafted.subtree_end[..., None, :])  # [N, N] or [B, N, N]
     there = above & (drafted.tokens >= 0)[:, None, :]
     return drafted.tokens[:, None, :].where(there, drafted.tokens[:, :1, None])
-
-
-class OwnSettings(LogitChange):
-    """Scores by which sequences that are sampled each in its own way are all drawn from alike.
-
-    The settings are in `Sequences.settings`; `kernels.sequence_scores` has the formula.
-    """
-
-    def before_drawing(self, draft: Draft, state: Sequences) -> Draft:
-        """The draft's scores."""
-        return _Scored(draft, state.settings[:, 1])
-
-    def before_verifying(self, logits: Tensor, drafted: Drafted, state: Sequences) -> Tensor:
-        """The target's scores."""
-        return sequence_scores(logits, state.settings[:, 0])
-
-
-class _Scored(Draft):
-    """A draft whose logits are made scores by settings [B, 4]."""
-
-    def __init__(self, draft: Draft, settings: Tensor):
-        self._draft, self._settings, self.laws = draft, settings, draft.laws
-
-    def __call__(self, feed: Feed, cache: Any) -> Tensor:
-        """Of a first feed the scores after the root alone, [B, D, V] of D drafts."""
-        logits = self._draft(feed, cache)
-        return sequence_scores(logits[:, -self.laws :] if feed.news else logits, self._settings)

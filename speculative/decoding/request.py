@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,13 +12,15 @@ from transformers import StoppingCriteriaList
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
-from heavypath.speculative.decoding.processing import Processing
 from heavypath.speculative.drafts.draft import Drafting
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.processors.kinds import Processor
 from heavypath.speculative.processors.settings import GivenProcessors, Penalties, Texts, chain_of
-from heavypath.speculative.processors.stopping import Stopping
+
+if TYPE_CHECKING:
+    from heavypath.speculative.decoding.processing import Processing
+    from heavypath.speculative.processors.stopping import Stopping
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,10 @@ class Request:
     sequence_ids: Tensor
     stops: Tensor
     pad: int
-    processing: Processing | None
+    processing: "Processing | None"
     processors: list[list[Processor]] | None
     input_ids: Tensor
-    stopping: Stopping | None
+    stopping: "Stopping | None"
     past: TextCache | None
 
     def to_compare(self) -> dict[str, object]:
@@ -137,9 +140,18 @@ def checked_request(
         processing=processing if chain.lists is None else None,
         processors=chain.lists,
         input_ids=input_ids,
-        stopping=Stopping(input_ids, ending.criteria) if ending.criteria else None,
+        stopping=_stopping(input_ids, ending),
         past=prompts.past,
     )
+
+
+def _stopping(input_ids: Tensor, ending: Ending) -> "Stopping | None":
+    """The stopping criteria, if there are any."""
+    if not ending.criteria:
+        return None
+    from heavypath.speculative.processors.stopping import Stopping
+
+    return Stopping(input_ids, ending.criteria)
 
 
 def _stop_tokens(ending: Ending, vocab_size: int) -> tuple[list[int], int]:
@@ -159,7 +171,7 @@ def _stop_tokens(ending: Ending, vocab_size: int) -> tuple[list[int], int]:
 
 def _processing(
     repetition_penalty: float, min_new_tokens: int, max_new_tokens: int, has_stops: bool
-) -> Processing | None:
+) -> "Processing | None":
     """What is done to the target's logits; None where it would change nothing."""
     if not (isinstance(repetition_penalty, int | float) and math.isfinite(repetition_penalty)):
         raise ValueError(f"repetition_penalty must be a finite number > 0, got {repetition_penalty!r}")
@@ -171,6 +183,8 @@ def _processing(
     early = min_new_tokens if has_stops else 0
     if repetition_penalty == 1 and early < 1:
         return None
+    from heavypath.speculative.decoding.processing import Processing
+
     return Processing(float(repetition_penalty), early)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from heavypath.speculative.decoding.drafted import Lap, no_lap
 from heavypath.speculative.decoding.drafters import Shape
-from heavypath.speculative.decoding.launching import CudaGraphs, Launcher, Recordings
+from heavypath.speculative.decoding.launching import Launcher, Recordings
 from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.step import Stepped, StepPlan, new_step
 from heavypath.speculative.decoding.workspace import Size, Workspace
@@ -34,8 +34,7 @@ class StepRunner:
         self.cuda_graphs = cuda_graphs
         self.idle: Workspace | None = None  # kept for the next generation
         self._warned = set[str]()  # why steps cannot be captured
-        self._of_thread = threading.local()
-        self._lock = threading.Lock()
+        self._of_thread, self._lock = threading.local(), threading.Lock()
         self._step = lru_cache(MOST_STEPS)(new_step)
 
     @property
@@ -66,6 +65,8 @@ class StepRunner:
         """A new workspace; where memory is short, the texts kept for later give theirs."""
         launcher = Recordings() if host_can_read(plan.target.device) else Launcher()
         if self.cuda_graphs:
+            from heavypath.speculative.decoding.graphs import CudaGraphs
+
             launcher = CudaGraphs(plan.target.device, self._warned)
         try:
             return Workspace(plan, size, launcher)

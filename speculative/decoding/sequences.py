@@ -24,7 +24,7 @@ class Sequences:
     seed:   LongTensor[], of all noise
     counts: LongTensor[2, any], how often each child was offered below an accepted node, and accepted; see `commit`
     settings: fp64 [b, 2, 4], how the target and the draft are sampled, as `kernels.sequence_scores` has it, where
-            `processing.OwnSettings` is among the changes of logits
+            `serving.own_settings.OwnSettings` is among the changes of logits
     """
 
     numbers: Tensor

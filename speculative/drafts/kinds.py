@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.drafts.draft import Draft, Draftable
 from heavypath.speculative.drafts.model import EarlyExit, ModelDraft
-from heavypath.speculative.drafts.own import OwnDraft, has_methods
 from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.forward_of import forward_of
 
@@ -32,6 +31,8 @@ def as_draft(given: Any, target: Forward, model: PreTrainedModel) -> Draft:
     with another vocabulary or on another device.
     """
     if is_own(given):
+        from heavypath.speculative.drafts.own import OwnDraft
+
         return OwnDraft(given, target.vocab_size, target.device)
     forward = forward_of(given, "draft")
     if forward.device != target.device:
@@ -42,6 +43,11 @@ def as_draft(given: Any, target: Forward, model: PreTrainedModel) -> Draft:
 def is_own(given: object) -> TypeGuard[Draft]:
     """Whether it is to be taken for a user's own `Draft`: not one of ours, nor a model that transformers made."""
     return not isinstance(given, Draftable) and (not isinstance(given, nn.Module) or has_methods(given))
+
+
+def has_methods(draft: object) -> bool:
+    """Whether an object has a method that drafts have, and models of transformers have not."""
+    return any(callable(getattr(draft, name, None)) for name in ("new_cache", "prefill"))
 
 
 @singledispatch

@@ -80,11 +80,6 @@ class OwnDraft(Draft):
         return logits.clone(memory_format=torch.contiguous_format)
 
 
-def has_methods(draft: object) -> bool:
-    """Whether an object has a method that drafts have, and models of transformers have not."""
-    return any(callable(getattr(draft, name, None)) for name in ("new_cache", "prefill"))
-
-
 def _has(draft: object, name: str) -> bool:
     """Whether it has a method of its own; those of `Draft` itself do nothing."""
     method = getattr(draft, name, None)

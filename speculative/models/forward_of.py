@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from heavypath.speculative.models.forward import Forward, parts_of
 from heavypath.speculative.models.llama import MODEL_TYPES, LlamaForward, is_as_published, with_a_layer_of_each_kind
-from heavypath.speculative.models.probe import gap
 from heavypath.speculative.ranks.peers import ALONE, Peers
 
 if TYPE_CHECKING:
@@ -92,6 +91,8 @@ def check_alone(what: str, *models: Any) -> None:
 
 def _is_a_llama(model: PreTrainedModel, name: str) -> bool:
     """Whether `LlamaForward` gives the model's own logits."""
+    from heavypath.speculative.models.probe import gap
+
     forward = LlamaForward(model, name)
     return gap(forward, model) <= _tolerance(forward)
 
@@ -102,6 +103,8 @@ def _tolerance(forward: Forward) -> float:
 
 def _check(forward: "TransformersForward", model: nn.Module) -> None:
     """Raise ValueError if the logits of a small tree are not those of its paths; of a draft, say so."""
+    from heavypath.speculative.models.probe import gap
+
     try:
         found = gap(forward, model)
     except Exception as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative.decoding.request import Ending, Prompts, Request, checked_request
@@ -20,7 +20,6 @@ from heavypath.speculative.models.forward import Forward
 from heavypath.speculative.models.text_cache import TextCache
 from heavypath.speculative.output.watchers import Streamer
 from heavypath.speculative.processors.settings import GivenProcessors
-from heavypath.speculative.processors.stopping import checked_criteria
 
 EosTokens = int | Sequence[int] | None | Literal["model"]
 _LEFT_OUT = {"eos_token_id": "model"}  # what stands for an argument that was left out, if it is not None
@@ -147,7 +146,7 @@ def request_of(
         min_new_tokens=settings.min_new_tokens,
         eos_token_id=settings.eos_token_id,
         pad_token_id=settings.pad_token_id,
-        criteria=checked_criteria(settings.stop_strings, options.get("tokenizer"), options.get("stopping_criteria")),
+        criteria=_criteria(settings.stop_strings, options),
     )
     processors = GivenProcessors(
         options.get("logits_processor"), options.get("prefix_allowed_tokens_fn"), settings.config, processors_always
@@ -156,6 +155,15 @@ def request_of(
         target, drafting, prompts, ending, filters=settings.filters, seed=seed,
         repetition_penalty=settings.repetition_penalty, processors=processors,
     )  # fmt: skip
+
+
+def _criteria(stop_strings: str | Sequence[str] | None, options: Mapping[str, Any]) -> StoppingCriteriaList:
+    """What stops a text besides its end-of-sequence tokens and its length; nothing where nothing was asked for."""
+    if stop_strings is None and options.get("stopping_criteria") is None:
+        return StoppingCriteriaList()
+    from heavypath.speculative.processors.stopping import checked_criteria
+
+    return checked_criteria(stop_strings, options.get("tokenizer"), options.get("stopping_criteria"))
 
 
 class Settings(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -12,9 +12,11 @@ from heavypath.speculative.decoding.request import Request
 from heavypath.speculative.decoding.sequences import Sequences
 from heavypath.speculative.decoding.step import Stepped, StepPlan
 from heavypath.speculative.drafts.draft import Draft
-from heavypath.speculative.output.scores import Chosen
-from heavypath.speculative.processors.stopping import Stopping
 from heavypath.speculative.ranks.peers import Peers
+
+if TYPE_CHECKING:
+    from heavypath.speculative.output.scores import Chosen
+    from heavypath.speculative.processors.stopping import Stopping
 
 OnStep = Callable[[Stepped, Sequences, Sequences], None]  # of what a step did, the state before it and after it
 
@@ -63,7 +65,7 @@ class Criteria(Watcher):
 
     waits = True
 
-    def __init__(self, stopping: Stopping, peers: Peers):
+    def __init__(self, stopping: "Stopping", peers: Peers):
         self._stopping, self._peers = stopping, peers
         self._asked: dict[int, int] = {}  # for how many tokens of each sequence
 
@@ -106,8 +108,8 @@ class Observing(Watcher):
 def watching(
     request: Request, plan: StepPlan, method: str, draft: Draft | None, streamers: Sequence[Streamer],
     options: Mapping[str, Any], lap: Callable[[str], object],
-) -> Iterator[tuple[list[Watcher], Chosen]]:  # fmt: skip
-    """What a call of `generate` asks to be done around the steps, for the block; and what collects the logits.
+) -> Iterator[tuple[list[Watcher], "Chosen | None"]]:  # fmt: skip
+    """The watchers that a call of `generate` asks for, within the block; and what collects the logits, if asked for.
 
     options: of `GenerateOptions`; lap: of the time that looking at a step takes
     """
@@ -116,7 +118,7 @@ def watching(
     if streamers:
         with plan.peers.holding():
             watchers.append(Streaming(streamers, request))
-    chosen = Chosen(len(request.prompt))
+    chosen = None
     with ExitStack() as files:
         if trace is not None:
             from heavypath.speculative.output.trace import recording
@@ -125,5 +127,8 @@ def watching(
             recorder = files.enter_context(recording(trace, tokenizer, method, plan.rules, plan.target, draft, request))
             watchers.append(Observing(recorder.step, lap))
         if options.get("output_scores") or options.get("output_logits"):
+            from heavypath.speculative.output.scores import Chosen
+
+            chosen = Chosen(len(request.prompt))
             watchers.append(Observing(chosen.step, lap))
         yield watchers, chosen

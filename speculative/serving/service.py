@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from heavypath.kernels.filtering import Filters
-from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.decoding.noise_rows import MAX_SEQUENCES
 from heavypath.speculative.decoding.request import Prompts, Request
 from heavypath.speculative.decoding.runner import StepRunner
@@ -25,6 +24,7 @@ from heavypath.speculative.serving.arrivals import Arrival, Arrivals, QueueFull
 from heavypath.speculative.serving.completion import Completion
 from heavypath.speculative.serving.progress import Reason
 from heavypath.speculative.serving.slots import Limits, Slots, serving_plan
+from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)

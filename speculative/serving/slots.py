@@ -25,9 +25,7 @@ from heavypath.kernels.filtering import Filters
 from heavypath.kernels.native.sampling import seed_tensor
 from heavypath.speculative.decoding.drafted import no_lap
 from heavypath.speculative.decoding.engine import Engine, SlotNumbers
-from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.decoding.launching import Launcher
-from heavypath.speculative.decoding.processing import OwnSettings
 from heavypath.speculative.decoding.runner import StepRunner
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Size, Workspace, tree_rows
@@ -35,7 +33,9 @@ from heavypath.speculative.models.host import host_can_read
 from heavypath.speculative.processors.draft import ProcessedSteps
 from heavypath.speculative.processors.texts import BatchProcessors
 from heavypath.speculative.serving.arrivals import Arrival
+from heavypath.speculative.serving.own_settings import OwnSettings
 from heavypath.speculative.serving.progress import Reason
+from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
 
 BESIDE = 2  # texts of a client in a step on a CPU, beside another client's

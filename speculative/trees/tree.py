@@ -20,6 +20,8 @@ from torch import Tensor
 Order = Literal["breadth_first", "depth_first", "heavy_path"]
 Integers = Sequence[int] | np.ndarray | Tensor
 
+NODE_BITS = 12  # the noise of a step has so many bits for the number of a node, see `decoding.noise_rows`
+
 
 class TokenTree:
     """An immutable tree of N nodes. Node 0 is the root, the last committed token; parents come before children.

@@ -18,9 +18,10 @@ from heavypath.kernels.trees import growing as levels
 from heavypath.speculative import METHODS
 from heavypath.speculative.decoding import growing
 from heavypath.speculative.decoding.drafted import Reach
-from heavypath.speculative.decoding.growing import DEFAULT_CONFIDENCE, Confidence, GrowingDrafter, Growth
+from heavypath.speculative.decoding.growing import GrowingDrafter
 from heavypath.speculative.decoding.rules import Rules
 from heavypath.speculative.decoding.sequences import Sequences
+from heavypath.speculative.trees.growth import DEFAULT_CONFIDENCE, Confidence, Growth
 
 VOCAB = 3
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from tiny_models import transformers_greedy
 
 from heavypath.kernels.verification import Rule, verify_unchecked
 from heavypath.speculative import METHODS, Method, Profile, SpeculativeDecoder, TokenTree, Verified, read_trace
-from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.output.page import trace_page
+from heavypath.speculative.trees.growth import Growth
 
 PROMPT = torch.tensor([3, 1, 4])
 

@@ -9,11 +9,11 @@ from tiny_models import tiny_llama
 from heavypath.kernels.filtering import Filters
 from heavypath.speculative import METHODS, MedusaHeads, SpeculativeDecoder, TokenTree, calibrate, read_trace
 from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
-from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.drafts.medusa.heads import MedusaConfig
 from heavypath.speculative.models.forward_of import forward_of
 from heavypath.speculative.tree_choice import default_tree
+from heavypath.speculative.trees.growth import Growth
 
 DRAFTED = [method for method in METHODS if method != "autoregressive"]
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])

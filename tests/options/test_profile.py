@@ -36,11 +36,11 @@ from heavypath.speculative.calibration import (
 )
 from heavypath.speculative.cli.planning import warnings_of
 from heavypath.speculative.costs.table import Costs, CostsByBatch
-from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.drafts.kinds import as_draft, describe, draft_parameter_count
 from heavypath.speculative.methods import default_verifier, row_of
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import PRIOR, VERSION, Planned
+from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.visits import sizes_worth_timing
 
 

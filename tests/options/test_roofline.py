@@ -8,9 +8,9 @@ from tiny_models import tiny_llama
 from heavypath.speculative import METHODS, SpeculativeDecoder, load_demo_pair
 from heavypath.speculative.costs.roofline import Device, Work, estimated_costs
 from heavypath.speculative.costs.table import Costs
-from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.tree_choice import chosen_tree, default_tree
+from heavypath.speculative.trees.growth import Growth
 
 GPU = torch.device("cuda", 0)
 

@@ -26,7 +26,6 @@ from heavypath.speculative.costs.host import host_costs
 from heavypath.speculative.costs.roofline import Device, estimated_costs
 from heavypath.speculative.costs.table import Costs, CostsByBatch, standing_for
 from heavypath.speculative.decoding.engine import Watcher
-from heavypath.speculative.decoding.growing import Growth
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.decoding.workspace import Workspace
 from heavypath.speculative.drafts.kinds import describe
@@ -35,6 +34,7 @@ from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.profile import Profile
 from heavypath.speculative.replanning import EVERY, Replanner, Shapes
 from heavypath.speculative.tree_choice import tree_by_estimates
+from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees_by_batch import BATCHES, TreesByBatch, trees_up_to
 
 ROOT, CHAIN, STAR, WIDE = TokenTree([-1]), TokenTree.chain(3), TokenTree.k_ary(2, 1), TokenTree([-1, 0, 1, 1, 0])
