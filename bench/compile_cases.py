@@ -75,10 +75,10 @@ def long_zeros(*shape: int) -> Tensor:
 
 def placing(nodes: int) -> None:
     """A step's first nodes, a level, the whole tree, and equal texts."""
-    from heavypath.kernels.trees.levels import Chosen, Drawn, Trees, alike, first_nodes, place
+    from heavypath.kernels.trees.levels import CommonNodes, Drawn, Trees, alike, first_nodes, place
 
     some = long_zeros(nodes)
-    every = Chosen(some, some, some)
+    every = CommonNodes(some, some, some)
     trees = Trees(
         long_zeros(4, nodes), long_zeros(4), long_zeros(4, nodes), long_zeros(4), long_zeros(4), long_zeros(4, nodes)
     )

@@ -28,9 +28,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heavypath.kernels.attention.kernel import MAX_NODES
 from heavypath.kernels.attention.launch import (
-    Layout,
+    LaunchPlan,
     Layouts,
-    Plan,
+    TensorLayout,
     in_place,
     launch_tree_attention,
     plan_launch,
@@ -236,7 +236,7 @@ def _compute(
     return _compute(in_place(query), in_place(key), in_place(value), visible, softcap, scale, impl)
 
 
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # a `Layout` without its names
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # a `TensorLayout` without its names
 
 
 def _layout(tensor: Tensor) -> _Layout:
@@ -245,12 +245,12 @@ def _layout(tensor: Tensor) -> _Layout:
 
 def _named(layouts: tuple[Any, ...]) -> Layouts:
     """`Layouts` of what `_compute` makes in less time: query, key and value in one tuple, and then the masks."""
-    query, key, value = (Layout._make(layouts[at : at + 4]) for at in (0, 4, 8))
-    return Layouts(query, key, value, *(mask and Layout._make(mask) for mask in layouts[12] or (None,) * 5))
+    query, key, value = (TensorLayout._make(layouts[at : at + 4]) for at in (0, 4, 8))
+    return Layouts(query, key, value, *(mask and TensorLayout._make(mask) for mask in layouts[12] or (None,) * 5))
 
 
 @lru_cache(maxsize=1024)
-def _plan(layouts: tuple[Any, ...], nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> Plan:
+def _plan(layouts: tuple[Any, ...], nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> LaunchPlan:
     """The plan of launches with these layouts, which are checked. A cache that grows has others for each length."""
     named = _named(layouts)
     _check_layouts(named, nodes)
@@ -289,7 +289,7 @@ def _check_layouts(layouts: Layouts, nodes: int) -> None:
         _check_mask("first_row", first_row, (torch.long,), ((batch,),))
 
 
-def _check_kernel_takes(query: Layout, nodes: int) -> None:
+def _check_kernel_takes(query: TensorLayout, nodes: int) -> None:
     head_dim = query.shape[-1]
     if head_dim % 8 or not 16 <= head_dim <= 256:
         raise ValueError(f"impl 'triton' has head sizes 16 to 256 in steps of 8, got {head_dim}; take impl 'torch'")
@@ -300,8 +300,9 @@ def _check_kernel_takes(query: Layout, nodes: int) -> None:
 
 
 def _check_mask(
-    name: str, layout: Layout, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...], otherwise: str = ""
-) -> None:
+    name: str, layout: TensorLayout, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...],
+    otherwise: str = "",
+) -> None:  # fmt: skip
     if layout.dtype not in dtypes or layout.shape not in shapes:
         wanted = " or ".join(str([*shape]) for shape in dict.fromkeys(shapes))
         raise ValueError(

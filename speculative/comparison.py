@@ -34,7 +34,7 @@ Runner = Callable[[Tensor, int], tuple[Tensor, int]]  # prompt [1, T], new token
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedWay:
     """What one way to decode did on all prompts.
 
     method:             its name: a method; "method, verifier" where it took one of those given; with several drafts
@@ -69,7 +69,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _OneRun:
     sequence: Tensor  # [1, T + new]
     new_tokens: int
     forwards: int
@@ -99,7 +99,7 @@ def compare(
     assistant: PreTrainedModel | None = None,
     seed: int = 0,
     on_progress: Callable[[str], object] | None = None,
-) -> list[Row]:
+) -> list[ComparedWay]:
     """Decode each prompt with transformers' generate, and with each method, draft or decoder that is given.
 
         compare(target, draft, prompts)                                                 # all methods
@@ -167,7 +167,7 @@ def compare(
     for name, runner in runners.items():
         report(f"warm-up: {name}")
         runner(inputs[0], min(_WARM_UP_TOKENS, max_new_tokens))
-    runs: dict[str, list[_Run]] = {name: [] for name in runners}
+    runs: dict[str, list[_OneRun]] = {name: [] for name in runners}
     for number, prompt in enumerate(inputs, start=1):
         for name, runner in runners.items():
             report(f"prompt {number} of {len(inputs)}: {name}")
@@ -200,7 +200,7 @@ def _is_a_method(decoder: SpeculativeDecoder, method: str) -> bool:
     return decoder.method == method and decoder.verifier is None
 
 
-def as_table(rows: Sequence[Row]) -> Table:
+def as_table(rows: Sequence[ComparedWay]) -> Table:
     """The rows as a table that fits a terminal of 80 columns."""
     table = Table(Column("\nmethod", overflow="fold"), box=box.SIMPLE_HEAD)
     for heading in ("tokens/\nforward", "tokens/s", "ratio", "quartiles"):
@@ -214,7 +214,7 @@ def as_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def headline(rows: Sequence[Row]) -> str | None:
+def headline(rows: Sequence[ComparedWay]) -> str | None:
     """Name the fastest way to decode that keeps the law, and what it gains; None where only transformers decoded.
 
     Its gain over plain decoding, the row "autoregressive", is what speculation brings; that of plain decoding over
@@ -277,20 +277,20 @@ def _speculative(decoder: SpeculativeDecoder, sampling: dict, seed: int) -> Runn
     return run
 
 
-def _timed(runner: Runner, prompt: Tensor, max_new_tokens: int) -> _Run:
+def _timed(runner: Runner, prompt: Tensor, max_new_tokens: int) -> _OneRun:
     _synchronize(prompt.device)
     begin = time.perf_counter()
     sequence, forwards = runner(prompt, max_new_tokens)
     _synchronize(prompt.device)
-    return _Run(sequence, sequence.shape[1] - prompt.shape[1], forwards, time.perf_counter() - begin)
+    return _OneRun(sequence, sequence.shape[1] - prompt.shape[1], forwards, time.perf_counter() - begin)
 
 
-def _row(name: str, own: list[_Run], plain: list[_Run], text: Verdict, gap: float | None) -> Row:
+def _row(name: str, own: list[_OneRun], plain: list[_OneRun], text: Verdict, gap: float | None) -> ComparedWay:
     """A row of these runs; plain: those of transformers' generate on the same prompts."""
     ratios = [run.speed / reference.speed for run, reference in zip(own, plain, strict=True)]
     low, _, high = quantiles(ratios, method="inclusive") if len(ratios) > 1 else 3 * ratios
     tokens = sum(run.new_tokens for run in own)
-    return Row(
+    return ComparedWay(
         method=name,
         tokens_per_forward=tokens / sum(run.forwards for run in own),
         tokens_per_second=tokens / sum(run.seconds for run in own),
@@ -303,7 +303,7 @@ def _row(name: str, own: list[_Run], plain: list[_Run], text: Verdict, gap: floa
     )
 
 
-def _greedy_verdict(target: PreTrainedModel, own: list[_Run], plain: list[_Run]) -> tuple[Verdict, float | None]:
+def _greedy_verdict(target: PreTrainedModel, own: list[_OneRun], plain: list[_OneRun]) -> tuple[Verdict, float | None]:
     """The worst verdict over all prompts, and the largest gap between logits where texts part."""
     pairs = [
         (a.sequence, b.sequence) for a, b in zip(own, plain, strict=True) if not torch.equal(a.sequence, b.sequence)

@@ -23,8 +23,8 @@ from heavypath.speculative.training.documents import Document, check_tokens
 from heavypath.speculative.training.learning import Learnt, learn, measure_agreement
 from heavypath.speculative.training.loop import Checkpoints, train
 from heavypath.speculative.training.losses import LOSSES
-from heavypath.speculative.training.memory import Parts
-from heavypath.speculative.training.optimization import Optimization, Progress, Schedule, save_whole, say_now
+from heavypath.speculative.training.memory import RowsAtATime
+from heavypath.speculative.training.optimization import Optimization, Schedule, TrainingProgress, save_whole, say_now
 from heavypath.speculative.training.own_text import write_texts
 from heavypath.speculative.training.record import environment
 from heavypath.speculative.training.rows import Rows, RowSettings, batches_of, make_rows
@@ -193,7 +193,7 @@ def _train(
     schedule = schedule_of(settings, len(rows.train), config.hidden_size)
     optimization, loss = Optimization(student.module, schedule), LOSSES[settings.loss]
     weights = [settings.decay**depth for depth in range(settings.depths)]
-    parts = Parts(size, f"lower length ({settings.length}) or, for a head, depths ({settings.depths})", say)
+    parts = RowsAtATime(size, f"lower length ({settings.length}) or, for a head, depths ({settings.depths})", say)
     state: dict[str, Any] = {"loss": None, "held_out": {}, "rows_at_once": size}
 
     def gradients(batch: Tensor) -> Learnt:
@@ -221,7 +221,7 @@ def _train(
         batches_of(rows.train, size, settings.seed),
         gradients,
         Checkpoints(checkpoint, settings.checkpoint_steps, resume=checkpoint.exists(), state=state),
-        Progress(schedule.steps, size * settings.length, say),
+        TrainingProgress(schedule.steps, size * settings.length, say),
         note,
     )
     tokens = schedule.steps * size * settings.length

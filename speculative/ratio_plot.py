@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from heavypath.speculative.comparison import PLAIN, Row
+from heavypath.speculative.comparison import PLAIN, ComparedWay
 
 GRAY, BLUE = "#9aa1ab", "#2b6cb8"
 
@@ -16,7 +16,7 @@ def check_can_plot() -> None:
         raise ImportError(f"a plot needs matplotlib: pip install heavypath[figures] ({error})") from None
 
 
-def plot_ratios(rows: Sequence[Row], path: str | Path) -> None:
+def plot_ratios(rows: Sequence[ComparedWay], path: str | Path) -> None:
     """Draw the rows of `compare` into a file, a .png, .svg or .pdf.
 
     A dot is a prompt, the bar goes from the first quartile to the third, and the line in it is the median.

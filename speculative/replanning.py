@@ -48,7 +48,7 @@ WEIGHT = 6.0  # counts that the profile's acceptance is worth
 SCALES = (0.5, 0.75, 1.0, 1.25, 1.6)  # of the profile's shares, for each of which there is a shape
 
 
-class Shape(NamedTuple):
+class ValuedShape(NamedTuple):
     """A tree, or how trees grow; the static tree that it is valued as, and what a step with it costs.
 
     costs: {sequences decoded together: seconds}
@@ -62,7 +62,7 @@ class Shape(NamedTuple):
 class Shapes(NamedTuple):
     """What may be drafted, the best for the profile's acceptance first; and that acceptance, fp64 [depth, child]."""
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[ValuedShape, ...]
     rates: Tensor
 
     @classmethod
@@ -85,7 +85,7 @@ class Shapes(NamedTuple):
                 assert isinstance(planned, TokenTree)
                 found[planned] = None
         shapes = [
-            Shape(
+            ValuedShape(
                 as_drafted(method, planned, confidence),
                 planned,
                 {batch: profile.costs.at(batch).step_seconds(len(planned), planned.depth) for batch in batches},

@@ -42,7 +42,7 @@ import beside  # noqa: F401
 from common import argument_parser, environment, show, write_results
 
 from heavypath.speculative.costs.hardware import DEVICES
-from heavypath.speculative.costs.shapes import SHAPES, Shape
+from heavypath.speculative.costs.shapes import SHAPES, ModelSize
 from heavypath.speculative.costs.simulation import Setting
 
 BLOG = "together.ai/blog/sequoia, March 2024"
@@ -177,13 +177,13 @@ def own_rows() -> list[Published]:
 
     No constant is taken from what was measured. The default tree of 768 nodes has 9 levels.
     """
-    target = Shape.llama(12, 1024, 2816, 32, 32, 1024, itemsize=4)
+    target = ModelSize.llama(12, 1024, 2816, 32, 32, 1024, itemsize=4)
     measured = json.loads(OWN.read_text(encoding="utf-8"))
     layer = (target.weights - target.vocab * target.hidden) / target.layers * 4
     memory = target.nbytes + target.embedding * 4 - 11 * layer
     setting = Setting(
         replace(DEVICES["cpu"], link=measured["environment"]["rate"]), target,
-        Shape(weights=433_120, layers=1, hidden=160, vocab=1024, itemsize=4), memory,
+        ModelSize(weights=433_120, layers=1, hidden=160, vocab=1024, itemsize=4), memory,
     )  # fmt: skip
     found = []
     for row in measured["rows"]:

@@ -49,7 +49,7 @@ def _tiles(dtype: torch.dtype, head_dim: int, rows: int, capped: bool, generatio
     return _Tiles(64, 64, 4, 3) if rows <= 64 else _Tiles(128, 32 if capped else 64, 8, 3)
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """All of a tensor but its address and its values."""
 
     shape: torch.Size
@@ -61,17 +61,17 @@ class Layout(NamedTuple):
 class Layouts(NamedTuple):
     """The layouts of query, key and value, and of those tensors of `Visible` that are given."""
 
-    query: Layout
-    key: Layout
-    value: Layout
-    lengths: Layout | None
-    subtree_end: Layout | None
-    ancestors: Layout | None
-    first_row: Layout | None
-    counts: Layout | None
+    query: TensorLayout
+    key: TensorLayout
+    value: TensorLayout
+    lengths: TensorLayout | None
+    subtree_end: TensorLayout | None
+    ancestors: TensorLayout | None
+    first_row: TensorLayout | None
+    counts: TensorLayout | None
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """All of a launch that follows from the layouts of its tensors; the layers of a forward pass share it.
 
     in_place:     whether the kernel can read query, key and value where they are, if their addresses are aligned
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
     attend: Launch
 
 
-def _is_in_place(layout: Layout) -> bool:
+def _is_in_place(layout: TensorLayout) -> bool:
     """Whether 16-byte loads and 32-bit offsets within a block can read it."""
     strides = [stride for stride, size in zip(layout.stride[:-1], layout.shape, strict=False) if size > 1]
     return layout.stride[-1] == 1 and all(stride % 8 == 0 for stride in strides) and layout.stride[2] < 1 << 24
@@ -95,7 +95,8 @@ def _is_in_place(layout: Layout) -> bool:
 
 def in_place(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of one that the kernel cannot read."""
-    if tensor.data_ptr() % 16 == 0 and _is_in_place(Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)):
+    layout = TensorLayout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    if tensor.data_ptr() % 16 == 0 and _is_in_place(layout):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -110,7 +111,7 @@ def _power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> Plan:
+def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_gpu: bool) -> LaunchPlan:
     """The plan of launches with these layouts, for trees of `nodes` nodes, with or without a window and a soft cap."""
     query, key, value, lengths, subtree_end, ancestors, _, _ = layouts
     batch, heads, queries, head_dim = query.shape
@@ -164,7 +165,7 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
     dtypes = tuple(None if layout is None else layout.dtype for layout in layouts)
     kind = (query.device, dtypes, windowed, capped, wide, *constants.values())
     attend = variant_of(tree_attention_kernel, (*kind, *tiling.values()), tuple(options.items()))
-    return Plan(
+    return LaunchPlan(
         in_place=all(map(_is_in_place, (query, key, value))),
         out=(batch, queries, heads, head_dim),
         parts=batch * kv_heads * splits * rows * (head_dim + 2) if splits > 1 else 0,
@@ -174,7 +175,7 @@ def plan_launch(layouts: Layouts, nodes: int, windowed: bool, capped: bool, on_g
 
 
 def launch_tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float, plan: Plan
+    query: Tensor, key: Tensor, value: Tensor, visible: Visible, softcap: float | None, scale: float, plan: LaunchPlan
 ) -> Tensor:
     """`tree_attention` of checked arguments, by nodes: [B, N, Hq, D]."""
     stream, on_gpu = None, query.is_cuda

@@ -70,7 +70,7 @@ class First(NamedTuple):
     ancestor_mask: Tensor
 
 
-class Chosen(NamedTuple):
+class CommonNodes(NamedTuple):
     """n nodes that trees of one shape have in common; LongTensor[n] each: their numbers, parents and depths."""
 
     nodes: Tensor
@@ -133,7 +133,7 @@ def first_nodes(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int, *, 
     )
 
 
-def place(trees: Trees, drawn: Drawn | None, given: Chosen, *, whole: bool = False, impl: str = "auto") -> Fed:
+def place(trees: Trees, drawn: Drawn | None, given: CommonNodes, *, whole: bool = False, impl: str = "auto") -> Fed:
     """Put what was drawn into trees.tokens, in place, and gather the nodes to be given to a model next.
 
     drawn: None for trees of the root alone
@@ -151,7 +151,7 @@ def place(trees: Trees, drawn: Drawn | None, given: Chosen, *, whole: bool = Fal
     return _reference(trees, drawn, given, whole)
 
 
-def alike(trees: Trees, given: Chosen, *, impl: str = "auto") -> Tensor:
+def alike(trees: Trees, given: CommonNodes, *, impl: str = "auto") -> Tensor:
     """The first of the nodes of a level with the same text, as LongTensor[B, n] of places in the level.
 
     It extends trees.texts to the level, in place; impl as in `first_nodes`.
@@ -169,7 +169,7 @@ def alike(trees: Trees, given: Chosen, *, impl: str = "auto") -> Tensor:
     return first
 
 
-def _reference(trees: Trees, drawn: Drawn | None, given: Chosen, whole: bool) -> Fed:
+def _reference(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
     tokens = trees.tokens
     tokens[:, 0] = trees.roots
     if drawn is not None:
@@ -312,7 +312,7 @@ def _launch_first(previous: Tensor, root: Tensor, lengths: Tensor, nodes: int) -
     return First(tokens, cache_rows, parent_rows, mask)
 
 
-def _launch(trees: Trees, drawn: Drawn | None, given: Chosen, whole: bool) -> Fed:
+def _launch(trees: Trees, drawn: Drawn | None, given: CommonNodes, whole: bool) -> Fed:
     """As `_reference`."""
     batch, nodes = trees.tokens.shape
     count, device = len(given.nodes), trees.tokens.device
@@ -333,7 +333,7 @@ def _launch(trees: Trees, drawn: Drawn | None, given: Chosen, whole: bool) -> Fe
     return fed
 
 
-def _launch_alike(trees: Trees, texts: Tensor, given: Chosen) -> Tensor:
+def _launch_alike(trees: Trees, texts: Tensor, given: CommonNodes) -> Tensor:
     batch, nodes = trees.tokens.shape
     count = len(given.nodes)
     first = torch.empty(batch, count, dtype=torch.long, device=texts.device)

@@ -7,10 +7,8 @@ VERIFICATION_METHODS = (
     "without_replacement", "with_replacement", "kseq", "race", "target_sample", "greedy", "held", *WHOLE_TREE,
 )  # fmt: skip
 DRAFT_AWARE = ("without_replacement", "with_replacement", "kseq", "held", *WHOLE_TREE)  # that need the draft's logits
-EITHER_DRAW = (
-    "held",
-    *WHOLE_TREE,
-)  # those that take children drawn without replacement, and independent ones by `replacement`
+# Those that take children drawn without replacement, and independent ones by `replacement`.
+EITHER_DRAW = ("held", *WHOLE_TREE)
 
 
 class Rule(NamedTuple):

@@ -24,7 +24,7 @@ from heavypath.speculative.cli.support import (
     progress,
     say_if_busy,
 )
-from heavypath.speculative.comparison import PLAIN, TIE, Row, as_table, headline
+from heavypath.speculative.comparison import PLAIN, TIE, ComparedWay, as_table, headline
 from heavypath.speculative.comparison import compare as measure
 from heavypath.speculative.loading import load_draft
 from heavypath.speculative.methods import LOSSLESS_METHODS, METHODS, VERIFIERS
@@ -108,7 +108,7 @@ def compare(
     print_rows(rows, settings, as_json)
 
 
-def print_rows(rows: list[Row], settings: dict, as_json: bool) -> None:
+def print_rows(rows: list[ComparedWay], settings: dict, as_json: bool) -> None:
     """Print what `compare` measured, with what one needs to know to read it; settings: by which it was measured."""
     if as_json:
         print_json({"settings": settings, "environment": installation(), "rows": [asdict(row) for row in rows]})

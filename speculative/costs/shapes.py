@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSize:
     """A model's size.
 
     weights: elements that a pass multiplies, the language-model head among them; itemsize: bytes of each
@@ -41,13 +41,13 @@ class Shape:
     @classmethod
     def llama(
         cls, layers: int, hidden: int, between: int, heads: int, key_heads: int, vocab: int = 32000, itemsize: float = 2
-    ) -> "Shape":  # fmt: skip
+    ) -> "ModelSize":  # fmt: skip
         """A Llama, in 16 bits by default; between: channels of the MLP."""
         layer = 2 * hidden * hidden + 2 * hidden * hidden * key_heads // heads + 3 * hidden * between
         return cls(layers * layer + vocab * hidden, layers, hidden, vocab, vocab * hidden, itemsize)
 
     @classmethod
-    def of_folder(cls, folder: str | Path) -> "Shape":
+    def of_folder(cls, folder: str | Path) -> "ModelSize":
         """That of a model in a folder, by its config.json alone: weights need not be there.
 
         Every weight is taken to be multiplied in each pass; of a mixture of experts that are all experts. Raises
@@ -63,27 +63,27 @@ class Shape:
         itemsize = (text.dtype or torch.float32).itemsize
         return cls(every - looked_up, text.num_hidden_layers, text.hidden_size, text.vocab_size, looked_up, itemsize)
 
-    def stored_in(self, bits: float) -> "Shape":
+    def stored_in(self, bits: float) -> "ModelSize":
         """The same with weights of so many bits each, such as 4.25 with their scales; products are as they were."""
         return replace(self, itemsize=bits / 8)
 
 
 SHAPES = {  # by the models' own config.json, of the papers that bench/research/offloading.py simulates
-    "llama-2-7b": Shape.llama(32, 4096, 11008, 32, 32),
-    "llama-2-13b": Shape.llama(40, 5120, 13824, 40, 40),
-    "llama-2-22b": Shape.llama(40, 6656, 17920, 52, 52),  # chargoddard/llama2-22b
-    "llama-2-70b": Shape.llama(80, 8192, 28672, 64, 8),
-    "vicuna-33b": Shape.llama(60, 6656, 17920, 52, 52),
-    "tinyllama-1.1b": Shape.llama(22, 2048, 5632, 32, 4),
-    "llama-3-8b": Shape.llama(32, 4096, 14336, 32, 8, 128256),
-    "llama-3-70b": Shape.llama(80, 8192, 28672, 64, 8, 128256),
+    "llama-2-7b": ModelSize.llama(32, 4096, 11008, 32, 32),
+    "llama-2-13b": ModelSize.llama(40, 5120, 13824, 40, 40),
+    "llama-2-22b": ModelSize.llama(40, 6656, 17920, 52, 52),  # chargoddard/llama2-22b
+    "llama-2-70b": ModelSize.llama(80, 8192, 28672, 64, 8),
+    "vicuna-33b": ModelSize.llama(60, 6656, 17920, 52, 52),
+    "tinyllama-1.1b": ModelSize.llama(22, 2048, 5632, 32, 4),
+    "llama-3-8b": ModelSize.llama(32, 4096, 14336, 32, 8, 128256),
+    "llama-3-70b": ModelSize.llama(80, 8192, 28672, 64, 8, 128256),
 }
 
 
-def shape_of(name: str) -> Shape:
+def shape_of(name: str) -> ModelSize:
     """One of SHAPES, or that of a model in a folder. Raises ValueError for a text that names neither."""
     if name in SHAPES:
         return SHAPES[name]
     if not (Path(name).expanduser() / "config.json").is_file():
         raise ValueError(f"expected a folder with config.json or one of {', '.join(SHAPES)}, got {name!r}")
-    return Shape.of_folder(Path(name).expanduser())
+    return ModelSize.of_folder(Path(name).expanduser())

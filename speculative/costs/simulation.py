@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 from heavypath.speculative.costs.hardware import Hardware
 from heavypath.speculative.costs.roofline import DRAW, LAYER_KERNELS, LEVEL_KERNELS, SMALL_KERNEL, STEP_KERNELS
-from heavypath.speculative.costs.shapes import Shape
+from heavypath.speculative.costs.shapes import ModelSize
 from heavypath.speculative.trees.planning import Acceptance, select_tree
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -53,7 +53,7 @@ MATTERS = 1.05  # times as fast without something: where that is less, it is not
 REMOVABLE = ("products", "drafting", "telling")  # what a tree costs beside a token
 
 
-class Parts(NamedTuple):
+class StepSeconds(NamedTuple):
     """Seconds of what a step does, some of it at the same time: of the link, and of the device."""
 
     reading: float
@@ -78,8 +78,8 @@ class Setting:
     """
 
     hardware: Hardware
-    target: Shape
-    draft: Shape | None = None
+    target: ModelSize
+    draft: ModelSize | None = None
     memory: float | None = None
     ranks: int = 1
     ahead: bool = True
@@ -125,11 +125,11 @@ class Setting:
         """Seconds of reading that drafting hides at most."""
         return self.reading * AHEAD / self.target.layers if self.ahead else 0.0
 
-    def products(self, shape: Shape, rows: float) -> float:
+    def products(self, shape: ModelSize, rows: float) -> float:
         """Seconds of the products of a pass over so many rows."""
         return 0.0 if "products" in self.without else 2 * rows * shape.weights / self.hardware.computes
 
-    def fetching(self, shape: Shape) -> float:
+    def fetching(self, shape: ModelSize) -> float:
         """Seconds of reading a model's weights from the device's memory."""
         return shape.nbytes / self.hardware.reads
 
@@ -167,9 +167,9 @@ class Setting:
             return self.reading + device + drafting
         return max(drafting + device, self.reading + max(0.0, drafting - self.read_ahead))
 
-    def parts(self, nodes: int, depth: int) -> Parts:
+    def parts(self, nodes: int, depth: int) -> StepSeconds:
         """What a step does, each by itself."""
-        return Parts(
+        return StepSeconds(
             self.reading,
             self.fetching(self.target) / self.ranks,
             self.products(self.target, nodes) / self.ranks,
@@ -190,7 +190,7 @@ class Setting:
         return (math.sqrt(spare**2 - memory**2) if self.ahead else spare) / node
 
 
-class Row(NamedTuple):
+class SimulatedTree(NamedTuple):
     """A tree, and what a step with it brings.
 
     tokens:  expected of a step
@@ -202,12 +202,12 @@ class Row(NamedTuple):
     tokens: float
     seconds: float
     gain: float
-    parts: Parts
+    parts: StepSeconds
 
     @property
     def slowest(self) -> str:
         """The part that takes longest."""
-        return max(Parts._fields, key=lambda name: getattr(self.parts, name))
+        return max(StepSeconds._fields, key=lambda name: getattr(self.parts, name))
 
 
 class Simulated(NamedTuple):
@@ -222,8 +222,8 @@ class Simulated(NamedTuple):
     """
 
     plain: float
-    rows: tuple[Row, ...]
-    best: Row
+    rows: tuple[SimulatedTree, ...]
+    best: SimulatedTree
     limit: str
     unlimited: float
 
@@ -264,7 +264,7 @@ def simulate(
     return Simulated(plain, tuple(rows), best, "acceptance", (best.tree.depth + 1) * plain / best.seconds)
 
 
-def _planned(setting: Setting, acceptance: Acceptance, sizes: Sequence[int], plain: float) -> Row | None:
+def _planned(setting: Setting, acceptance: Acceptance, sizes: Sequence[int], plain: float) -> SimulatedTree | None:
     """The best tree of some sizes; None if none has one of them."""
     base = setting.reading if not setting.ahead else 0.0
     rows = {size: setting.products(setting.draft, size) if setting.draft and size > 1 else 0.0 for size in sizes}
@@ -279,4 +279,4 @@ def _planned(setting: Setting, acceptance: Acceptance, sizes: Sequence[int], pla
         return None
     seconds = setting.step(len(tree.tree), tree.tree.depth)
     gain = tree.expected_tokens * plain / seconds
-    return Row(tree.tree, tree.expected_tokens, seconds, gain, setting.parts(len(tree.tree), tree.tree.depth))
+    return SimulatedTree(tree.tree, tree.expected_tokens, seconds, gain, setting.parts(len(tree.tree), tree.tree.depth))

@@ -29,7 +29,7 @@ LINK = {"cpu": DISK, "cuda": LINK_REACHED * PCIE_4}  # bytes a second, from a di
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # nodes of the trees that are estimated
 
 
-class Stream(Protocol):
+class StreamFacts(Protocol):
     """What has to be known of a stream: its layers, those that stay, and the tensors of each."""
 
     layers: int
@@ -40,7 +40,7 @@ class Stream(Protocol):
         ...
 
 
-def streamed_bytes(stream: Stream) -> int:
+def streamed_bytes(stream: StreamFacts) -> int:
     """Bytes that a pass reads anew."""
     passing = {*range(stream.layers)} - stream.resident
     return sum(tensor.nbytes for index in passing for tensor in stream.tensors(index).values())

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heavypath.kernels.trees.levels import Chosen
+from heavypath.kernels.trees.levels import CommonNodes
 from heavypath.speculative.trees.tree import TokenTree
 
 
 @dataclass(frozen=True)
-class Level:
+class TreeLevel:
     """The n nodes of one depth that have children, and those m children.
 
     given:        the n nodes
@@ -24,7 +24,7 @@ class Level:
     draws:        LongTensor[m]: child i is draw number `draws[i]` of the l * most_children that are made
     """
 
-    given: Chosen
+    given: CommonNodes
     mask: Tensor
     laws: Tensor
     picked: Tensor | None
@@ -47,11 +47,11 @@ class DeviceTree:
                    it is the one after its parent
     """
 
-    every: Chosen
+    every: CommonNodes
     ranks: Tensor
     subtree_end: Tensor
     whole_numbers: Tensor
-    levels: tuple[Level, ...]
+    levels: tuple[TreeLevel, ...]
     laws: Tensor | None = None
 
     def __len__(self) -> int:
@@ -77,8 +77,8 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device, drafts: int 
             law, draw = draw % drafts, draw // drafts
         most_children = int(draw.max()) + 1
         levels.append(
-            Level(
-                given=Chosen(nodes.to(device), tree.parents[nodes].to(device), tree.depths[nodes].to(device)),
+            TreeLevel(
+                given=CommonNodes(nodes.to(device), tree.parents[nodes].to(device), tree.depths[nodes].to(device)),
                 mask=mask[nodes].to(device),
                 laws=laws.to(device),
                 picked=picked.to(device) if further else None,
@@ -89,7 +89,7 @@ def device_tree(whole: TokenTree, depth: int, device: torch.device, drafts: int 
         )
     laws = tree.parents.where((tree.depths != 1) | (draft == 0), size - 1 + draft).clamp(min=0)
     return DeviceTree(
-        every=Chosen(torch.arange(size, device=device), tree.parents.to(device), tree.depths.to(device)),
+        every=CommonNodes(torch.arange(size, device=device), tree.parents.to(device), tree.depths.to(device)),
         ranks=tree.ranks.to(device),
         subtree_end=tree.subtree_end.to(device),
         whole_numbers=torch.cat([whole_numbers, len(whole) + torch.arange(further)]).to(device),

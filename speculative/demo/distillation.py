@@ -17,7 +17,7 @@ from heavypath.speculative.demo import corpus
 from heavypath.speculative.training.learning import Learnt, learn
 from heavypath.speculative.training.loop import Checkpoints, train
 from heavypath.speculative.training.losses import LOSSES
-from heavypath.speculative.training.optimization import Optimization, Progress, Schedule, save_whole
+from heavypath.speculative.training.optimization import Optimization, Schedule, TrainingProgress, save_whole
 from heavypath.speculative.training.student import student_of_model
 from heavypath.speculative.training.teacher import Logits, Taught
 
@@ -96,7 +96,7 @@ def train_draft(
         teacher_batches(teacher, settings),
         gradients,
         Checkpoints(work / f"draft_{settings.corpus_length}.pt", every=500, resume=resume),
-        Progress(settings.steps, settings.tokens_per_step),
+        TrainingProgress(settings.steps, settings.tokens_per_step),
     )
 
 
@@ -154,7 +154,7 @@ def _batches_of(rows: TeacherRows, tokens_per_step: int, generator: torch.Genera
 def last_hidden_states(target: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
     """The normalised hidden states before the head, bf16 [rows, length, H], for int16 rows [rows, length]."""
     hidden = torch.empty(*rows.shape, target.config.hidden_size, dtype=torch.bfloat16)
-    progress = Progress(len(rows), rows.shape[1])
+    progress = TrainingProgress(len(rows), rows.shape[1])
     for start in range(0, len(rows), 8):
         with fast_autocast():
             part = target.model(input_ids=rows[start : start + 8].long(), use_cache=False).last_hidden_state
@@ -175,7 +175,7 @@ def write_text(target: LlamaForCausalLM, documents: list[torch.Tensor], settings
     for parameter in writer.parameters():  # the parameters alone: rotary frequencies stay fp32
         parameter.data = parameter.data.bfloat16()
     writer.generation_config.eos_token_id = None  # a new file may begin within a row, as in training
-    progress = Progress(settings.sampled_rows, settings.sampled_length)
+    progress = TrainingProgress(settings.sampled_rows, settings.sampled_length)
     rows: list[torch.Tensor] = []
     for index, part in enumerate(prompts.split(settings.sampled_rows // 8)):
         written = writer.generate(  # pyright: ignore[reportAttributeAccessIssue]

@@ -21,7 +21,7 @@ from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.training.learning import Learnt, learn
 from heavypath.speculative.training.loop import Checkpoints, train
 from heavypath.speculative.training.losses import LOSSES
-from heavypath.speculative.training.optimization import Optimization, Progress
+from heavypath.speculative.training.optimization import Optimization, TrainingProgress
 from heavypath.speculative.training.student import student_of_head
 from heavypath.speculative.training.teacher import Taught, Teacher
 
@@ -159,7 +159,7 @@ def ask_for_taps(
 def tapped_states(target: LlamaForCausalLM, rows: Tensor, taps: tuple[int, ...]) -> Tensor:
     """The target's hidden states of these numbers, bf16 [rows, length, T, H], for int16 rows [rows, length]."""
     states = torch.empty(*rows.shape, len(taps), target.config.hidden_size, dtype=torch.bfloat16)
-    progress, teacher = Progress(len(rows), rows.shape[1]), Teacher(target, taps)
+    progress, teacher = TrainingProgress(len(rows), rows.shape[1]), Teacher(target, taps)
     for start in range(0, len(rows), 8):
         states[start : start + 8] = teacher(rows[start : start + 8]).taps
         done = min(start + 8, len(rows))
@@ -197,7 +197,7 @@ def train_head(
         tap_batches(teacher, settings),
         gradients,
         Checkpoints(work / f"head_{settings.steps}.pt", CHECKPOINT_STEPS, resume),
-        Progress(settings.steps, settings.tokens_per_step),
+        TrainingProgress(settings.steps, settings.tokens_per_step),
     )
 
 

@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 from heavypath.speculative.demo import corpus
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.training.learning import measure_agreement
-from heavypath.speculative.training.memory import Parts
+from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.record import environment
 from heavypath.speculative.training.student import student_of_head
 from heavypath.speculative.training.teacher import Teacher
@@ -54,7 +54,7 @@ def agreement_on(head: EagleHead, target: LlamaForCausalLM, held_out: list[torch
     """A head's size and, for every depth from the root, how well it agrees with the target."""
     rows = corpus.windows(held_out, ROW_LENGTH)
     teacher = Teacher(target, head.config.taps)
-    parts = Parts(8, "free some", print)
+    parts = RowsAtATime(8, "free some", print)
     overlaps, same = measure_agreement(student_of_head(head, target), teacher, rows, HEAD_DEPTHS, parts)
     return {
         "parameters": sum(each.numel() for each in head.parameters()),

@@ -39,7 +39,7 @@ from heavypath.speculative.drafts.heads.checkpoint import load_head, save_head
 from heavypath.speculative.drafts.heads.eagle import EagleHead
 from heavypath.speculative.training.learning import Learnt
 from heavypath.speculative.training.loop import Checkpoints, train
-from heavypath.speculative.training.optimization import Optimization, Progress, Schedule
+from heavypath.speculative.training.optimization import Optimization, Schedule, TrainingProgress
 
 STAGES = ("tokenizer", "target", "draft", "measure", "head", "measure-head")
 HEAD_PHASES = (HeadTraining(), GentleHeadTraining(), LongHeadTraining(), DeepHeadTraining())
@@ -141,7 +141,7 @@ def train_target(work: Path, settings: TargetTraining, resume: bool) -> None:
     def say_loss(step: int, learnt: Learnt) -> None:
         print(f"  held-out loss {mean_loss(model, corpus.windows(held_out, 513)[:48]):.3f}", flush=True)
 
-    optimization, progress = Optimization(model, settings), Progress(settings.steps, settings.tokens_per_step)
+    optimization, progress = Optimization(model, settings), TrainingProgress(settings.steps, settings.tokens_per_step)
     checkpoints = Checkpoints(work / "target.pt", every=100, resume=resume)
     seconds = train(optimization, target_batches(documents, settings), gradients, checkpoints, progress, say_loss)
     finish(model, work, "target", asdict(settings), seconds)

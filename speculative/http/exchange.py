@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class _Text:
+class _ChoiceText:
     index: int
     echo: str
     prompt_tokens: int
@@ -95,7 +95,7 @@ class Exchange:
         _check_stops(request, served.limits)
         options = _options(served, request, grammar, ends) | {"client": client, "group": object()}
         lengths = [_new_tokens(served.limits, prompt, new_tokens) for prompt in prompts]
-        self._texts: list[_Text] = []
+        self._texts: list[_ChoiceText] = []
         try:
             for prompt, length in zip(prompts, lengths, strict=True):
                 for index in range(request.n):
@@ -166,7 +166,7 @@ class Exchange:
         except (ValueError, TypeError) as error:
             raise Refusal(400, " ".join(str(error).split())) from error
         self._texts.append(
-            _Text(
+            _ChoiceText(
                 len(self._texts),
                 prompt.echo,
                 counted,
@@ -176,7 +176,7 @@ class Exchange:
             )
         )
 
-    async def _read(self, text: _Text, put: Callable[[Piece | Refusal], Awaitable[None]]) -> None:
+    async def _read(self, text: _ChoiceText, put: Callable[[Piece | Refusal], Awaitable[None]]) -> None:
         try:
             if text.echo:
                 await put(Piece(text.index, text.echo))
@@ -193,7 +193,7 @@ class Exchange:
             text.watch.finish("failed", text.stopped.tokens)
             await put(failed(error))
 
-    def _finish(self, text: _Text) -> Piece:
+    def _finish(self, text: _ChoiceText) -> Piece:
         """The last piece of a text whose tokens have come. Raises Refusal where it was not to be the last."""
         steps, rest = 0, text.stopped.end()
         if text.stopped.ended:

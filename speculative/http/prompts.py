@@ -17,7 +17,7 @@ class Prompt(NamedTuple):
     echo: str = ""
 
 
-class Prompts:
+class PromptTokens:
     """What a tokenizer makes of requests. What is too many or too long is refused before it is tokenized."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: Limits):

@@ -13,7 +13,7 @@ from starlette.types import Receive
 from heavypath.speculative.http.errors import Refusal, of_fields
 from heavypath.speculative.http.exchange import Served, overdue
 from heavypath.speculative.http.grammar import Grammars, source_of
-from heavypath.speculative.http.prompts import Prompt, Prompts
+from heavypath.speculative.http.prompts import Prompt, PromptTokens
 from heavypath.speculative.http.requests import ChatRequest, CompletionRequest
 from heavypath.speculative.processors.grammar import Grammar
 
@@ -35,7 +35,7 @@ class Reading:
 
     def __init__(self, served: Served):
         self._served = served
-        self._prompts = Prompts(served.tokenizer, served.limits)
+        self._prompts = PromptTokens(served.tokenizer, served.limits)
         self._grammars = Grammars(served.tokenizer, served.eos_token_ids)
         self._thread = ThreadPoolExecutor(1, "reading")  # a long prompt holds up no stream
 

@@ -38,7 +38,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _SILU = {type(ACT2FN[name]) for name in ("silu", "swish")}
 
 
-class _Layer:
+class _LlamaLayer:
     """A layer's modules and functions, looked up once: to find one module in another takes a microsecond."""
 
     def __init__(self, layer: Any, parts: Parts):
@@ -151,7 +151,7 @@ class LlamaForward(Forward):
     def _look_up(self) -> None:
         """Find the functions of all layers."""
         model: Any = self.model
-        self._layers = [_Layer(model.model.layers[index], self.parts) for index in self._indices]
+        self._layers = [_LlamaLayer(model.model.layers[index], self.parts) for index in self._indices]
         self._norm = norm_of(model.model.norm)
         # Weights that pass through memory are multiplied as they lie there.
         copied = (local_of(weight) for _, weight in self.weights()) if self.stream is None else ()

@@ -28,7 +28,7 @@ class _Norm(Structure):
     _fields_ = [("weight", c_void_p), ("epsilon", c_double)]
 
 
-class _Layer(Structure):
+class _NativeLayer(Structure):
     _fields_ = [
         *((name, _Norm) for name in ("norm", "mlp_norm", "query_norm", "key_norm")),
         *((name, WeightStruct) for name in ("project", "mix", "gate_and_up", "down")),
@@ -78,7 +78,7 @@ class NativePass:
             self._kept.append(copied)
             return copied.blocks.struct
 
-        structures = (_Layer * len(layers))()
+        structures = (_NativeLayer * len(layers))()
         for own, layer in zip(structures, layers, strict=True):
             own.norm, own.mlp_norm = self._norm(layer.norm), self._norm(layer.mlp_norm)
             if layer.head_norms is not None:

@@ -74,13 +74,13 @@ from heavypath.speculative.output.text_stream import UNFINISHED, TextStream
 FORMAT = 1
 
 
-class _Sequence(TypedDict):
+class _SequenceRecord(TypedDict):
     id: int
     prompt: list[int]
     text: NotRequired[str]
 
 
-class _Model(TypedDict):
+class _ModelRecord(TypedDict):
     name: str
     type: NotRequired[str]
     layers: NotRequired[int]
@@ -99,14 +99,14 @@ class _Header(TypedDict):
     method: str
     verify: str
     law_changed_by: NotRequired[str]
-    target: _Model
-    draft: _Model | None
+    target: _ModelRecord
+    draft: _ModelRecord | None
     filters: _Sampling
     draft_filters: _Sampling
     shown: _Sampling
     draft_shown: _Sampling
     seed: Any
-    sequences: list[_Sequence]
+    sequences: list[_SequenceRecord]
 
 
 class _Step(TypedDict):

@@ -11,14 +11,14 @@ from heavypath.speculative.processors.kinds import BATCHED, Processor, name_of
 from heavypath.speculative.processors.matching import GrammarText, Path
 
 
-class Row(NamedTuple):
+class AskedText(NamedTuple):
     """A text to be asked about: its processors, and what of it is drafted, for grammars, which know the rest."""
 
     processors: Sequence["Processor | GrammarText"]
     path: Path
 
 
-def applied(rows: Sequence[Row], ids: Tensor, scores: Tensor, *, twice: bool) -> Tensor:
+def applied(rows: Sequence[AskedText], ids: Tensor, scores: Tensor, *, twice: bool) -> Tensor:
     """What processors make of scores fp32 [R, V] after the texts LongTensor[R, T'].
 
     rows:  whose processors are the same, but for grammars, of which each text has its own in the same place

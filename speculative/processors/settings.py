@@ -61,14 +61,14 @@ class Penalties(NamedTuple):
     min_new_tokens: int = 0
 
 
-class Chain(NamedTuple):
+class ProcessorChain(NamedTuple):
     """What is done to logits: by a list of processors for each sequence, or None; then by the filters."""
 
     lists: list[list[Processor]] | None
     filters: Filters
 
 
-def chain_of(given: GivenProcessors, texts: Texts, penalties: Penalties, filters: Filters) -> Chain:
+def chain_of(given: GivenProcessors, texts: Texts, penalties: Penalties, filters: Filters) -> ProcessorChain:
     """The processors of a request. Where there are lists, the penalties are in them.
 
     Raises TypeError or ValueError for what is no processor, and for one that cannot be asked along a tree.
@@ -80,12 +80,12 @@ def chain_of(given: GivenProcessors, texts: Texts, penalties: Penalties, filters
     warpers, marks = _warpers(config, texts) if filters.temperature > 0 else [], _watermarks(config, texts)
     first = _penalties(penalties, texts)
     if not (any(own) or biases or others or warpers or marks or (given.always and any(first))):
-        return Chain(None, filters)
+        return ProcessorChain(None, filters)
     if filters.temperature > 0 and (warpers or marks):
         warpers, filters = _in_order(filters, warpers), Filters(1.0)
     behind = [*warpers, *marks]
     lists = [[*_merged([*biases, *one, *others], each), *behind] for one, each in zip(first, own, strict=True)]
-    return Chain(lists_for(lists, len(lists)), filters)
+    return ProcessorChain(lists_for(lists, len(lists)), filters)
 
 
 def _merged(settings: list[Any], own: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from heavypath.kernels.nodes import Verified
-from heavypath.speculative.processors.applying import Row, applied
+from heavypath.speculative.processors.applying import AskedText, applied
 from heavypath.speculative.processors.grammar import Grammar
 from heavypath.speculative.processors.kinds import TEXTLESS, Processor, name_of
 from heavypath.speculative.processors.matching import GrammarText, Path
@@ -181,7 +181,7 @@ class StepProcessors:
             slots, columns = torch.tensor([row[:2] for row in rows], device=out.device).T
             each = groupby(rows, key=lambda row: row[0])
             ids = [text.with_path([row[3] for row in part]) for slot, part in each if (text := self._texts[slot])]
-            asked = [Row(text.processors, path) for _, _, text, path in rows]
+            asked = [AskedText(text.processors, path) for _, _, text, path in rows]
             twice = of_target and any(text.steps <= STEPS_ASKED_TWICE for _, _, text, _ in rows)
             out[slots, columns] = applied(asked, torch.cat(ids), out[slots, columns], twice=twice)
         return out

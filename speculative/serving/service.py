@@ -23,7 +23,7 @@ from heavypath.speculative.output.options import RequestOptions, check_options
 from heavypath.speculative.serving.arrivals import Arrival, Arrivals, QueueFull
 from heavypath.speculative.serving.completion import Completion
 from heavypath.speculative.serving.progress import Reason
-from heavypath.speculative.serving.slots import Limits, Slots, serving_plan
+from heavypath.speculative.serving.slots import ServiceLimits, ServiceSlots, serving_plan
 from heavypath.speculative.trees.growth import Growth
 from heavypath.speculative.trees.tree import TokenTree
 
@@ -75,7 +75,7 @@ class Service:
 
     Requests have prompts, sampling, processors, lengths, stops and noise of their own. Up to `slots` are decoded in
     each step; up to `queue` more wait, first come, first served; where `submit` says whose a request is, clients take
-    turns, and none takes everything (see `Arrivals` and `Slots`). A prompt goes through the models in pieces of
+    turns, and none takes everything (see `Arrivals` and `ServiceSlots`). A prompt goes through the models in pieces of
     `prefill_tokens`, between steps, so that no running request waits for more than one piece. All memory is taken at
     the beginning.
 
@@ -94,7 +94,7 @@ class Service:
         checked: Callable[..., Request],
         draft_filters: Callable[[Filters], Filters],
         *,
-        limits: Limits,
+        limits: ServiceLimits,
         seed: int,
         cuda_graphs: bool,
     ):
@@ -109,7 +109,7 @@ class Service:
         self._in_device = nullcontext if host_can_read(self._device) else lambda: torch.cuda.device(self._device)
         with torch.inference_mode(), self._in_device():
             plan = serving_plan(plan)
-            self._slots = Slots(plan, tree_of, limits, seed, cuda_graphs=cuda_graphs)
+            self._slots = ServiceSlots(plan, tree_of, limits, seed, cuda_graphs=cuda_graphs)
         self._arrivals = Arrivals(limits.queue)
         self._lock = threading.Lock()  # of the counts
         self._counts = ServiceStatistics(limits.slots, self._slots.cache_bytes)
@@ -335,7 +335,7 @@ def serve(
     prefill_tokens: int = 256,
     seed: int = 0,
 ) -> Service:
-    """The service of a decoder, of which all but the numbers is; see `Service` and its `Limits`.
+    """The service of a decoder, of which all but the numbers is; see `Service` and its `ServiceLimits`.
 
     trees_of: the trees, by running requests, of so many slots
     max_tokens: default 2,048, and never more than the models have positions. seed: of the noise
@@ -345,7 +345,7 @@ def serve(
     check_alone("serve", plan.target)
     positions = min(model.max_positions for model in (plan.target, *(plan.draft or NO_DRAFT).models))
     room = min(2048 if max_tokens is None else max_tokens, positions)
-    limits = Limits(slots, room, queue, prefill_tokens).check()
+    limits = ServiceLimits(slots, room, queue, prefill_tokens).check()
     trees = trees_of(slots)
     return Service(
         replace(plan, tree=trees.of(slots), others=trees.trees), trees.of, checked, draft_filters,

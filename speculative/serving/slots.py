@@ -80,7 +80,7 @@ def serving_plan(plan: StepPlan) -> StepPlan:
     return replace(plan, rules=rules)
 
 
-class Limits(NamedTuple):
+class ServiceLimits(NamedTuple):
     """How much a service takes on.
 
     slots:          sequences in a step
@@ -94,7 +94,7 @@ class Limits(NamedTuple):
     queue: int
     prefill_tokens: int
 
-    def check(self) -> "Limits":
+    def check(self) -> "ServiceLimits":
         """Raise ValueError for a number below 1; returns self."""
         for name, value in self._asdict().items():
             if not isinstance(value, int) or value < 1:
@@ -102,14 +102,14 @@ class Limits(NamedTuple):
         return self
 
 
-class Slots:
+class ServiceSlots:
     """The memory and the state of the sequences that are decoded."""
 
     def __init__(
         self,
         plan: StepPlan,
         tree_of: Callable[[int], TokenTree | Growth],
-        limits: Limits,
+        limits: ServiceLimits,
         seed: int,
         *,
         cuda_graphs: bool,

@@ -39,7 +39,7 @@ Copy = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]  # tensors o
 
 
 @dataclass(eq=False)
-class _Slot:
+class _DeviceSlot:
     """Memory of the GPU for one layer at a time, within a pass.
 
     layer: what was copied there last in this pass; None for nothing
@@ -84,7 +84,7 @@ class DeviceStream(WeightStream):
         self.layers, self.device = len(layers), device
         self._sizes = [packing.nbytes for packing in packings]
         memories = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(slots, len(layers)))]
-        self._slots = [*map(_Slot, memories)]
+        self._slots = [*map(_DeviceSlot, memories)]
         self._views = [packing.views(self._slot(layer).memory) for layer, packing in enumerate(packings)]
         self._parameters: list[weakref.ref[Tensor]] = []
         self.host = HostLayers(layers, stay)
@@ -264,7 +264,7 @@ class DeviceStream(WeightStream):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _slot(self, layer: int) -> _Slot:
+    def _slot(self, layer: int) -> _DeviceSlot:
         return self._slots[layer % len(self._slots)]
 
     def _drop_interrupted(self) -> None:

@@ -25,7 +25,7 @@ from heavypath.speculative.streaming.stream import SLOTS
 logger = logging.getLogger(__name__)
 
 
-class Parts(NamedTuple):
+class PlacedModel(NamedTuple):
     """A model, and which of its weights are not on the GPU.
 
     body:    the module that calls the layers
@@ -43,7 +43,7 @@ class Parts(NamedTuple):
 
 @torch.no_grad()
 def stream_to_gpu(
-    parts: Parts, memory: int | str | None, resident: Collection[int], host_memory: int | str | None
+    parts: PlacedModel, memory: int | str | None, resident: Collection[int], host_memory: int | str | None
 ) -> DeviceStream | None:
     """As `stream_layers`, whose arguments these are, for a model on a GPU."""
     detach_hooks(parts.model)
@@ -84,7 +84,7 @@ def stream_to_gpu(
 
 
 def _chosen(
-    parts: Parts,
+    parts: PlacedModel,
     sizes: dict[int, int],
     others: int,
     memory: int | str | None,

@@ -22,7 +22,7 @@ from heavypath.speculative.streaming.accelerate_hooks import (
     place_of,
     put,
 )
-from heavypath.speculative.streaming.gpu import Parts, stream_to_gpu
+from heavypath.speculative.streaming.gpu import PlacedModel, stream_to_gpu
 from heavypath.speculative.streaming.layout import Layout
 from heavypath.speculative.streaming.memory import bytes_of, resident_layers
 from heavypath.speculative.streaming.source import Place
@@ -80,7 +80,7 @@ def stream_layers(
     if missing:
         raise ValueError(f"resident layers must be within 0 .. {len(layers) - 1}, got {sorted(missing)}")
     if device.type == "cuda":
-        parts = Parts(model, model.get_submodule(name.rpartition(".")[0]), layers, tensors, sources, device)
+        parts = PlacedModel(model, model.get_submodule(name.rpartition(".")[0]), layers, tensors, sources, device)
         return stream_to_gpu(parts, memory, resident, host_memory)
 
     detach_hooks(model)

@@ -66,7 +66,7 @@ class _Tally:
 
 
 @dataclass(eq=False)
-class Slots:
+class LayerSlots:
     """The memory of all layers, and the reads that are wanted.
 
     layouts:  of the layers

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from heavypath.speculative.models.layer_weights import StreamCounts, WeightStream
 from heavypath.speculative.streaming.layout import Layout
-from heavypath.speculative.streaming.slots import Slots
+from heavypath.speculative.streaming.slots import LayerSlots
 from heavypath.speculative.streaming.source import LayerSource
 
 READERS = 4  # threads that read: a disk wants several requests at a time
@@ -51,7 +51,7 @@ class LayerStream(WeightStream):
                 f"expected at least {SLOTS} slots and resident layers within 0 .. {self.layers - 1}, "
                 f"got {slots} and {sorted(self.resident)}"
             )
-        self.slots = Slots([Layout(layer) for layer in layers], self.resident, slots)
+        self.slots = LayerSlots([Layout(layer) for layer in layers], self.resident, slots)
         self.on_take: Callable[[int], None] | None = None
         self._alone = threading.RLock()
         self._unchecked = {*range(self.layers)}
@@ -135,13 +135,13 @@ class LayerStream(WeightStream):
                 raise ValueError(f"the model has NaN or infinite weights in {name} of layer {layer}")
 
 
-def _work(slots: Slots) -> None:
+def _work(slots: LayerSlots) -> None:
     """What a reader does until it is told to end. It knows the slots, not the stream, so that this can go."""
     while (job := slots.jobs.get()) is not None:
         slots.do(job)
 
 
-def _end(slots: Slots) -> None:
+def _end(slots: LayerSlots) -> None:
     """Tell the readers to end. It may run within any thread, in the middle of anything, so it waits for nothing."""
     for _ in range(READERS):
         slots.jobs.put(None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heavypath.speculative.training.losses import Loss, overlap_and_divergence
-from heavypath.speculative.training.memory import Parts
+from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.student import Student
 from heavypath.speculative.training.teacher import Logits, Taught, Teacher
 
@@ -70,7 +70,7 @@ def learn(
 
 @torch.no_grad()
 def measure_agreement(
-    student: Student, teacher: Teacher, rows: Tensor, depths: int, parts: Parts
+    student: Student, teacher: Teacher, rows: Tensor, depths: int, parts: RowsAtATime
 ) -> tuple[Tensor, Tensor]:
     """E[sum_v min(P, Q)] at temperature 1, and how often P and Q have one likeliest token: at each depth, [K] each.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from heavypath.speculative.training.learning import Learnt
-from heavypath.speculative.training.optimization import Optimization, Progress
+from heavypath.speculative.training.optimization import Optimization, TrainingProgress
 
 Batch = TypeVar("Batch")
 
@@ -33,7 +33,7 @@ def train(
     batches: Iterable[Batch],
     gradients: Callable[[Batch], Learnt],
     checkpoints: Checkpoints,
-    progress: Progress,
+    progress: TrainingProgress,
     before_checkpoint: Callable[[int, Learnt], object] = lambda step, learnt: None,
 ) -> float:
     """Take the schedule's steps; return the seconds they took, those before an interruption included.

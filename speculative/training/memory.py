@@ -10,7 +10,7 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 
-class Parts:
+class RowsAtATime:
     """Runs a function on so many rows at a time, and on half as many once these are too many.
 
     rows: at a time

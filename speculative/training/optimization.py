@@ -89,7 +89,7 @@ def say_now(line: str) -> None:
     print(line, flush=True)
 
 
-class Progress:
+class TrainingProgress:
     """A line about every 20 seconds: step, tokens per second since the last line, time left."""
 
     def __init__(self, steps: int, tokens_per_step: int, say: Callable[[str], object] = say_now):

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import GenerationConfig, PreTrainedModel
 
-from heavypath.speculative.training.memory import Parts
-from heavypath.speculative.training.optimization import Progress
+from heavypath.speculative.training.memory import RowsAtATime
+from heavypath.speculative.training.optimization import TrainingProgress
 
 ROWS_AT_ONCE = 32
 Generate = Callable[..., Any]  # that of a SpeculativeDecoder
@@ -36,9 +36,9 @@ def write_texts(
     if len(fitting) < len(prompts):
         said = f"of more than {room} positions with {new_tokens} new tokens"
         say(f"left out {len(prompts) - len(fitting)} of {len(prompts)} prompts {said}")
-    parts = Parts(ROWS_AT_ONCE, "lower the length of rows", say)
+    parts = RowsAtATime(ROWS_AT_ONCE, "lower the length of rows", say)
     groups = torch.arange(len(fitting)).split(ROWS_AT_ONCE)
-    progress = Progress(len(groups), ROWS_AT_ONCE * new_tokens, say)
+    progress = TrainingProgress(len(groups), ROWS_AT_ONCE * new_tokens, say)
     written: list[Tensor] = []
     for number, group in enumerate(groups):
         temperature = 0.6 if number % 4 == 3 else 1.0

@@ -114,6 +114,15 @@ def test_a_step_and_the_decoder_reach_few_modules(name, most_modules, most_lines
     assert (count <= most_modules, lines <= most_lines) == (True, True), f"{count} modules, {lines} lines"
 
 
+def test_a_class_has_one_name_in_the_whole_package():
+    found = {}
+    for name, path in modules().items():
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name)
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
 def test_the_core_asks_nothing_what_kind_it_is():
     """Drafts, trees and models say of themselves what decoding has to know."""
     kinds, wrong = (

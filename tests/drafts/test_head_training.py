@@ -12,7 +12,7 @@ from heavypath.speculative.demo.head_training import HeadPhase, HeadTraining, Ro
 from heavypath.speculative.training import learning
 from heavypath.speculative.training.learning import learn, measure_agreement
 from heavypath.speculative.training.losses import KL_WEIGHT, tv_kl
-from heavypath.speculative.training.memory import Parts
+from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.student import student_of_head
 from heavypath.speculative.training.teacher import Taught, Teacher
 
@@ -24,7 +24,7 @@ SETTINGS = HeadTraining(
 
 def agreement(head, target, tokens, depths):
     student, teacher = student_of_head(head, target), Teacher(target, head.config.taps)
-    return measure_agreement(student, teacher, tokens, depths, Parts(2, "lower it", print))
+    return measure_agreement(student, teacher, tokens, depths, RowsAtATime(2, "lower it", print))
 
 
 def one_entry(head, feature, embedded, position, seen):

@@ -14,7 +14,7 @@ from heavypath.speculative.training import chains, learning
 from heavypath.speculative.training.chains import ChainAttention, joined_attention, masked_attention
 from heavypath.speculative.training.learning import Learnt, learn
 from heavypath.speculative.training.losses import LOSSES, lk, overlap_and_divergence, tv_kl
-from heavypath.speculative.training.memory import Parts
+from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.optimization import Optimization, Schedule
 from heavypath.speculative.training.student import student_of_head, student_of_model
 from heavypath.speculative.training.teacher import Teacher, logits_behind
@@ -110,7 +110,7 @@ def gradients_in_parts(rows_at_once, fitting=99):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return learnt
 
-    found = Parts(rows_at_once, "lower length", said.append).run(batch, of_part, head.zero_grad)
+    found = RowsAtATime(rows_at_once, "lower length", said.append).run(batch, of_part, head.zero_grad)
     learnt = sum(each.loss for each in found), sum(each.overlaps for each in found)
     return [*learnt, *(weight.grad for weight in head.parameters())], said
 
@@ -132,7 +132,7 @@ def test_what_is_out_of_memory_and_what_to_lower_then():
     with pytest.raises(torch.OutOfMemoryError, match="out of memory with one row; lower length"):
         gradients_in_parts(1, fitting=0)
     with pytest.raises(RuntimeError, match="shapes"):
-        Parts(4, "free some", print).run(torch.zeros(4, 1), lambda part: part @ part)
+        RowsAtATime(4, "free some", print).run(torch.zeros(4, 1), lambda part: part @ part)
     sizes = []
 
     def allocate(part: torch.Tensor) -> int:
@@ -140,7 +140,7 @@ def test_what_is_out_of_memory_and_what_to_lower_then():
         torch.empty(len(part) - 1, 2**60, dtype=torch.int8)  # an exabyte, but for one row
         return len(part)
 
-    assert sum(Parts(3, "free some", print).run(torch.zeros(3, 1), allocate)) == 3
+    assert sum(RowsAtATime(3, "free some", print).run(torch.zeros(3, 1), allocate)) == 3
     assert sizes == [3, 1, 1, 1]
 
 

@@ -7,7 +7,7 @@ import torch
 from devices import DEVICE, moved
 from kernel_cases import NATIVE
 
-from heavypath.kernels.trees.levels import Chosen, Drawn, Trees, alike, first_nodes, place
+from heavypath.kernels.trees.levels import CommonNodes, Drawn, Trees, alike, first_nodes, place
 
 on_device = partial(moved, device=DEVICE)
 EACH = pytest.mark.parametrize("impl", ["torch", "triton", NATIVE])
@@ -19,7 +19,7 @@ def copied(part):
 
 
 def chosen(nodes, parents, depths):
-    return Chosen(*map(torch.tensor, (nodes, parents, depths)))
+    return CommonNodes(*map(torch.tensor, (nodes, parents, depths)))
 
 
 @EACH
@@ -71,7 +71,7 @@ def test_nodes_are_placed_and_fed_as_by_the_references(case, impl):
     order = torch.randperm(nodes - 1, generator=generator) + 1
     drawn = Drawn(random(9, batch, draws) - 1, order[:children], random(draws, children))
     level, every = order[:count], torch.arange(nodes)
-    given = [Chosen(level, 0 * level, 1 + 0 * level), Chosen(every, every - 1, random(6, nodes))]
+    given = [CommonNodes(level, 0 * level, 1 + 0 * level), CommonNodes(every, every - 1, random(6, nodes))]
     mine, theirs = on_device(copied(trees)), copied(trees)
     for whole, new in ((False, drawn), (True, drawn), (True, None)):
         found = place(mine, on_device(new), on_device(given[whole]), whole=whole, impl=impl)

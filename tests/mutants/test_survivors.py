@@ -12,7 +12,7 @@ from attention_cases import DEVICE, inputs, random_tree
 from triton import knobs
 
 from heavypath.kernels.attention import variant
-from heavypath.kernels.attention.launch import Layout, Layouts, plan_launch
+from heavypath.kernels.attention.launch import Layouts, TensorLayout, plan_launch
 from heavypath.kernels.attention.masks import PackedAncestors, pack_ancestors
 from heavypath.kernels.cache_compaction import compact_unchecked
 from heavypath.kernels.filtering import Filters, filtered_logprobs, scores
@@ -24,7 +24,7 @@ from heavypath.kernels.sampling import gumbel_topk, stochastic_beam
 from heavypath.kernels.sharing import counters, open_pass, take_chunk
 from heavypath.kernels.tree_attention import tree_attention
 from heavypath.kernels.trees.growing_kernel import _expm1, _log1p
-from heavypath.kernels.trees.levels import Chosen, Trees, alike, place
+from heavypath.kernels.trees.levels import CommonNodes, Trees, alike, place
 from heavypath.kernels.verification import verify_unchecked
 from heavypath.kernels.verifying.decision import help_at
 from heavypath.kernels.verifying.distributions import FACTS, PIECE, store_sides
@@ -182,7 +182,7 @@ def test_attention_takes_trees_whose_numbers_lie_apart():
 def test_the_first_node_of_a_text_is_an_index():
     tokens = torch.tensor([[0, 6, 6]], device=DEVICE)
     trees = Trees(tokens, tokens[:, 0], tokens, tokens[0, :1], tokens[0, :1], torch.zeros_like(tokens))
-    given = Chosen(*(torch.tensor(numbers, device=DEVICE) for numbers in ([1, 2], [0, 0], [1, 1])))
+    given = CommonNodes(*(torch.tensor(numbers, device=DEVICE) for numbers in ([1, 2], [0, 0], [1, 1])))
     torch.testing.assert_close(alike(trees, given, impl="triton"), torch.tensor([[0, 0]], device=DEVICE))
 
 
@@ -201,7 +201,11 @@ def test_an_unchecked_compaction_copies_rows_whose_numbers_lie_apart(apart):
 def test_a_step_on_a_cpu_runs_compiled_code_where_there_is_some(name):
     """What takes a reference cannot be replayed."""
     numbers, logits, filters = torch.tensor([[5, 3], [6, 4]]), torch.zeros(2, 2, 9), Filters(0.0)
-    nodes, ranks, chosen = torch.tensor([-1, 0]), torch.tensor([0, 0]), Chosen(*torch.tensor([[0, 1], [-1, 0], [0, 1]]))
+    nodes, ranks, chosen = (
+        torch.tensor([-1, 0]),
+        torch.tensor([0, 0]),
+        CommonNodes(*torch.tensor([[0, 1], [-1, 0], [0, 1]])),
+    )
     trees = Trees(numbers.clone(), numbers[:, 0], numbers, numbers[:, 1], numbers[:, 1], None)
     options = {
         "max_depth": 1,
@@ -224,7 +228,7 @@ def test_a_step_on_a_cpu_runs_compiled_code_where_there_is_some(name):
 def test_a_prefix_is_cut_where_it_is_longer_than_the_shortest_part():
     def parts(rows):
         query, key = (
-            Layout(torch.Size([1, 1, n, 64]), (n * 64, n * 64, 64, 1), torch.float32, "cpu") for n in (1, rows)
+            TensorLayout(torch.Size([1, 1, n, 64]), (n * 64, n * 64, 64, 1), torch.float32, "cpu") for n in (1, rows)
         )
         return plan_launch(Layouts(query, key, key, *[None] * 5), 1, False, False, False).parts
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from tiny_models import tiny_llama
 
 from heavypath.speculative import PromptLookup, SpeculativeDecoder, TokenTree
-from heavypath.speculative.comparison import ASSISTED, PLAIN, Row, as_table, compare, headline
+from heavypath.speculative.comparison import ASSISTED, PLAIN, ComparedWay, as_table, compare, headline
 from heavypath.speculative.drafts.kinds import describe
 from heavypath.speculative.examples.own_verifier import sample_the_target
 from heavypath.speculative.prompts import read_prompts
@@ -174,8 +174,10 @@ def test_ratios_are_paired_with_their_median_and_quartiles(pair, monkeypatch):
 
 
 def test_a_plot_has_a_bar_from_quartile_to_quartile_for_each_way(tmp_path, monkeypatch):
-    rows = [Row(PLAIN, 1, 1, 1, (1, 1), "reference", None, (1, 1), (1, 1))]
-    rows += [Row(name, 2, 2, 2, (1, 4), "equal", None, (1.5, 3), (1, 1.5, 2, 3, 4)) for name in ("chain", "ersd")]
+    rows = [ComparedWay(PLAIN, 1, 1, 1, (1, 1), "reference", None, (1, 1), (1, 1))]
+    rows += [
+        ComparedWay(name, 2, 2, 2, (1, 4), "equal", None, (1.5, 3), (1, 1.5, 2, 3, 4)) for name in ("chain", "ersd")
+    ]
     plot_ratios(rows, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
     assert all(f"<!-- {name} -->" in drawn for name in ("chain", "ersd"))
@@ -186,7 +188,9 @@ def test_a_plot_has_a_bar_from_quartile_to_quartile_for_each_way(tmp_path, monke
 
 
 def row(method, *ratios, text="same law"):
-    return Row(method, 1.0, 100.0, sorted(ratios)[len(ratios) // 2], (min(ratios), max(ratios)), text, ratios=ratios)
+    return ComparedWay(
+        method, 1.0, 100.0, sorted(ratios)[len(ratios) // 2], (min(ratios), max(ratios)), text, ratios=ratios
+    )
 
 
 def test_the_table_fits_80_columns():

@@ -13,7 +13,7 @@ from heavypath.speculative.demo.train import HEAD_PHASES, draft_config, target_c
 from heavypath.speculative.drafts.heads.checkpoint import load_head
 from heavypath.speculative.methods import DEFAULT_ACCEPTANCE
 from heavypath.speculative.training.learning import measure_agreement
-from heavypath.speculative.training.memory import Parts
+from heavypath.speculative.training.memory import RowsAtATime
 from heavypath.speculative.training.student import student_of_head
 from heavypath.speculative.training.teacher import Teacher
 from heavypath.speculative.trees.acceptance import measure_acceptance
@@ -76,7 +76,11 @@ def test_records_say_that_drafts_fit_the_target_and_the_head_better_than_the_mod
 def test_what_is_recorded_is_about_what_the_prompts_have(demo_pair, head):
     """They are held-out text too, though a small part of it."""
     target, draft, tokenizer = demo_pair
-    student, teacher, parts = student_of_head(head, target), Teacher(target, head.config.taps), Parts(2, "", print)
+    student, teacher, parts = (
+        student_of_head(head, target),
+        Teacher(target, head.config.taps),
+        RowsAtATime(2, "", print),
+    )
     acceptance, overlaps, positions = torch.zeros(8, dtype=torch.float64), torch.zeros(5), 0
     for prompt in demo_prompts()[::2]:
         ids = tokenizer(prompt, return_tensors="pt").input_ids

@@ -21,7 +21,7 @@ from heavypath.speculative import EarlyExit, SpeculativeDecoder
 from heavypath.speculative.streaming import gpu
 from heavypath.speculative.streaming.accelerate_hooks import Offloaded, device_of, offloaded
 from heavypath.speculative.streaming.device import DeviceStream
-from heavypath.speculative.streaming.gpu import Parts, stream_to_gpu
+from heavypath.speculative.streaming.gpu import PlacedModel, stream_to_gpu
 from heavypath.speculative.streaming.offloaded import layers_in, stream_layers
 from heavypath.speculative.streaming.source import places_in
 
@@ -299,7 +299,7 @@ def on_played_gpu(model, order):
     """The layers of a model on the CPU as streamed to a GPU which is that, too; all of its writing goes to `order`."""
     cpu_offload(model, execution_device=CPU)
     name, layers = layers_in(model)
-    parts = Parts(model, model.get_submodule(name.rpartition(".")[0]), layers, [*offloaded(model)],
+    parts = PlacedModel(model, model.get_submodule(name.rpartition(".")[0]), layers, [*offloaded(model)],
                   {number: {} for number in range(len(layers))}, CPU)  # fmt: skip
     stream = stream_to_gpu(parts, None, (0,), 0)
     observe(order, stream)

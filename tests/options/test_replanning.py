@@ -14,7 +14,7 @@ from heavypath.speculative import LOSSLESS_METHODS, Cascade, SpeculativeDecoder,
 from heavypath.speculative.decoding.engine import Watcher
 from heavypath.speculative.decoding.step import StepPlan
 from heavypath.speculative.drafts.kinds import describe
-from heavypath.speculative.replanning import EVERY, HALF_LIFE, WEIGHT, Replanner, Shape, Shapes, _together
+from heavypath.speculative.replanning import EVERY, HALF_LIFE, WEIGHT, Replanner, Shapes, ValuedShape, _together
 from heavypath.speculative.trees.planning import expected_tokens, node_probabilities
 
 ACCEPTED = [[500, 150, 60], [480, 120, 70], [450, 100, 60], [450, 100, 60]]
@@ -32,7 +32,7 @@ def profile(target=None, draft=None, accepted=ACCEPTED):
 
 
 def replanner(rates, *shapes):
-    shapes = shapes or (Shape(CHAIN, CHAIN, {1: 1.3}), Shape(WIDE, WIDE, {1: 1.0}))
+    shapes = shapes or (ValuedShape(CHAIN, CHAIN, {1: 1.3}), ValuedShape(WIDE, WIDE, {1: 1.0}))
     plan = StepPlan(None, None, shapes[0].tree, None, tuple(shape.tree for shape in shapes))
     chooser = Replanner(plan, Shapes(shapes, torch.tensor(rates, dtype=torch.float64)))
     return chooser, lambda counts: chooser.replanned(plan, EVERY, 1, counts).tree

@@ -10,8 +10,8 @@ from bench_scripts import BENCH, script
 from heavypath.speculative.cli.app import main
 from heavypath.speculative.costs.hardware import DEVICES, Hardware
 from heavypath.speculative.costs.roofline import Work
-from heavypath.speculative.costs.shapes import SHAPES, Shape, shape_of
-from heavypath.speculative.costs.simulation import AHEAD, Parts, Setting, simulate
+from heavypath.speculative.costs.shapes import SHAPES, ModelSize, shape_of
+from heavypath.speculative.costs.simulation import AHEAD, Setting, StepSeconds, simulate
 from heavypath.speculative.models.llama import LlamaForward
 from heavypath.speculative.trees.planning import expected_tokens, greedy_tree
 
@@ -21,8 +21,8 @@ PUBLISHED = {  # billions of parameters, by the models' cards
 }  # fmt: skip
 # Round numbers: a byte takes a second by the link, a tenth from memory, and an operation a thousandth.
 PLAIN = Hardware(memory=1e3, bandwidth=10, peak=1e3, link=1, wire=2, collective=3, reached=(1.0, 1.0, 1.0))
-TARGET = Shape(weights=1000, layers=10, hidden=4, vocab=8, itemsize=2)
-DRAFT = Shape(weights=10, layers=1, hidden=4, vocab=8, itemsize=2)
+TARGET = ModelSize(weights=1000, layers=10, hidden=4, vocab=8, itemsize=2)
+DRAFT = ModelSize(weights=10, layers=1, hidden=4, vocab=8, itemsize=2)
 SMALL = (10 * 6 + 30) * 2e-6  # seconds of small kernels
 
 
@@ -54,7 +54,7 @@ def test_a_pass_reads_what_there_is_no_room_for_and_the_longer_of_reading_and_co
     assert setting.step(1, 0) == 1600
     nodes = 900  # whose products take 2 * 900 * 1000 / 1000 s, and weights 2000 / 10 s
     assert setting.step(nodes, 0) == pytest.approx(math.hypot(1800, 200) + SMALL)
-    assert setting.parts(nodes, 0) == Parts(1600, 200, 1800, 0, 0, pytest.approx(SMALL))
+    assert setting.parts(nodes, 0) == StepSeconds(1600, 200, 1800, 0, 0, pytest.approx(SMALL))
     assert streamed(ahead=False).step(nodes, 0) == pytest.approx(1600 + math.hypot(1800, 200) + SMALL)
     assert streamed(memory=None).streamed == 1000, "of a device of 1000 bytes"
     assert streamed(memory=3000.0).streamed == 0

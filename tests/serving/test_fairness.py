@@ -11,7 +11,7 @@ from serving_cases import alone, held, tiny_llama
 from heavypath.speculative import SpeculativeDecoder
 from heavypath.speculative.serving import Closed, QueueFull
 from heavypath.speculative.serving.arrivals import Arrivals
-from heavypath.speculative.serving.slots import BESIDE, Slots
+from heavypath.speculative.serving.slots import BESIDE, ServiceSlots
 
 LONG = {"max_new_tokens": 120, "eos_token_id": None, "temperature": 0.9}
 
@@ -126,10 +126,10 @@ def test_a_program_alone_is_served_first_come_first_served_in_all_slots():
 def test_on_a_gpu_where_a_step_takes_as_long_for_one_as_for_all_nobody_pauses():
     running = [SimpleNamespace(arrival=SimpleNamespace(client=client)) for client in "AAAAAB"]
     slots = SimpleNamespace(running=running, _on_host=False, limits=SimpleNamespace(slots=8))
-    assert Slots._arrange(slots) == 6
-    assert Slots.may_join(slots, "A", ["B"])
+    assert ServiceSlots._arrange(slots) == 6
+    assert ServiceSlots.may_join(slots, "A", ["B"])
     slots.limits.slots = 7
-    joins = [Slots.may_join(slots, client, ["A", "B", "C"]) for client in ("A", "B", "C", None)]
+    joins = [ServiceSlots.may_join(slots, client, ["A", "B", "C"]) for client in ("A", "B", "C", None)]
     assert joins == [False, False, True, True]
 
 

@@ -30,7 +30,7 @@ from heavypath.speculative.models.linear import Linears
 from heavypath.speculative.models.llama import gated_of, norm_of, turns_of
 
 
-class _Layer:
+class _HeadFunctions:
     """A `HeadLayer`'s functions."""
 
     def __init__(self, layer: Any, linears: Linears):
@@ -76,7 +76,7 @@ class HeadDraft(TappedDraft):
         self._fc = linears.one(head.fc)
         self._tap_norms = None if head.fc_norm is None else [norm_of(each) for each in head.fc_norm]
         self._fc_norm = None if head.input_norm is None else norm_of(head.input_norm)
-        self._layers = [_Layer(layer, linears) for layer in head.layers]
+        self._layers = [_HeadFunctions(layer, linears) for layer in head.layers]
         self._norm = None if head.norm is None else norm_of(head.norm)
         self._lm_head = target.parts.joined(self.lm_head, linears.one(target.parts.of(self.lm_head)))
         offsets: Any = head.d2t
