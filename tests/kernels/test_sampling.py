@@ -118,6 +118,7 @@ def test_equal_logits_are_taken_by_their_index():
     ({"seed": torch.tensor(0, device="meta")}, "on cpu, got .* on meta"),
     ({"seed": 1.5}, "seed must be an integer .* got 1.5"),
     ({"impl": "magic"}, "impl .* got 'magic'"),
+    ({"logits": torch.zeros(2, 3).double(), "impl": "triton"}, "takes fp32, fp16 or bf16 logits, got torch.float64"),
 ])  # fmt: skip
 def test_bad_input_is_refused(change, message):
     arguments = {"logits": torch.zeros(2, 3), "k": 1} | change
