@@ -17,10 +17,11 @@ class TreeOptions(TypedDict, total=False):
     """What trees a decoder drafts. All but tree_size are options of some methods, which the others refuse.
 
     tree_size: nodes of the drafted tree, root included; a method whose trees cannot have that size takes the next
-        smaller one. Default: 5 on a CPU; 256 where weights are streamed; on a GPU the size and the levels that pay by
-        costs which `costs.roofline` estimates from the device and the models, for one sequence. At temperature 0, and
-        for ersd, whose texts do not depend on trees, the default follows the batch: several sequences have smaller
-        trees by estimated costs, down to plain decoding, and larger ones again while the batch shrinks
+        smaller one. Default: 5 on a CPU; where weights are streamed by what a pass reads and computes, see
+        `costs.streamed`; on a GPU the size and the levels that pay by costs which `costs.roofline` estimates from the
+        device and the models, for one sequence. At temperature 0, and for ersd, whose texts do not depend on trees,
+        the default follows the batch: several sequences have smaller trees by estimated costs, down to plain decoding,
+        and larger ones again while the batch shrinks
     tree: a TokenTree to use instead, for methods whose trees do not grow
     acceptance: [child] or [depth, child], the chance that child j of an accepted node is accepted, for planned trees
     max_depth:  at most so many levels of planned and grown trees (default: log2 of the nodes)
