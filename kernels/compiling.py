@@ -1,6 +1,6 @@
 """Compile at once what would otherwise be compiled launch by launch.
 
-A kernel is compiled when it is first launched, which takes a second or so, while the launches behind it wait: some
+A kernel is compiled when it is first launched, which takes a second or so, while the launches after it wait: some
 twenty kernels for a step. But what a step launches is known before anything runs, because it asks the host nothing: so
 its launches are noted where nothing is executed, in a CUDA graph's capture, and compiled side by side.
 """

@@ -9,7 +9,7 @@ Applied in Hugging Face's order, each to the renormalised result of the one befo
 
 "Support" means a finite filtered logit, never probability > 0: a probability can underflow and still be drawn.
 
-On a GPU `filter_cuts` finds out where the filters cut a row off; what reads the row drops the tokens behind the cut.
+On a GPU `filter_cuts` finds out where the filters cut a row off; what reads the row drops the tokens after the cut.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false

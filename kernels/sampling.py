@@ -30,9 +30,9 @@ class TopK(NamedTuple):
     """The tokens drawn from each row, in draw order.
 
     tokens:   LongTensor[..., R, k], -1 where the support has no more tokens
-    keys:     fp32 [..., R, k], the perturbed log-probabilities (at temperature 0 the logits), -inf behind the support
+    keys:     fp32 [..., R, k], the perturbed log-probabilities (at temperature 0 the logits), -inf after the support
     logprobs: fp32 [..., R, k], the tokens' log-probabilities in the filtered distribution (at temperature 0 in the
-              plain softmax), -inf behind the support, also where uniform_fill has put a token
+              plain softmax), -inf after the support, also where uniform_fill has put a token
 
     A row with NaN or +inf in it has tokens -1 and keys and logprobs NaN: `keys[..., 0].isnan()` finds such rows.
     """
@@ -59,7 +59,7 @@ def gumbel_topk(
 ) -> TopK:
     """Draw k tokens from each row of logits [..., R, V].
 
-    A row whose support has fewer than k tokens, as one with k > V, or of nothing but -inf, has tokens -1 behind them; a
+    A row whose support has fewer than k tokens, as one with k > V, or of nothing but -inf, has tokens -1 after them; a
     row with NaN or +inf in it has tokens -1 alone, and no error is raised. `TopK` says what else is returned.
 
     logits:       fp32, fp16 or bf16 for the kernel, any floating point for the reference. Rows may lie apart, so that

@@ -102,7 +102,7 @@ def calibrate(
     verifier: what verifies the methods that take one, as `SpeculativeDecoder` has it by name, and its default.
 
     A streamed target reads its weights in every pass, which may take seconds. So all ways are counted in the same
-    passes, and steps are timed in two rounds, behind prompts of one token.
+    passes, and steps are timed in two rounds, after prompts of one token.
 
     Raises ValueError for models that do not fit each other, for `Lookahead` and `Merge`, which need whole steps,
     for settings out of range, for a limit in which acceptance cannot be counted, and where the machine is so busy that
@@ -247,7 +247,7 @@ def own_prompts(target: PreTrainedModel, count: int, length: int, seed: int) -> 
 class Extent(NamedTuple):
     """How much is counted: on `sequences` texts of `tokens` tokens, `children` at each node, down to `depth` levels.
 
-    seconds: behind these texts are cut off, but not before they have `LEAST_TOKENS`
+    seconds: after these texts are cut off, but not before they have `LEAST_TOKENS`
     """
 
     tokens: int
@@ -289,7 +289,7 @@ def measure_ways(
 ) -> tuple[MeasuredAcceptance, ...]:  # fmt: skip
     """The acceptance of every way under its sampling, counted in passes over all of them.
 
-    seconds: for all of it. Behind them no further pass begins, and the texts of the first are cut off where it would
+    seconds: for all of it. After them no further pass begins, and the texts of the first are cut off where it would
         take longer. Raises ValueError where even texts of `LEAST_TOKENS` tokens would
     """
     begin = time.perf_counter()
@@ -312,7 +312,7 @@ def measure_ways(
                 _check_time(counts, len(wanted) * (time.perf_counter() - begin), seconds)
             before = counted.get((way, filters))
             counted[way, filters] = counts if before is None else before.plus(counts)
-        if time.perf_counter() - begin > seconds * (number + 1) / (number + 2):  # another pass would end behind it
+        if time.perf_counter() - begin > seconds * (number + 1) / (number + 2):  # another pass would end after it
             break
     return tuple(_as_measured(way, filters, counts) for (way, filters), counts in counted.items())
 

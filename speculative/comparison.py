@@ -38,7 +38,7 @@ class Row:
     """What one way to decode did on all prompts.
 
     method:             its name: a method; "method, verifier" where it took one of those given; with several drafts
-                        ", draft" behind it; or that of a decoder that was given
+                        ", draft" after it; or that of a decoder that was given
     tokens_per_forward: new tokens / forward passes of the target that yield tokens. The prefill of transformers is one
                         of these; ours is not, as it leaves the prompt's last token to the first step
     tokens_per_second:  new tokens / seconds, prefill included, over all prompts together

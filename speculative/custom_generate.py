@@ -263,7 +263,7 @@ def _own_first(processors: list[Any], stops: set[int], mask: Tensor | None) -> i
 
 
 def _own_last(processors: list[Any]) -> int:
-    """The place behind which there are only processors that the decoder's own filters stand for."""
+    """The place after which there are only processors that the decoder's own filters stand for."""
     place, before = len(processors), len(_FILTERS)
     for processor in reversed(processors):
         order = _FILTERS.get(type(processor), before)

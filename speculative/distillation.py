@@ -1,6 +1,6 @@
 """`distil` trains a draft for a target on the user's data: a head, or a plain draft.
 
-Rows of tokens are cut from the documents and from what the target writes behind their prompts. For every batch the
+Rows of tokens are cut from the documents and from what the target writes after their prompts. For every batch the
 target reads the rows, and what the draft learns from is computed on the spot: hidden states of a million tokens of a
 4096-wide target, four for each, would take 33 GB of disk, and reading them again is no faster than a forward pass.
 """
@@ -47,7 +47,7 @@ class DistilSettings:
     loss:            "tv-kl" or "lk", see `training.losses`
     rate:            Muon's peak rate, AdamW's is two thirds; default 2 / width of the draft: the shipped head, of
                      width 320, learnt best at 0.006, and the best rate falls with the width (Yang et al. 2022)
-    written:         share of the documents whose text the target writes anew behind their prompts, or behind the first
+    written:         share of the documents whose text the target writes anew after their prompts, or after the first
                      prompt_tokens of each `length` of a text. In decoding a draft meets the target's own text, not the
                      data's; but writing takes the target many passes where reading takes one. The shipped head had 0.3
     held_out:        share of the data that is never trained on, at most 128 rows: the record's overlaps are of these
@@ -119,7 +119,7 @@ def distil(
     say:       told of progress, in lines
 
     On a GPU passes are in bf16; the weights that learn are in fp32. A batch that does not fit into memory is done in
-    parts, with the same gradients. Ctrl-C ends the training behind a checkpoint.
+    parts, with the same gradients. Ctrl-C ends the training after a checkpoint.
 
     Raises ValueError for a draft that does not fit the target, for documents too short, for a folder that has something
     else, and for other settings than those of the checkpoint; torch.OutOfMemoryError if one row does not fit.

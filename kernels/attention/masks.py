@@ -9,7 +9,7 @@ grows is not in depth-first order: it takes an ancestor mask, bool [i, j], or th
 For PyTorch's own attention the mask is a bias, 0 where a node sees a cache row and -inf elsewhere.
 
 A sliding window of w positions follows from the mask alone, whichever nodes ask. Numbers rise along a path, so the
-distance from node i up to node j is the number of nodes behind j that i sees, and node j is in the window of i where it
+distance from node i up to node j is the number of nodes after j that i sees, and node j is in the window of i where it
 is less than w. A query that then sees n nodes of the tree sees the last w - n rows of the prefix: w positions in all.
 """
 
@@ -129,10 +129,10 @@ def narrowed(ancestors: Tensor, window: int) -> Tensor:
 def attention_bias(
     ancestors: Tensor, lengths: int | Tensor, rows: int, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
-    """The additive mask [B or 1, 1, Q, rows] of a tree behind its prefix: 0 for rows that a node sees, else -inf.
+    """The additive mask [B or 1, 1, Q, rows] of a tree after its prefix: 0 for rows that a node sees, else -inf.
 
     ancestors: bool [Q, N] or [B, Q, N], which of the N nodes each of the Q querying nodes sees
-    lengths:   number of prefix rows, in all sequences or LongTensor[B]; the tree's own rows lie behind them
+    lengths:   number of prefix rows, in all sequences or LongTensor[B]; the tree's own rows lie after them
     rows:      number of cache rows that the mask covers
     window:    how many positions a node sees, its own included; None for all
     """

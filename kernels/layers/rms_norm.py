@@ -1,4 +1,4 @@
-"""RMS norm of a residual stream, behind the addition of what a layer's last product computed.
+"""RMS norm of a residual stream, after the addition of what a layer's last product computed.
 
     h = x + a                                  x, a: [R, K]; without an a, h = x
     n = h / sqrt(mean(h^2) + epsilon) * w      w: [K], the mean is over a row

@@ -162,7 +162,7 @@ def _whole(name: str, folder: int) -> int:
 
 
 def _keep(code: bytes, name: str, folder: int) -> None:
-    """Write a library into the cache, and behind it its digest: whole or not at all, for whoever looks for it."""
+    """Write a library into the cache, and after it its digest: whole or not at all, for whoever looks for it."""
     written = f"{name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(written, flags, 0o600, dir_fd=folder), "wb") as file:

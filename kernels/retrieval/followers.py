@@ -8,7 +8,7 @@ occurrences, c_k(v), the law is interpolated from the longest suffix to the shor
 
 This is the predictive law of a Dirichlet prior of weight a_k around the law of the next shorter suffix (MacKay and Peto
 1995, "A hierarchical Dirichlet language model"); the longer a suffix, the fewer of its occurrences outweigh the shorter
-ones. A suffix that occurred nowhere has s_k = 0. What is left behind the shortest is left out, so that Q sums to less
+ones. A suffix that occurred nowhere has s_k = 0. What is left after the shortest is left out, so that Q sums to less
 than 1, and so are suffixes for which less than 2**-10 is left. It is REST's draft (He et al. 2024, arXiv 2311.08252),
 which takes the longest suffix that occurs at all, with shorter ones for what that suffix leaves open. a and b were
 found by trial, on text that the shipped target wrote and on held-out text: twice or half as much changes little.

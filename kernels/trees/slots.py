@@ -1,7 +1,7 @@
 """The slots of growing trees: what `growing` and `assembly` hand to each other.
 
 A slot of a tree is a place for the next draw below a node. Slots are numbered in the order in which they are drafted,
-level by level, and the best first. In the draft's cache slot s of a tree has the row s behind the prefix.
+level by level, and the best first. In the draft's cache slot s of a tree has the row s after the prefix.
 """
 
 from typing import Literal, NamedTuple

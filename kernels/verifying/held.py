@@ -32,7 +32,7 @@ there.
 
 **It accepts at least as much**, for independent draws. Let H_0 = F and H_k(l) = H_{k-1}(l + F(l)): rejection accepts
 none of k children with probability H_k(0). H_k falls with l, because F does and l + F(l) rises. Here none is accepted
-with probability c F(l) of the last l and c. From any l and c on this is at most c H_k(l) on average behind k children,
+with probability c F(l) of the last l and c. From any l and c on this is at most c H_k(l) on average after k children,
 by induction: the first takes l to l + 1 / c, and c to some c' that is c on average, so that it is at most
 
     E[c'] H_{k-1}(l + 1 / c) <= c H_{k-1}(l + F(l)) = c H_k(l)                    h + c F(l) = 1, so 1 / c >= F(l)

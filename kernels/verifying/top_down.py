@@ -34,7 +34,7 @@ from heavypath.kernels.verification import verify_unchecked
 from heavypath.kernels.verifying.rule import Rule
 
 # L [..., V] of log P and log Q [..., V], natural logarithms, and the children's tokens LongTensor[..., K]: in draw
-# order, -1 behind the last one. Of a node without children, whose Q may be anything, L is not looked at.
+# order, -1 after the last one. Of a node without children, whose Q may be anything, L is not looked at.
 NodeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _ROUNDING = 1e-3  # what the sum of a law may differ from 1
@@ -44,7 +44,7 @@ def top_down(rule: NodeRule) -> Callable[..., Verified]:
     """A verifier of whole trees by a rule for one node, as `verifier` of SpeculativeDecoder takes it.
 
     rule: a function of (log_target, log_draft, children), fp32 [B, N, V] twice and LongTensor [B, N, K], which returns
-        L [B, N, V], of all nodes at once. P and Q are behind temperature and filters. On a GPU the rule is captured in
+        L [B, N, V], of all nodes at once. P and Q are after temperature and filters. On a GPU the rule is captured in
         a CUDA graph, so it may not ask the host for a value
 
     At temperature 0 the text is greedy, and the rule is not asked. The verifier raises TypeError or ValueError for an

@@ -2,7 +2,7 @@
 
 Recursive rejection (`residual`) decides about a node before it looks below it, and forgets what is accepted there.
 Traversal verification (Weng et al. 2025, arXiv 2505.12398) goes the other way: leaves first, and what a subtree does
-not take is left to what comes behind it. On a chain it is block verification (Sun et al. 2024, arXiv 2403.10444).
+not take is left to what comes after it. On a chain it is block verification (Sun et al. 2024, arXiv 2403.10444).
 
 A node has a weight w, the probability that the walk ends in its subtree; the root has 1. Let P and Q be the target's
 and the draft's distribution at the node, x_1, x_2, ... its children in draw order, R_j the mass of Q outside the
@@ -11,7 +11,7 @@ children before x_j (1 for independent draws), and F(l) = sum_v max(P(v) - l Q(v
     w(x_j) = min(1, c max(P(x_j) - l Q(x_j), 0) R_j / Q(x_j))   and the walk goes through the subtree of x_j
     if it did not end there:
         l += 1 / (c R_j);  S = c F(l);  r = (1 - n) + S;  c <- c / r;  n <- S / r
-    behind the last child:
+    after the last child:
         it ends at the node itself  iff  coin < n               n = w at a leaf
         the recovered token ~ max(P - l Q, 0)                   P itself where no child was passed over
 
@@ -55,10 +55,10 @@ from heavypath.kernels.verifying.rule import Rule
 
 
 class Visit(NamedTuple):
-    """A node behind all that is below it.
+    """A node after all that is below it.
 
     ending: the chance that the walk ends here if it has come so far, which the node's coin must be below
-    left:   [V], what the token behind the node is drawn by; None for the target's own distribution
+    left:   [V], what the token after the node is drawn by; None for the target's own distribution
     """
 
     node: int
@@ -80,7 +80,7 @@ def in_post_order(
     shares = _held_shares if rule.method == "held_traversal" else _shares
 
     def visit(equal: list[int], weight: float, depth: int) -> Iterator[Visit | Iterator]:
-        """The first of siblings of equal context, behind those who visit what is below them all."""
+        """The first of siblings of equal context, after those who visit what is below them all."""
         children = tree.below(equal) if depth < max_depth and weight > 0 else []
         if not children:
             yield Visit(equal[0], weight, None)

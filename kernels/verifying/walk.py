@@ -1,4 +1,4 @@
-"""Walk down every tree along what was decided for its nodes, and draw the token behind the last accepted node.
+"""Walk down every tree along what was decided for its nodes, and draw the token after the last accepted node.
 
 Either a choice or a token is known for each node (see `decision` and `verification`):
 

@@ -15,7 +15,7 @@ each other where they are alike. A level of drafting is a pass of the draft, on 
 
     drafting    Q(n, d) = d (M_draft + F_draft + draw) + C_draft(n)
 
-A step with a tree of n nodes and d levels is one pass of the target behind d levels of drafting. An engine that reads
+A step with a tree of n nodes and d levels is one pass of the target after d levels of drafting. An engine that reads
 *ahead* has the link busy while layers compute, and while a tree is drafted as far as its `AHEAD` places for layers are
 free, A = AHEAD S / (l link). One that does not does one after the other:
 

@@ -42,10 +42,10 @@ class Drafted(NamedTuple):
     tokens:      LongTensor[B, N], -1 for an absent node
     parents, ranks, depths, subtree_end: LongTensor[N] or [B, N], as `TokenTree`'s
     fed:         the nodes as the target is given them
-    draft_rows:  LongTensor[B, N], the node's row in the draft's cache behind the prefix; None where it is the node's
+    draft_rows:  LongTensor[B, N], the node's row in the draft's cache after the prefix; None where it is the node's
                  own number
     logits:      [B, N, V], the draft's after each node, undefined after leaves; None for a root alone. Of several
-                 drafts [B, M, V]: behind them those after the root of all drafts but the first
+                 drafts [B, M, V]: after them those after the root of all drafts but the first
     laws:        LongTensor[N], which of the M each node was drawn from; None where it is that of its parent
     """
 
@@ -85,7 +85,7 @@ class Given(NamedTuple):
 
 
 def given_to_target(drafted: Drafted, extra: ExtraNodes | None, lengths: Tensor) -> Given:
-    """The nodes of a drafted tree, and behind them those that the draft adds: more subtrees of the root.
+    """The nodes of a drafted tree, and after them those that the draft adds: more subtrees of the root.
 
     lengths: LongTensor[B], tokens before the root
     """

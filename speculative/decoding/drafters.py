@@ -46,7 +46,7 @@ class Drafter(Protocol):
     def __call__(
         self, draft: Draft | None, cache: RowCache | None, state: Sequences, reach: Reach, lap: Lap
     ) -> Drafted:
-        """The trees. A node is absent where its draft proposes nothing more, and behind the end of its text."""
+        """The trees. A node is absent where its draft proposes nothing more, and after the end of its text."""
         ...
 
 

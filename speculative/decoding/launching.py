@@ -84,7 +84,7 @@ class CudaGraphs(Launcher):
         """Compile what a step launches, side by side.
 
         A capture tells what would be launched, and nothing runs in it. It ends where rows of a cache are first moved:
-        the few kernels behind that are compiled when they are launched. Code that is not ours may keep what its first
+        the few kernels after that are compiled when they are launched. Code that is not ours may keep what its first
         call computes, so that its first call must not be a captured one: with such models nothing is done here. Nor
         with ranks, whose first collective makes their connections.
         """

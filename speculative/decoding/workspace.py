@@ -97,7 +97,7 @@ class Workspace:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Use the workspace on the current stream, for the block, behind whoever used it before on another one.
+        """Use the workspace on the current stream, for the block, after whoever used it before on another one.
 
         A generation ends while its last step is still running. So the stream that takes the workspace next waits for
         that step, and so does the stream that the memory was allocated on, which may get it back.
@@ -235,7 +235,7 @@ class Workspace:
         logger.debug("the draft has caught up with %d texts", slots)
 
     def _texts(self, request: Request) -> Tensor:
-        """The tokens of all texts so far, LongTensor[B, T + M]; what is behind a text's end is undefined."""
+        """The tokens of all texts so far, LongTensor[B, T + M]; what is after a text's end is undefined."""
         batch, width = request.prompt.shape
         texts = pad(request.prompt, (0, self.state.output.shape[1]))
         after = request.lengths[:, None] + torch.arange(texts.shape[1] - width, device=texts.device)
@@ -298,7 +298,7 @@ class Workspace:
 def _starts(ends: list[int], cached: list[int]) -> list[int]:
     """Where each text begins that is to be cached: all get as many tokens as the one that lacks most.
 
-    Where another lacks fewer, some of its rows are computed again, so that no padding lies behind the end of the cache.
+    Where another lacks fewer, some of its rows are computed again, so that no padding lies after the end of the cache.
     """
     width = max(end - have for end, have in zip(ends, cached, strict=True))
     return [max(0, end - width) for end in ends]

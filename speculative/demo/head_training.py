@@ -1,6 +1,6 @@
 """An EAGLE-3 head for the demo's target, by the training-time test: its settings, its rows and its rounds.
 
-The target runs once; its hidden states are kept, and the last of them, behind its final norm, is both one of the head's
+The target runs once; its hidden states are kept, and the last of them, after its final norm, is both one of the head's
 taps and what P is recomputed from.
 """
 

@@ -79,7 +79,7 @@ class Draft:
     verified by the same numbers.
 
     What a draft remembers of a text belongs into its cache, which has a row for each token. When the target has
-    accepted some of the drafted nodes, the decoder moves their rows behind the text's, and when a sequence has ended it
+    accepted some of the drafted nodes, the decoder moves their rows after the text's, and when a sequence has ended it
     moves those of others into its place. State anywhere else is not moved.
 
     On a GPU all that a call does is captured in a CUDA graph, after one call without: so a call's shapes depend on

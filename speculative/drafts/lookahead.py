@@ -109,7 +109,7 @@ class LookaheadDraft(LookupDraft):
         self._columns = torch.arange(columns, device=device)
         self._depths = (self._columns[:, None] + torch.arange(levels, device=device)).flatten()  # with the root's
         ends = ((self._columns[:, None] + 1) * levels).repeat(1, levels)
-        ends[:, 0] = columns * levels  # below (i, 0) are its own column and all columns behind it
+        ends[:, 0] = columns * levels  # below (i, 0) are its own column and all columns after it
         self._ends = ends.flatten()[1:] - 1
 
     def new_cache(self, batch: int, rows: int) -> LookaheadCache:

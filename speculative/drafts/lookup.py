@@ -61,7 +61,7 @@ class LookupDraft(Draft):
         return NgramCache(batch, rows, self._options.max_ngram, self._device)
 
     def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """Cache right-padded texts LongTensor[B, T]; rows behind a text are overwritten before they are read."""
+        """Cache right-padded texts LongTensor[B, T]; rows after a text are overwritten before they are read."""
         length, width = self._options.max_ngram, tokens.shape[1]
         windows = pad(tokens, (length, 0), value=-1).unfold(1, length, 1)  # [B, T + 1, M]
         cache.keys[:, 0, :width], cache.values[:, 0, :width] = windows[:, :-1], windows[:, 1:]

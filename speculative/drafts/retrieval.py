@@ -37,7 +37,7 @@ class Retrieval(Draftable):
 
     texts: each a str (the text itself), a Path (a file, or a folder: every file of text in it), or its tokens, a list
         of integers or a LongTensor[any]
-    tokenizer: the target's, for texts that are not tokens. Behind each of them comes its end-of-text token, if any
+    tokenizer: the target's, for texts that are not tokens. After each of them comes its end-of-text token, if any
 
     It takes 12 bytes for each token, on a GPU there; a loaded one is mapped into memory. Raises ValueError or TypeError
     for texts without tokens, other tokens than 0 .. 2**31 - 3, and files that are not UTF-8.
@@ -139,7 +139,7 @@ class RetrievalDraft(Draft):
         return RowCache(keys, torch.full_like(keys, -1))
 
     def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """Cache right-padded texts LongTensor[B, T]; rows behind a text are overwritten before they are read."""
+        """Cache right-padded texts LongTensor[B, T]; rows after a text are overwritten before they are read."""
         store_texts(self._copy.corpus, tokens, cache.keys, cache.values)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:

@@ -100,4 +100,4 @@ class TappedDraft(Draft, ABC):
 
     @abstractmethod
     def unsure_rows(self, levels: int) -> int:
-        """How many of a text's last rows may not have been computed, behind steps that draft so many levels."""
+        """How many of a text's last rows may not have been computed, after steps that draft so many levels."""

@@ -14,7 +14,7 @@ STARTING = 60.0  # seconds that the process may take until it is ready
 
 
 class Trial:
-    """Compiles a source in a process, which starts with the first one, and anew behind one that ended it.
+    """Compiles a source in a process, which starts with the first one, and anew after one that ended it.
 
     seconds: that compiling may take; memory: bytes that it may take, more than the process had
 

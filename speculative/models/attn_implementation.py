@@ -1,11 +1,11 @@
 """attn_implementation="heavypath": tree attention inside a transformers model, for whatever the model asks of it.
 
-A causal model asks its attention for three things, and each is a tree in depth-first order behind a prefix of cached
+A causal model asks its attention for three things, and each is a tree in depth-first order after a prefix of cached
 rows:
 
     prefill        a chain of N nodes, without a prefix
-    decoding       a chain of one node, or of several, behind L rows
-    verification   a tree of N nodes behind L rows
+    decoding       a chain of one node, or of several, after L rows
+    verification   a tree of N nodes after L rows
 
 So a few integers say what is seen, and no mask of N x (L + N) is made. Once heavypath.speculative is imported,
 
@@ -83,7 +83,7 @@ def attention_forward(
     tree_ancestor_mask: bool [N, N] or [B, N, N], [i, j] true where node j is node i or its ancestor, or that mask
                         packed by `pack_ancestors`. A tree of M nodes whose last N are new has [N, M] or [B, N, M].
     tree_prefix_length: int or LongTensor[B], the cache rows before the tree. The default is right for every cache of
-                        transformers; one that stores each sequence's tree behind its own prefix must say where.
+                        transformers; one that stores each sequence's tree after its own prefix must say where.
 
     tree_attend:        instead of all these, a function of query, key, value, scaling and sliding_window that does the
                         attention
@@ -307,7 +307,7 @@ def _has_kernel(tensor: Tensor) -> bool:
 def _dense_mask(
     queries: int, rows: int, first_row: Tensor | None, prefix: int | Tensor, window: int | None, device: torch.device
 ) -> Tensor | None:
-    """bool [B or 1, 1, N, S], what a chain behind the prefix sees; None where sdpa needs no mask for it."""
+    """bool [B or 1, 1, N, S], what a chain after the prefix sees; None where sdpa needs no mask for it."""
     if first_row is None and queries in (1, rows):
         return None
     start = prefix.reshape(-1, 1, 1, 1) if isinstance(prefix, Tensor) else prefix
@@ -324,7 +324,7 @@ def _dense_mask(
 def _long_chain(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, prefix: int | Tensor
 ) -> Tensor:
-    """Attention of a chain that is too long for the kernel: in pieces, each behind the former."""
+    """Attention of a chain that is too long for the kernel: in pieces, each after the former."""
     size = _longest_chain(query)
     starts = range(0, query.shape[2], size)
     return torch.cat([attend(query[:, :, at : at + size], key, value, prefix + at) for at in starts], 1)

@@ -52,7 +52,7 @@ class RowCache:
     def receive(self, sequence: int, source: "RowCache", of: int, rows: int) -> None:
         """Remember as `sequence` what another cache of the same draft or model, or this one, remembers of `of`.
 
-        rows: how many rows of it are in use. Nothing is said of those behind them.
+        rows: how many rows of it are in use. Nothing is said of those after them.
         """
         for own, other in zip(self.remembered(), source.remembered(), strict=True):
             if own.dim() == 4:
@@ -67,11 +67,11 @@ class RowCache:
         """
 
     def accept(self, path: Tensor, length: Tensor, prefix_length: Tensor, node_rows: Tensor | None = None) -> None:
-        """Move the rows of an accepted path behind the prefix, see `kernels.cache_compaction`.
+        """Move the rows of an accepted path after the prefix, see `kernels.cache_compaction`.
 
         path: LongTensor[B, P], the root, accepted nodes, then anything; length: LongTensor[B], accepted nodes
         prefix_length: LongTensor[B], rows before the tree
-        node_rows: LongTensor[B, N], the row of each node behind the prefix, where it is not the node's own number
+        node_rows: LongTensor[B, N], the row of each node after the prefix, where it is not the node's own number
         """
         if node_rows is not None:
             path = node_rows.gather(1, path.clamp(min=0))

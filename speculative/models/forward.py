@@ -25,7 +25,7 @@ from heavypath.speculative.ranks.parts import WHOLE, Parts, is_split, local_of
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds the size of the attention mask
 # The same for a model whose weights are read anew for each chunk: by kind of device about as many tokens as have their
-# products hidden by that, and more on a CPU (N* of `costs.simulation`: 240 before a disk in fp32, 3700 behind PCIe).
+# products hidden by that, and more on a CPU (N* of `costs.simulation`: 240 before a disk in fp32, 3700 after PCIe).
 STREAMED_CHUNK = {"cpu": 2048, "cuda": 4096}
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of query, key, value and scale
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class TreeMask:
-    """What N nodes of each sequence see: the prefix, themselves, and their ancestors in the tree behind the prefix.
+    """What N nodes of each sequence see: the prefix, themselves, and their ancestors in the tree after the prefix.
 
     prefix_length: LongTensor[B], or [] where all sequences have the same
     visible_rows:  how many cache rows to look at: enough to hold the longest prefix and its tree
@@ -95,7 +95,7 @@ class TreeMask:
 
 
 def chain_mask(prefix_length: Tensor, nodes: int, visible_rows: int) -> TreeMask:
-    """What the nodes of a chain see behind prefixes, LongTensor[B] or []; visible_rows as in `TreeMask`."""
+    """What the nodes of a chain see after prefixes, LongTensor[B] or []; visible_rows as in `TreeMask`."""
     end = torch.full((nodes,), nodes, device=prefix_length.device)
     return TreeMask(prefix_length=prefix_length, visible_rows=visible_rows, subtree_end=end)
 
@@ -104,7 +104,7 @@ class Taps(NamedTuple):
     """Hidden states of a forward pass that somebody reads.
 
     numbers: which, by transformers' numbers: 0 is the embedding, i what layer i gets, and the last, with as many layers
-             before it, is behind the final norm
+             before it, is after the final norm
     read:    called with these states [B, N, H], the tokens LongTensor[B, N] and their cache rows LongTensor[B, N]
     """
 
@@ -260,7 +260,7 @@ class Forward(ABC):
         starts: the position of each sequence's first token here, if the cache holds the rows before it (default: 0)
         taps:   who reads hidden states of each chunk
 
-        Padding is cached too. It lies behind the sequence's length, where each row is overwritten before it is read.
+        Padding is cached too. It lies after the sequence's length, where each row is overwritten before it is read.
         """
         batch, width = tokens.shape
         starts = [0] * batch if starts is None else starts
@@ -275,7 +275,7 @@ class Forward(ABC):
             positions, chunk = rows, tokens[:, begin:end]
             if limit is not None and is_long and min(starts) + end <= limit:
                 # A piece of a long text, too short to be known as one. One more token, which none of the others sees,
-                # has the position that tells; it lies behind the piece, as padding does.
+                # has the position that tells; it lies after the piece, as padding does.
                 rows, positions = torch.cat([rows, rows[:, -1:] + 1], 1), pad(rows, (0, 1), value=limit)
                 chunk = pad(chunk, (0, 1))
             mask = chain_mask(first + begin, rows.shape[1], visible_rows=max(starts) + begin + rows.shape[1])

@@ -1,6 +1,6 @@
 """The link between a module that is a layer and the stream that has its weights.
 
-It is a pair of hooks on the module, which take the weights before its forward pass and release them behind it. So
+It is a pair of hooks on the module, which take the weights before its forward pass and release them after it. So
 transformers' own code runs as it is, `generate` included. Who calls parts of the layer instead of the layer itself
 enters the same object: `with weights_of(layer): ...`. Passes of a GPU begin and end: there the module that has the
 layers gets a pair of hooks, too.

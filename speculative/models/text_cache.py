@@ -1,7 +1,7 @@
 """`TextCache`: what models computed of finished texts, for later texts that begin alike.
 
 Row r of a cache belongs to token r of its text and depends on tokens 0 .. r alone. So the rows of the longest common
-prefix serve a later text, whatever comes behind it in either of the two.
+prefix serve a later text, whatever comes after it in either of the two.
 """
 
 import weakref
@@ -66,7 +66,7 @@ class TextCache(Cache):
     """
 
     def __init__(self, texts: Tensor, slots: list[int], models: list[ModelRows]):
-        """texts:  LongTensor[B, L] on the CPU, the tokens whose rows the target computed, -1 behind each text
+        """texts:  LongTensor[B, L] on the CPU, the tokens whose rows the target computed, -1 after each text
         slots:  where text b is in the models' caches
         models: the rows of the target and, if it is a model, of the draft
         """
@@ -77,7 +77,7 @@ class TextCache(Cache):
     def tokens(self) -> list[Tensor]:
         """The tokens whose rows are cached, a LongTensor[any] on the CPU for each text.
 
-        They are the prompt and the new tokens but for the last; and what was accepted behind the end of a text.
+        They are the prompt and the new tokens but for the last; and what was accepted after the end of a text.
         """
         return [text[text >= 0] for text in self._texts]
 

@@ -9,7 +9,7 @@ Traversal goes through all nodes before the accepted one in post-order, so it is
 the accepted one had no coin: something below them was accepted before their turn.
 
 Held siblings have one coin together, and each a share of its range: the thresholds are the ends of these shares, one
-behind the other in draw order, and the child is accepted in whose share the coin lies.
+after the other in draw order, and the child is accepted in whose share the coin lies.
 
 Typical acceptance has no coins: a child's threshold is what the target's probability of its token must be above.
 """

@@ -194,7 +194,7 @@ class Recorder:
             sequence = int(before.member[slot])
             tokens = drafted.tokens[slot]
             nodes = len(tokens)
-            if drafted.parents.dim() == 2:  # the absent nodes of a tree that grew are behind all others, and nowhere
+            if drafted.parents.dim() == 2:  # the absent nodes of a tree that grew are after all others, and nowhere
                 nodes = int((tokens >= 0).sum())
             tree = VerifiedTree(
                 tokens=tokens[:nodes],

@@ -1,7 +1,7 @@
 """What of a grammar is refused before llguidance reads it, since to compile it could end the process or take minutes.
 
 llguidance follows references and nested schemas by calling itself, so that a long chain of either overflows the stack
-(at 8 MiB behind 2,000 containers or more); and its automaton for the multiples of N has N states, for those of several
+(at 8 MiB after 2,000 containers or more); and its automaton for the multiples of N has N states, for those of several
 numbers as many as their least common multiple. Nothing here calls itself.
 """
 
@@ -57,7 +57,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
 
 
 def _containers(schema: Mapping[str, Any]) -> tuple[list[Any], list[int]]:
-    """All objects and arrays, each behind the one that it is in, and how many are nested in each, itself included."""
+    """All objects and arrays, each after the one that it is in, and how many are nested in each, itself included."""
     containers, parents = [], []
     values, waiting = 0, [(schema, -1)]
     while waiting:

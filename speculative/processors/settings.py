@@ -127,7 +127,7 @@ def _biases(config: GenerationConfig) -> list[Any]:
 def _others(
     config: GenerationConfig, allowed: Callable[[int, Tensor], list[int]] | None, texts: Texts, min_new_tokens: int
 ) -> list[Any]:
-    """What transformers asks behind the penalties and before a user's processors, in its order."""
+    """What transformers asks after the penalties and before a user's processors, in its order."""
     width, device = texts.input_ids.shape[1], str(texts.input_ids.device)
     eos = torch.tensor(list(texts.eos), dtype=torch.long, device=device)
 

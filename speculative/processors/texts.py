@@ -71,7 +71,7 @@ class BatchProcessors:
     def begin(
         self, member: int, prompt: Tensor, processors: Sequence[Processor], stops: Iterable[int], number: int
     ) -> None:
-        """The sequence `member` begins a text behind its prompt LongTensor[T], as it was given.
+        """The sequence `member` begins a text after its prompt LongTensor[T], as it was given.
 
         stops: the tokens that end it; number: of the sequence in its request
 

@@ -130,7 +130,7 @@ def ranks_of(model: nn.Module, name: str) -> Ranks | None:
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # it leaves the outermost module's weights gathered behind a pass
+            module.reshard()  # it leaves the outermost module's weights gathered after a pass
     meshes = {weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)}
     if not meshes:
         return None

@@ -172,7 +172,7 @@ class Arrivals:
             client = next((each for each in self._waiting if may(each, self._waiting)), _NOBODY)
             if client is _NOBODY:
                 return None
-            requests = self._waiting.pop(client)  # to be put back behind the others
+            requests = self._waiting.pop(client)  # to be put back after the others
             group, texts = next(iter(requests.items()))
             del requests[group]
             arrival = texts.popleft()

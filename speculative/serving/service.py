@@ -143,7 +143,7 @@ class Service:
         options: `RequestOptions`, and all else that `SpeculativeDecoder.generate` has, too, with the same defaults
 
         Raises TypeError or ValueError for arguments that do not fit, QueueFull where as many requests wait as may, of
-        all or of this client, and Closed behind `close`, or from the error that has ended the service.
+        all or of this client, and Closed after `close`, or from the error that has ended the service.
         """
         self._arrivals.check_open()
         check_options("submit", options, RequestOptions)
@@ -242,7 +242,7 @@ class Service:
         return bool(self._slots.running) or self._entering is not None or len(self._arrivals) > 0
 
     def _end_interrupted(self) -> None:
-        """End what was cancelled, or is past its deadline; all that there is, behind a close that is not graceful."""
+        """End what was cancelled, or is past its deadline; all that there is, after a close that is not graceful."""
         if not self._is_graceful:
             self._end_all("cancelled")
             return
@@ -296,7 +296,7 @@ class Service:
             arrival, self._entering = self._entering[0], None
             self._end(arrival, outcome)
         for member in [*self._slots.running]:
-            if not isinstance(outcome, Exception):  # behind an error there may be no device that could empty slots
+            if not isinstance(outcome, Exception):  # after an error there may be no device that could empty slots
                 self._slots.leave(member)
             self._end(member.arrival, outcome)
 

@@ -156,7 +156,7 @@ class Slots:
         return has == 0 or len(clients) + 1 < self.limits.slots
 
     def check_device(self, error: Exception) -> None:
-        """Raise an error that came from a fault of the GPU, behind which nothing can be computed in this process."""
+        """Raise an error that came from a fault of the GPU, after which nothing can be computed in this process."""
         if self._on_host:
             return
         try:
@@ -165,7 +165,7 @@ class Slots:
             raise error from None
 
     def entering(self, arrival: Arrival) -> Iterator[None]:
-        """Bring a request's prompt into the anteroom, a piece at a time; behind the last piece it may `join`."""
+        """Bring a request's prompt into the anteroom, a piece at a time; after the last piece it may `join`."""
         # Its end is found by `Arrival.take`: what ends one text does not end the others.
         request = replace(arrival.request, stops=arrival.request.stops[:0], processors=None)
         for _ in self._anteroom.beginning(request, self.plan, self.limits.prefill_tokens):
@@ -193,7 +193,7 @@ class Slots:
     def step(self) -> list[tuple[Member, Reason | Exception]]:
         """Run a step and pass its new tokens on; those who ended by it, and why. They have to leave.
 
-        An error ends those alone without whom the step runs. Raises one behind which no step can run.
+        An error ends those alone without whom the step runs. Raises one after which no step can run.
         """
         count = self._arrange()
         try:

@@ -2,7 +2,7 @@
 
 `from_pretrained(folder, device_map=..., offload_folder=...)` leaves weights that the map puts on "disk" where they are,
 and those that it puts on "cpu" beside a GPU in the host's memory. Hooks bring each one when its module is called, and
-drop it behind. They know where every weight is: in memory, in the files of the model itself, or in `offload_folder` if
+drop it after. They know where every weight is: in memory, in the files of the model itself, or in `offload_folder` if
 it was converted.
 """
 

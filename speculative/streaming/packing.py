@@ -1,4 +1,4 @@
-"""How a layer's tensors lie one behind another in one memory: each begins where matrix products like it best.
+"""How a layer's tensors lie one after another in one memory: each begins where matrix products like it best.
 
 In files tensors begin at multiples of 8 bytes; the products of a GPU are faster, and some only run, at multiples of 16.
 """

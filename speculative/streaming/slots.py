@@ -5,7 +5,7 @@ always through the same one, so that addresses never change: streamed layer numb
 each layer and releases it. While one is held, the slots of others are filled, in this order:
 
     1. layers that somebody waits for, in the order in which they asked
-    2. the streamed layers behind the one last taken, in a circle: behind the last comes the first of the next pass
+    2. the streamed layers after the one last taken, in a circle: after the last comes the first of the next pass
     3. resident layers, once
 
 That is all the state there is. Whoever takes another layer than the next, after an aborted pass say, waits for it, and

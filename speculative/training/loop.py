@@ -38,7 +38,7 @@ def train(
 ) -> float:
     """Take the schedule's steps; return the seconds they took, those before an interruption included.
 
-    batches:           the same ones in every run; those behind the checkpoint's are left out
+    batches:           the same ones in every run; those after the checkpoint's are left out
     gradients:         adds those of a batch to the parameters
     before_checkpoint: called with the steps done and what the last one learnt
 

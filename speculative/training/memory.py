@@ -39,7 +39,7 @@ class Parts:
                     raise
                 if self.rows == 1:
                     raise torch.OutOfMemoryError(f"out of memory with one row; {self.at_one_row}") from error
-            # Behind the except clause, since the error's traceback holds the tensors of the failed pass.
+            # After the except clause, since the error's traceback holds the tensors of the failed pass.
             start_again()
             gc.collect()
             if torch.cuda.is_available():

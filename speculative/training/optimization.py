@@ -61,7 +61,7 @@ class Optimization:
         self.model.zero_grad(set_to_none=True)
 
     def save(self, path: Path, steps: int, seconds: float, **more: Any) -> None:
-        """Leave model and optimizers at `path`, with the steps and seconds behind them, and whatever more is given."""
+        """Leave model and optimizers at `path`, with the steps and seconds after them, and whatever more is given."""
         optimizers = [self.muon.state_dict(), self.adamw.state_dict()]
         state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": steps, "seconds": seconds, **more}
         save_whole(state, path)
@@ -97,7 +97,7 @@ class Progress:
         self.go_on(0, 0.0)
 
     def go_on(self, steps: int, seconds: float) -> None:
-        """Begin behind so many steps, which took so many seconds."""
+        """Begin after so many steps, which took so many seconds."""
         self.seconds_before = seconds
         self.started = self.last_time = time.monotonic()
         self.last_step = steps

@@ -10,7 +10,7 @@ from heavypath.speculative.training.documents import Document
 
 MOST_HELD_OUT = 128  # rows; more would say no more, and take time to measure
 LONGEST_SHARE, LONGEST_ROWS = 1 / 20, 32  # longer texts are cut into sections, to be held out in part
-Write = Callable[[list[Tensor]], list[Tensor]]  # texts int32 [n] of the target's own behind prompts int32 [m]
+Write = Callable[[list[Tensor]], list[Tensor]]  # texts int32 [n] of the target's own after prompts int32 [m]
 
 
 class Rows(NamedTuple):

@@ -19,7 +19,7 @@ class Taught(NamedTuple):
 
     tokens: integers [R, L]
     taps:   [R, L, T, H], the hidden states that a head reads, by transformers' numbers: number i is what layer i gets,
-            the last one, with as many layers before it, is behind the final norm
+            the last one, with as many layers before it, is after the final norm
     hidden: [R, L, H], the last of them, from which P of the next token is made
     """
 
@@ -75,7 +75,7 @@ class Teacher:
 def logits_behind(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """A causal language model's logits [R, N, V] of its last hidden states [R, N, H].
 
-    That is its own forward pass without its layers. The lm_head alone would not do: Gemma caps logits behind it, Cohere
+    That is its own forward pass without its layers. The lm_head alone would not do: Gemma caps logits after it, Cohere
     and Granite scale them, and no module does that.
     """
     layers = model.base_model

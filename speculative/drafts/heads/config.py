@@ -10,15 +10,15 @@ class HeadConfig:
 
     generation:          1 for EAGLE-1 and EAGLE-2, whose heads are the same; 3 for EAGLE-3 and 3.1
     taps:                which hidden states of the target it reads, by transformers' numbers: number i is what layer i
-                         gets, the last one, with as many layers before it, is behind the final norm
+                         gets, the last one, with as many layers before it, is after the final norm
     vocab_size:          of the target, draft_vocab_size of the tokens that the head can propose
     rope_parameters:     as transformers has them
     biases:              the linear layers that have one, by name: "fc", "q_proj", ...
     head_norms:          queries and keys are normed by head, as in Qwen3
     tap_norms:           each tap is normed before `fc` (EAGLE-3.1)
     norm_before_fc:      all taps are normed together before `fc`
-    norm_before_residual: the residual stream begins behind the norm of the features
-    feeds_back_normed:   the next level gets what is behind the final norm (EAGLE-3.1)
+    norm_before_residual: the residual stream begins after the norm of the features
+    feeds_back_normed:   the next level gets what is after the final norm (EAGLE-3.1)
     owns_embedding, owns_lm_head: whether it has its own, or takes the target's
     """
 

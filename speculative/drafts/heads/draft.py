@@ -2,7 +2,7 @@
 
 A step's first feed makes the entries of all tokens that are new since the last step, of the target's features, and the
 last of them, the root's, says what may follow it. The entries of drafted nodes are made of the head's own outputs, and
-not kept: an accepted node gets its entry anew. So the keys and values behind a root are those of a pass over the text.
+not kept: an accepted node gets its entry anew. So the keys and values after a root are those of a pass over the text.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """An EAGLE head, as PyTorch: what its checkpoints hold, what training goes through, and what decoding must agree with.
 
 Entry i of a text x_0 x_1 .. pairs the target's features f_i, which it had computed when x_i was read, with the token
-after it, and predicts the token behind that:
+after it, and predicts the token after that:
 
     (f_i, x_{i+1})  ->  logits of x_{i+2},  at rotary position i
 
@@ -10,7 +10,7 @@ target yet: a node's entry has its parent's output h in their place. With e the 
 
     EAGLE-1 (Li et al. 2024, sec. 3; EAGLE-2 has the same head)    EAGLE-3 (Li et al. 2025, sec. 3)
 
-    f_i    behind the target's final norm                          g_i = fc[three hidden states of the target]
+    f_i    after the target's final norm                          g_i = fc[three hidden states of the target]
     x      fc[e; f]                                                g
     layer  h = x + attention(x)                                    h = g + attention([norm(e); norm(g)])
            h = h + mlp(norm(h))                                    h = h + mlp(norm(h))
