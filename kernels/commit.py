@@ -5,8 +5,8 @@ With a sequence's path 0, n_1, .. n_a and the token t after it, the tokens emitt
     tokens[n_1] .. tokens[n_a], t        a + 1 of them, cut after the first end-of-sequence token and where the text
                                          has its full length
 
-and t is the root of the sequence's next tree. How often a child was offered below an accepted node, and how often it
-was accepted, is counted at the index (depth of the node) * branching + (rank of the child).
+and t is the root of the sequence's next tree. The index (depth of the node) * branching + (sibling index of the child)
+counts how often a child was offered below an accepted node, and how often it was accepted.
 
 In PyTorch operations this would take fifty launches on a few numbers each. The kernel is one launch, of a program for
 each sequence.

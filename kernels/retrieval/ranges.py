@@ -1,4 +1,4 @@
-"""Where the last k tokens of a text are in a sorted corpus, for every k <= M, after each node of a tree.
+"""The ranges of the last k tokens of a text in a sorted corpus, for every k <= M, after each node of a tree.
 
     [lo_k, hi_k) of a node with token t = [LF(t, lo), LF(t, hi)) of its parent's range k - 1
 

@@ -21,7 +21,7 @@ MOST_WORDS, MOST_WORDS_OF_COMMENTS = 30, 40
 
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 ARGUMENT = re.compile(r"^ *(?:[-*]|\*{0,2}`?[\w.\[\]]+`?(?:(?:,| and| or) *\*{0,2}`?[\w.\[\]]+`?)*:|\d+\.) ")
-END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!\beq)(?<!\bcf)(?<!\bvs)(?<!\bSec)(?<!\bFig)[.!?][)\"'`”]*\s+(?=\S)")
+END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!\beq)(?<!\bcf)(?<!\bvs)(?<!\bSec)(?<!\bFig)[.!?][)*\"'`”]*\s+(?=\S)")
 
 
 def is_kernel(node: ast.AST) -> bool:
@@ -46,13 +46,18 @@ def sentences(text: str) -> list[str]:
     """Sentences of prose. Code, tables and formulas on lines of their own are none; an argument begins a new one."""
     parts, in_code = [[]], False
     for line in text.split("\n"):
-        depth = len(line) - len(line.lstrip())
+        shown = line.startswith("    ") and not ARGUMENT.match(
+            line
+        )  # an example, a formula: after an empty line, or ":"
         if line.lstrip().startswith("```"):
             in_code = not in_code
             parts.append([])
-        elif not line.strip() or in_code or line.lstrip().startswith(("|", ">>>")):
-            parts.append([])
-        elif depth >= 4 and not parts[-1] and not ARGUMENT.match(line):  # after an empty line: an example, a formula
+        elif (
+            in_code
+            or not line.strip()
+            or line.lstrip().startswith(("|", ">>>"))
+            or (shown and (not parts[-1] or parts[-1][-1].endswith(":")))
+        ):
             parts.append([])
         elif ARGUMENT.match(line):
             parts.append([line.strip()])
