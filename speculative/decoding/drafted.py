@@ -24,7 +24,7 @@ def no_lap(phase: str) -> None:
 
 
 class Reach(NamedTuple):
-    """What the host knows of how far a batch's texts reach, where it does not know their lengths.
+    """The host's knowledge of how far a batch's texts reach, where it does not know their lengths.
 
     visible_rows: cache rows that hold the longest prefix, or more
     news:         how many of a text's last tokens may be new since the last step, the root among them
@@ -66,7 +66,7 @@ class Drafted(NamedTuple):
 
     @property
     def drawn_from(self) -> Tensor | Laws | None:
-        """What a verification is told of the logits that nodes were drawn from."""
+        """The logits that nodes were drawn from, as a verification is given them."""
         return self.logits if self.logits is None or self.laws is None else Laws(self.logits, self.laws)
 
     @property

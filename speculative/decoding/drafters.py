@@ -1,4 +1,4 @@
-"""What drafts the trees of a step: the kinds of trees plug in here.
+"""Drafters of the trees of a step: the kinds of trees plug in here.
 
 A kind of tree has `depth`, `branching`, `cache_rows` and a length, and a function that says who drafts it:
 
@@ -20,7 +20,7 @@ from heavypath.speculative.models.caches import RowCache
 
 
 class Shape(Protocol):
-    """What trees a method drafts: one static tree, or how trees grow; it is hashable.
+    """The trees that a method drafts: one static tree, or how trees grow; it is hashable.
 
     depth: its levels; branching: the most children of a node; cache_rows: that it takes; its length: nodes, at most
     grows: whether its nodes depend on what is drafted
@@ -52,5 +52,5 @@ class Drafter(Protocol):
 
 @singledispatch
 def drafter_of(tree: Any, depth: int, draft: Draft | None, rules: Rules, device: torch.device) -> Drafter:
-    """Who drafts the top `depth` levels of a tree, at least one: fewer than all near the end of a text."""
+    """The drafter of the top `depth` levels of a tree, at least one: fewer than all near the end of a text."""
     raise TypeError(f"expected a TokenTree or a Growth, got {type(tree).__name__}")

@@ -1,4 +1,4 @@
-"""How a step runs: call by call, from a recording on a CPU, or as a CUDA graph.
+"""Ways to run a step: call by call, from a recording on a CPU, or as a CUDA graph.
 
 A recording and a graph are bound to the memory that they were made with, so a launcher belongs to one workspace.
 """

@@ -89,7 +89,7 @@ class LookupDraft(Draft):
         return weight.new_zeros(batch, nodes, self._vocab_size).scatter_add_(2, followed, weight).log()
 
     def occurrences(self, feed: Feed, cache: Any) -> "Occurrences":
-        """Where the last tokens of a node are looked for: in the text, of which the root is the last token."""
+        """The occurrences of a node's last tokens: in the text, of which the root is the last token."""
         rows = feed.visible_rows
         is_text = torch.arange(rows, device=feed.tokens.device) <= feed.prefix_lengths[:, None]
         return Occurrences(cache.keys[:, 0, :rows], cache.values[:, 0, :rows, -1], is_text)

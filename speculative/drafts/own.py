@@ -81,18 +81,18 @@ class OwnDraft(Draft):
 
 
 def has_methods(draft: object) -> bool:
-    """Whether an object has a method that drafts have, and models of transformers have not."""
+    """True if an object has a method that drafts have, and models of transformers have not."""
     return any(callable(getattr(draft, name, None)) for name in ("new_cache", "prefill"))
 
 
 def _has(draft: object, name: str) -> bool:
-    """Whether it has a method of its own; those of `Draft` itself do nothing."""
+    """True if it has a method of its own; those of `Draft` itself do nothing."""
     method = getattr(draft, name, None)
     return callable(method) and getattr(method, "__func__", None) is not getattr(Draft, name)
 
 
 def _call(name: str) -> str:
-    """How a method is called, in words."""
+    """The call of a method, in words."""
     return f"{name}({', '.join(_METHODS[name])})"
 
 

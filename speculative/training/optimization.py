@@ -61,7 +61,7 @@ class Optimization:
         self.model.zero_grad(set_to_none=True)
 
     def save(self, path: Path, steps: int, seconds: float, **more: Any) -> None:
-        """Leave model and optimizers at `path`, with the steps and seconds after them, and whatever more is given."""
+        """Leave model and optimizers at `path`, with the steps and seconds so far, and whatever more is given."""
         optimizers = [self.muon.state_dict(), self.adamw.state_dict()]
         state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": steps, "seconds": seconds, **more}
         save_whole(state, path)

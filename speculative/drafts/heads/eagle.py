@@ -144,7 +144,7 @@ class EagleHead(nn.Module, Draftable):
         )
 
     def features(self, taps: Sequence[Tensor]) -> Tensor:
-        """What is kept of the target's hidden states [.., Ht], of `config.taps`: [.., H], or of EAGLE-1 [.., Ht]."""
+        """The kept part of the target's hidden states [.., Ht], of `config.taps`: [.., H], or of EAGLE-1 [.., Ht]."""
         if self.config.generation == 1:
             return taps[0]
         if self.fc_norm is not None:
@@ -168,11 +168,11 @@ class EagleHead(nn.Module, Draftable):
         return hidden
 
     def fed_back(self, hidden: Tensor) -> Tensor:
-        """What the entries below get in the place of features, [.., H] of outputs [.., H]."""
+        """The input of the entries below in the place of features, [.., H] of outputs [.., H]."""
         return self.norm(hidden) if self.norm is not None and self.config.feeds_back_normed else hidden
 
     def before_lm_head(self, hidden: Tensor) -> Tensor:
-        """What the lm_head is applied to, [.., H] of outputs [.., H]."""
+        """The input of the lm_head, [.., H] of outputs [.., H]."""
         return hidden if self.norm is None else self.norm(hidden)
 
 
