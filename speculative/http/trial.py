@@ -65,7 +65,7 @@ def _started(memory: int) -> subprocess.Popen[str]:
 
 
 def _answer(process: subprocess.Popen[str], source: str | None, seconds: float) -> str | None:
-    """What the process says, of a source or at its beginning; None where it has ended, or had to be."""
+    """The answer of the process, of a source or at its beginning; None where it has ended, or had to be ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     late = threading.Event()

@@ -42,8 +42,8 @@ def joint_law(
     After an eos_token_id the law is certain: the text is filled up with that token, with the first if there are
     several. A sampler must pad what ends early so. None: no token ends a text.
 
-    Raises ValueError for a prompt of another shape, a length below 1, filters out of range, tokens outside the
-    vocabulary, a model in training mode, and more than 2 ** 20 texts.
+    Raises ValueError for a prompt of another shape, a length below 1, filters out of range, and tokens outside the
+    vocabulary. Also for a model in training mode, and more than 2 ** 20 texts.
     """
     filters = Filters(temperature, top_k, top_p, min_p).check()
     if not isinstance(prompt, Tensor) or prompt.dtype != torch.long or prompt.ndim != 1 or not len(prompt):

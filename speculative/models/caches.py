@@ -1,7 +1,7 @@
 """Caches that are allocated once, with a row for each token of a text.
 
-Rows may be written in any order, and a cache does not count them: where a token's row is, and how many rows of a
-sequence are in use, is said by whoever calls.
+Rows may be written in any order, and a cache does not count them. The caller knows where a token's row is, and how many
+rows of a sequence are in use.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from heavypath.kernels.layers.rotary import store_rows
 class RowCache:
     """keys and values [B, heads, rows, D], with a row for each token of a text.
 
-    All that is remembered of a text is in these two tensors: the decoder moves rows of both when a path is accepted,
-    and whole sequences of both when another one has ended. D may be 0, for a draft that remembers nothing.
+    A text is remembered in these two tensors alone. The decoder moves rows of both when a path is accepted, and whole
+    sequences of both when another one has ended. D may be 0, for a draft that remembers nothing.
     """
 
     def __init__(self, keys: Tensor, values: Tensor):
@@ -164,11 +164,11 @@ class KeyValueCache(RowCache, Cache):
         return self._visible_rows - (0 if self._new_rows is None else self._new_rows.shape[1])
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many rows `update` returns, and the first of them."""
+        """The number of rows that `update` returns, and the first of them."""
         return self._visible_rows, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return self.keys.shape[2]
 
     def __len__(self) -> int:

@@ -67,11 +67,11 @@ class ProcessedDraft(Draft):
         self._above = torch.empty(0)
 
     def new_cache(self, batch: int, rows: int) -> Any:
-        """That of the draft."""
+        """A new cache of the draft."""
         return self._draft.new_cache(batch, rows)
 
     def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """That of the draft."""
+        """The prefill of the draft."""
         self._draft.prefill(tokens, cache)
 
     def __call__(self, feed: Feed, cache: Any) -> Tensor:

@@ -118,7 +118,7 @@ def _of_sequence(processor: Any, number: int) -> "Processor | GrammarText":
 
 
 class StepProcessors:
-    """What is asked about the nodes of one step's trees.
+    """The processors' answers about the nodes of one step's trees.
 
     texts: of each slot, None where nothing is asked; left: tokens that each may still write
     """
@@ -187,7 +187,7 @@ class StepProcessors:
         return out
 
     def _goes_on(self, text: _Text, slot: int, path: Path) -> bool:
-        """Whether a token can follow a node at all."""
+        """True if any token can follow a node."""
         return len(path) < self._left[slot] and text.stops.isdisjoint(path)
 
     def _check(self, whose: str, out: Tensor, paths: PathsOf) -> Tensor:

@@ -11,8 +11,8 @@ stream that computes, "current". This is the order of a pass, in which each line
 
 So a pass leaves nothing open and needs nothing from before: captured in a CUDA graph it forks and joins within that. It
 may begin early, with `one_pass(ahead=True)`: then the first S layers are copied while a draft computes. Passes of
-several threads take turns (`turn`), on the host by a lock, and on the GPU, where they may be on different streams, by
-an event that is noted after each turn and never within a capture.
+several threads take turns (`turn`). On the host they do so by a lock. On the GPU, where they may be on different
+streams, they do so by an event that is noted after each turn and never within a capture.
 
 Layers that the host reads from files while it decodes are copied when they are taken, not before: the host would wait
 for the file instead of launching what can compute meanwhile. Such passes cannot be captured.
@@ -108,7 +108,7 @@ class DeviceStream(WeightStream):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether all layers stay in the host's memory, so that a pass may be captured in a CUDA graph."""
+        """True if all layers stay in the host's memory, so that a pass may be captured in a CUDA graph."""
         return not self.host.passing
 
     def tensors(self, layer: int) -> dict[str, Tensor]:

@@ -85,7 +85,7 @@ class HostLayers:
             self.reader.slots.let_go()
 
     def counts(self) -> StreamCounts:
-        """What was read from files, and how long passes waited for that."""
+        """The reads from files, and how long passes waited for them."""
         return StreamCounts() if self.reader is None else self.reader.counts()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Where the bytes of a model's layers are: which file, from which byte on, of which type and shape.
+"""Sources of a model's layers: which file has their bytes, from which byte on, of which type and shape.
 
-Files are read as they are: safetensors (https://github.com/huggingface/safetensors) have a header of JSON after its
-length in 8 bytes, then the tensors one after another; the .dat files of accelerate have one tensor and nothing else.
+Files are read as they are. safetensors (https://github.com/huggingface/safetensors) have a header of JSON after its
+length in 8 bytes, then the tensors one after another. The .dat files of accelerate have one tensor and nothing else.
 """
 
 import math
@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: `nbytes` bytes of a file from `begin` on."""
+    """The place of a tensor: `nbytes` bytes of a file from `begin` on."""
 
     path: str
     begin: int

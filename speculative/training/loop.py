@@ -17,7 +17,7 @@ Batch = TypeVar("Batch")
 
 @dataclass
 class Checkpoints:
-    """Where a training leaves its state, every so many steps, and whether it goes on from there.
+    """The checkpoints of a training: where it leaves its state, every so many steps, and whether it goes on from there.
 
     state: whatever else there is to go on from; saved as it is then, and restored in place
     """

@@ -1,4 +1,4 @@
-"""What trainings share: the optimizers and their schedule, checkpoints, and a line of progress now and then."""
+"""Common parts of trainings: the optimizers and their schedule, checkpoints, and a line of progress now and then."""
 
 import time
 from collections.abc import Callable
@@ -108,7 +108,8 @@ class Progress:
         return self.seconds_before + time.monotonic() - self.started
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time for a line; `step` counts the steps done. What a line says may have to wait for a GPU."""
+        """True if it is time for a line; `step` counts the steps done. The text of a line may have to wait for a
+        GPU."""
         return time.monotonic() - self.last_time >= 20 or step == self.steps
 
     def report(self, step: int, text: str) -> None:

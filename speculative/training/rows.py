@@ -21,7 +21,7 @@ class Rows(NamedTuple):
 
 
 class RowSettings(NamedTuple):
-    """How rows are made: see `DistilSettings`."""
+    """Settings for making rows: see `DistilSettings`."""
 
     length: int
     held_out: float
@@ -85,7 +85,7 @@ def _sections(document: Document, longest: int) -> list[Document]:
 
 
 def _prompts(section: Document, settings: RowSettings) -> list[Tensor]:
-    """What the target goes on from: the prompt, or the beginnings of the pieces of a text."""
+    """The texts that the target goes on from: the prompt, or the beginnings of the pieces of a text."""
     if len(section.prompt):
         return [section.prompt]
     return [piece[: settings.prompt_tokens] for piece in section.tokens.split(settings.length)]
